@@ -1,0 +1,30 @@
+"""Errors meant for people: each names the key, the value and what would do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """Something the user can mend; the command line prints it without a traceback."""
+
+
+def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
+    """An error for a value outside a closed set, with the nearest choice named.
+
+    Args:
+      key: the configuration key or argument, as the user writes it.
+      value: what was given.
+      choices: what would do.
+
+    Returns:
+      The error, for the caller to raise.
+
+    >>> str(choose("objective.advantage", "rlo", ["grpo", "rloo"]))
+    "objective.advantage = 'rlo'; did you mean 'rloo'? choose from grpo, rloo"
+    """
+    names = sorted(choices)
+    near = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"{key} = {value!r}; {hint}choose from {', '.join(names)}")

@@ -1,0 +1,323 @@
+"""The records that travel between the five hops, the values an algorithm is made of, and the axis letters.
+
+| letter | axis                    | letter | axis                  |
+| ------ | ----------------------- | ------ | --------------------- |
+| N      | prompts                 | S      | decode slots          |
+| G      | samples of one prompt   | C      | cache length          |
+| B      | sequences, N * G        | V      | vocabulary            |
+| P      | prompt tokens           | D      | embedding             |
+| T      | completion tokens       | H, K   | query, key-value heads |
+| L      | P + T                   | h      | head size             |
+| R      | reward parts            | F, E   | feed-forward, experts |
+
+Completions keep the group axis, ``[N, G, T]``, so a group is an array axis and never a convention
+about row order. Only aggregates see ``[B, T]``. Names in lower case in ``models/`` and
+``sampling/`` spell the axes out (``q_bthk``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+Array = jax.Array
+Params = Any
+"""A nested dict of arrays."""
+Stats = dict[str, Array]
+"""Per-token statistics by name, each ``[..., T]`` float32; see ``STATISTICS``."""
+
+STATISTICS: Mapping[str, str] = {
+    "logprobs": "log-probability of the token under the policy being trained; carries gradient",
+    "entropy": "entropy of the policy's law at the token; carries gradient",
+    "values": "the value network's estimate before the token; carries gradient",
+    "sampler_logprobs": "log-probability under the law that the token was drawn from",
+    "proximal_logprobs": "log-probability under the policy at the start of the training step",
+    "ref_logprobs": "log-probability under the reference policy",
+    "rollout_values": "the value estimates at the start of the training step",
+    "returns": "the targets of the value network, written by the advantage",
+}
+"""What a per-token statistic means. All in nats, except values and returns, in points."""
+
+
+class StopReason(enum.IntEnum):
+    """Why the sampler ended a sequence; ``RUNNING`` marks one that has not ended."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1
+    LENGTH = 2
+    STOP_STRING = 3
+    ABORTED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One problem, on the host.
+
+    Attributes:
+      id: stable identity of the problem in its source.
+      text: the prompt as the tokenizer saw it, chat template included.
+      tokens: [p] int32, the prompt's token ids; p differs from prompt to prompt.
+      answer: what a reward function needs to judge a completion.
+      meta: further fields of the source, passed to reward functions untouched.
+    """
+
+    id: int
+    text: str
+    tokens: np.ndarray
+    answer: Any
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Rollout(struct.PyTreeNode):
+    """What the sampler did: tokens, and everything recorded while drawing them.
+
+    Attributes:
+      prompt_tokens: [N, P] int32, each prompt from column 0, then padding of any value.
+      prompt_lengths: [N] int32, tokens; at least 1.
+      tokens: [N, G, T] int32, completion tokens from column 0; past ``lengths`` any value.
+      lengths: [N, G] int32, completion tokens present, the stop token included.
+      mask: [N, G, T] bool, True where the policy drew the token (False for tool output, padding).
+      sampler_logprobs: [N, G, T] float32, nats, under the law actually drawn from; 0 outside mask.
+      versions: [N, G, T] int32, steps: the policy version that drew each token; -1 outside mask.
+      stop: [N, G] int32, a ``StopReason``.
+      baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
+    """
+
+    prompt_tokens: Array
+    prompt_lengths: Array
+    tokens: Array
+    lengths: Array
+    mask: Array
+    sampler_logprobs: Array
+    versions: Array
+    stop: Array
+    baseline: Array
+
+    def check(self) -> Rollout:
+        """Asserts the shapes and dtypes above; works on tracers. Returns self."""
+        n, g, t = self.tokens.shape
+        chex.assert_shape(self.prompt_tokens, (n, None))
+        chex.assert_shape(self.prompt_lengths, (n,))
+        chex.assert_shape([self.mask, self.sampler_logprobs, self.versions], (n, g, t))
+        chex.assert_shape([self.lengths, self.stop, self.baseline], (n, g))
+        chex.assert_type([self.tokens, self.lengths, self.versions, self.stop], jnp.int32)
+        chex.assert_type([self.mask, self.baseline], bool)
+        chex.assert_type(self.sampler_logprobs, jnp.float32)
+        return self
+
+
+class Batch(struct.PyTreeNode):
+    """What one training step reads: groups of completions with their rewards.
+
+    Preference pairs are groups of two (chosen, rejected); supervised examples groups of one.
+
+    Attributes:
+      prompt_tokens: [N, P] int32, as in ``Rollout``.
+      prompt_lengths: [N] int32, tokens.
+      tokens: [N, G, T] int32.
+      lengths: [N, G] int32, completion tokens present.
+      mask: [N, G, T] bool, True where the token is trained on.
+      rewards: [N, G, R] float32, points, one column per reward part, unweighted.
+      reward_weights: [R] float32; the scalar reward is the weighted sum of the parts.
+      members: [N, G] bool, True where the member exists and counts in its group's statistics.
+      baseline: [N, G] bool, True for a greedy baseline member (``members`` is False there).
+      truncated: [N, G] bool, True where the sampler stopped at the length limit.
+      stats: per-token statistics, each [N, G, T] float32; ``sampler_logprobs`` at least, for RL.
+      ids: integer labels by name, [N], [N, G] or [N, G, T] int32 (prompt, turn, step, stratum).
+    """
+
+    prompt_tokens: Array
+    prompt_lengths: Array
+    tokens: Array
+    lengths: Array
+    mask: Array
+    rewards: Array
+    reward_weights: Array
+    members: Array
+    baseline: Array
+    truncated: Array
+    stats: Stats = struct.field(default_factory=dict)
+    ids: dict[str, Array] = struct.field(default_factory=dict)
+
+    def check(self) -> Batch:
+        """Asserts the shapes and dtypes above; works on tracers. Returns self."""
+        n, g, t = self.tokens.shape
+        r = self.rewards.shape[-1]
+        chex.assert_shape(self.prompt_tokens, (n, None))
+        chex.assert_shape(self.prompt_lengths, (n,))
+        chex.assert_shape([self.lengths, self.members, self.baseline, self.truncated], (n, g))
+        chex.assert_shape(self.mask, (n, g, t))
+        chex.assert_shape(self.rewards, (n, g, r))
+        chex.assert_shape(self.reward_weights, (r,))
+        chex.assert_type([self.mask, self.members, self.baseline, self.truncated], bool)
+        chex.assert_type([self.rewards, self.reward_weights], jnp.float32)
+        for stat in self.stats.values():
+            chex.assert_shape(stat, (n, g, t))
+        return self
+
+    def score(self) -> Array:
+        """[N, G] float32, points: the weighted sum of the reward parts."""
+        return jnp.einsum("ngr,r->ng", self.rewards, self.reward_weights)
+
+
+class TrainState(struct.PyTreeNode):
+    """Everything a training step reads and writes; the unit of checkpointing.
+
+    Attributes:
+      step: [] int32, training steps done; also the policy's version.
+      params: {"policy": tree, and "value": tree when the objective needs values}.
+      opt_state: the optax state of ``params``.
+      ref_params: the reference policy's tree, or None when nothing needs it.
+      method: the objective's own state (trackers, controllers); () when it keeps none.
+      key: the run's root key; step i uses ``fold_in(key, i)``.
+    """
+
+    step: Array
+    params: Params
+    opt_state: Any
+    ref_params: Params
+    method: Any
+    key: Array
+
+
+# ---------------------------------------------------------------- what an algorithm is made of
+
+
+class Transform(NamedTuple):
+    """A step of computing advantages: an ``(init, apply)`` pair over all groups of a batch.
+
+    Attributes:
+      init: () -> state, a pytree; ``()`` for a transform that keeps nothing.
+      apply: (advantages [N, G] or [N, G, T], batch, state) -> (advantages, batch, state). The batch
+        comes back because a transform may edit masks or add statistics (``returns``).
+      needs: names of the statistics that ``batch.stats`` must hold.
+    """
+
+    init: Callable[[], Any]
+    apply: Callable[[Array, Batch, Any], tuple[Array, Batch, Any]]
+    needs: frozenset[str] = frozenset()
+
+
+class Surrogate(NamedTuple):
+    """The per-token loss whose gradient is the policy gradient.
+
+    Attributes:
+      apply: (stats, advantages [T], mask [T]) -> (losses [T], metrics), for ONE sequence; the
+        metrics are [T] arrays by name, averaged over live tokens by the caller. With
+        ``over="group"`` every array has a leading [G] and the losses are [G, T].
+      needs: names of the statistics read besides ``logprobs``.
+      over: "sequence" or "group".
+    """
+
+    apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]
+    needs: frozenset[str] = frozenset({"sampler_logprobs"})
+    over: str = "sequence"
+
+
+Aggregate = Callable[[Array, Array], tuple[Array, Array]]
+"""(losses [B, T], mask [B, T]) -> (sum [], count []) float32; both add up over microbatches."""
+
+
+class Regularizer(NamedTuple):
+    """A term added to the loss: KL, entropy, value loss.
+
+    Attributes:
+      name: the metric's name.
+      value: (stats, mask [T]) -> [T] float32 for ONE sequence, not scaled, not masked, not averaged.
+      coef: (state) -> [] float, what the aggregated value is multiplied by.
+      init: () -> state.
+      update: (state, metrics) -> state, once after each training step.
+      needs: names of the statistics read.
+      aggregate: None to use the objective's.
+    """
+
+    name: str
+    value: Callable[[Stats, Array], Array]
+    coef: Callable[[Any], Any]
+    init: Callable[[], Any] = lambda: ()
+    update: Callable[[Any, Mapping[str, Array]], Any] = lambda state, metrics: state
+    needs: frozenset[str] = frozenset()
+    aggregate: Aggregate | None = None
+
+
+class Objective(NamedTuple):
+    """What to maximise, as a value: replace a field to get another algorithm.
+
+    Attributes:
+      advantage: from rewards to advantages.
+      surrogate: from advantages to per-token losses.
+      aggregate: from per-token losses to (sum, count).
+      regularizers: terms added to the loss.
+    """
+
+    advantage: Transform
+    surrogate: Surrogate
+    aggregate: Aggregate
+    regularizers: tuple[Regularizer, ...] = ()
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of every per-token statistic that some part reads."""
+        parts = (self.advantage, self.surrogate, *self.regularizers)
+        return frozenset().union(*(part.needs for part in parts))
+
+    def init(self) -> Any:
+        """The state of all parts, a pytree kept in ``TrainState.method``."""
+        return {
+            "advantage": self.advantage.init(),
+            "regularizers": tuple(r.init() for r in self.regularizers),
+        }
+
+
+class Network(NamedTuple):
+    """A causal language model as functions over its parameters.
+
+    Attributes:
+      vocab_size: V.
+      embed_dim: D, the size of ``hidden``'s last axis.
+      max_length: the longest sequence the network accepts, tokens.
+      init: (key) -> params.
+      axes: () -> a tree like params whose leaves are tuples of logical axis names (or None).
+      hidden: (params, tokens [B, L], positions [B, L], segments [B, L]) -> ([B, L, D], aux).
+        A token attends to tokens of its own segment at positions no later than its own; segment 0
+        is padding. ``aux`` is a dict of arrays (router statistics); empty for dense models.
+      logits: (params, hidden [..., D]) -> [..., V] float32.
+      init_cache: (rows, length, params) -> cache for ``rows`` sequences of up to ``length`` tokens.
+        Every array of it has the rows as its leading axis.
+      extend: (params, cache, tokens [B, Q], positions [B, Q], live [B, Q]) -> (hidden [B, Q, D], cache).
+        Writes Q tokens into the cache at their positions and attends to everything written
+        at or before them. Tokens that are not live are neither written nor attended to.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    max_length: int
+    init: Callable[[Array], Params]
+    axes: Callable[[], Any]
+    hidden: Callable[..., tuple[Array, dict[str, Array]]]
+    logits: Callable[[Params, Array], Array]
+    init_cache: Callable[..., Any]
+    extend: Callable[..., tuple[Array, Any]]
+
+
+class ValueNetwork(NamedTuple):
+    """Estimates the return from each position.
+
+    Attributes:
+      init: (key) -> params.
+      axes: () -> logical axes, like params.
+      apply: (params, policy_hidden [B, L, D], tokens, positions, segments) -> [B, L] float32, points.
+        A shared trunk reads ``policy_hidden``; a separate network reads the tokens.
+    """
+
+    init: Callable[[Array], Params]
+    axes: Callable[[], Any]
+    apply: Callable[..., Array]
