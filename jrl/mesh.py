@@ -1,0 +1,135 @@
+"""Device meshes, and the one table that says which array axis lies on which mesh axis.
+
+Models name the axes of weights and activations ("heads", "batch", ...); ``RULES`` maps those
+names to mesh axes. Nothing else in the library mentions a mesh axis, so another placement is
+another table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jrl.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "context", "expert")
+"""Mesh axes: replicas of the model, shards of its state, of its matrices, of the sequence, of experts."""
+
+RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "length": ("context",),
+    "embed": ("fsdp",),
+    "vocab": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "expert": ("expert",),
+    "head_dim": (),
+    "layers": (),
+    "act_embed": (),
+}
+"""Logical axis -> the mesh axes it is divided over; an empty tuple is replicated."""
+
+Axes = tuple[str | None, ...]
+
+
+def make_mesh(
+    sizes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh over all of ``AXES``, in that order, with automatic (GSPMD) axis types.
+
+    Args:
+      sizes: mesh axis -> devices along it; absent axes have 1; one may be -1, "what is left".
+      devices: the devices to lay out; all of ``jax.devices()`` when the sizes ask for that many,
+        else the first ones.
+
+    Returns:
+      The mesh; its size is the product of the sizes.
+
+    Raises:
+      UserError: an unknown axis, two -1, or a product that the devices cannot fill.
+    """
+    shape = dict.fromkeys(AXES, 1) | dict(sizes or {})
+    if unknown := set(shape) - set(AXES):
+        raise UserError(f"mesh.{min(unknown)}: no such mesh axis; choose from {', '.join(AXES)}")
+    devices = list(devices if devices is not None else jax.devices())
+    free = [axis for axis, size in shape.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(f"mesh.{free[1]} = -1; only one axis can take what is left")
+    fixed = int(np.prod([size for size in shape.values() if size != -1]))
+    if free:
+        if fixed < 1 or len(devices) % fixed:
+            raise UserError(
+                f"mesh.{free[0]} = -1: {len(devices)} devices do not divide by the other axes' {fixed}"
+            )
+        shape[free[0]] = len(devices) // fixed
+        fixed = len(devices)
+    if fixed > len(devices) or min(shape.values()) < 1:
+        asked = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
+        raise UserError(f"mesh {asked} needs {fixed} devices; there are {len(devices)}")
+    grid = np.array(devices[:fixed]).reshape([shape[a] for a in AXES])
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(axes: Axes, rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
+    """The partition of an array whose axes have these logical names (None: replicated)."""
+    return PartitionSpec(*(rules[a] or None if a is not None else None for a in axes))
+
+
+def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
+    """Where an array of this shape and these logical axes lies.
+
+    Raises:
+      UserError: an axis that its mesh axes do not divide.
+    """
+    partition = spec(axes)
+    for dim, logical, over in zip(shape, axes, partition, strict=True):
+        parts = int(np.prod([mesh.shape[a] for a in over or ()]))
+        if dim % parts:
+            raise UserError(
+                f"{name}: axis {logical!r} of size {dim} does not divide over "
+                f"mesh {' x '.join(f'{a}={mesh.shape[a]}' for a in over)}; choose a divisor of {dim}"
+            )
+    return NamedSharding(mesh, partition)
+
+
+def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
+    """``sharding`` for every leaf of a tree of shapes; ``axes`` has a tuple where it has a leaf."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    names = treedef.flatten_up_to(axes)
+    return treedef.unflatten(
+        [
+            sharding(mesh, tuple(ax), leaf.shape, jax.tree_util.keystr(path))
+            for (path, leaf), ax in zip(paths, names, strict=True)
+        ]
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Every device holds the whole array."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The leading axis is divided over the data-parallel axes."""
+    return NamedSharding(mesh, spec(("batch",)))
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Over how many parts the leading axis of a batch is divided."""
+    return int(np.prod([mesh.shape[a] for a in RULES["batch"]]))
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins an activation to its logical axes' partition; without a mesh, returns it untouched.
+
+    The mesh is the one of ``jax.set_mesh``, so that a model runs unchanged without any.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(axes))
