@@ -1,0 +1,38 @@
+"""What every test shares: a quiet CPU backend with eight devices, and strict JAX settings.
+
+The environment is written before anything imports JAX, so that subprocesses started by a test see
+the same machine.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    ).strip()
+# Compiled programs are kept between runs and shared by the workers of pytest-xdist.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CHECKOUT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# No test may reach the network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "disabled"
+os.environ.setdefault("MPLBACKEND", "agg")
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def checkout() -> pathlib.Path:
+    """The root of the source checkout."""
+    return CHECKOUT
