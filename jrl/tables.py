@@ -1,0 +1,375 @@
+"""The tables of a configuration: every key with its type, limits, default and meaning.
+
+Checks that involve several keys are here too, and name every key they involve.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from jrl.errors import UserError
+
+DType = Literal["float32", "bfloat16"]
+
+OPTIMIZER_KEYS: Mapping[str, frozenset[str]] = {
+    "adamw": frozenset({"weight_decay", "b1", "b2", "eps"}),
+    "adam": frozenset({"b1", "b2", "eps"}),
+    "sgd": frozenset({"b1"}),
+    "lion": frozenset({"weight_decay", "b1", "b2"}),
+    "adafactor": frozenset({"weight_decay", "eps"}),
+}
+"""Which of the keys that not every optimizer has are read by each one; sgd's b1 is its momentum."""
+
+
+def _key(default: Any, text: str, **limits: Any) -> Any:
+    """A field with its description and numeric limits."""
+    if isinstance(default, dict | list):
+        value = default
+        return Field(default_factory=lambda: type(value)(value), description=text, **limits)
+    return Field(default=default, description=text, **limits)
+
+
+class Table(BaseModel):
+    """What all tables share: unknown keys are errors, types are exact, values do not change."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class RunTable(Table):
+    """Where the run lives."""
+
+    dir: str | None = _key(None, "run directory; made when missing, default runs/NAME-TIME")
+    resume: Literal["auto", "never", "must"] = _key(
+        "auto",
+        "auto: go on from the newest checkpoint if there is one; never: refuse a directory that"
+        " holds a run; must: refuse one that does not",
+    )
+
+
+class ModelTable(Table):
+    """The policy network."""
+
+    path: str | None = _key(None, "Hugging Face checkpoint directory to start from")
+    config: dict[str, Any] | None = _key(
+        None,
+        "sizes of a new model with random weights (vocab_size, layers, embed_dim, heads, kv_heads,"
+        " head_dim, mlp_dim, ...); instead of path",
+    )
+    dtype: DType = _key("float32", "type that activations are computed in")
+    param_dtype: DType = _key("float32", "type that weights and optimizer state are kept in")
+    remat: Literal["none", "full", "dots"] = _key(
+        "none", "what the backward pass recomputes: nothing, all, or all but matrix products"
+    )
+
+
+class ValueTable(Table):
+    """The value network, for methods that have one."""
+
+    kind: Literal["head", "network"] = _key(
+        "head", "a linear head on the policy's last layer, or a network of its own"
+    )
+
+
+class DataTable(Table):
+    """Where prompts come from: a procedural task, or files."""
+
+    task: str | None = _key(None, "procedural task by name, instead of train and eval")
+    difficulty: int = _key(1, "difficulty of the procedural task", ge=1)
+    train: str | None = _key(None, "training prompts: FILE.jsonl, FILE.parquet or tfds:NAME/SPLIT")
+    eval: str | None = _key(None, "held-out prompts, same forms")
+    question_key: str = _key("question", "field of a record that holds the question")
+    answer_key: str = _key("answer", "field of a record that holds the answer")
+    answer_pattern: str | None = _key(
+        None, "regular expression whose first group is the final answer inside the answer field"
+    )
+    system: str | None = _key(None, "system message put before the question")
+    template: str = _key(
+        "chat",
+        "chat: the tokenizer's chat template; plain: the question as it is; or text with"
+        " {question} in it",
+    )
+    max_prompt_tokens: int = _key(512, "longest prompt, tokens", ge=1)
+    overlong: Literal["error", "drop", "truncate"] = _key(
+        "error", "what to do with a prompt longer than that; counts are printed"
+    )
+    tfds_dir: str | None = _key(None, "directory of prepared TFDS data")
+    shuffle: bool = _key(True, "visit the training prompts in a random order, new in each epoch")
+
+    @field_validator("template")
+    @classmethod
+    def _template(cls, value: str) -> str:
+        if value in ("chat", "plain"):
+            return value
+        try:
+            fields = [name for _, name, _, _ in string.Formatter().parse(value) if name is not None]
+        except ValueError as error:
+            raise ValueError(f"no format string ({error}); write a brace as {{{{") from error
+        if fields and set(fields) == {"question"}:
+            return value
+        raise ValueError("must be chat, plain, or text with {question} and no other braces")
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern(cls, value: str | None) -> str | None:
+        try:
+            groups = re.compile(value).groups if value is not None else 1
+        except re.error as error:
+            raise ValueError(f"not a regular expression ({error})") from error
+        if groups < 1:
+            raise ValueError("needs a group in parentheses around the answer")
+        return value
+
+
+class SamplingTable(Table):
+    """How completions are drawn."""
+
+    group: int = _key(8, "completions per prompt", ge=1)
+    temperature: float = _key(1.0, "softmax temperature; 0 takes the likeliest token", ge=0)
+    top_k: int = _key(0, "keep the k likeliest tokens; 0 keeps all", ge=0)
+    top_p: float = _key(1.0, "keep the smallest set with this probability", gt=0, le=1)
+    min_p: float = _key(0.0, "keep tokens this likely relative to the likeliest", ge=0, lt=1)
+    max_new_tokens: int = _key(256, "longest completion, tokens", ge=1)
+
+
+class RewardTable(Table):
+    """One reward part; keys other than weight are options of the reward function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    weight: float = _key(1.0, "what the part is multiplied by in the total")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys besides ``weight``, passed to the reward function."""
+        return dict(self.model_extra or {})
+
+
+class RewardPoolTable(Table):
+    """The processes that run reward functions."""
+
+    workers: int = _key(2, "processes; 0 runs rewards in the trainer, without time limit", ge=0)
+    timeout_seconds: float = _key(10.0, "time for one completion; then it scores 0", gt=0)
+    on_error: Literal["raise", "zero"] = _key(
+        "raise", "when a reward function fails: stop the run, or score 0 and count it"
+    )
+
+
+class OptimizerTable(Table):
+    """The optimizer and its schedule, from optax."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor"] = _key("adamw", "optax optimizer")
+    learning_rate: float = _key(1e-6, "learning rate at its peak", ge=0)
+    schedule: Literal["constant", "cosine", "linear"] = _key(
+        "constant", "learning rate after the warm-up; cosine and linear fall to 0 at the last step"
+    )
+    warmup_steps: int = _key(0, "training steps over which the learning rate rises from 0", ge=0)
+    weight_decay: float = _key(0.0, "decoupled weight decay", ge=0)
+    b1: float = _key(0.9, "decay of the first moment (momentum of sgd)", ge=0, lt=1)
+    b2: float = _key(0.999, "decay of the second moment", ge=0, lt=1)
+    eps: float = _key(1e-8, "added to the denominator", gt=0)
+    clip_norm: float = _key(1.0, "largest global gradient norm; 0 does not clip", ge=0)
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        fields = type(self).model_fields
+        unread = set().union(*OPTIMIZER_KEYS.values()) - OPTIMIZER_KEYS[self.name]
+        for key in sorted(unread):
+            if (value := getattr(self, key)) != fields[key].default:
+                having = ", ".join(n for n, keys in OPTIMIZER_KEYS.items() if key in keys)
+                raise ValueError(
+                    f"optimizer.{key} = {value!r} is not used by {self.name}; remove it or set"
+                    f" optimizer.name to one of {having}"
+                )
+        return self
+
+
+class TrainTable(Table):
+    """Training steps and how a step's batch is split."""
+
+    steps: int = _key(100, "training steps, each one rollout and one update", ge=0)
+    prompts: int = _key(32, "prompts per step; completions are prompts times sampling.group", ge=1)
+    epochs: int = _key(1, "passes over each step's batch", ge=1)
+    minibatches: int = _key(1, "optimizer updates per pass", ge=1)
+    microbatches: int = _key(1, "parts whose gradients are added up for one update", ge=1)
+    mode: Literal["host", "compiled"] = _key(
+        "host", "host: rewards in Python; compiled: a procedural task's whole run is one program"
+    )
+
+    @property
+    def microbatch_prompts(self) -> int:
+        """Prompts that go through the network at once."""
+        return self.prompts // (self.minibatches * self.microbatches)
+
+
+class WarmupTable(Table):
+    """Supervised warm start on the procedural task's own solutions."""
+
+    steps: int = _key(0, "supervised steps before training", ge=0)
+    learning_rate: float = _key(1e-3, "learning rate of the warm start", gt=0)
+    batch: int = _key(64, "solutions per warm start step", ge=1)
+
+
+class EvalTable(Table):
+    """Evaluation on held-out prompts, before, during and after training."""
+
+    every: int = _key(0, "training steps between evaluations; 0: only before and after", ge=0)
+    problems: int = _key(512, "at most this many held-out problems", ge=1)
+    samples: int = _key(1, "completions per problem", ge=1)
+    temperature: float = _key(0.0, "softmax temperature in evaluation", ge=0)
+    pass_k: tuple[int, ...] = _key((1,), "the k of pass@k to report", strict=False)
+
+    @model_validator(mode="after")
+    def _samples(self) -> Self:
+        if not self.pass_k or min(self.pass_k) < 1:
+            raise ValueError(f"eval.pass_k = {list(self.pass_k)}; write one or more k, each >= 1")
+        if self.samples < max(self.pass_k):
+            raise ValueError(
+                f"eval.samples = {self.samples} is fewer than the largest k of eval.pass_k ="
+                f" {list(self.pass_k)}; set eval.samples to at least {max(self.pass_k)}"
+            )
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"eval.samples = {self.samples} with eval.temperature = 0 repeats one completion;"
+                " set eval.temperature above 0 or eval.samples to 1"
+            )
+        return self
+
+
+class CheckpointTable(Table):
+    """Checkpoints in the run directory."""
+
+    every: int = _key(50, "training steps between checkpoints; 0: only at the end", ge=0)
+    keep: int = _key(2, "newest checkpoints kept", ge=1)
+
+
+class MeshTable(Table):
+    """How devices are arranged; the product is the number of devices used."""
+
+    data: int = _key(1, "devices that split the batch; -1: all that are left")
+    fsdp: int = _key(1, "devices that split the batch and the weights; -1: all that are left")
+    tensor: int = _key(1, "devices that split heads and layers' widths; -1: all that are left")
+    context: int = _key(1, "devices that split the sequence; -1: all that are left")
+    expert: int = _key(1, "devices that split experts; -1: all that are left")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        sizes = {f"mesh.{axis}": getattr(self, axis) for axis in type(self).model_fields}
+        for key, size in sizes.items():
+            if size < 1 and size != -1:
+                raise ValueError(f"{key} = {size}; must be at least 1, or -1 for all that are left")
+        open_axes = [key for key, size in sizes.items() if size == -1]
+        if len(open_axes) > 1:
+            raise ValueError(f"{' and '.join(open_axes)} are -1; only one axis can be")
+        return self
+
+    @property
+    def batch_shards(self) -> int | None:
+        """Parts that a batch is split into, or None when it depends on the devices present."""
+        return None if -1 in (self.data, self.fsdp) else self.data * self.fsdp
+
+
+class LogTable(Table):
+    """What is kept of a run besides metrics.jsonl."""
+
+    samples_every: int = _key(10, "training steps between kept rollouts; 0: none", ge=0)
+    samples: int = _key(8, "rollouts kept each time, in samples.jsonl", ge=1)
+    tensorboard: bool = _key(False, "also write TensorBoard events (extra: tensorboard)")
+    wandb: str = _key("", "also log to this Weights & Biases project (extra: wandb)")
+
+
+class Config(Table):
+    """All tables. ``load_config`` makes one."""
+
+    method: str = _key("grpo", "training method; `jrl methods` lists them")
+    seed: int = _key(0, "root of every random draw", ge=0, lt=2**32)
+    run: RunTable = _key(RunTable(), "")
+    model: ModelTable = _key(ModelTable(), "")
+    value: ValueTable = _key(ValueTable(), "")
+    data: DataTable = _key(DataTable(), "")
+    sampling: SamplingTable = _key(SamplingTable(), "")
+    objective: dict[str, Any] = _key({}, "coefficients of the method, such as clip_high")
+    rewards: dict[str, RewardTable] = _key(
+        {},
+        "reward parts by name: math, exact, numeric, format, verify, or your own function as"
+        ' "module:function" or "FILE.py:function"; each a table with weight and options',
+    )
+    reward_pool: RewardPoolTable = _key(RewardPoolTable(), "")
+    optimizer: OptimizerTable = _key(OptimizerTable(), "")
+    train: TrainTable = _key(TrainTable(), "")
+    warmup: WarmupTable = _key(WarmupTable(), "")
+    eval: EvalTable = _key(EvalTable(), "")
+    checkpoint: CheckpointTable = _key(CheckpointTable(), "")
+    mesh: MeshTable = _key(MeshTable(), "")
+    log: LogTable = _key(LogTable(), "")
+
+    @model_validator(mode="after")
+    def _no_conflicts(self) -> Self:
+        problems = [*_source_conflicts(self), *_batch_conflicts(self, self.mesh.batch_shards)]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+# ---------------------------------------------------------------- conflicts between tables
+
+
+def _source_conflicts(config: Config) -> Iterator[str]:
+    model, data = config.model, config.data
+    if model.path is not None and model.config is not None:
+        yield (
+            f"model.path = {model.path!r} and model.config are both given; remove one"
+            " (`model.path=` on the command line removes a key)"
+        )
+    if data.task is not None and (data.train is not None or data.eval is not None):
+        key = "data.train" if data.train is not None else "data.eval"
+        yield f"data.task = {data.task!r} and {key} are both given; remove one"
+    if data.task is None and data.train is not None:
+        if config.train.mode == "compiled":
+            yield "train.mode = 'compiled' needs data.task; for data.train set train.mode to 'host'"
+        if config.warmup.steps:
+            yield (
+                f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
+                " set it to 0"
+            )
+
+
+def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
+    train = config.train
+    if train.prompts % train.minibatches:
+        yield (
+            f"train.prompts = {train.prompts} is not a multiple of train.minibatches ="
+            f" {train.minibatches}"
+        )
+    elif (minibatch := train.prompts // train.minibatches) % train.microbatches:
+        yield (
+            f"train.prompts / train.minibatches = {minibatch} is not a multiple of"
+            f" train.microbatches = {train.microbatches}"
+        )
+    elif shards is not None and train.microbatch_prompts % shards:
+        parts = shards * train.minibatches * train.microbatches
+        yield (
+            f"a microbatch of {train.microbatch_prompts} prompts cannot be split over mesh.data *"
+            f" mesh.fsdp = {shards} devices; make train.prompts = {train.prompts} a multiple of"
+            f" {parts}"
+        )
+
+
+def check_batch(config: Config, shards: int) -> None:
+    """Checks that a microbatch splits evenly over the mesh, once -1 in ``mesh`` is known.
+
+    Args:
+      config: the run's configuration.
+      shards: devices over which the batch is split, data times fsdp.
+
+    Raises:
+      UserError: it does not split evenly.
+    """
+    if problems := list(_batch_conflicts(config, shards)):
+        raise UserError("\n".join(problems))
