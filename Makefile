@@ -1,0 +1,90 @@
+# make help says what there is. Variables: PYTHON (the interpreter to start from), VENV,
+# ACCEL (cpu, cuda12, cuda13 or tpu), ARGS (more `jrl train` overrides, or pytest arguments).
+PYTHON ?= python3
+VENV ?= .venv
+ACCEL ?= cpu
+ARGS ?=
+WORKERS ?= logical
+
+ifeq ($(filter $(ACCEL),cpu cuda12 cuda13 tpu),)
+$(error ACCEL = $(ACCEL); choose from cpu, cuda12, cuda13, tpu)
+endif
+
+BIN := $(VENV)/bin
+comma := ,
+EXTRA := $(if $(filter cpu,$(ACCEL)),,$(ACCEL))
+# One stamp for each set of packages, newer than pyproject.toml when the set is installed.
+RUN_STAMP := $(VENV)/.installed-run-$(ACCEL)
+DEV_STAMP := $(VENV)/.installed-dev-$(ACCEL)
+# On CPU say so to JAX, or it complains about an accelerator that it was not installed for.
+ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev demo test lint format types wheel-test ci clean
+
+help: ## this list
+	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | column -t -s '|' 2>/dev/null \
+	  || sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1  \2/p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "JRL needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | tail -n 1)." >&2; \
+	  echo "Name one that is: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+$(RUN_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing JRL for $(ACCEL) into $(VENV): about a minute and 1 GB the first time ..."
+	@$(PIP) install -q -e '.$(if $(EXTRA),[$(EXTRA)])'
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(BIN)/python
+	@echo "Installing JRL for $(ACCEL) and its development tools into $(VENV) ..."
+	@$(PIP) install -q -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@touch $@ $(RUN_STAMP)
+
+install: $(RUN_STAMP) ## the library and the jrl command, in .venv
+
+dev: $(DEV_STAMP) ## the same with everything the tests need
+
+demo: $(RUN_STAMP) ## train configs/tiny.toml in a fresh directory under runs/
+	@$(ON) $(BIN)/jrl train configs/tiny.toml run.dir=runs/tiny-$$(date +%Y%m%d-%H%M%S) $(ARGS)
+
+test: $(DEV_STAMP) ## tests and doctests, one worker for each core up to four
+	$(ON) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal $(ARGS)
+
+lint: $(DEV_STAMP) ## ruff, both the rules and the format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(DEV_STAMP) ## rewrite the files as ruff wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(DEV_STAMP) ## mypy over the library
+	$(BIN)/mypy
+
+# A checkout hides what a wheel lacks, so the wheel is tried alone, from an empty directory.
+wheel-test: $(BIN)/python ## build the wheel, install it in a new environment and use it
+	rm -rf build/lib build/wheel build/wheel-venv
+	$(PIP) wheel -q --no-deps -w build/wheel .
+	$(BIN)/python -m venv build/wheel-venv
+	build/wheel-venv/bin/python -m pip --disable-pip-version-check install -q build/wheel/jrl-*.whl
+	rm -rf build/empty && mkdir -p build/empty
+	cd build/empty && export JAX_PLATFORMS=cpu && P=../wheel-venv/bin \
+	  && $$P/python -c "import jrl, jrl.types; print('jrl', jrl.__version__, jrl.__file__)" \
+	  && $$P/python -c "import jrl, pathlib, pkgutil, importlib; \
+	[importlib.import_module(m.name) for m in pkgutil.walk_packages(jrl.__path__, 'jrl.')]; \
+	assert (pathlib.Path(jrl.__file__).parent / 'py.typed').exists()" \
+	  && $$P/jrl --help >/dev/null && $$P/jrl methods --json >/dev/null \
+	  && $$P/python -m pip check
+	rm -rf build/wheel-venv build/lib build/empty
+
+ci: ## everything a commit must pass
+	.ci/run
+
+clean: ## remove what make and the tests made, runs/ and .venv excepted
+	rm -rf build dist *.egg-info .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
