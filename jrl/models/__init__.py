@@ -1,0 +1,1 @@
+"""Language models as functions over a parameter tree, and the heads that read them."""

@@ -1,0 +1,159 @@
+"""Grouped-query attention: rotation, masks, the attention itself, and the key-value cache.
+
+Queries are ``[B, Q, H, h]``; keys and values ``[B, K, C, h]``, the layout of the cache, because
+decoding reads them whole for every token and the loop over ``C`` must be contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.models.config import Rope
+from jrl.types import Array
+
+NO_WINDOW = np.int32(2**30)
+"""A window that no sequence reaches."""
+
+_MASKED = -1e30  # finite, so that a row with nothing to see is uniform instead of NaN
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """The rotation's angle per position for each pair of head dimensions.
+
+    "RoFormer: Enhanced Transformer with Rotary Position Embedding" (arXiv:2104.09864), with linear
+    scaling ("Extending Context Window of Large Language Models via Positional Interpolation",
+    arXiv:2306.15595) or the three-band scaling of "The Llama 3 Herd of Models" (arXiv:2407.21783).
+
+    Args:
+      rope: base and scaling.
+      head_dim: h.
+
+    Returns:
+      [h / 2] float32, radians per position; zeros, hence no rotation, for theta 0.
+
+    >>> frequencies(Rope(100.0), 4).round(4).tolist()
+    [1.0, 0.10000000149011612]
+    """
+    if rope.theta == 0:
+        return np.zeros(head_dim // 2, np.float32)
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
+    if rope.scaling == "none":
+        return base
+    if rope.scaling == "linear":
+        return (base / np.float32(rope.factor)).astype(np.float32)
+    wavelengths = 2 * math.pi / base
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = np.clip((rope.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
+    return ((1 - keep) * base / rope.factor + keep * base).astype(np.float32)
+
+
+def rotation(positions: Array, frequencies_r: Array) -> tuple[Array, Array]:
+    """Cosines and sines of the angles at each position.
+
+    Args:
+      positions: [B, L] int32, tokens.
+      frequencies_r: [h / 2] float32, radians per token.
+
+    Returns:
+      Two [B, L, h / 2] float32 arrays.
+    """
+    chex.assert_rank([positions, frequencies_r], [2, 1])
+    angles = positions.astype(jnp.float32)[:, :, None] * frequencies_r[None, None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Turns each pair (i, i + h/2) of the last axis by its angle; in float32, then as ``x``.
+
+    Args:
+      x: [..., h].
+      cos: [..., h / 2] float32, broadcast against ``x`` by the caller's axes of size 1.
+      sin: the same shape.
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def visible(
+    positions: Array, segments: Array, key_positions: Array, key_segments: Array
+) -> tuple[Array, Array]:
+    """Which keys each query may see, windows aside, and how far back each key lies.
+
+    Args:
+      positions: [B, Q] int32, tokens; the queries'.
+      segments: [B, Q] int32; 0 is padding.
+      key_positions: [B, C] int32, tokens.
+      key_segments: [B, C] int32.
+
+    Returns:
+      mask [B, Q, C] bool (same segment, not padding, not later) and distance [B, Q, C] int32,
+      tokens. A layer with a window also requires ``distance < window``.
+    """
+    chex.assert_equal_shape([positions, segments])
+    chex.assert_equal_shape([key_positions, key_segments])
+    distance_bqc = positions[:, :, None] - key_positions[:, None, :]
+    same_bqc = segments[:, :, None] == key_segments[:, None, :]
+    return same_bqc & (segments != 0)[:, :, None] & (distance_bqc >= 0), distance_bqc
+
+
+def attend(
+    q_bqhd: Array,
+    k_bkcd: Array,
+    v_bkcd: Array,
+    mask_bqc: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """The values each query sees, weighted by the softmax of its scores.
+
+    Query head i reads key-value head ``i // (H / K)``; keys and values are never repeated.
+    Products accumulate in float32 and the softmax is float32.
+
+    Args:
+      q_bqhd: [B, Q, H, h].
+      k_bkcd: [B, K, C, h].
+      v_bkcd: [B, K, C, h].
+      mask_bqc: [B, Q, C] bool, True where visible. A query that sees nothing gets the mean value.
+      scale: what scores are multiplied by.
+      softcap: scores become cap * tanh(score / cap).
+
+    Returns:
+      [B, Q, H, h] in the dtype of ``v_bkcd``; the output projection is not applied.
+    """
+    chex.assert_rank([q_bqhd, k_bkcd, v_bkcd, mask_bqc], [4, 4, 4, 3])
+    chex.assert_equal_shape([k_bkcd, v_bkcd])
+    b, q, h, d = q_bqhd.shape
+    k = k_bkcd.shape[1]
+    q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
+    scores = jnp.einsum("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, preferred_element_type=jnp.float32)
+    scores = scores * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask_bqc[:, None, None], scores, _MASKED)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_bkcd.dtype)
+    out = jnp.einsum("bkgqc,bkcd->bqkgd", weights, v_bkcd, preferred_element_type=jnp.float32)
+    return out.astype(v_bkcd.dtype).reshape(b, q, h, d)
+
+
+def write(cache_bkcd: Array, new_bkqd: Array, positions: Array, live: Array) -> Array:
+    """The cache with live tokens' entries stored at their positions.
+
+    Args:
+      cache_bkcd: [B, K, C, h].
+      new_bkqd: [B, K, Q, h].
+      positions: [B, Q] int32, tokens; the column written.
+      live: [B, Q] bool; False (and positions past the end) write nothing.
+    """
+    chex.assert_equal_shape([positions, live])
+    rows = jnp.arange(cache_bkcd.shape[0])[:, None]
+    columns = jnp.where(live, positions, cache_bkcd.shape[2])
+    new_bqkd = new_bkqd.transpose(0, 2, 1, 3).astype(cache_bkcd.dtype)
+    return cache_bkcd.at[rows, :, columns].set(new_bqkd, mode="drop")

@@ -1,0 +1,479 @@
+"""The decoder: parameters described once, and the functions that read them.
+
+Parameters are a nested dict in which the weights of all layers are stacked on a leading "layers"
+axis. ``hidden`` scans over that axis, so that a deep model compiles as fast as a shallow one;
+``extend`` unrolls it, so that the cache of each layer is updated in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.errors import choose
+from jrl.mesh import constrain
+from jrl.models import moe
+from jrl.models.attention import NO_WINDOW, attend, frequencies, rotate, rotation, visible, write
+from jrl.models.config import ModelConfig
+from jrl.types import Array, Network, Params
+
+REMAT = ("dots", "full", "none")
+"""What the backward pass of a layer recomputes: all but matrix products, all, nothing."""
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+}
+
+
+# ---------------------------------------------------------------- parameters, described once
+
+
+class WeightSpec(NamedTuple):
+    """One weight: its shape, what its axes are called, and how it starts.
+
+    Attributes:
+      shape: sizes; layer weights have the number of layers first.
+      axes: a logical axis name (see ``jrl.mesh.RULES``) or None for each of them.
+      std: standard deviation of the normal law it is drawn from; 0 for a constant.
+      constant: the value when ``std`` is 0.
+      inputs: axes (layers and expert aside) that the product sums over; they come first.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    std: float = 0.0
+    constant: float = 0.0
+    inputs: int = 0
+
+
+def weights(config: ModelConfig) -> dict[str, Any]:
+    """The table of all weights: a nested dict of ``WeightSpec``, shaped like the parameters.
+
+    A model whose layers are partly sparse has two stacks, ``mlp`` over the dense layers and
+    ``experts`` over the sparse ones, each in the order of the layers.
+    """
+    c = config
+    one = 0.0 if c.norm_plus_one else 1.0
+    depth = (2 * c.layers) ** -0.5  # keeps the residual stream's size independent of depth
+
+    def vector(n: int, *axes: tuple[int, str], start: float = 0.0) -> WeightSpec:
+        shape, names = zip(*axes, strict=True)
+        return WeightSpec((n, *shape), ("layers", *names), constant=start)
+
+    def matrix(n: int, inputs: int, *axes: tuple[int, str], scale: float = 1.0) -> WeightSpec:
+        shape, names = zip(*axes, strict=True)
+        summed = [size for size, name in axes if name != "expert"][:inputs]
+        std = scale * math.prod(summed) ** -0.5
+        return WeightSpec((n, *shape), ("layers", *names), std=std, inputs=inputs)
+
+    embed, head_dim = (c.embed_dim, "embed"), (c.head_dim, "head_dim")
+    heads, kv_heads = (c.heads, "heads"), (c.kv_heads, "kv_heads")
+    n, sparse = c.layers, sum(c.sparse)
+    attention = {
+        "q": matrix(n, 1, embed, heads, head_dim),
+        "k": matrix(n, 1, embed, kv_heads, head_dim),
+        "v": matrix(n, 1, embed, kv_heads, head_dim),
+        "o": matrix(n, 2, heads, head_dim, embed, scale=depth),
+    }
+    if c.qkv_bias:
+        attention |= {"q_bias": vector(n, heads, head_dim)}
+        attention |= {name: vector(n, kv_heads, head_dim) for name in ("k_bias", "v_bias")}
+    if c.o_bias:
+        attention["o_bias"] = vector(n, embed)
+    if c.qk_norm:
+        attention |= {name: vector(n, head_dim, start=one) for name in ("q_norm", "k_norm")}
+    norms = ("attention_norm", "mlp_norm")
+    norms += ("attention_post_norm", "mlp_post_norm") if c.post_norms else ()
+    layers: dict[str, Any] = {name: vector(n, embed, start=one) for name in norms}
+    layers["attention"] = attention
+    if n - sparse:
+        mlp = (c.mlp_dim, "mlp")
+        layers["mlp"] = {name: matrix(n - sparse, 1, embed, mlp) for name in ("gate", "up")}
+        layers["mlp"]["down"] = matrix(n - sparse, 1, mlp, embed, scale=depth)
+        if c.mlp_bias:
+            biases = {name: vector(n - sparse, mlp) for name in ("gate_bias", "up_bias")}
+            layers["mlp"] |= biases | {"down_bias": vector(n - sparse, embed)}
+    if sparse:
+        expert, mlp = (c.experts, "expert"), (c.expert_mlp_dim, "mlp")
+        layers["experts"] = {
+            "router": matrix(sparse, 1, embed, (c.experts, "expert")),
+            "gate": matrix(sparse, 1, expert, embed, mlp),
+            "up": matrix(sparse, 1, expert, embed, mlp),
+            "down": matrix(sparse, 1, expert, mlp, embed, scale=depth),
+        }
+    std = c.embed_dim**-0.5
+    table = {
+        "embed": WeightSpec((c.vocab_size, c.embed_dim), ("vocab", "embed"), std=std),
+        "layers": layers,
+        "final_norm": WeightSpec((c.embed_dim,), ("embed",), constant=one),
+    }
+    if not c.tied_embeddings:
+        shape = (c.embed_dim, c.vocab_size)
+        table["head"] = WeightSpec(shape, ("embed", "vocab"), std=std, inputs=1)
+    return table
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, WeightSpec)
+
+
+def init(key: Array, config: ModelConfig) -> Params:
+    """Random parameters in ``config.param_dtype``; matrices are scaled by their fan-in."""
+    specs, treedef = jax.tree.flatten(weights(config), is_leaf=_is_spec)
+    dtype = jnp.dtype(config.param_dtype)
+
+    def draw(key: Array, spec: WeightSpec) -> Array:
+        if not spec.std:
+            return jnp.full(spec.shape, spec.constant, dtype)
+        return (spec.std * jax.random.normal(key, spec.shape, jnp.float32)).astype(dtype)
+
+    return treedef.unflatten(map(draw, jax.random.split(key, len(specs)), specs))
+
+
+def axes(config: ModelConfig) -> Any:
+    """The logical axis names of every parameter, as a tree like the parameters."""
+    return jax.tree.map(lambda spec: spec.axes, weights(config), is_leaf=_is_spec)
+
+
+def abstract(config: ModelConfig) -> Any:
+    """The shapes and dtypes of the parameters (``jax.ShapeDtypeStruct``), for planning."""
+    dtype = jnp.dtype(config.param_dtype)
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), weights(config), is_leaf=_is_spec
+    )
+
+
+def count_params(config: ModelConfig) -> int:
+    """How many numbers the parameters hold; a tied output matrix counts once."""
+    return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=_is_spec))
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def contract(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
+    """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32 both ways.
+
+    The derivative is written out so that reduced-precision training multiplies reduced-precision
+    numbers in the backward pass too, while the gradient of ``w`` leaves in the dtype of ``w``
+    without being rounded on the way.
+
+    Args:
+      spec: an einsum of two operands, without ellipsis.
+      x: activations.
+      w: a weight, converted to the dtype of ``x`` for the product.
+      dtype: of the result; None for that of ``x``.
+    """
+    out = jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    return out.astype(dtype or x.dtype)
+
+
+def _contract_forward(spec: str, x: Array, w: Array, dtype: Any) -> tuple[Array, tuple]:
+    return contract(spec, x, w, dtype), (x, w)
+
+
+def _contract_backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple:
+    x, w = kept
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    g = g.astype(x.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    dx = product(f"{out},{right}->{left}", g, w.astype(x.dtype))
+    dw = product(f"{left},{out}->{right}", x, g)
+    return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+contract.defvjp(_contract_forward, _contract_backward)
+
+
+def _row(x: Array, ndim: int) -> Array:
+    """Leading axes of size 1, so that ``x`` lines up with the last axes of an ndim array."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
+    """``x`` over the root of its mean square, times the weight; float32, then as ``x``."""
+    x32, w = x.astype(jnp.float32), _row(weight.astype(jnp.float32), x.ndim)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
+    return (x32 * scale * (1.0 + w if config.norm_plus_one else w)).astype(x.dtype)
+
+
+# ---------------------------------------------------------------- one layer
+
+Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(q [B, Q, H, h], k [B, K, Q, h], v [B, K, Q, h]) -> (values seen [B, Q, H, h], anything)."""
+
+
+def _attention(
+    config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array], mix: Mix
+) -> tuple[Array, Any]:
+    """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
+    q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
+    k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
+    v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
+    if config.qkv_bias:
+        q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
+        k_bkqd = k_bkqd + w["k_bias"][None, :, None].astype(x_bqd.dtype)
+        v_bkqd = v_bkqd + w["v_bias"][None, :, None].astype(x_bqd.dtype)
+    if config.qk_norm:
+        q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
+        k_bkqd = rms_norm(k_bkqd, w["k_norm"], config)
+    cos, sin = turn
+    q_bqhd = rotate(q_bqhd, cos[:, :, None], sin[:, :, None])
+    k_bkqd = rotate(k_bkqd, cos[:, None], sin[:, None])
+    q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
+    k_bkqd = constrain(k_bkqd, "batch", "kv_heads", "length", None)
+    v_bkqd = constrain(v_bkqd, "batch", "kv_heads", "length", None)
+    seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
+    out = contract("bqhk,hkd->bqd", seen_bqhd, w["o"])
+    if config.o_bias:
+        out = out + _row(w["o_bias"], 3).astype(out.dtype)
+    return out, extra
+
+
+def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
+    """The gated feed-forward part of a dense layer."""
+
+    def project(name: str, spec: str, x: Array) -> Array:
+        out = contract(spec, x, w[name])
+        return out + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else out
+
+    gate = _ACTIVATIONS[config.activation](project("gate", "bqd,df->bqf", x_bqd))
+    hidden_bqf = gate * project("up", "bqd,df->bqf", x_bqd)
+    hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
+    return project("down", "bqf,fd->bqd", hidden_bqf)
+
+
+def _experts(
+    config: ModelConfig, w: Params, x_bqd: Array, live_bq: Array
+) -> tuple[Array, dict[str, Array]]:
+    """The feed-forward part of a sparse layer, with its router's statistics."""
+    x_md = x_bqd.reshape(-1, x_bqd.shape[-1])
+    logits_me = contract("md,de->me", x_md, w["router"], jnp.float32)
+    weights_mk, experts_mk, probs_me = moe.route(
+        logits_me,
+        experts_per_token=config.experts_per_token,
+        norm_topk_prob=config.norm_topk_prob,
+    )
+    act = _ACTIVATIONS[config.activation]
+    y_md = moe.routed(x_md, weights_mk, experts_mk, w["gate"], w["up"], w["down"], act)
+    return y_md.reshape(x_bqd.shape), moe.router_statistics(
+        experts_mk, probs_me, live_bq.reshape(-1)
+    )
+
+
+def _block(
+    config: ModelConfig,
+    w: Params,
+    x_bqd: Array,
+    live_bq: Array,
+    turn: tuple[Array, Array],
+    mix: Mix,
+) -> tuple[Array, Any, dict[str, Array]]:
+    """One layer: x plus attention plus feed-forward; also what ``mix`` gave and router numbers."""
+    with jax.named_scope("attention"):
+        normed = rms_norm(x_bqd, w["attention_norm"], config)
+        out, extra = _attention(config, w["attention"], normed, turn, mix)
+        if config.post_norms:
+            out = rms_norm(out, w["attention_post_norm"], config)
+        x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
+    with jax.named_scope("experts" if "experts" in w else "mlp"):
+        normed = rms_norm(x_bqd, w["mlp_norm"], config)
+        stats: dict[str, Array] = {}
+        if "experts" in w:
+            out, stats = _experts(config, w["experts"], normed, live_bq)
+        else:
+            out = _mlp(config, w["mlp"], normed)
+        if config.post_norms:
+            out = rms_norm(out, w["mlp_post_norm"], config)
+        x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
+    return x_bqd, extra, stats
+
+
+def _layer(config: ModelConfig, stacked: Params, i: int) -> Params:
+    """Layer i's weights out of the stacks; the two feed-forward stacks skip each other's layers."""
+    sparse = config.sparse
+    position = sum(s == sparse[i] for s in sparse[:i])
+    absent = "mlp" if sparse[i] else "experts"
+    return {
+        name: jax.tree.map(lambda a, j=j: a[j], part)
+        for name, part in stacked.items()
+        if name != absent
+        for j in [position if name in ("mlp", "experts") else i]
+    }
+
+
+# ---------------------------------------------------------------- the network
+
+
+def _embed(config: ModelConfig, params: Params, tokens: Array) -> Array:
+    dtype = jnp.dtype(config.dtype)
+    x_bld = params["embed"][tokens].astype(dtype)
+    if config.embed_scale != 1.0:
+        x_bld = x_bld * jnp.asarray(config.embed_scale, dtype)
+    return constrain(x_bld, "batch", "length", "act_embed")
+
+
+def _turns(config: ModelConfig, positions: Array) -> tuple[list[tuple[Array, Array]], list[int]]:
+    """The distinct rotations of the model at these positions, and which one each layer uses."""
+    distinct = list(dict.fromkeys(config.ropes))
+    turns = [rotation(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
+    return turns, [distinct.index(rope) for rope in config.ropes]
+
+
+def hidden(
+    params: Params,
+    tokens: Array,
+    positions: Array,
+    segments: Array,
+    *,
+    config: ModelConfig,
+    remat: str = "none",
+) -> tuple[Array, dict[str, Array]]:
+    """The normalised output of the last layer for whole sequences; see ``types.Network.hidden``."""
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape([tokens, positions, segments])
+    x_bld, live = _embed(config, params, tokens), segments != 0
+    mask, distance = visible(positions, segments, positions, segments)
+    turns, turn_ids = _turns(config, positions)
+    cos, sin = (jnp.stack(part) for part in zip(*turns, strict=True))
+    scale = _query_scale(config)
+
+    def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
+        w, turn_id, window = layer
+        near = mask if config.window is None else mask & (distance < window)
+
+        def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return attend(q, k, v, near, scale=scale, softcap=config.attention_softcap), None
+
+        turn = (cos[turn_id], sin[turn_id])
+        x_bld, _, stats = _block(config, w, x_bld, live, turn, mix)
+        return x_bld, stats
+
+    if remat != "none":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        body = jax.checkpoint(body, policy=policy if remat == "dots" else None, prevent_cse=False)
+    windows = [NO_WINDOW if w is None else np.int32(w) for w in config.windows]
+    ids = np.array(turn_ids, np.int32) if len(turns) > 1 else np.zeros(config.layers, np.int32)
+    if len(set(config.sparse)) == 1:
+        xs = (params["layers"], jnp.asarray(ids), jnp.asarray(np.array(windows)))
+        x_bld, stats = jax.lax.scan(body, x_bld, xs)
+    else:  # layers of two shapes cannot be stacked
+        per_layer = []
+        for i in range(config.layers):
+            x_bld, s = body(x_bld, (_layer(config, params["layers"], i), ids[i], windows[i]))
+            per_layer += [s] if s else []
+        stats = jax.tree.map(lambda *parts: jnp.stack(parts), *per_layer)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x_bld, params["final_norm"], config), stats
+
+
+def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
+    """[..., V] float32 scores of the next token; soft cap applied, no temperature."""
+    lead = "abcdefg"[: hidden.ndim - 1]
+    with jax.named_scope("logits"):
+        head = params["embed" if config.tied_embeddings else "head"]
+        spec = f"{lead}x,vx->{lead}v" if config.tied_embeddings else f"{lead}x,xv->{lead}v"
+        out = contract(spec, hidden.astype(jnp.dtype(config.dtype)), head, jnp.float32)
+        if config.logit_softcap is not None:
+            out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
+        return out
+
+
+def init_cache(rows: int, length: int, params: Params = None, *, config: ModelConfig) -> tuple:
+    """An empty cache: for each layer {"k", "v"}, each [rows, K, length, h] in ``config.dtype``."""
+    del params  # the shape is in the config; other networks size their cache by the parameters
+    shape = (rows, config.kv_heads, length, config.head_dim)
+
+    def empty() -> Array:
+        zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
+        return constrain(zeros, "batch", "kv_heads", None, None)
+
+    return tuple({"k": empty(), "v": empty()} for _ in range(config.layers))
+
+
+def extend(
+    params: Params,
+    cache: tuple,
+    tokens: Array,
+    positions: Array,
+    live: Array,
+    *,
+    config: ModelConfig,
+) -> tuple[Array, tuple]:
+    """The same as ``hidden`` for the next Q tokens of each row; see ``types.Network.extend``.
+
+    Column p of the cache holds the token at position p. Every row must have written 0..p before
+    position p is asked for; what lies beyond is not looked at.
+    """
+    chex.assert_rank(tokens, 2)
+    chex.assert_equal_shape([tokens, positions, live])
+    x_bqd = _embed(config, params, tokens)
+    columns = jnp.arange(cache[0]["k"].shape[2], dtype=jnp.int32)
+    distance = positions[:, :, None] - columns[None, None, :]
+    masks = {
+        window: (distance >= 0) & (distance < (NO_WINDOW if window is None else window))
+        for window in dict.fromkeys(config.windows)
+    }
+    turns, turn_ids = _turns(config, positions)
+    scale, written = _query_scale(config), []
+    for i, window in enumerate(config.windows):
+
+        def mix(q: Array, k: Array, v: Array, i=i, window=window) -> tuple[Array, dict]:
+            new = {
+                "k": write(cache[i]["k"], k, positions, live),
+                "v": write(cache[i]["v"], v, positions, live),
+            }
+            new = {n: constrain(a, "batch", "kv_heads", None, None) for n, a in new.items()}
+            cap = config.attention_softcap
+            return attend(q, new["k"], new["v"], masks[window], scale=scale, softcap=cap), new
+
+        w = _layer(config, params["layers"], i)
+        x_bqd, new, _ = _block(config, w, x_bqd, live, turns[turn_ids[i]], mix)
+        written.append(new)
+    return rms_norm(x_bqd, params["final_norm"], config), tuple(written)
+
+
+def _query_scale(config: ModelConfig) -> float:
+    return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+
+
+def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
+    """The decoder of a configuration, as functions over its parameters.
+
+    Args:
+      config: the model.
+      remat: what the backward pass of ``hidden`` recomputes for each layer: "none" keeps
+        everything, "dots" keeps the results of matrix products, "full" keeps the layer's input.
+
+    Returns:
+      A ``Network``; its functions are pure and not jitted.
+
+    Raises:
+      UserError: an unknown ``remat``.
+    """
+    if remat not in REMAT:
+        raise choose("remat", remat, REMAT)
+    bind = functools.partial
+    return Network(
+        vocab_size=config.vocab_size,
+        embed_dim=config.embed_dim,
+        max_length=config.max_length,
+        init=bind(init, config=config),
+        axes=bind(axes, config),
+        hidden=bind(hidden, config=config, remat=remat),
+        logits=bind(logits, config=config),
+        init_cache=bind(init_cache, config=config),
+        extend=bind(extend, config=config),
+    )
