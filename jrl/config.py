@@ -227,9 +227,12 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 def _unknown_key(key: str, value: Any) -> str:
     names = [known.name for known in describe()]
-    tables = {name.partition(".")[0] for name in names if "." in name}
+    tables = {"objective", "rewards", *(n.partition(".")[0] for n in names if "." in n)}
     table, _, last = key.rpartition(".")
-    near = difflib.get_close_matches(key, [*names, *tables], n=1, cutoff=0.6 + 0.15 * bool(table))
+    near = [name for name in names if name.rpartition(".")[2] == last and not table][:3]
+    near = near or difflib.get_close_matches(
+        key, {*names, *tables}, n=1, cutoff=0.75 if table else 0.6
+    )
     if not near:  # the right name in the wrong table is a common slip
         near = [name for name in names if name.rpartition(".")[2] == last][:3]
     if near:

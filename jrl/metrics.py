@@ -1,0 +1,357 @@
+"""What a run leaves behind: metrics, samples and a summary in its run directory.
+
+    config.toml    the whole configuration
+    metrics.jsonl  first the header (versions, device, mesh, config, seed), then an object a step
+    samples.jsonl  some rollouts with their rewards
+    summary.json   written at the end
+
+Numbers in JSON are finite: NaN and infinity are written as null. Failing to log never ends a run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.config import Config, config_hash, dump, flatten, load_config, may_differ
+from jrl.errors import UserError
+from jrl.sinks import open_sinks
+
+_PACKAGES = ("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy")
+
+
+def ratio(total: Any, count: Any) -> jax.Array:
+    """A mean from its sum and count, which have been added up over parts before.
+
+    Args:
+      total: float array of any shape, the sum over what is live.
+      count: array of the same shape, how much is live; at least 0.
+
+    Returns:
+      float32 of the same shape; NaN where the count is 0, and where the sum is NaN.
+
+    >>> ratio(3.0, 2).item()
+    1.5
+    """
+    count = jnp.asarray(count, jnp.float32)
+    total = jnp.asarray(total, jnp.float32)
+    return jnp.where(count > 0, total / jnp.where(count > 0, count, 1.0), jnp.nan)
+
+
+def means(sums: Mapping[str, tuple[Any, Any]]) -> dict[str, jax.Array]:
+    """Each name's (sum, count) as a mean; NaN where nothing was counted.
+
+    Args:
+      sums: (sum, count) by name, as ``ratio`` takes them.
+
+    Returns:
+      float32 by name.
+    """
+    return {name: ratio(total, count) for name, (total, count) in sums.items()}
+
+
+def plain(tree: Any) -> Any:
+    """A tree of arrays and numbers as strict JSON values, fetched from the device together.
+
+    Args:
+      tree: dicts, lists and tuples of arrays, numbers, strings, booleans and None.
+
+    Returns:
+      The same tree of dicts, lists and Python scalars; NaN and infinity become None, an array of
+      one element a number, a larger one a list.
+    """
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+    return _plain(tree)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(value)
+        if jnp.issubdtype(array.dtype, jnp.floating):
+            array = array.astype(np.float64)  # bfloat16 has no JSON form of its own
+        return _plain(array.item() if array.size == 1 else array.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | bool | int) else str(value)
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file that a run wrote.
+
+    Args:
+      path: the file; a missing one is empty.
+
+    Returns:
+      One dict per whole line. Lines that are not whole JSON objects are left out: a run that was
+      killed leaves half a line at the end, and a full disk can leave one in the middle.
+    """
+    if not Path(path).exists():
+        return []
+    records = []
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    """Writes a whole file or nothing: to a temporary name beside it, then renamed.
+
+    Args:
+      path: the file.
+      text: its new content.
+
+    Raises:
+      OSError: it cannot be written; the old file is untouched.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
+    """The first record of ``metrics.jsonl``: everything needed to tell two runs apart.
+
+    Args:
+      config: the run's configuration.
+      mesh: devices along each axis of the mesh in use.
+
+    Returns:
+      A dict with ``versions``, ``device``, ``mesh``, ``seed``, ``config``, ``config_hash`` and
+      ``started``.
+    """
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    devices = jax.devices()
+    return {
+        "versions": versions,
+        "device": {
+            "kind": devices[0].device_kind,
+            "platform": devices[0].platform,
+            "count": len(devices),
+            "processes": jax.process_count(),
+        },
+        "mesh": dict(mesh),
+        "seed": config.seed,
+        "config": config.model_dump(mode="json", exclude_none=True),
+        "config_hash": config_hash(config),
+        "started": _now(),
+    }
+
+
+class RunWriter:
+    """Writes a run directory; on every process but the first it does nothing.
+
+    Attributes:
+      dir: the run directory.
+      resuming: whether the directory held this run before.
+    """
+
+    def __init__(self, config: Config, *, mesh: Mapping[str, int] | None = None) -> None:
+        """Opens ``config.run.dir``, new or to go on with.
+
+        Args:
+          config: the run's configuration, with ``run.dir`` set.
+          mesh: devices along each axis of the mesh in use; ``config.mesh`` when None.
+
+        Raises:
+          UserError: the directory cannot be made, holds a run with another configuration, or
+            holds a run, or none, against ``run.resume``.
+        """
+        if config.run.dir is None:
+            raise UserError("run.dir is missing; set it to a directory for this run")
+        self.dir = Path(config.run.dir)
+        self.resuming = check_run_dir(config)
+        self._active = jax.process_index() == 0
+        self._warned = False
+        self._torn = False
+        self._sinks: list[Any] = []
+        if not self._active:
+            return
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.dir / "config.toml", dump(config))
+        except OSError as error:
+            raise UserError(f"run.dir = {str(self.dir)!r} cannot be written: {error}") from None
+        self._header = header(config, config.mesh.model_dump() if mesh is None else mesh)
+        self._sinks = open_sinks(config, self.dir)
+        if not self.resuming:
+            self._append("metrics.jsonl", [self._header])
+
+    def truncate_after(self, step: int) -> None:
+        """Drops what was logged after a step, before those steps are run again.
+
+        Call it once when going on from a checkpoint, with the checkpoint's step; -1 drops all.
+        The header stays and gets an entry in ``resumed``.
+
+        Args:
+          step: the last training step whose records are kept.
+        """
+        if not self._active:
+            return
+        first, *rest = read_jsonl(self.dir / "metrics.jsonl") or [self._header]
+        if "versions" not in first:
+            first, rest = self._header, [first, *rest]
+        again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
+        first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
+        samples = read_jsonl(self.dir / "samples.jsonl")
+        self._guard(self._rewrite, "metrics.jsonl", [first, *_until(rest, step)])
+        self._guard(self._rewrite, "samples.jsonl", _until(samples, step))
+        self._guard((self.dir / "summary.json").unlink, True)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Logs one step's metrics.
+
+        Args:
+          step: training steps done.
+          metrics: numbers or scalar arrays by name.
+
+        Returns:
+          The record as written: ``step`` and the metrics as Python numbers, None for NaN.
+        """
+        record = {"step": int(step), **plain(dict(metrics))}
+        if self._active:
+            self._append("metrics.jsonl", [record])
+            for sink in self._sinks:
+                self._guard(sink.write, record)
+        return record
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Keeps some rollouts.
+
+        Args:
+          step: training steps done when they were drawn.
+          samples: dicts with ``prompt``, ``completion`` and ``answer`` (text), ``rewards`` (points
+            by reward part, unweighted), ``reward`` (points, the weighted sum), ``stop`` (name of
+            the stop reason) and ``length`` (tokens); further fields are kept.
+        """
+        if self._active:
+            records = [{"step": int(step), **plain(dict(sample))} for sample in samples]
+            self._append("samples.jsonl", records)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes ``summary.json``, whole or not at all, and returns what was written."""
+        record = plain(dict(summary))
+        if self._active:
+            text = json.dumps(record, indent=2, allow_nan=False, ensure_ascii=False)
+            self._guard(write_atomic, self.dir / "summary.json", text + "\n")
+        return record
+
+    def close(self) -> None:
+        """Flushes TensorBoard and Weights & Biases; the files need no closing."""
+        for sink in self._sinks:
+            self._guard(sink.close)
+        self._sinks = []
+
+    def _append(self, name: str, records: list[dict[str, Any]]) -> None:
+        lines = [json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records]
+        self._guard(self._append_text, name, "".join(lines))
+
+    def _append_text(self, name: str, text: str) -> None:
+        # a write that failed half-way leaves half a line; the next one must not grow onto it
+        text, self._torn = ("\n" + text if self._torn else text), True
+        with (self.dir / name).open("a", encoding="utf-8") as file:
+            file.write(text)
+        self._torn = False
+
+    def _rewrite(self, name: str, records: list[dict[str, Any]]) -> None:
+        lines = (json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
+        write_atomic(self.dir / name, "".join(lines))
+
+    def _guard(self, call: Callable[..., object], *args: object) -> None:
+        """Logging that fails is told once and does not end the run."""
+        try:
+            call(*args)
+        except Exception as error:
+            if not self._warned:
+                print(f"jrl: warning: logging to {self.dir} fails: {error}", file=sys.stderr)
+                print("jrl: warning: training goes on without it", file=sys.stderr)
+            self._warned = True
+
+
+def check_run_dir(config: Config) -> bool:
+    """Whether ``run.dir`` holds this very run already.
+
+    Args:
+      config: the run's configuration, with ``run.dir`` set.
+
+    Returns:
+      True when there is a run to go on with, False when the directory holds none.
+
+    Raises:
+      UserError: it holds a run with another configuration (``run.*`` and ``train.steps`` may
+        differ), or ``run.resume`` forbids what is there.
+    """
+    directory = Path(config.run.dir or "")
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"run.dir = {str(directory)!r} is a file; name a directory")
+    holds_run = (directory / "config.toml").exists()
+    if config.run.resume == "must" and not holds_run:
+        raise UserError(f"run.dir = {str(directory)!r} holds no run, but run.resume = 'must'")
+    if not holds_run:
+        return False
+    if config.run.resume == "never":
+        raise UserError(
+            f"run.dir = {str(directory)!r} holds a run, but run.resume = 'never'; name another"
+            " directory, or set run.resume to 'auto' to go on with it"
+        )
+    try:
+        old = flatten(load_config(directory / "config.toml"))
+    except UserError as error:
+        raise UserError(
+            f"run.dir = {str(directory)!r} holds a run whose config.toml cannot be used; name"
+            f" another directory\n{error}"
+        ) from None
+    new = flatten(config)
+    differing = [
+        f"  {key} = {old.get(key)!r} there, {new.get(key)!r} now"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key) and not may_differ(key)
+    ]
+    if differing:
+        raise UserError(
+            f"run.dir = {str(directory)!r} holds a run with another configuration; name another"
+            " directory, or put these keys back:\n" + "\n".join(differing)
+        )
+    return True
+
+
+def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    return [record for record in records if record.get("step", step) <= step]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,116 @@
+"""Where metrics go besides the run directory: TensorBoard and Weights & Biases, when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from jrl.config import Config
+from jrl.errors import UserError
+
+
+class Sink(Protocol):
+    """Takes each step's record."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Logs a record: ``step`` and numbers by name; None is skipped."""
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+
+
+class TensorBoard(NamedTuple):
+    """Event files in ``RUN/tensorboard``, written by tensorboardX."""
+
+    writer: Any
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Logs every number as a scalar under its name."""
+        for name, value in _numbers(record).items():
+            self.writer.add_scalar(name, value, record["step"])
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self.writer.close()
+
+
+class Wandb(NamedTuple):
+    """A run on Weights & Biases."""
+
+    run: Any
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Logs the numbers at the record's step."""
+        self.run.log(_numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self.run.finish()
+
+
+def open_sinks(config: Config, directory: Path) -> list[Sink]:
+    """The sinks that ``[log]`` asks for.
+
+    Args:
+      config: the run's configuration.
+      directory: the run directory; both sinks write below it.
+
+    Returns:
+      Zero to two sinks.
+
+    Raises:
+      UserError: the package is not installed, or the service cannot be reached or logged into.
+    """
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        writer = _need("tensorboardX", "log.tensorboard", True, "false").SummaryWriter
+        sinks.append(TensorBoard(writer(str(directory / "tensorboard"))))
+    if config.log.wandb:
+        wandb = _need("wandb", "log.wandb", config.log.wandb, "''")
+        try:
+            run = wandb.init(
+                project=config.log.wandb,
+                name=directory.name,
+                id=_run_id(directory),
+                resume="allow",
+                dir=str(directory),
+                config=config.model_dump(mode="json", exclude_none=True),
+            )
+        except Exception as error:
+            raise UserError(
+                f"log.wandb = {config.log.wandb!r}; Weights & Biases cannot be started: {error};"
+                " log in with `wandb login`, set WANDB_MODE=offline, or set log.wandb to ''"
+            ) from error
+        sinks.append(Wandb(run))
+    return sinks
+
+
+def _run_id(directory: Path) -> str:
+    """The same name each time a run directory is opened, so that a resumed run stays one run."""
+    path = directory / "wandb_id"
+    if not path.exists():
+        import secrets
+
+        path.write_text(secrets.token_hex(6), encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _need(package: str, key: str, value: object, off: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise UserError(
+            f"{key} = {value!r} needs the package {package} ({error}); install it with"
+            f" `pip install {package}`, or set {key} to {off}"
+        ) from None
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in record.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
