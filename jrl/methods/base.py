@@ -1,0 +1,333 @@
+"""What a published method is: at most six seams filled, the rest left at defaults that do nothing.
+
+    prompts    which problems a step uses
+    draw       what is drawn beside the group's own samples
+    rewards    an edit of the reward parts
+    groups     which groups are trained on, and whether others are drawn in their place
+    objective  advantage, surrogate, aggregate, regularizers
+    schedule   how often a batch is gone through
+
+A method is a function that returns a ``Method``; ``@published`` adds the paper and checks the
+coefficients against the domains written in its signature (``Annotated`` types below).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from jrl.errors import UserError, choose
+from jrl.types import Objective, Rollout
+
+
+class Draw(NamedTuple):
+    """What the sampler draws for one prompt beside its G samples.
+
+    Attributes:
+      baseline_members: greedy completions, flagged in ``Rollout.baseline`` and never trained on.
+    """
+
+    baseline_members: int = 0
+
+
+def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
+    """[N] bool, all True: every group is trained on."""
+    return np.ones(len(rewards), bool)
+
+
+class GroupEditor(NamedTuple):
+    """Which groups are trained on. The training loop does the refilling.
+
+    Attributes:
+      keep: (rewards [N, G] float, points; members [N, G] bool) -> [N] bool, True to train on it.
+      refill: True to draw new prompts in place of the groups that were not kept.
+      max_rounds: how many times to draw at most, the first included; what is still missing then is
+        masked out.
+    """
+
+    keep: Callable[[np.ndarray, np.ndarray], np.ndarray] = keep_all
+    refill: bool = False
+    max_rounds: int = 1
+
+
+def refill(min_std: float = 1e-6, max_rounds: int = 10) -> GroupEditor:
+    """Drops groups whose rewards do not differ, and draws others until the batch is full.
+
+    Dynamic sampling of "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+    (arXiv:2503.14476), which keeps groups with some but not all answers right.
+
+    Args:
+      min_std: points; a group is kept when the standard deviation of its live members' rewards is
+        above it. A group with fewer than two live members is dropped; one with a NaN is kept, so
+        that the NaN comes to light.
+      max_rounds: how many times to draw at most, the first included.
+
+    >>> keep = refill().keep
+    >>> keep(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones((2, 2), bool)).tolist()
+    [False, True]
+    """
+
+    def keep(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
+        live = np.maximum(members.sum(axis=1), 1)[:, None]
+        mean = np.where(members, rewards, 0).sum(axis=1, keepdims=True) / live
+        squares = np.where(members, np.square(rewards - mean), 0).sum(axis=1)
+        return ~(np.sqrt(squares / live[:, 0]) <= min_std)
+
+    return GroupEditor(keep, refill=True, max_rounds=max_rounds)
+
+
+class Schedule(NamedTuple):
+    """How a batch is used.
+
+    Attributes:
+      epochs: passes over a batch before the next one is drawn.
+    """
+
+    epochs: int = 1
+
+
+def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:
+    """The positions [N] int64 in the data source that the run's own order proposes for a step."""
+    return positions
+
+
+def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+    """The reward parts [N, G, R] float32 as the reward functions gave them."""
+    return rewards
+
+
+class Method(NamedTuple):
+    """A method, ready to train with.
+
+    Attributes:
+      objective: advantage, surrogate, aggregate, regularizers.
+      groups: which groups are trained on, between rollout and advantage.
+      draw: what is drawn beside the group.
+      rewards: (rewards [N, G, R] float32 points, rollout) -> rewards, before the batch is made.
+      prompts: (step, positions [N] int64) -> positions of the prompts to use.
+      schedule: how a batch is used.
+      min_group: the least group size with which the advantage says anything.
+    """
+
+    objective: Objective
+    groups: GroupEditor = GroupEditor()
+    draw: Draw = Draw()
+    rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
+    prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
+    schedule: Schedule = Schedule()
+    min_group: int = 1
+
+    @property
+    def value(self) -> bool:
+        """True when the method needs a value network."""
+        return bool(self.objective.needs & {"values", "rollout_values"})
+
+    @property
+    def seams(self) -> tuple[str, ...]:
+        """The names of the seams that the method fills."""
+        names = ("prompts", "draw", "rewards", "groups", "schedule")
+        defaults = self._field_defaults
+        fields = self._asdict()
+        return ("objective", *(name for name in names if fields[name] != defaults[name]))
+
+
+# ---------------------------------------------------------------- domains of coefficients
+
+
+class Range(NamedTuple):
+    """Numbers between two bounds, which belong to it unless ``open_low``."""
+
+    low: float
+    high: float = math.inf
+    open_low: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return False
+        above = value > self.low if self.open_low else value >= self.low
+        return above and value <= self.high and math.isfinite(value)
+
+    def __str__(self) -> str:
+        noun = "a whole number" if self.whole else "a number"
+        bound = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
+        return f"{noun} {bound}" + ("" if self.high == math.inf else f", at most {self.high:g}")
+
+    @property
+    def example(self) -> Any:
+        """Some number of it, for building a method only to look at it."""
+        return 1 if self.whole else (self.low + min(self.high, self.low + 2)) / 2
+
+
+class Choice(NamedTuple):
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.words
+
+    def __str__(self) -> str:
+        return "one of " + ", ".join(self.words)
+
+    @property
+    def example(self) -> str:
+        """The first word."""
+        return self.words[0]
+
+
+class Switch(NamedTuple):
+    """True or false."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, bool)
+
+    def __str__(self) -> str:
+        return "true or false"
+
+    @property
+    def example(self) -> bool:
+        """False."""
+        return False
+
+
+Domain = Range | Choice | Switch
+
+NonNegative = Annotated[float, Range(0.0)]
+Positive = Annotated[float, Range(0.0, open_low=True)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+AtLeastOne = Annotated[float, Range(1.0)]
+Count = Annotated[int, Range(1, whole=True)]
+Flag = Annotated[bool, Switch()]
+
+
+class Coefficient(NamedTuple):
+    """An argument of a method.
+
+    Attributes:
+      name: the argument, and the key in a configuration.
+      domain: what it may be.
+      default: what it is when not given; ``inspect.Parameter.empty`` when it must be given.
+      optional: True when None is allowed as well.
+    """
+
+    name: str
+    domain: Domain
+    default: Any
+    optional: bool = False
+
+    @property
+    def required(self) -> bool:
+        """True when there is no default."""
+        return self.default is inspect.Parameter.empty
+
+    def check(self, method: str, value: Any) -> None:
+        """Raises a UserError that names the domain when the value is outside it."""
+        if (value is None and self.optional) or value in self.domain:
+            return
+        none = ", or nothing" if self.optional else ""
+        raise UserError(f"{method}.{self.name} = {value!r}; give {self.domain}{none}")
+
+
+class Published:
+    """A method's function together with its paper; calling it checks the coefficients.
+
+    Attributes:
+      name: the method's name, that of its function.
+      paper: the exact title.
+      arxiv: the arXiv id, or None for work that is not there.
+      family: the kind of method.
+      coefficients: the arguments, by name.
+    """
+
+    def __init__(
+        self, build: Callable[..., Method], paper: str, arxiv: str | None, family: str
+    ) -> None:
+        functools.update_wrapper(self, build)
+        self.name: str = build.__name__
+        self.paper = paper
+        self.arxiv = arxiv
+        self.family = family
+        self.coefficients = {c.name: c for c in _coefficients(build)}
+        self._build = build
+
+    def __call__(self, **coefficients: Any) -> Method:
+        """The method with these coefficients, the others at their defaults.
+
+        Raises:
+          UserError: for an unknown coefficient (the nearest is named), a value outside its domain
+            (the domain is named), or a missing one that has no default.
+        """
+        for name, value in coefficients.items():
+            if name not in self.coefficients:
+                raise choose(f"coefficient of {self.name}", name, self.coefficients)
+            self.coefficients[name].check(self.name, value)
+        for name, coefficient in self.coefficients.items():
+            if coefficient.required and name not in coefficients:
+                raise UserError(f"{self.name} needs {name}; give {coefficient.domain}")
+        return self._build(**coefficients)
+
+    def example(self) -> Method:
+        """The method at its defaults, arguments without one made up: to look at, not to train."""
+        required = (c for c in self.coefficients.values() if c.required)
+        return self(**{c.name: c.domain.example for c in required})
+
+    def describe(self) -> dict[str, Any]:
+        """What ``jrl methods`` prints, as plain values."""
+        method = self.example()
+        return {
+            "name": self.name,
+            "paper": self.paper,
+            "arxiv": self.arxiv,
+            "family": self.family,
+            "summary": (inspect.getdoc(self._build) or "").partition("\n")[0],
+            "seams": list(method.seams),
+            "needs": sorted(method.objective.needs),
+            "min_group": method.min_group,
+            "coefficients": [
+                {
+                    "name": c.name,
+                    "default": None if c.required else c.default,
+                    "required": c.required,
+                    "domain": f"{c.domain}{', or nothing' if c.optional else ''}",
+                }
+                for c in self.coefficients.values()
+            ],
+        }
+
+
+def published(
+    *, paper: str, family: str, arxiv: str | None = None
+) -> Callable[[Callable[..., Method]], Published]:
+    """Decorates a function that returns a ``Method``; see ``Published``.
+
+    Every argument of the function must be annotated with a domain: ``clip: NonNegative = 0.2``.
+
+    Args:
+      paper: the exact title.
+      family: the kind of method.
+      arxiv: the arXiv id, or None for work that is not there.
+    """
+    return lambda build: Published(build, paper, arxiv, family)
+
+
+def _coefficients(build: Callable[..., Method]) -> list[Coefficient]:
+    hints = typing.get_type_hints(build, include_extras=True)
+    found = []
+    for name, parameter in inspect.signature(build).parameters.items():
+        hint, optional = hints[name], False
+        if type(None) in typing.get_args(hint):
+            optional = True
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        domains = [part for part in typing.get_args(hint) if isinstance(part, Domain)]
+        if len(domains) != 1:
+            raise TypeError(f"{build.__name__}: annotate {name} with a domain, such as NonNegative")
+        found.append(Coefficient(name, domains[0], parameter.default, optional))
+    return found

@@ -1,0 +1,207 @@
+"""From a batch to a scalar loss: the two functions a training step calls.
+
+    advantages, batch, state, metrics = compute_advantages(objective, batch, state)   # once a step
+    terms, metrics = policy_loss(objective, stats, batch, advantages, state)  # once a microbatch
+    loss = combine_terms(objective, terms, state)
+
+Terms and metrics are ``(sum, count)`` pairs that add up over microbatches; the counts depend on the
+masks alone. Because the terms are divided by the counts of the WHOLE batch, a microbatch's share
+of the loss is its sums over the counts that ``term_counts`` gives for the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.errors import UserError
+from jrl.objectives.transforms import per_token, trained
+from jrl.types import STATISTICS, Aggregate, Array, Batch, Objective, Stats
+
+Pair = tuple[Array, Array]
+"""(sum [], count []) float32."""
+Pairs = dict[str, Pair]
+
+
+def compute_advantages(
+    objective: Objective, batch: Batch, state: Any
+) -> tuple[Array, Batch, Any, Pairs]:
+    """The advantage of every token, from the batch's rewards.
+
+    Args:
+      objective: its ``advantage`` is applied to ``batch.score()``.
+      batch: the whole batch, not a microbatch: baselines and normalisations see all of it.
+      state: ``objective.init()`` or what the last step returned.
+
+    Returns:
+      advantages: [N, G, T] float32; 0 for tokens that are not trained. No gradient.
+      batch: as the transforms left it (masks edited, ``returns`` added).
+      state: the new state.
+      metrics: ``advantage_mean`` and ``advantage_std`` over trained tokens, ``zero_std_groups`` the
+        fraction of groups of two or more whose live scores are all equal, ``nonfinite_rewards``
+        the fraction of live members whose score is NaN or infinite.
+
+    Raises:
+      UserError: when a statistic that a transform needs is not in ``batch.stats``.
+    """
+    batch.check()
+    _require(objective.advantage.needs, batch.stats, "the advantage")
+    score = batch.score()
+    metrics = _score_metrics(score, batch.members)
+    values, batch, inner = objective.advantage.apply(score, batch, state["advantage"])
+    chex.assert_type(values, float)
+    live = trained(batch)
+    advantages = jnp.where(live, per_token(values, batch), 0).astype(jnp.float32)
+    count = live.sum(dtype=jnp.float32)
+    mean = advantages.sum() / jnp.maximum(count, 1)
+    spread = jnp.where(live, jnp.square(advantages - mean), 0).sum()
+    one = jnp.ones((), jnp.float32)
+    metrics["advantage_mean"] = (advantages.sum(), count)
+    metrics["advantage_std"] = (jnp.sqrt(spread / jnp.maximum(count, 1)), one)
+    return jax.lax.stop_gradient(advantages), batch, {**state, "advantage": inner}, metrics
+
+
+def policy_loss(
+    objective: Objective, stats: Stats, batch: Batch, advantages: Array, state: Any
+) -> tuple[Pairs, Pairs]:
+    """The terms of the loss of a batch or a microbatch, not yet divided or combined.
+
+    Args:
+      objective: its ``surrogate``, ``aggregate`` and ``regularizers`` are applied.
+      stats: statistics computed from the parameters being trained, each [N, G, T] float32:
+        ``logprobs`` at least. The others are read from ``batch.stats``; on a clash these win.
+      batch: the (micro)batch, as ``compute_advantages`` returned it.
+      advantages: [N, G, T] float32.
+      state: ``objective.init()`` or what the last step returned.
+
+    Returns:
+      terms: "surrogate" and one entry for each regularizer: (sum, count). Not scaled.
+      metrics: (sum, count) by name, over live tokens: those of the surrogate, the mean of each
+        regularizer under its name, and ``nonfinite``, the fraction of live tokens whose loss is NaN
+        or infinite. A NaN also makes the term NaN.
+
+    Raises:
+      UserError: when a statistic that the objective reads is in neither place.
+    """
+    live = trained(batch)
+    stats = {**batch.stats, **stats}
+    _require(objective.needs | {"logprobs"}, stats, "the objective")
+    # Padding may hold anything. Zeroing it before the functions, not only after, keeps a NaN there
+    # from coming back through the gradient.
+    stats = {name: jnp.where(live, value, 0) for name, value in stats.items()}
+    advantages = jax.lax.stop_gradient(jnp.where(live, advantages, 0))
+
+    surrogate = objective.surrogate
+    reads = {name: stats[name] for name in sorted(surrogate.needs | {"logprobs"})}
+    over_prompts = jax.vmap(surrogate.apply)
+    lifted = over_prompts if surrogate.over == "group" else jax.vmap(jax.vmap(surrogate.apply))
+    losses, per_token_metrics = lifted(reads, advantages, live)
+    terms = {"surrogate": _aggregate(objective.aggregate, losses, live)}
+    metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
+    finite = jnp.isfinite(losses)
+    for regularizer in objective.regularizers:
+        reads = {name: stats[name] for name in sorted(regularizer.needs | {"logprobs"})}
+        values = jax.vmap(jax.vmap(regularizer.value))(reads, live)
+        aggregate = regularizer.aggregate or objective.aggregate
+        terms[regularizer.name] = _aggregate(aggregate, values, live)
+        metrics[regularizer.name] = _live_mean(values, live)
+        finite = finite & jnp.isfinite(values)
+    metrics["nonfinite"] = _live_mean(~finite, live)
+    return terms, metrics
+
+
+def term_counts(objective: Objective, batch: Batch) -> dict[str, Array]:
+    """The count of each term that ``policy_loss`` would return, without the losses.
+
+    Args:
+      objective: its aggregates are applied to zeros.
+      batch: as ``compute_advantages`` returned it.
+
+    Returns:
+      [] float32 by the names of ``policy_loss``'s terms.
+    """
+    live = trained(batch)
+    zeros = jnp.zeros(live.shape, jnp.float32)
+    counts = {"surrogate": _aggregate(objective.aggregate, zeros, live)[1]}
+    for regularizer in objective.regularizers:
+        aggregate = regularizer.aggregate or objective.aggregate
+        counts[regularizer.name] = _aggregate(aggregate, zeros, live)[1]
+    return counts
+
+
+def combine_terms(objective: Objective, terms: Mapping[str, Pair], state: Any) -> Array:
+    """The scalar to minimise: each term's sum over its count, times its coefficient, added up.
+
+    Args:
+      objective: its regularizers give the coefficients; the surrogate's is 1.
+      terms: (sum, count) by name. For one of several microbatches, the counts are those of the
+        whole batch (``term_counts``); the losses of the microbatches then add up to the batch's.
+      state: ``objective.init()`` or what the last step returned.
+
+    Returns:
+      [] float32. A term with count 0 adds its sum, which is 0.
+    """
+    total, count = terms["surrogate"]
+    loss = total / jnp.maximum(count, 1)
+    for regularizer, inner in zip(objective.regularizers, state["regularizers"], strict=True):
+        total, count = terms[regularizer.name]
+        loss = loss + regularizer.coef(inner) * total / jnp.maximum(count, 1)
+    return loss
+
+
+def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array]) -> Any:
+    """The objective's state after a training step.
+
+    Args:
+      objective: its regularizers' ``update`` is called.
+      state: as ``compute_advantages`` returned it.
+      metrics: [] float32 by name, ``policy_loss``'s metrics of the step, divided.
+    """
+    inner = tuple(
+        regularizer.update(before, metrics)
+        for regularizer, before in zip(objective.regularizers, state["regularizers"], strict=True)
+    )
+    return {**state, "regularizers": inner}
+
+
+def _aggregate(aggregate: Aggregate, losses: Array, live: Array) -> Pair:
+    """Applies an aggregate to [N, G, T], as [B, T] with B = N * G."""
+    chex.assert_equal_shape([losses, live])
+    rows = (-1, live.shape[-1])
+    return aggregate(losses.reshape(rows), live.reshape(rows))
+
+
+def _live_mean(values: Array, live: Array) -> Pair:
+    values = jax.lax.stop_gradient(values).astype(jnp.float32)
+    return jnp.where(live, values, 0).sum(), live.sum(dtype=jnp.float32)
+
+
+def _score_metrics(score: Array, members: Array) -> Pairs:
+    low = jnp.min(score, axis=1, where=members, initial=jnp.inf)
+    high = jnp.max(score, axis=1, where=members, initial=-jnp.inf)
+    compared = members.sum(axis=1) > 1
+    broken = members & ~jnp.isfinite(score)
+    return {
+        "zero_std_groups": (
+            (compared & (low == high)).sum(dtype=jnp.float32),
+            compared.sum(dtype=jnp.float32),
+        ),
+        "nonfinite_rewards": (
+            broken.sum(dtype=jnp.float32),
+            members.sum(dtype=jnp.float32),
+        ),
+    }
+
+
+def _require(needs: frozenset[str], stats: Mapping[str, Array], reader: str) -> None:
+    missing = sorted(needs - set(stats))
+    if missing:
+        meanings = "; ".join(f"{name}: {STATISTICS.get(name, 'unknown')}" for name in missing)
+        raise UserError(
+            f"{reader} reads statistics that the batch does not hold ({meanings}); have the "
+            "scoring pass compute them, or choose a method that does not need them"
+        )

@@ -1,0 +1,306 @@
+"""The steps from rewards to advantages, as ``(init, apply)`` values that chain.
+
+A chain starts from the score [N, G] (the weighted sum of the reward parts, points) and ends in
+advantages, [N, G] or [N, G, T]. Transforms read the batch's records and never the parameters.
+Where a transform needs per-token rewards and gets [N, G], the whole score stands at the last live
+token of its sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.errors import UserError, choose
+from jrl.objectives import advantages as group
+from jrl.objectives.kl import AdaptiveCoef, estimator
+from jrl.types import Array, Batch, Transform
+
+
+def stateless(
+    apply: Callable[[Array, Batch], tuple[Array, Batch]], needs: frozenset[str] = frozenset()
+) -> Transform:
+    """A transform that keeps no state, from a function of advantages and batch.
+
+    Args:
+      apply: (advantages, batch) -> (advantages, batch).
+      needs: names of the statistics that it reads from ``batch.stats``.
+    """
+
+    def with_state(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
+        return *apply(values, batch), state
+
+    return Transform(init=lambda: (), apply=with_state, needs=needs)
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Transforms applied from left to right; the state is a tuple of theirs.
+
+    >>> score = jnp.array([[1.0, 5.0]])
+    >>> both = chain(clip(0.0, 4.0), clip(2.0, 9.0))
+    >>> both.apply(score, None, both.init())[0].tolist()
+    [[2.0, 4.0]]
+    """
+
+    def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
+        after = []
+        for transform, before in zip(transforms, state, strict=True):
+            values, batch, new = transform.apply(values, batch, before)
+            after.append(new)
+        return values, batch, tuple(after)
+
+    return Transform(
+        init=lambda: tuple(transform.init() for transform in transforms),
+        apply=apply,
+        needs=frozenset().union(*(transform.needs for transform in transforms)),
+    )
+
+
+def identity() -> Transform:
+    """The score as it is: plain REINFORCE, or a loss that reads no advantage."""
+    return stateless(lambda values, batch: (values, batch))
+
+
+def read_members(batch: Batch) -> tuple[Array, ...]:
+    """The arrays [N, G] that most group functions read beside the rewards: ``members``."""
+    return (batch.members,)
+
+
+def per_group(
+    advantage: Callable[..., Array],
+    reads: Callable[[Batch], tuple[Array, ...]] = read_members,
+) -> Transform:
+    """A function of ONE group, lifted over all groups by ``vmap``.
+
+    Args:
+      advantage: (rewards [G], *arrays [G]) -> [G], as in ``objectives.advantages``.
+      reads: (batch) -> the arrays [N, G] handed to ``advantage`` after the rewards.
+
+    Returns:
+      A transform [N, G] -> [N, G].
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        return jax.vmap(advantage)(values, *reads(batch)), batch
+
+    return stateless(apply)
+
+
+def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transform:
+    """Subtracts the mean of the whole batch and divides by its standard deviation.
+
+    The global normalisation of "REINFORCE++: Stabilizing Critic-Free Policy Optimization with
+    Global Normalization" (arXiv:2501.03262). The deviation is the population's by default, as in
+    the authors' OpenRLHF, and ``eps`` is added to the variance under the root.
+
+    Args:
+      over: "tokens" weighs every trained token the same and returns [N, G, T]; "sequences" weighs
+        every live member the same and returns [N, G].
+      eps: squared points, added to the variance; above 0.
+      ddof: 0 divides the squares by the live values, 1 by one less.
+
+    Returns:
+      A transform. Equal values give exactly 0, an empty batch gives 0, a live NaN gives NaN.
+
+    Raises:
+      UserError: for another ``over``, or when "sequences" is asked of per-token advantages.
+    """
+    if over not in ("tokens", "sequences"):
+        raise choose("whiten.over", over, ("tokens", "sequences"))
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live = batch.members
+        if over == "tokens":
+            values, live = per_token(values, batch), trained(batch)
+        elif values.ndim == 3:
+            raise UserError(
+                "whiten.over = 'sequences' after per-token advantages; use 'tokens', or whiten "
+                "before the step that makes them per token"
+            )
+        count = live.sum()
+        # As in mean_centred: equal values must cancel exactly.
+        lowest = jnp.min(values, where=live, initial=jnp.inf)
+        shifted = jnp.where(live, values - lowest, 0)
+        centred = jnp.where(live, shifted - shifted.sum() / jnp.maximum(count, 1), 0)
+        variance = jnp.square(centred).sum() / jnp.maximum(count - ddof, 1)
+        return centred * jax.lax.rsqrt(variance + eps), batch
+
+    return stateless(apply)
+
+
+def centre() -> Transform:
+    """Subtracts the mean score of the batch's live members, exactly 0 when all are equal.
+
+    Returns:
+      A transform [N, G] -> [N, G]; the whole batch is treated as one group.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        flat = group.mean_centred(values.reshape(-1), batch.members.reshape(-1))
+        return flat.reshape(values.shape), batch
+
+    return stateless(apply)
+
+
+def overlong_penalty(max_tokens: int, buffer_tokens: int, scale: float = 1.0) -> Transform:
+    """Takes points from completions that come near the length limit: put it before the baseline.
+
+    The soft overlong punishment of "DAPO: An Open-Source LLM Reinforcement Learning System at
+    Scale" (arXiv:2503.14476): nothing up to ``max_tokens - buffer_tokens``, then linearly more,
+    ``scale`` points from ``max_tokens`` on.
+
+    Args:
+      max_tokens: tokens, L_max of the paper.
+      buffer_tokens: tokens, L_cache of the paper, at most ``max_tokens``. 0 leaves a hard limit:
+        ``scale`` points from every completion longer than ``max_tokens``.
+      scale: points.
+
+    Returns:
+      A transform [N, G] -> [N, G]. It counts ``batch.lengths``, tokens, tool output included.
+
+    Raises:
+      UserError: when the buffer is negative or longer than the limit.
+    """
+    if not 0 <= buffer_tokens <= max_tokens:
+        raise UserError(
+            f"overlong buffer_tokens = {buffer_tokens}; give 0 to max_tokens = {max_tokens} tokens"
+        )
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        over = (batch.lengths - (max_tokens - buffer_tokens)).astype(values.dtype)
+        return values - scale * jnp.clip(over / max(buffer_tokens, 1), 0, 1), batch
+
+    return stateless(apply)
+
+
+def kl_in_reward(
+    kind: str = "k1",
+    coef: float | AdaptiveCoef = 0.05,
+    level: str = "token",
+    policy: str = "sampler_logprobs",
+) -> Transform:
+    """Takes ``coef`` times the divergence from the reference policy out of the reward.
+
+    Args:
+      kind: the estimator, k1, k2 or k3 (``objectives.kl``).
+      coef: points per nat; an ``AdaptiveCoef`` is steered by the mean divergence of a trained
+        token (level "token") or of a live sequence (level "sequence").
+      level: "token" charges each token for itself and returns per-token rewards [N, G, T];
+        "sequence" charges the sequence for the sum over its tokens and keeps [N, G].
+      policy: the statistic that stands for the policy that drew the tokens.
+
+    Raises:
+      UserError: for an unknown kind or level, or "sequence" after per-token rewards.
+    """
+    if level not in ("token", "sequence"):
+        raise choose("kl_in_reward.level", level, ("token", "sequence"))
+    divergence = estimator(kind, "kl_in_reward.kind")
+
+    def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
+        live = trained(batch)
+        here = jnp.where(live, batch.stats[policy], 0)
+        there = jnp.where(live, batch.stats["ref_logprobs"], 0)
+        kl = jnp.where(live, divergence(here, there), 0)
+        if level == "sequence":
+            if values.ndim == 3:
+                raise UserError("kl_in_reward.level = 'sequence' after per-token rewards")
+            kl, count = kl.sum(axis=2), batch.members.sum()
+        else:
+            values, count = token_rewards(values, batch), live.sum()
+        if not isinstance(coef, AdaptiveCoef):
+            return values - coef * kl, batch, state
+        mean = kl.sum() / jnp.maximum(count, 1)
+        return values - state * kl, batch, coef.next(state, mean)
+
+    return Transform(
+        init=coef.init if isinstance(coef, AdaptiveCoef) else lambda: (),
+        apply=apply,
+        needs=frozenset({policy, "ref_logprobs"}),
+    )
+
+
+def reward_to_go(discount: float = 1.0) -> Transform:
+    """The discounted sum of the rewards from each token on; see ``advantages.reward_to_go``."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        def one(rewards: Array, mask: Array) -> Array:
+            return group.reward_to_go(rewards, mask, discount)
+
+        return jax.vmap(jax.vmap(one))(token_rewards(values, batch), trained(batch)), batch
+
+    return stateless(apply)
+
+
+def gae(discount: float = 1.0, decay: float = 0.95) -> Transform:
+    """Generalised advantage estimates; writes the value network's targets to ``returns``.
+
+    Args:
+      discount: the factor for one live token, in [0, 1].
+      decay: lambda, in [0, 1].
+
+    Returns:
+      A transform to [N, G, T] that reads ``rollout_values`` and adds ``batch.stats["returns"]``.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
+            return group.gae(rewards, estimates, mask, discount, decay)
+
+        advantages, returns = jax.vmap(jax.vmap(one))(
+            token_rewards(values, batch), batch.stats["rollout_values"], trained(batch)
+        )
+        return advantages, batch.replace(stats={**batch.stats, "returns": returns})
+
+    return stateless(apply, frozenset({"rollout_values"}))
+
+
+def mask_truncated(*, from_group: bool = False) -> Transform:
+    """Leaves completions that were cut at the length limit out of the loss.
+
+    The overlong filtering of "DAPO: An Open-Source LLM Reinforcement Learning System at Scale"
+    (arXiv:2503.14476).
+
+    Args:
+      from_group: True also leaves them out of their group's statistics, for transforms that follow.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        whole = ~batch.truncated
+        mask = batch.mask & jnp.expand_dims(whole, 2)
+        members = batch.members & whole if from_group else batch.members
+        return values, batch.replace(mask=mask, members=members)
+
+    return stateless(apply)
+
+
+def clip(low: float, high: float) -> Transform:
+    """Advantages held between two bounds, points. NaN stays NaN."""
+    return stateless(lambda values, batch: (jnp.clip(values, low, high), batch))
+
+
+def trained(batch: Batch) -> Array:
+    """[N, G, T] bool: the tokens that a loss reads, those under the mask of live members."""
+    return batch.mask & jnp.expand_dims(batch.members, 2)
+
+
+def token_rewards(values: Array, batch: Batch) -> Array:
+    """[N, G, T]: the values themselves, or each score at its sequence's last trained token."""
+    chex.assert_rank(values, {2, 3})
+    if values.ndim == 3:
+        return values
+    return jax.vmap(jax.vmap(group.at_last_token))(values, trained(batch))
+
+
+def per_token(values: Array, batch: Batch) -> Array:
+    """[N, G, T]: the values themselves, or each sequence's value at all of its tokens."""
+    chex.assert_rank(values, {2, 3})
+    if values.ndim == 3:
+        return values
+    return jnp.broadcast_to(jnp.expand_dims(values, 2), batch.mask.shape)
