@@ -1,0 +1,138 @@
+"""Progress of long work: one live line on a terminal, plain lines in a pipe or file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+
+_WINDOW = 20
+"""Recent steps whose pace gives the time left; the first step, which compiles, drops out soon."""
+
+_PLAIN_SECONDS = 1.0
+"""Plain lines come at most this often, besides the first and the last."""
+
+
+class Progress:
+    """Shows how far a loop is; a context manager.
+
+    >>> import io
+    >>> stream = io.StringIO()
+    >>> with Progress("train", total=2, file=stream) as progress:
+    ...     progress.step(1, {"reward": 0.25, "tokens_per_second": 1200.0})
+    >>> print(stream.getvalue().split("  left")[0])
+    train  step 1/2  reward 0.2500  1,200 tokens/s
+    """
+
+    def __init__(
+        self,
+        label: str,
+        *,
+        total: int,
+        start: int = 0,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Sets up, without showing anything yet.
+
+        Args:
+          label: what is going on, one word.
+          total: steps at the end.
+          start: steps already done, by an earlier run.
+          file: where to write; standard output when None.
+          clock: seconds, for tests.
+        """
+        self._label, self._total, self._done = label, total, start
+        self._clock = clock
+        self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
+        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._printed = float("-inf")
+        self._live: RichProgress | None = None
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(24),
+                TextColumn("{task.fields[line]}"),
+            )
+            self._live = RichProgress(*columns, console=self._console, transient=True)
+            self._task = self._live.add_task(label, total=total, completed=start, line="starting")
+
+    def __enter__(self) -> Self:
+        self._times.append((self._done, self._clock()))
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            line = self._live.tasks[0].fields["line"]
+            self._live.stop()
+            self._print(f"{self._label}  {line}")
+
+    def step(self, done: int, metrics: Mapping[str, Any]) -> None:
+        """Shows that ``done`` steps are done.
+
+        Args:
+          done: steps done, the earlier run's included.
+          metrics: ``reward`` (or ``accuracy``, or ``loss``) and ``tokens_per_second`` are shown if
+            present; None is left out.
+        """
+        now = self._clock()
+        self._done = done
+        self._times.append((done, now))
+        line = self._line(metrics)
+        if self._live is not None:
+            self._live.update(self._task, completed=done, line=line)
+        elif now - self._printed >= _PLAIN_SECONDS or done >= self._total:
+            self._printed = now
+            self._print(f"{self._label}  {line}")
+
+    def note(self, text: str) -> None:
+        """Prints a line of text, above the live line on a terminal."""
+        self._print(text)
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the recent pace, or None before two steps are known."""
+        (first, began), (last, ended) = self._times[0], self._times[-1]
+        if last <= first:
+            return None
+        return (self._total - last) * (ended - began) / (last - first)
+
+    def _line(self, metrics: Mapping[str, Any]) -> str:
+        parts = [f"step {self._done}/{self._total}"]
+        shown = next(
+            (n for n in ("reward", "accuracy", "loss") if metrics.get(n) is not None), None
+        )
+        if shown is not None:
+            parts.append(f"{shown} {float(metrics[shown]):.4f}")
+        if (pace := metrics.get("tokens_per_second")) is not None:
+            parts.append(f"{float(pace):,.0f} tokens/s")
+        if (left := self.seconds_left()) is not None and self._done < self._total:
+            parts.append(f"left {duration(left)}")
+        return "  ".join(parts)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, or m:ss under an hour.
+
+    >>> duration(83.2), duration(7384)
+    ('1:23', '2:03:04')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
