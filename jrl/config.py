@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -60,13 +60,23 @@ def _describe(table: type[BaseModel], prefix: str) -> Iterator[Key]:
         if isinstance(kind, type) and issubclass(kind, Table):
             yield from _describe(kind, f"{prefix}{name}.")
         else:
-            text = re.sub(r"typing\.|jrl\.config\.|NoneType|None", "", _type_name(kind)).strip(" |")
             default = field.get_default(call_default_factory=True)
-            yield Key(prefix + name, text, default, field.description or "")
+            yield Key(prefix + name, _kind(kind), default, field.description or "")
 
 
-def _type_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+_KINDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
+
+
+def _kind(annotation: Any) -> str:
+    """A type in words: "text", "a | b" for a closed set, "table", "list"."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " | ".join(inside)
+    if origin in (dict, tuple):
+        return {dict: "table", tuple: "list"}[origin]
+    if inside:  # T | None
+        return _kind(inside[0])
+    return _KINDS[annotation]
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

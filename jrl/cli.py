@@ -1,0 +1,356 @@
+"""The ``jrl`` command. Each command's work is imported when it runs, so that --help is quick."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
+
+from jrl.config import Config, describe, dump, load_config
+from jrl.errors import UserError, choose
+
+OVERRIDES = "Changes to the configuration, each KEY=VALUE, such as sampling.group=16."
+CHECKPOINT = "Training step of the checkpoint to use; the newest one when left out."
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES)]
+Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run directory, or a configuration file.")
+]
+
+
+class _Main(TyperGroup):
+    """Turns what a user can mend into one message and exit code 2, and Ctrl-C into 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            first, *rest = str(error).splitlines() or ["unknown error"]
+            typer.echo(
+                "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
+            )
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("jrl: stopped", err=True)
+            raise typer.Exit(130) from None
+
+
+class _WithKeys(TyperCommand):
+    """Lists every configuration key below the help of the command."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        formatter.write("\n" + keys_text() + "\n")
+
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+
+
+def main() -> None:
+    """Runs the command line; the entry point of ``jrl``."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(importlib.metadata.version("jrl"))
+        raise typer.Exit
+
+
+@app.callback(cls=_Main, no_args_is_help=True)
+def _jrl(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models, in JAX.
+
+    A run is described by a TOML file; any key can be changed on the command line as KEY=VALUE.
+    Start with `jrl train configs/tiny.toml`, which takes minutes on a laptop.
+    """
+
+
+@app.command(short_help="Train a policy.", no_args_is_help=True)
+def train(
+    config: Annotated[
+        str,
+        typer.Argument(metavar="CONFIG", help="Configuration file; a run directory goes on."),
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Train a policy, and write metrics, samples, checkpoints and a report.
+
+    Everything goes to the run directory, run.dir (runs/NAME-TIME when not set). A run that was
+    stopped goes on from its newest checkpoint when the same command names its directory.
+
+    Example: jrl train configs/gsm8k.toml model.path=DIR data.train=FILE data.eval=FILE
+    """
+    chosen = _read(config, overrides)
+    if chosen.run.dir is None:
+        name = chosen.method if "=" in config else Path(config).stem
+        chosen = chosen.model_copy(
+            update={"run": chosen.run.model_copy(update={"dir": str(_fresh_dir(name))})}
+        )
+    directory = Path(chosen.run.dir or "")
+    typer.echo(f"run directory: {directory}")
+    _use_compile_cache()
+    from jrl.train.loop import train as run_training
+
+    try:
+        summary = run_training(chosen, echo=typer.echo)
+    except KeyboardInterrupt:
+        typer.echo(f"jrl: stopped; {_what_is_saved(directory)}", err=True)
+        raise typer.Exit(130) from None
+    from jrl.report import write_report
+
+    page = write_report(directory)
+    _print_table("training is done", {**summary, "report": str(page)})
+
+
+@app.command("eval", short_help="Measure accuracy on held-out problems.", no_args_is_help=True)
+def evaluate(
+    target: Target,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
+
+    With a run directory, its newest checkpoint is measured; with a configuration file, the model
+    before training.
+
+    Example: jrl eval runs/tiny eval.samples=8 eval.pass_k=[1,8] eval.temperature=1.0
+    """
+    chosen = _read(target, overrides)
+    _use_compile_cache()
+    from jrl.evaluate import evaluate_run
+
+    result = evaluate_run(chosen, checkpoint=checkpoint)
+    _print_result("evaluation", result, as_json)
+
+
+@app.command(short_help="Let a policy answer prompts.", no_args_is_help=True)
+def sample(
+    target: Target,
+    overrides: Overrides = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="A question to answer (repeatable); held-out problems when left out."),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Problems taken when no prompt is given.", min=1)] = 4,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a policy answer, and print what it writes.
+
+    Draws as training does: sampling.temperature, sampling.top_p and so on apply, and each prompt
+    gets sampling.group answers.
+
+    Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
+    """
+    chosen = _read(target, overrides)
+    _use_compile_cache()
+    from jrl.sampling.sample import sample_run
+
+    samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
+    if as_json:
+        typer.echo(json.dumps(samples, indent=2, ensure_ascii=False))
+        return
+    for item in samples:
+        typer.echo(f"--- {item['prompt']}")
+        details = {k: v for k, v in item.items() if k not in ("prompt", "completion")}
+        typer.echo(item["completion"])
+        typer.echo("    " + "  ".join(f"{name} {_cell(value)}" for name, value in details.items()))
+
+
+@app.command(short_help="Write a checkpoint in Hugging Face form.", no_args_is_help=True)
+def convert(
+    target: Target,
+    output: Annotated[str, typer.Argument(metavar="DIR", help="New directory to write to.")],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
+
+    The result loads with transformers and other tools, and as model.path of another run.
+
+    Example: jrl convert runs/gsm8k exported
+    """
+    chosen = _read(target, overrides)
+    from jrl.export import export_run
+
+    typer.echo(str(export_run(chosen, Path(output), checkpoint=checkpoint)))
+
+
+@app.command(short_help="Draw plots and an HTML page of a run.", no_args_is_help=True)
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, finished or not.")],
+) -> None:
+    """Draw a run: plots, and one self-contained HTML page with curves and samples.
+
+    The page is RUN/report/index.html; it needs no network and can be sent to others.
+    """
+    from jrl.report import write_report
+
+    typer.echo(str(write_report(run)))
+
+
+@app.command(short_help="List training methods.")
+def methods(
+    name: Annotated[str | None, typer.Argument(help="Tell more about this method.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the training methods that `method = ...` can name, with their papers."""
+    from jrl.methods import list_methods
+
+    listed = list_methods()
+    if name is not None:
+        found = [item for item in listed if item["name"] == name]
+        if not found:
+            raise choose("method", name, [item["name"] for item in listed])
+        if as_json:
+            typer.echo(json.dumps(found[0], indent=2, ensure_ascii=False))
+        else:
+            _print_method(found[0])
+    elif as_json:
+        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+    else:
+        columns = ("name", "family", "arxiv", "paper")
+        table = Table(*columns, box=None, pad_edge=False)
+        for item in listed:
+            table.add_row(*(str(item[column] or "") for column in columns))
+        _console().print(table)
+
+
+@app.command("show-config", short_help="Print a whole configuration.", cls=_WithKeys)
+def show_config(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="Configuration file or run directory."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the whole configuration of a run, defaults and changes included, as TOML.
+
+    What is printed can be saved and used as a configuration file. The keys are listed below.
+    """
+    chosen = _read(config, overrides)
+    if as_json:
+        typer.echo(json.dumps(chosen.model_dump(mode="json"), indent=2, ensure_ascii=False))
+    else:
+        typer.echo(dump(chosen), nl=False)
+
+
+# ---------------------------------------------------------------- parts of the commands
+
+
+def keys_text() -> str:
+    """Every configuration key with its type, default and meaning, as text of 96 columns."""
+    lines = ["Configuration keys:"]
+    for key in describe():
+        table, _, _ = key.name.rpartition(".")
+        if f"[{table}]" not in lines and table:
+            lines += ["", f"[{table}]"]
+        default = "" if key.default in (None, {}, "") else f", default {_toml(key.default)}"
+        lines.append(f"  {key.name}  ({key.kind}{default})")
+        lines += textwrap.wrap(
+            key.text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
+    """The configuration that a command's first arguments name."""
+    changes = list(overrides or ())
+    if target is not None and "=" in target and not Path(target).exists():
+        changes = [target, *changes]
+        target = None
+    if target is None or not Path(target).is_dir():
+        return load_config(target, changes)
+    if not (Path(target) / "config.toml").exists():
+        raise UserError(f"{target} is no run directory: it holds no config.toml")
+    return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
+
+
+def _fresh_dir(name: str) -> Path:
+    base = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path, number = base, 1
+    while path.exists():
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return path
+
+
+def _use_compile_cache() -> None:
+    from jrl.compiles import enable_compile_cache
+
+    enable_compile_cache()
+
+
+def _what_is_saved(directory: Path) -> str:
+    folder = directory / "checkpoints"
+    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+    if not steps:
+        return f"metrics are in {directory}; no checkpoint was written yet"
+    return f"step {max(steps)} is saved; `jrl train {directory}` goes on from it"
+
+
+def _console() -> Console:
+    # piped tables are for reading by programs and pagers: one row a line, whatever its length
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 400)
+
+
+def _print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        _print_table(title, result)
+
+
+def _print_table(title: str, rows: Mapping[str, Any]) -> None:
+    width = max(map(len, rows), default=0)
+    typer.echo(title)
+    for name, value in rows.items():
+        typer.echo(f"  {name.replace('_', ' '):<{width}}  {_cell(value)}")
+
+
+def _print_method(method: Mapping[str, Any]) -> None:
+    rows = {k: v for k, v in method.items() if k not in ("name", "coefficients")}
+    _print_table(method["name"], rows)
+    typer.echo("  coefficients, set as objective.NAME=VALUE:")
+    for item in method["coefficients"]:
+        default = "required" if item["required"] else f"default {item['default']}"
+        typer.echo(f"    {item['name']}  ({default}; {item['domain']})")
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_cell(item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_cell(item) for item in value)
+    return str(value)
