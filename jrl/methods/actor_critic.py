@@ -15,6 +15,7 @@ from jrl.methods.base import (
     Positive,
     Range,
     Schedule,
+    is_zero,
     published,
 )
 from jrl.objectives import aggregates, regularizers, surrogates, transforms
@@ -57,12 +58,12 @@ def ppo(
     the released code. The paper has c_1 (``value_coef``) 1, of an error that is not halved, and c_2
     (``entropy_coef``) 0.01.
     """
-    steps = [transforms.kl_in_reward(kl_kind, kl_coef, level="token")] if kl_coef else []
+    steps = [] if is_zero(kl_coef) else [transforms.kl_in_reward(kl_kind, kl_coef)]
     steps.append(transforms.gae(discount, gae_lambda))
     if whiten:
         steps.append(transforms.whiten("tokens"))
     terms = [regularizers.value_loss(value_coef, value_clip)]
-    if entropy_coef:
+    if not is_zero(entropy_coef):
         terms.append(regularizers.entropy_bonus(entropy_coef))
     return Method(
         Objective(

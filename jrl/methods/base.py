@@ -20,6 +20,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jrl.errors import UserError, choose
@@ -208,6 +209,11 @@ Count = Annotated[int, Range(1, whole=True)]
 Flag = Annotated[bool, Switch()]
 
 
+def is_zero(coef: Any) -> bool:
+    """True for the number 0, and for no JAX array, whose value may not be known yet."""
+    return not isinstance(coef, jax.Array) and coef == 0
+
+
 class Coefficient(NamedTuple):
     """An argument of a method.
 
@@ -229,8 +235,18 @@ class Coefficient(NamedTuple):
         return self.default is inspect.Parameter.empty
 
     def check(self, method: str, value: Any) -> None:
-        """Raises a UserError that names the domain when the value is outside it."""
+        """Raises a UserError that names the domain when the value is outside it.
+
+        A JAX array passes unchecked where a real number may stand: it may be traced, as under a
+        ``vmap`` over coefficients.
+        """
         if (value is None and self.optional) or value in self.domain:
+            return
+        if (
+            isinstance(value, jax.Array)
+            and isinstance(self.domain, Range)
+            and not self.domain.whole
+        ):
             return
         none = ", or nothing" if self.optional else ""
         raise UserError(f"{method}.{self.name} = {value!r}; give {self.domain}{none}")

@@ -20,6 +20,7 @@ from jrl.methods.base import (
     Positive,
     Range,
     Schedule,
+    is_zero,
     published,
     refill,
 )
@@ -46,11 +47,11 @@ def _normalised(eps: float, ddof: int) -> Transform:
 
 def _kl(kind: str, coef: float) -> tuple[Regularizer, ...]:
     """No term, and no reference policy, when the coefficient is 0."""
-    return (regularizers.kl_in_loss(kind, coef),) if coef else ()
+    return () if is_zero(coef) else (regularizers.kl_in_loss(kind, coef),)
 
 
 def _sequence_kl(kind: str, coef: float) -> tuple[Transform, ...]:
-    return (transforms.kl_in_reward(kind, coef, level="sequence"),) if coef else ()
+    return () if is_zero(coef) else (transforms.kl_in_reward(kind, coef, level="sequence"),)
 
 
 @published(
@@ -179,7 +180,7 @@ def dapo(
     """
     buffer = max_tokens // 5 if buffer_tokens is None else buffer_tokens
     steps = [transforms.mask_truncated()] if mask_truncated else []
-    if overlong_scale:
+    if not is_zero(overlong_scale):
         steps.append(transforms.overlong_penalty(max_tokens, buffer, overlong_scale))
     return Method(
         Objective(
@@ -330,8 +331,9 @@ def reinforce_plus_plus(
 
     Departures: beta (``kl_coef``) is 0 unless given; ``discount`` (1 in the paper's formula) comes
     from the authors' OpenRLHF, as do the population deviation and the 1e-8 added to its square.
+    The clip is that of the paper's first version; bounds too wide to reach leave its last one.
     """
-    penalty = (transforms.kl_in_reward(kl_kind, kl_coef, level="token"),) if kl_coef else ()
+    penalty = [] if is_zero(kl_coef) else [transforms.kl_in_reward(kl_kind, kl_coef)]
     return Method(
         Objective(
             advantage=transforms.chain(

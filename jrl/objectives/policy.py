@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
+from jrl.objectives.kl import k3
 from jrl.objectives.transforms import per_token, trained
 from jrl.types import STATISTICS, Aggregate, Array, Batch, Objective, Stats
 
@@ -80,9 +81,10 @@ def policy_loss(
 
     Returns:
       terms: "surrogate" and one entry for each regularizer: (sum, count). Not scaled.
-      metrics: (sum, count) by name, over live tokens: those of the surrogate, the mean of each
-        regularizer under its name, and ``nonfinite``, the fraction of live tokens whose loss is NaN
-        or infinite. A NaN also makes the term NaN.
+      metrics: (sum, count) by name, over live tokens: those of the surrogate; ``approx_kl``, the k3
+        estimate of KL(sampler || policy), nats; the mean of each regularizer under its name; and
+        ``nonfinite``, the fraction of live tokens whose loss is NaN or infinite. A NaN also makes
+        the term NaN.
 
     Raises:
       UserError: when a statistic that the objective reads is in neither place.
@@ -101,6 +103,10 @@ def policy_loss(
     lifted = over_prompts if surrogate.over == "group" else jax.vmap(jax.vmap(surrogate.apply))
     losses, per_token_metrics = lifted(reads, advantages, live)
     terms = {"surrogate": _aggregate(objective.aggregate, losses, live)}
+    if "sampler_logprobs" in stats:
+        # Every method is watched, also those whose surrogate has no ratio.
+        drift = k3(stats["sampler_logprobs"], stats["logprobs"])
+        per_token_metrics = {"approx_kl": drift, **per_token_metrics}
     metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
     finite = jnp.isfinite(losses)
     for regularizer in objective.regularizers:

@@ -114,7 +114,7 @@ def clipped_ratio(
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         log_ratio = _log_ratio(stats, correction)
         losses, metrics = _clipped(_exp(log_ratio), advantages, clip_low, clip_high, dual_clip)
-        return _finish(losses, metrics, log_ratio, stats, mask, correction)
+        return _corrected(losses, metrics, stats, mask, correction)
 
     return Surrogate(_checked(apply), _needs(correction))
 
@@ -155,7 +155,7 @@ def clipped_sequence_ratio(
             one = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
             ratio = jax.lax.stop_gradient(ratio) * one
         losses, metrics = _clipped(ratio, advantages, clip_low, clip_high, None)
-        return _finish(losses, metrics, log_ratio, stats, mask, correction)
+        return _corrected(losses, metrics, stats, mask, correction)
 
     return Surrogate(_checked(apply), _needs(correction))
 
@@ -186,7 +186,7 @@ def cispo(
             "clip_fraction_high": ratio > 1 + clip_high,
         }
         losses = -weight * advantages * stats["logprobs"]
-        return _finish(losses, metrics, log_ratio, stats, mask, correction)
+        return _corrected(losses, metrics, stats, mask, correction)
 
     return Surrogate(_checked(apply), _needs(correction))
 
@@ -262,19 +262,11 @@ def _clipped(
     return -kept * advantages, metrics
 
 
-def _finish(
-    losses: Array,
-    metrics: Stats,
-    log_ratio: Array,
-    stats: Stats,
-    mask: Array,
-    correction: Correction | None,
+def _corrected(
+    losses: Array, metrics: Stats, stats: Stats, mask: Array, correction: Correction | None
 ) -> tuple[Array, Stats]:
-    """Applies the correction's weight and adds the divergence of the two policies, k3 in nats."""
-    d = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    metrics = {**metrics, "approx_kl": jnp.expm1(d) - d}
     if correction is not None:
         weight = correction.weight(stats, mask)
         losses = losses * weight
-        metrics["correction_weight"] = weight
+        metrics = {**metrics, "correction_weight": weight}
     return losses, {name: value.astype(jnp.float32) for name, value in metrics.items()}

@@ -1,0 +1,117 @@
+import numpy as np
+import pytest
+
+from jrl.errors import UserError
+from jrl.methods.base import (
+    Choice,
+    Count,
+    Draw,
+    Method,
+    NonNegative,
+    Range,
+    Schedule,
+    keep_all,
+    published,
+    refill,
+)
+from jrl.objectives import aggregates, surrogates, transforms
+from jrl.types import Objective
+
+PLAIN = Objective(transforms.identity(), surrogates.reinforce(), aggregates.token_mean)
+
+
+@published(paper="A Title", family="test")
+def sample_method(strength: NonNegative, rounds: Count = 1) -> Method:
+    """Says what it does.
+
+    And more.
+    """
+    return Method(PLAIN, schedule=Schedule(rounds), draw=Draw(int(strength)))
+
+
+def test_a_published_method_describes_itself():
+    told = sample_method.describe()
+    assert told["name"] == "sample_method"
+    assert (told["paper"], told["arxiv"], told["family"]) == ("A Title", None, "test")
+    assert told["summary"] == "Says what it does."
+    assert told["seams"] == ["objective", "draw"]
+    strength, rounds = told["coefficients"]
+    assert strength == {
+        "name": "strength",
+        "default": None,
+        "required": True,
+        "domain": "a number of at least 0",
+    }
+    assert rounds["default"] == 1
+    assert not rounds["required"]
+
+
+def test_coefficients_reach_the_method():
+    method = sample_method(strength=2.0, rounds=3)
+    assert (method.draw.baseline_members, method.schedule.epochs) == (2, 3)
+    assert method.seams == ("objective", "draw", "schedule")
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "message"),
+    [
+        ({}, "sample_method needs strength; give a number of at least 0"),
+        ({"strength": -1.0}, "sample_method.strength = -1.0; give a number of at least 0"),
+        ({"strength": float("nan")}, "strength = nan"),
+        ({"strength": float("inf")}, "strength = inf"),
+        ({"strength": True}, "strength = True"),
+        ({"strength": 1, "rounds": 1.5}, "rounds = 1.5; give a whole number of at least 1"),
+        ({"strength": 1, "rounds": None}, "rounds = None"),
+        ({"strength": 1, "round": 2}, "did you mean 'rounds'? choose from rounds, strength"),
+    ],
+)
+def test_wrong_coefficients_are_named_with_their_domain(coefficients, message):
+    with pytest.raises(UserError) as error:
+        sample_method(**coefficients)
+    assert message in str(error.value)
+
+
+def test_an_argument_without_a_domain_is_refused_when_the_method_is_defined():
+    with pytest.raises(TypeError, match="annotate strength with a domain"):
+
+        @published(paper="A Title", family="test")
+        def careless(strength: float = 1.0) -> Method:
+            return Method(PLAIN)
+
+
+def test_domains_hold_what_they_say():
+    open_range = Range(1.0, 2.0, open_low=True)
+    assert 1.0 not in open_range
+    assert 1.5 in open_range
+    assert 2.0 in open_range
+    assert 2.1 not in open_range
+    assert str(open_range) == "a number above 1, at most 2"
+    for domain in (open_range, Range(0.0), Range(1, whole=True), Choice(("a", "b"))):
+        assert domain.example in domain
+
+
+def test_keep_all_keeps_all():
+    assert keep_all(np.zeros((3, 2)), np.zeros((3, 2), bool)).tolist() == [True] * 3
+
+
+def test_refill_keeps_groups_whose_live_rewards_differ_and_those_with_a_nan():
+    rewards = np.array([[1, 1, 0], [1, 0, 9], [1, 5, 5], [0.1, 0.1, 0.1], [np.nan, 1, 1]])
+    members = np.array([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
+    editor = refill(max_rounds=4)
+    assert editor.keep(rewards, members).tolist() == [False, True, False, False, True]
+    assert editor.refill
+    assert editor.max_rounds == 4
+
+
+def test_refill_compares_the_deviation_with_its_bound():
+    rewards, members = np.array([[0.0, 1.0]]), np.ones((1, 2), bool)
+    assert refill(min_std=0.4).keep(rewards, members).tolist() == [True]
+    assert refill(min_std=0.6).keep(rewards, members).tolist() == [False]
+
+
+def test_hooks_that_are_not_filled_do_nothing():
+    method = Method(PLAIN)
+    positions, rewards = np.arange(3), np.ones((3, 2, 1), np.float32)
+    assert method.prompts(7, positions) is positions
+    assert method.rewards(rewards, None) is rewards
+    assert method.seams == ("objective",)
