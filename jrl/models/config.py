@@ -165,17 +165,16 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Each layer's rotation."""
-        far = Rope(
-            self.rope_theta,
-            self.rope_scaling,
-            self.rope_factor,
-            self.rope_low_freq_factor,
-            self.rope_high_freq_factor,
-            self.rope_original_length,
-        )
+        scaled = {} if self.rope_scaling == "none" else {"factor": self.rope_factor}
+        if self.rope_scaling == "llama3":
+            scaled["low_freq_factor"] = self.rope_low_freq_factor
+            scaled["high_freq_factor"] = self.rope_high_freq_factor
+            scaled["original_length"] = self.rope_original_length
+        far = Rope(self.rope_theta, self.rope_scaling, **scaled)
         near = far
         if self.rope_local_theta is not None:
-            near = Rope(self.rope_local_theta, "linear", self.rope_local_factor)
+            scaling = "none" if self.rope_local_factor == 1.0 else "linear"
+            near = Rope(self.rope_local_theta, scaling, self.rope_local_factor)
         rotates = _cycle(self.rope_pattern, self.layers)
         return tuple(
             (far if window is None else near) if rotate else NO_ROPE

@@ -1,12 +1,10 @@
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.errors import UserError
 from jrl.models import transformer as T
 from jrl.models.config import ModelConfig
 

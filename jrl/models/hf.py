@@ -1,0 +1,420 @@
+"""Checkpoints in Hugging Face layout: safetensors, one file or many, and ``config.json``.
+
+Tensors are read one by one into stacks allocated once, so loading needs the model's size and one
+tensor more. Everything that can be wrong is found from the files' headers, before that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
+import numpy as np
+
+from jrl.errors import UserError, choose
+from jrl.models.config import DTYPES, ModelConfig
+from jrl.models.hf_config import parse, render
+from jrl.models.transformer import WeightSpec, weights
+from jrl.types import Params
+
+SHARD_BYTES = 5_000_000_000
+"""A checkpoint above this size is split into files of at most about this size, in bytes."""
+
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "generation_config.json",
+)
+
+_NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": "input_layernorm.weight",
+    "attention.q_norm": "self_attn.q_norm.weight",
+    "attention.k_norm": "self_attn.k_norm.weight",
+    "experts.router": "mlp.gate.weight",
+    **{f"attention.{x}": f"self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"attention.{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
+    **{f"mlp.{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    **{f"mlp.{x}_bias": f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
+    **{f"experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+_PRE_NORMS = {"mlp_norm": "post_attention_layernorm.weight"}
+_POST_NORMS = {
+    "attention_post_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
+}
+_KEYS = {
+    **{"vocab": "vocab_size", "embed": "hidden_size", "head_dim": "head_dim"},
+    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
+    **{"mlp": "intermediate_size", "expert": "num_experts"},
+}
+
+
+class Tensor(NamedTuple):
+    """One tensor of a checkpoint and where it lies in the parameters.
+
+    Attributes:
+      path: keys into the parameter tree.
+      index: position in the stack: layer, and expert for an expert's matrix.
+      shape: the tensor's shape in the file; matrices are [outputs, inputs] there.
+      transposed: whether the file's matrix is ours transposed.
+      meaning: for each axis, the configuration keys whose product it is.
+    """
+
+    path: tuple[str, ...]
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+    meaning: tuple[tuple[str, ...], ...]
+
+
+def tensors(config: ModelConfig) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its Hugging Face name, in the order of the layers."""
+    names = _NAMES | (_POST_NORMS if config.post_norms else _PRE_NORMS)
+    places = {True: [], False: []}
+    for i, sparse in enumerate(config.sparse):
+        places[sparse].append(i)
+    table: list[tuple[int, str, Tensor]] = []
+    for path, spec in _leaves(weights(config)):
+        name = names[".".join(path[1:] if path[0] == "layers" else path)]
+        if path[0] != "layers":
+            order = -1 if path == ("embed",) else config.layers
+            table.append((order, name, _tensor(path, (), spec)))
+            continue
+        layers = {"mlp": places[False], "experts": places[True]}.get(path[1], range(config.layers))
+        for at, layer in enumerate(layers):
+            full = f"model.layers.{layer}.{name}"
+            if "{e}" not in full:
+                table.append((layer, full, _tensor(path, (at,), spec)))
+                continue
+            for e in range(config.experts):
+                table.append((layer, full.format(e=e), _tensor(path, (at, e), spec)))
+    return {name: tensor for _, name, tensor in sorted(table, key=lambda row: row[:2])}
+
+
+def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _tensor(path: tuple[str, ...], index: tuple[int, ...], spec: WeightSpec) -> Tensor:
+    sizes, axes = spec.shape[len(index) :], spec.axes[len(index) :]
+    keys = tuple(_KEYS[a or ""] for a in axes)
+    if path[-2:-1] == ("experts",):
+        keys = tuple("moe_" + k if k == "intermediate_size" else k for k in keys)
+    if spec.inputs:
+        n = spec.inputs
+        shape = (int(np.prod(sizes[n:])), int(np.prod(sizes[:n])))
+        return Tensor(path, index, shape, True, (keys[n:], keys[:n]))
+    if spec.std:  # the embedding, which both sides keep as [V, D]
+        return Tensor(path, index, sizes, False, tuple((k,) for k in keys))
+    return Tensor(path, index, (int(np.prod(sizes)),), False, (keys,))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give a Hugging Face checkpoint directory") from None
+    except (ValueError, OSError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: holds {type(raw).__name__}, not an object")
+    return raw
+
+
+def read_config(dir: str | os.PathLike[str]) -> ModelConfig:
+    """The model that ``dir/config.json`` describes.
+
+    Raises:
+      UserError: no such file, no such architecture, or a key asking for what is not supported.
+    """
+    path = pathlib.Path(dir) / "config.json"
+    raw = _read_json(path)
+    try:
+        return parse(raw)
+    except UserError as error:
+        raise UserError(f"{path.parent}: {error}") from None
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[Any]:
+    """A safetensors file, with its own errors turned into ones that name the file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or not a safetensors file ({error})") from error
+
+
+def _files(directory: pathlib.Path) -> list[pathlib.Path]:
+    if (directory / _FILE).exists():
+        return [directory / _FILE]
+    if (directory / _INDEX).exists():
+        index = _read_json(directory / _INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise UserError(f"{directory / _INDEX}: has no weight_map")
+        return [directory / name for name in sorted(set(index.values()))]
+    hint = ""
+    if list(directory.glob("*.bin")) or list(directory.glob("*.pth")):
+        hint = "; pickled weights are not read, convert them with save_pretrained"
+    raise UserError(f"{directory}: has neither {_FILE} nor {_INDEX}{hint}")
+
+
+class _Found(NamedTuple):
+    file: pathlib.Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _headers(directory: pathlib.Path) -> dict[str, _Found]:
+    found = {}
+    for path in _files(directory):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  not a dict
+                part = file.get_slice(name)
+                if part.get_dtype() not in _FLOATS:
+                    raise UserError(
+                        f"{path}: tensor {name!r} has type {part.get_dtype()}; only "
+                        f"{', '.join(_FLOATS)} are read (a quantised checkpoint?)"
+                    )
+                found[name] = _Found(path, tuple(part.get_shape()), _FLOATS[part.get_dtype()])
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(repr(name) for name in names[:8]) + more
+
+
+def _check(directory: pathlib.Path, wanted: dict[str, Tensor], found: dict[str, _Found]) -> None:
+    """Raises for tensors that are missing, unexpected or of another shape than the config says."""
+    if missing := [name for name in wanted if name not in found]:
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = "; for a tied output set tie_word_embeddings = true in config.json"
+        raise UserError(f"{directory}: missing tensors {_some(missing)}{hint}")
+    if extra := sorted(set(found) - set(wanted)):
+        raise UserError(
+            f"{directory}: unexpected tensors {_some(extra)}; config.json describes a model "
+            "without them (see attention_bias, mlp_bias, num_hidden_layers, model_type)"
+        )
+    for name, tensor in wanted.items():
+        file, shape, _ = found[name]
+        if shape == tensor.shape:
+            continue
+        where = "number of axes"
+        if len(shape) == len(tensor.shape):
+            axis = next(i for i, n in enumerate(shape) if n != tensor.shape[i])
+            where = f"axis {axis} is {' x '.join(tensor.meaning[axis])}"
+        raise UserError(
+            f"{file}: tensor {name!r} has shape {list(shape)}, expected {list(tensor.shape)}; "
+            f"{where} in config.json"
+        )
+
+
+def load(
+    dir: str | os.PathLike[str], *, dtype: str | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """A checkpoint directory as a configuration and parameters.
+
+    Args:
+      dir: holds config.json and safetensors, one file or several with an index.
+      dtype: what parameters are converted to, and computed in; None keeps the files' (the widest
+        one, where they differ).
+
+    Returns:
+      The configuration, and the parameters as NumPy arrays on the host; nothing is placed on a
+      device.
+
+    Raises:
+      UserError: an unsupported architecture or key, a missing or damaged file, tensors that are
+        missing, unexpected or of the wrong shape. All but damage inside a file's data is found
+        before weights are read.
+    """
+    directory = pathlib.Path(dir)
+    config = read_config(directory)
+    if dtype is not None and dtype not in DTYPES:
+        raise choose("dtype", dtype, DTYPES)
+    found, wanted = _headers(directory), tensors(config)
+    # Old exports hold the rotation's constants, and some a copy of a tied output matrix.
+    found = {name: f for name, f in found.items() if not name.endswith("rotary_emb.inv_freq")}
+    copy = found.pop("lm_head.weight", None) if config.tied_embeddings else None
+    _check(directory, wanted, found)
+    stored = {f.dtype for f in found.values()}
+    kept = dtype or (stored.pop() if len(stored) == 1 else "float32")
+    if kept not in DTYPES:
+        kept = "float32"
+    config = dataclasses.replace(config, dtype=kept, param_dtype=kept)
+    params = _allocate(config)
+    for path in dict.fromkeys(f.file for f in found.values()):
+        with _open(path) as file:
+            for name, tensor in wanted.items():
+                if found[name].file == path:
+                    _store(params, tensor, file.get_tensor(name))
+    if copy is not None:
+        with _open(copy.file) as file:
+            if not np.array_equal(file.get_tensor("lm_head.weight").astype(kept), params["embed"]):
+                raise UserError(
+                    f"{copy.file}: tensor 'lm_head.weight' differs from the embedding although "
+                    "config.json says tie_word_embeddings = true; set it to false"
+                )
+    return config, params
+
+
+def _allocate(config: ModelConfig) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for path, spec in _leaves(weights(config)):
+        node = params
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = np.empty(spec.shape, np.dtype(config.param_dtype))
+    return params
+
+
+def _leaf(params: Params, path: tuple[str, ...]) -> Any:
+    for key in path:
+        params = params[key]
+    return params
+
+
+def _store(params: Params, tensor: Tensor, value: np.ndarray) -> None:
+    place = _leaf(params, tensor.path)[tensor.index]
+    if tensor.transposed:
+        place.reshape(tensor.shape[::-1])[...] = value.T
+    else:
+        place.reshape(tensor.shape)[...] = value
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save(
+    dir: str | os.PathLike[str],
+    config: ModelConfig,
+    params: Params,
+    *,
+    source_dir: str | os.PathLike[str] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a checkpoint directory that ``load`` and transformers read back unchanged.
+
+    The directory appears whole or not at all: it is written beside its place and renamed. An
+    older checkpoint there is replaced.
+
+    Args:
+      dir: the directory to make.
+      config: the model; its ``family`` decides the architecture written.
+      params: its parameters, NumPy or JAX arrays; written in their own dtype, one layer at a time.
+      source_dir: the checkpoint it came from: tokenizer files are copied from it and the keys of
+        its config.json that we do not know are kept.
+      shard_bytes: split into files of about this size.
+
+    Raises:
+      UserError: parameters that are not this configuration's, a family that cannot express it, or
+        a directory that holds something other than a checkpoint.
+    """
+    target = pathlib.Path(dir)
+    if target.exists() and not (target / "config.json").exists() and any(target.iterdir()):
+        raise UserError(f"{target}: exists and is not a checkpoint; choose another directory")
+    _check_params(config, params)
+    source = None if source_dir is None else pathlib.Path(source_dir)
+    base = _read_json(source / "config.json") if source else None
+    stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
+    document = render(stored, base)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        _write_tensors(draft, config, params, shard_bytes)
+        (draft / "config.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+        for name in _COMPANIONS if source else ():
+            if (source / name).exists():
+                shutil.copyfile(source / name, draft / name)
+        _replace(target, draft)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _replace(target: pathlib.Path, draft: pathlib.Path) -> None:
+    if not target.exists():
+        draft.rename(target)
+        return
+    old = draft.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    target.rename(old)
+    draft.rename(target)
+    shutil.rmtree(old)
+
+
+def _check_params(config: ModelConfig, params: Params) -> None:
+    expected = {".".join(path): spec.shape for path, spec in _leaves(weights(config))}
+    given = {".".join(path): tuple(np.shape(leaf)) for path, leaf in _leaves(params)}
+    if missing := sorted(set(expected) - set(given)):
+        raise UserError(f"params: missing {_some(missing)} of this configuration")
+    if extra := sorted(set(given) - set(expected)):
+        raise UserError(f"params: unexpected {_some(extra)} for this configuration")
+    for name, shape in expected.items():
+        if given[name] != shape:
+            raise UserError(f"params: {name} has shape {given[name]}, expected {shape}")
+
+
+def _write_tensors(
+    directory: pathlib.Path, config: ModelConfig, params: Params, shard_bytes: int
+) -> None:
+    from safetensors.numpy import save_file
+
+    table = tensors(config)
+    sizes = {
+        name: int(np.prod(t.shape)) * np.dtype(_leaf(params, t.path).dtype).itemsize
+        for name, t in table.items()
+    }
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    where = {}
+    for i, names in enumerate(shards, 1):
+        single = len(shards) == 1
+        file = _FILE if single else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        values = {name: _fetch(params, table[name]) for name in names}
+        save_file(values, directory / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _fetch(params: Params, tensor: Tensor) -> np.ndarray:
+    """One tensor in the file's layout, on the host."""
+    value = np.asarray(_leaf(params, tensor.path)[tensor.index or ...])
+    if tensor.transposed:
+        return np.ascontiguousarray(value.reshape(tensor.shape[::-1]).T)
+    return np.ascontiguousarray(value.reshape(tensor.shape))

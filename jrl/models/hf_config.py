@@ -1,0 +1,491 @@
+"""Hugging Face ``config.json`` to ``ModelConfig`` and back.
+
+The defaults here are those of the reference implementation for keys that a file leaves out. What
+the reference reads and we cannot compute is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jrl.errors import UserError
+from jrl.models.config import DTYPES, ModelConfig
+
+Json = dict[str, Any]
+
+_REQUIRED = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings"),
+)
+_ACTIVATIONS = {
+    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
+}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class Family(NamedTuple):
+    """What one ``model_type`` means beyond its numbers.
+
+    Attributes:
+      architecture: the class name in ``architectures``.
+      windows: "none", "all" (every layer, when a window is set) or "types" (by ``layer_types``).
+      bias: "never", "qkv" (always, but not on the output) or "key" (``attention_bias``, on all).
+      mlp_bias: whether the key ``mlp_bias`` is read.
+      qk_norm: whether queries and keys are normalised.
+      gemma: Gemma's norms, embedding scale, query scale and activation key.
+      two_ropes: whether windowed layers have a rotation of their own.
+      nope: whether ``no_rope_layers`` is read.
+      routed: whether sparse layers exist.
+      defaults: values of absent keys.
+    """
+
+    architecture: str
+    windows: str = "none"
+    bias: str = "key"
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    gemma: bool = False
+    two_ropes: bool = False
+    nope: bool = False
+    routed: bool = False
+    defaults: Mapping[str, Any] = {}
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family("LlamaForCausalLM", mlp_bias=True),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        windows="types",
+        bias="qkv",
+        defaults={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        windows="types",
+        qk_norm=True,
+        defaults={
+            **{"head_dim": 128, "sliding_window": 4096},
+            **{"use_sliding_window": False, "max_window_layers": 28},
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        windows="all",
+        qk_norm=True,
+        routed=True,
+        defaults={"sliding_window": 4096, "use_sliding_window": False},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", windows="all", bias="never", defaults={"sliding_window": 4096}
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        windows="types",
+        gemma=True,
+        defaults={
+            **{"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+            **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+            **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        },
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        windows="types",
+        qk_norm=True,
+        gemma=True,
+        two_ropes=True,
+        defaults={
+            **{"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 6},
+            **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+            **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        windows="types",
+        mlp_bias=True,
+        nope=True,
+        defaults={
+            **{"tie_word_embeddings": True, "rope_theta": 2e6, "use_sliding_window": False},
+            "no_rope_layer_interval": 4,
+        },
+    ),
+}
+
+
+# ---------------------------------------------------------------- reading
+
+
+def parse(raw: Json) -> ModelConfig:
+    """The model that a ``config.json`` describes.
+
+    Args:
+      raw: the file's object.
+
+    Returns:
+      The configuration; ``dtype`` and ``param_dtype`` are what the file claims to store.
+
+    Raises:
+      UserError: an unknown architecture, a missing key, or a key asking for what is not supported.
+    """
+    name, family = _family(raw)
+    for key in _REQUIRED:
+        if not isinstance(raw.get(key), int):
+            raise UserError(f"config.json: {key} = {raw.get(key)!r}; it must be an integer")
+    _refuse(raw)
+
+    def get(key: str, otherwise: Any = None) -> Any:
+        return raw.get(key, family.defaults.get(key, otherwise))
+
+    layers, heads = raw["num_hidden_layers"], raw["num_attention_heads"]
+    rotates = _rotating_layers(get, layers) if family.nope else (True,)
+    window, window_pattern = _windows(get, family, layers, rotates)
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise UserError(f"config.json: dtype = {dtype!r}; choose from {', '.join(DTYPES)}")
+    act_key = "hidden_activation" if family.gemma else "hidden_act"
+    act = get(act_key) or ("gelu_pytorch_tanh" if family.gemma else "silu")
+    if act not in _ACTIVATIONS:
+        known = ", ".join(sorted(_ACTIVATIONS))
+        raise UserError(f"config.json: {act_key} = {act!r} is not supported; known: {known}")
+    attention_bias = family.bias == "key" and bool(get("attention_bias"))
+    values: Json = {
+        "vocab_size": raw["vocab_size"],
+        "layers": layers,
+        "embed_dim": raw["hidden_size"],
+        "heads": heads,
+        "kv_heads": get("num_key_value_heads") or heads,
+        "head_dim": get("head_dim") or raw["hidden_size"] // heads,
+        "mlp_dim": raw["intermediate_size"],
+        "max_length": raw["max_position_embeddings"],
+        "dtype": dtype,
+        "param_dtype": dtype,
+        "tied_embeddings": bool(get("tie_word_embeddings", False)),
+        "norm_eps": get("rms_norm_eps", 1e-6),
+        "qk_norm": family.qk_norm,
+        "qkv_bias": family.bias == "qkv" or attention_bias,
+        "o_bias": attention_bias,
+        "mlp_bias": family.mlp_bias and bool(get("mlp_bias")),
+        "activation": _ACTIVATIONS[act],
+        "rope_pattern": rotates,
+        "window": window,
+        "window_pattern": window_pattern,
+        "family": name,
+        **_ropes(raw, get, family),
+    }
+    if family.gemma:
+        values |= {"norm_plus_one": True, "post_norms": True}
+        values["embed_scale"] = raw["hidden_size"] ** 0.5
+        values["query_scale"] = get("query_pre_attn_scalar") ** -0.5
+        values["logit_softcap"] = get("final_logit_softcapping")
+        # The reference reads the scores' cap for Gemma 2 only, though Gemma 3 has the key too.
+        values["attention_softcap"] = get("attn_logit_softcapping") if name == "gemma2" else None
+    if family.routed:
+        values |= _routing(get, layers)
+    return ModelConfig(**values)
+
+
+def _family(raw: Json) -> tuple[str, Family]:
+    by_class = {family.architecture: name for name, family in FAMILIES.items()}
+    known = ", ".join(sorted(by_class))
+    classes = raw.get("architectures") or []
+    if classes and classes[0] not in by_class:
+        raise UserError(
+            f"config.json: architectures = {classes!r} is not supported; supported: {known}"
+        )
+    name = raw.get("model_type") or (by_class[classes[0]] if classes else None)
+    if name not in FAMILIES:
+        types = ", ".join(FAMILIES)
+        raise UserError(f"config.json: model_type = {name!r} is not supported; supported: {types}")
+    if classes and by_class[classes[0]] != name:
+        raise UserError(
+            f"config.json: model_type = {name!r} does not belong to architectures = {classes!r}"
+        )
+    return name, FAMILIES[name]
+
+
+def _refuse(raw: Json) -> None:
+    if raw.get("quantization_config"):
+        raise UserError(
+            "config.json: quantization_config is set; load the checkpoint that was not quantised"
+        )
+    if raw.get("use_bidirectional_attention"):
+        raise UserError("config.json: use_bidirectional_attention = true is not supported")
+    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+        value = raw["partial_rotary_factor"]
+        raise UserError(f"config.json: partial_rotary_factor = {value!r} is not supported, only 1")
+
+
+def _rotating_layers(get: Any, layers: int) -> tuple[bool, ...]:
+    listed = get("no_rope_layers")
+    if listed is None:
+        interval = get("no_rope_layer_interval")
+        return tuple((i + 1) % interval != 0 for i in range(layers))
+    if len(listed) < layers:
+        raise UserError(
+            f"config.json: no_rope_layers has {len(listed)} entries for {layers} layers"
+        )
+    return tuple(bool(rotates) for rotates in listed[:layers])
+
+
+def _windows(
+    get: Any, family: Family, layers: int, rotates: tuple[bool, ...]
+) -> tuple[int | None, tuple[bool, ...]]:
+    """The window and which layers have it."""
+    window = get("sliding_window")
+    if get("use_sliding_window") is False and not family.nope:
+        window = None
+    if family.windows == "none":
+        return None, (True,)
+    if family.windows == "all":
+        return window, (True,)
+    types = get("layer_types")
+    if types is None:
+        types = _default_types(get, family, layers, window, rotates)
+    if len(types) != layers:
+        raise UserError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
+    if unknown := sorted(set(types) - {_FULL, _SLIDING}):
+        raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {_FULL}, {_SLIDING}")
+    if _SLIDING not in types:
+        return None, (True,)
+    if window is None:
+        raise UserError(
+            f"config.json: layer_types has {_SLIDING!r} but sliding_window is null or off; "
+            "set sliding_window (and use_sliding_window), or make every layer full_attention"
+        )
+    return window, tuple(kind == _SLIDING for kind in types)
+
+
+def _default_types(
+    get: Any, family: Family, layers: int, window: int | None, rotates: tuple[bool, ...]
+) -> list[str]:
+    """The reference's choice for a file without ``layer_types``."""
+    if family.gemma:
+        pattern = get("sliding_window_pattern")
+        sliding = [(i + 1) % pattern != 0 for i in range(layers)]
+    elif family.nope:
+        on = bool(get("use_sliding_window")) and window is not None
+        sliding = [on and not rotates[i % len(rotates)] for i in range(layers)]
+    else:
+        first = get("max_window_layers")
+        sliding = [window is not None and i >= first for i in range(layers)]
+    return [_SLIDING if s else _FULL for s in sliding]
+
+
+def _ropes(raw: Json, get: Any, family: Family) -> Json:
+    """The rotation, from ``rope_parameters`` or the older ``rope_theta`` and ``rope_scaling``."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    theta = get("rope_theta", 10_000.0)
+    if not family.two_ropes:
+        return _rope(rope, key, theta, raw)
+    nested = raw.get("rope_parameters") or {}
+    far = {**(nested.get(_FULL) or {}), **(raw.get("rope_scaling") or {})}
+    near = nested.get(_SLIDING) or {}
+    where = key if key == "rope_scaling" else f"{key}.{_FULL}"
+    values = _rope(far, where, theta, raw)
+    local = _rope(near, f"rope_parameters.{_SLIDING}", get("rope_local_base_freq"), raw)
+    if local["rope_scaling"] == "llama3":
+        key = f"rope_parameters.{_SLIDING}.rope_type"
+        raise UserError(f"config.json: {key} = 'llama3' is not supported; choose default or linear")
+    factor = local.get("rope_factor", 1.0)
+    return values | {"rope_local_theta": local["rope_theta"], "rope_local_factor": factor}
+
+
+def _rope(rope: Json, where: str, theta: float, raw: Json) -> Json:
+    kind_key = "rope_type" if "rope_type" in rope or "type" not in rope else "type"
+    kind = rope.get(kind_key, "default")
+    if kind not in ("default", "linear", "llama3"):
+        raise UserError(
+            f"config.json: {where}.{kind_key} = {kind!r} is not supported; "
+            "choose from default, linear, llama3"
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        value = rope["partial_rotary_factor"]
+        raise UserError(f"config.json: {where}.partial_rotary_factor = {value!r}; only 1 works")
+    values: Json = {"rope_theta": float(rope.get("rope_theta") or theta), "rope_scaling": "none"}
+    if kind == "default":
+        return values
+    needed = ["factor"] + ["low_freq_factor", "high_freq_factor"] * (kind == "llama3")
+    for key in needed:
+        if not isinstance(rope.get(key), int | float):
+            raise UserError(
+                f"config.json: {where}.{key} = {rope.get(key)!r}; {kind} needs a number"
+            )
+        values[f"rope_{key}"] = float(rope[key])
+    if kind == "llama3":
+        length = rope.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+        values["rope_original_length"] = length
+    return values | {"rope_scaling": kind}
+
+
+def _routing(get: Any, layers: int) -> Json:
+    experts = get("num_experts") or get("num_local_experts") or 128
+    step, dense = get("decoder_sparse_step", 1), set(get("mlp_only_layers") or ())
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    return {
+        "experts": experts,
+        "experts_per_token": get("num_experts_per_tok", 8),
+        "expert_mlp_dim": get("moe_intermediate_size", 768),
+        "norm_topk_prob": bool(get("norm_topk_prob", False)),
+        "expert_pattern": sparse,
+    }
+
+
+# ---------------------------------------------------------------- writing
+
+
+def render(config: ModelConfig, base: Json | None = None) -> Json:
+    """The ``config.json`` object of a model, which ``parse`` reads back as the same model.
+
+    Args:
+      config: the model.
+      base: the object it once came from; keys we do not know are kept when the family agrees.
+
+    Returns:
+      The object, with rotation in both the current and the older spelling.
+
+    Raises:
+      UserError: the family (every family, for "auto") cannot express a field.
+    """
+    if config.family != "auto":
+        if config.family not in FAMILIES:
+            raise UserError(
+                f"model.family = {config.family!r}; choose from auto, {', '.join(FAMILIES)}"
+            )
+        out = _render(config, config.family, base)
+        if lost := _lost(config, out):
+            raise UserError(
+                f"model.family = {config.family!r} cannot express model.{lost[0]} = "
+                f"{getattr(config, lost[0])!r}; change it, or set model.family = 'auto'"
+            )
+        return out
+    closest: list[str] = []
+    for name in FAMILIES:
+        out = _render(config, name, base)
+        lost = _lost(config, out)
+        if not lost:
+            return out
+        closest = lost if not closest or len(lost) < len(closest) else closest
+    raise UserError(
+        "no Hugging Face architecture has this combination; the closest differs in "
+        + ", ".join(f"model.{field} = {getattr(config, field)!r}" for field in closest)
+    )
+
+
+def _render(config: ModelConfig, name: str, base: Json | None) -> Json:
+    c, family = config, FAMILIES[name]
+    same = base is not None and base.get("model_type") == name
+    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
+    out: Json = dict(base or {}) if same else {key: (base or {}).get(key) for key in ids}
+    act = next(key for key, value in _ACTIVATIONS.items() if value == c.activation)
+    if same and "torch_dtype" in out:
+        out["torch_dtype"] = c.param_dtype
+    out |= {
+        "architectures": [family.architecture],
+        "model_type": name,
+        "dtype": c.param_dtype,
+        "vocab_size": c.vocab_size,
+        "num_hidden_layers": c.layers,
+        "hidden_size": c.embed_dim,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.mlp_dim,
+        "max_position_embeddings": c.max_length,
+        "rms_norm_eps": c.norm_eps,
+        "tie_word_embeddings": c.tied_embeddings,
+        "hidden_activation" if family.gemma else "hidden_act": act,
+    }
+    if family.bias == "key":
+        out["attention_bias"] = c.qkv_bias
+    if family.mlp_bias:
+        out["mlp_bias"] = c.mlp_bias
+    if family.windows != "none":
+        out |= {"sliding_window": c.window, "use_sliding_window": c.window is not None}
+        if family.gemma or name == "mistral":
+            del out["use_sliding_window"]
+    if family.windows == "types":
+        out["layer_types"] = [_FULL if w is None else _SLIDING for w in c.windows]
+    if family.gemma:
+        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
+        out["query_pre_attn_scalar"] = round(scale**-2)
+        out["final_logit_softcapping"] = c.logit_softcap
+        out["attn_logit_softcapping"] = c.attention_softcap
+    if family.nope:
+        out["no_rope_layers"] = [int(rope.theta > 0) for rope in c.ropes]
+    if family.routed:
+        out.pop("num_local_experts", None)
+        out |= {
+            "num_experts": c.experts,
+            "num_experts_per_tok": c.experts_per_token,
+            "moe_intermediate_size": c.expert_mlp_dim,
+            "norm_topk_prob": c.norm_topk_prob,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [i for i, sparse in enumerate(c.sparse) if not sparse],
+        }
+    return out | _render_ropes(c, family)
+
+
+def _render_ropes(config: ModelConfig, family: Family) -> Json:
+    c = config
+    scaling: Json = {"rope_type": c.rope_scaling if c.rope_scaling != "none" else "default"}
+    if c.rope_scaling != "none":
+        scaling["factor"] = c.rope_factor
+    if c.rope_scaling == "llama3":
+        scaling["low_freq_factor"] = c.rope_low_freq_factor
+        scaling["high_freq_factor"] = c.rope_high_freq_factor
+        scaling["original_max_position_embeddings"] = c.rope_original_length
+    far = {**scaling, "rope_theta": c.rope_theta}
+    out: Json = {"rope_theta": c.rope_theta}
+    out["rope_scaling"] = None if c.rope_scaling == "none" else dict(far)
+    if not family.two_ropes:
+        return out | {"rope_parameters": far}
+    near_theta = c.rope_theta if c.rope_local_theta is None else c.rope_local_theta
+    near: Json = {"rope_type": "default", "rope_theta": near_theta}
+    if c.rope_local_factor != 1.0:
+        near |= {"rope_type": "linear", "factor": c.rope_local_factor}
+    out["rope_local_base_freq"] = near_theta
+    return out | {"rope_parameters": {_FULL: far, _SLIDING: near}}
+
+
+_LAYERWISE = {
+    **{"rope_theta": "ropes", "rope_scaling": "ropes", "rope_factor": "ropes"},
+    **{"rope_low_freq_factor": "ropes", "rope_high_freq_factor": "ropes"},
+    **{"rope_original_length": "ropes", "rope_local_theta": "ropes", "rope_local_factor": "ropes"},
+    **{"rope_pattern": "ropes", "window": "windows", "window_pattern": "windows"},
+    "expert_pattern": "sparse",
+}
+"""Fields that matter only through what they give each layer."""
+
+
+def _lost(config: ModelConfig, out: Json) -> list[str]:
+    """The fields that would come back different."""
+    try:
+        back = parse(out)
+    except UserError:
+        return ["experts"] if not config.experts else ["family"]
+    query = config.head_dim**-0.5
+    lost = []
+    for field in (f.name for f in dataclasses.fields(config)):
+        if field in ("dtype", "family", "param_dtype"):
+            continue
+        if field.startswith("expert") or field == "norm_topk_prob":
+            if field == "experts" and any(config.sparse) != any(back.sparse):
+                lost.append(field)
+            if not any(config.sparse):
+                continue
+        seen = _LAYERWISE.get(field, field)
+        ours, theirs = getattr(config, seen), getattr(back, seen)
+        if field == "query_scale":
+            ours, theirs = ours or query, theirs or query
+        if seen != field and getattr(config, field) == getattr(back, field):
+            continue
+        close = isinstance(ours, float) and isinstance(theirs, float)
+        if not (math.isclose(ours, theirs, rel_tol=1e-9) if close else ours == theirs):
+            lost.append(field)
+    return lost
