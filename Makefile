@@ -18,7 +18,8 @@ RUN_STAMP := $(VENV)/.installed-run-$(ACCEL)
 DEV_STAMP := $(VENV)/.installed-dev-$(ACCEL)
 # On CPU say so to JAX, or it complains about an accelerator that it was not installed for.
 ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# pip compiles every module it installs, a third of its time; Python compiles those it imports.
+PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev demo test lint format types wheel-test ci clean
@@ -37,12 +38,12 @@ $(BIN)/python:
 
 $(RUN_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing JRL for $(ACCEL) into $(VENV): about a minute and 1 GB the first time ..."
-	@$(PIP) install -q -e '.$(if $(EXTRA),[$(EXTRA)])'
+	@$(BIN)/python $(PIP_INSTALL) -e '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml | $(BIN)/python
 	@echo "Installing JRL for $(ACCEL) and its development tools into $(VENV) ..."
-	@$(PIP) install -q -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
+	@$(BIN)/python $(PIP_INSTALL) -e '.[dev$(if $(EXTRA),$(comma)$(EXTRA))]'
 	@touch $@ $(RUN_STAMP)
 
 install: $(RUN_STAMP) ## the library and the jrl command, in .venv
@@ -69,9 +70,9 @@ types: $(DEV_STAMP) ## mypy over the library
 # A checkout hides what a wheel lacks, so the wheel is tried alone, from an empty directory.
 wheel-test: $(BIN)/python ## build the wheel, install it in a new environment and use it
 	rm -rf build/lib build/wheel build/wheel-venv
-	$(PIP) wheel -q --no-deps -w build/wheel .
+	$(BIN)/python -m pip --disable-pip-version-check wheel -qq --no-deps -w build/wheel .
 	$(BIN)/python -m venv build/wheel-venv
-	build/wheel-venv/bin/python -m pip --disable-pip-version-check install -q build/wheel/jrl-*.whl
+	build/wheel-venv/bin/python $(PIP_INSTALL) build/wheel/jrl-*.whl
 	rm -rf build/empty && mkdir -p build/empty
 	cd build/empty && export JAX_PLATFORMS=cpu && P=../wheel-venv/bin \
 	  && $$P/python -c "import jrl, jrl.types; print('jrl', jrl.__version__, jrl.__file__)" \
