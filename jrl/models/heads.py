@@ -1,0 +1,119 @@
+"""Networks that end in one number a token: value estimates and scalar rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.types import Array, Network, Params, ValueNetwork
+
+
+class RewardNetwork(NamedTuple):
+    """Scores whole sequences.
+
+    Attributes:
+      init: (key) -> params.
+      axes: () -> logical axes, like params.
+      apply: (params, tokens [B, L], lengths [B]) -> [B] float32, points, read at the last token
+        of each sequence; tokens start at column 0 and ``lengths`` is at least 1.
+    """
+
+    init: Callable[[Array], Params]
+    axes: Callable[[], Any]
+    apply: Callable[[Params, Array, Array], Array]
+
+
+def _init_linear(network: Network) -> Params:
+    # Zeros, so that a fresh head estimates 0 everywhere and the first advantages are the returns.
+    return {
+        "weight": jnp.zeros(network.embed_dim, jnp.float32),
+        "bias": jnp.zeros((), jnp.float32),
+    }
+
+
+def _axes_linear() -> Any:
+    return {"weight": ("embed",), "bias": ()}
+
+
+def _linear(params: Params, hidden: Array) -> Array:
+    """[...] float32: one number for each hidden vector."""
+    with jax.named_scope("scalar_head"):
+        hidden32 = hidden.astype(jnp.float32)
+        return jnp.tensordot(hidden32, params["weight"], axes=1) + params["bias"]
+
+
+def value_head(network: Network) -> ValueNetwork:
+    """A linear map of the policy's own hidden states; its gradient reaches the policy's trunk.
+
+    Args:
+      network: the policy, whose hidden states are read.
+
+    Returns:
+      A ``ValueNetwork`` whose parameters are {"weight" [D], "bias" []} float32, zeros at first.
+    """
+
+    def apply(
+        params: Params, policy_hidden: Array, tokens: Array, positions: Array, segments: Array
+    ) -> Array:
+        chex.assert_axis_dimension(policy_hidden, -1, network.embed_dim)
+        del tokens, positions, segments  # all that they say is in the hidden states
+        return _linear(params, policy_hidden)
+
+    return ValueNetwork(lambda key: _init_linear(network), _axes_linear, apply)
+
+
+def value_network(network: Network) -> ValueNetwork:
+    """A separate network with a linear head; nothing is shared with the policy.
+
+    Args:
+      network: the trunk, for instance ``transformer(config)`` of another size.
+
+    Returns:
+      A ``ValueNetwork`` whose parameters are {"trunk", "head"}; to start it from a checkpoint,
+      replace "trunk".
+    """
+
+    def apply(
+        params: Params, policy_hidden: Array, tokens: Array, positions: Array, segments: Array
+    ) -> Array:
+        del policy_hidden  # the trunk reads the tokens itself
+        hidden, _ = network.hidden(params["trunk"], tokens, positions, segments)
+        return _linear(params["head"], hidden)
+
+    return ValueNetwork(*_trunk_and_head(network), apply)
+
+
+def reward_network(network: Network) -> RewardNetwork:
+    """A network with a linear head read at the last token of each sequence.
+
+    Args:
+      network: the trunk.
+
+    Returns:
+      A ``RewardNetwork`` whose parameters are {"trunk", "head"}.
+    """
+
+    def apply(params: Params, tokens: Array, lengths: Array) -> Array:
+        chex.assert_rank([tokens, lengths], [2, 1])
+        columns = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = jnp.broadcast_to(columns[None], tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+        hidden, _ = network.hidden(params["trunk"], tokens, positions, segments)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return _linear(params["head"], last)
+
+    return RewardNetwork(*_trunk_and_head(network), apply)
+
+
+def _trunk_and_head(network: Network) -> tuple[Callable[[Array], Params], Callable[[], Any]]:
+    def init(key: Array) -> Params:
+        return {"trunk": network.init(key), "head": _init_linear(network)}
+
+    def axes() -> Any:
+        return {"trunk": network.axes(), "head": _axes_linear()}
+
+    return init, axes
