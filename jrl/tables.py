@@ -81,7 +81,9 @@ class DataTable(Table):
     """Where prompts come from: a procedural task, or files."""
 
     task: str | None = _key(None, "procedural task by name, instead of train and eval")
-    difficulty: int = _key(1, "difficulty of the procedural task", ge=1)
+    difficulty: int | None = _key(
+        None, "size of the procedural task's problems; its own default when not set", ge=1
+    )
     train: str | None = _key(None, "training prompts: FILE.jsonl, FILE.parquet or tfds:NAME/SPLIT")
     eval: str | None = _key(None, "held-out prompts, same forms")
     question_key: str = _key("question", "field of a record that holds the question")

@@ -1,0 +1,259 @@
+"""A run as plots and one self-contained HTML page with curves and a browser of samples."""
+
+from __future__ import annotations
+
+import importlib.resources
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl, write_atomic
+
+MAX_POINTS = 1500
+"""Points of one curve in the page; longer ones are thinned evenly, first and last kept."""
+
+MAX_SAMPLES = 2000
+"""Samples in the page; more are thinned evenly."""
+
+
+class Panel(NamedTuple):
+    """A curve that is drawn if the run logged one of its names.
+
+    Attributes:
+      file: name of the PNG, without suffix.
+      title: what is drawn, with its unit.
+      names: metrics to look for; the first one present is drawn.
+    """
+
+    file: str
+    title: str
+    names: tuple[str, ...]
+
+
+PANELS = (
+    Panel("reward", "Reward, points", ("reward",)),
+    Panel("accuracy", "Held-out accuracy", ("eval_accuracy", "eval/accuracy", "accuracy")),
+    Panel("loss", "Loss", ("loss",)),
+    Panel("kl", "KL, nats", ("kl",)),
+    Panel("entropy", "Entropy, nats", ("entropy",)),
+    Panel("grad_norm", "Gradient norm", ("grad_norm",)),
+    Panel("length", "Completion length, tokens", ("length", "completion_length")),
+    Panel("tokens_per_second", "Tokens per second", ("tokens_per_second",)),
+)
+
+
+class Curve(NamedTuple):
+    """One metric over the steps at which it was a finite number.
+
+    Attributes:
+      name: the metric.
+      title: what to write above it.
+      steps: training steps, rising.
+      values: the metric.
+      low: lower ends of a confidence interval, as long as values, or empty.
+      high: upper ends.
+    """
+
+    name: str
+    title: str
+    steps: list[int]
+    values: list[float]
+    low: list[float]
+    high: list[float]
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Draws a run, finished or not, into ``RUN/report``.
+
+    Args:
+      run_dir: a run directory, as ``RunWriter`` writes it.
+
+    Returns:
+      Path of ``index.html``, which holds everything and needs no network; beside it is a PNG for
+      each of the main curves, and ``overview.png`` with all of them.
+
+    Raises:
+      UserError: there is no run, or the report cannot be written.
+    """
+    run = Path(run_dir)
+    if not (run / "metrics.jsonl").exists():
+        raise UserError(f"{run} is no run directory: it holds no metrics.jsonl")
+    records = read_jsonl(run / "metrics.jsonl")
+    header = records.pop(0) if records and "versions" in records[0] else {}
+    main, others = find_curves(records)
+    out = run / "report"
+    try:
+        out.mkdir(exist_ok=True)
+        for old in out.glob("*.png"):
+            old.unlink()
+        _draw_plots(out, main)
+        write_atomic(out / "index.html", _page(run, header, records, [*main, *others], len(main)))
+    except OSError as error:
+        raise UserError(f"the report cannot be written to {out}: {error}") from None
+    return out / "index.html"
+
+
+def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list[Curve]]:
+    """The curves of a run: those of ``PANELS``, and all other numbers it logged.
+
+    Args:
+      records: the objects of ``metrics.jsonl`` after its header.
+
+    Returns:
+      (main curves in the order of PANELS, other curves by name); none is empty.
+    """
+    names = sorted({n for record in records for n in record if n not in ("step", "versions")})
+    curves = {name: curve for name in names if (curve := _curve(records, name)).values}
+    main = []
+    for panel in PANELS:
+        name = next((name for name in panel.names if name in curves), None)
+        if name is not None:
+            main.append(curves.pop(name)._replace(title=panel.title))
+            for bound in (f"{name}_low", f"{name}_high"):
+                curves.pop(bound, None)
+    return main, list(curves.values())
+
+
+def _curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
+    rows = {
+        record["step"]: record
+        for record in records
+        if isinstance(record.get("step"), int) and _is_number(record.get(name))
+    }
+    steps = sorted(rows)
+    values = [float(rows[step][name]) for step in steps]
+    ends = (f"{name}_low", f"{name}_high")
+    if not all(_is_number(rows[step].get(end)) for step in steps for end in ends):
+        return Curve(name, name, steps, values, [], [])
+    low, high = ([float(rows[step][end]) for step in steps] for end in ends)
+    return Curve(name, name, steps, values, low, high)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means over the neighbours on both sides, so that a curve's bends stay where they are.
+
+    Args:
+      values: as logged.
+
+    Returns:
+      As many values. The window is a tenth of them, and at an end shrinks to what both sides have;
+      fewer than 20 values are returned as they are.
+
+    >>> smooth(list(range(20))) == list(range(20))
+    True
+    """
+    n = len(values)
+    if n < 20:
+        return list(values)
+    sums = [0.0, *itertools.accumulate(values)]
+    half = max(1, n // 20)
+    reach = [min(half, i, n - 1 - i) for i in range(n)]
+    return [(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
+
+
+# ---------------------------------------------------------------- plots
+
+
+def _draw_plots(out: Path, curves: Sequence[Curve]) -> None:
+    # Figure without pyplot: no global state, and a notebook's backend stays as it is
+    from matplotlib.figure import Figure
+
+    files = {name: panel.file for panel in PANELS for name in panel.names}
+    for curve in curves:
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        _draw(figure.subplots(), curve)
+        figure.savefig(out / f"{files[curve.name]}.png", dpi=120)
+    columns = min(3, len(curves))
+    rows = math.ceil(len(curves) / columns) if columns else 0
+    if rows:
+        figure = Figure(figsize=(4.8 * columns, 3.2 * rows), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axis, curve in zip(axes, curves, strict=False):
+            _draw(axis, curve)
+        for axis in axes[len(curves) :]:
+            axis.set_axis_off()
+        figure.savefig(out / "overview.png", dpi=120)
+
+
+def _draw(axis: Any, curve: Curve) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    smoothed = smooth(curve.values)
+    few = len(curve.values) < 20
+    if curve.low:
+        axis.fill_between(curve.steps, curve.low, curve.high, color="#2563eb", alpha=0.15, lw=0)
+    if not few:
+        axis.plot(curve.steps, curve.values, color="#2563eb", alpha=0.3, linewidth=0.9)
+    axis.plot(curve.steps, smoothed, color="#2563eb", linewidth=1.8, marker="o" if few else None)
+    axis.set_title(curve.title, fontsize=11, loc="left")
+    axis.set_xlabel("step", fontsize=9)
+    axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.tick_params(labelsize=9)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def _page(
+    run: Path,
+    header: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    curves: Sequence[Curve],
+    main: int,
+) -> str:
+    samples = read_jsonl(run / "samples.jsonl")
+    data = {
+        "name": run.resolve().name,
+        "header": header,
+        "config": _read_text(run / "config.toml"),
+        "summary": _summary(run, records),
+        "finished": (run / "summary.json").exists(),
+        "curves": [_thin_curve(curve)._asdict() for curve in curves],
+        "main": main,
+        "samples": _thin(samples, MAX_SAMPLES),
+        "samples_total": len(samples),
+    }
+    # "<" is the only character that could end the script element early
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    template = importlib.resources.files("jrl").joinpath("report.html").read_text("utf-8")
+    return template.replace("/*DATA*/", text, 1)
+
+
+def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """summary.json, or for a run without one, the last value of the main metrics."""
+    try:
+        summary = json.loads(_read_text(run / "summary.json"))
+    except json.JSONDecodeError:
+        summary = None
+    if isinstance(summary, dict):
+        return summary
+    last: dict[str, Any] = {}
+    for record in records:
+        last |= {name: value for name, value in record.items() if _is_number(value)}
+    names = ["step", *(name for panel in PANELS for name in panel.names)]
+    return {name: last[name] for name in names if name in last}
+
+
+def _thin_curve(curve: Curve) -> Curve:
+    steps, values, low, high = (_thin(items, MAX_POINTS) for items in curve[2:])
+    return Curve(curve.name, curve.title, steps, values, low, high)
+
+
+def _thin(items: list[Any], limit: int) -> list[Any]:
+    if len(items) <= limit:
+        return items
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text("utf-8", errors="replace") if path.exists() else ""
