@@ -86,15 +86,15 @@ def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") 
     Raises:
       UserError: an axis that its mesh axes do not divide.
     """
-    partition = spec(axes)
-    for dim, logical, over in zip(shape, axes, partition, strict=True):
-        parts = int(np.prod([mesh.shape[a] for a in over or ()]))
+    for dim, logical in zip(shape, axes, strict=True):
+        over = RULES[logical] if logical is not None else ()
+        parts = int(np.prod([mesh.shape[a] for a in over]))
         if dim % parts:
             raise UserError(
                 f"{name}: axis {logical!r} of size {dim} does not divide over "
                 f"mesh {' x '.join(f'{a}={mesh.shape[a]}' for a in over)}; choose a divisor of {dim}"
             )
-    return NamedSharding(mesh, partition)
+    return NamedSharding(mesh, spec(axes))
 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:

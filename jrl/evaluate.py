@@ -1,0 +1,333 @@
+"""Evaluation: accuracy, pass@k and majority vote on held-out prompts, with confidence intervals."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import Config
+from jrl.errors import UserError
+from jrl.mesh import replicated
+from jrl.rewards.exact import final_answer
+from jrl.rewards.pool import RewardPool
+from jrl.sampling.draw import make_law
+from jrl.train import setup as build
+from jrl.train.compiled import task_accuracy
+from jrl.train.rollout import Groups, TextSource, samples_of
+from jrl.train.setup import Run
+from jrl.train.state import stream
+from jrl.types import Array, Params
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found.
+
+    Attributes:
+      metrics: accuracy, accuracy_low, accuracy_high (95 %), pass@k, majority, length, problems.
+      samples: records as ``RunWriter.write_samples`` takes them.
+    """
+
+    metrics: dict[str, float]
+    samples: list[dict[str, Any]]
+
+
+def pass_at_k(correct: np.ndarray, k: int) -> float:
+    """The chance that at least one of k completions drawn from those given is right.
+
+    The unbiased estimator of "Evaluating Large Language Models Trained on Code"
+    (arXiv:2107.03374): 1 - C(n - c, k) / C(n, k), averaged over problems.
+
+    Args:
+      correct: [M, n] bool, problems by completions.
+      k: at most n.
+
+    Returns:
+      A fraction.
+
+    Raises:
+      UserError: k is above n.
+
+    >>> round(pass_at_k(np.array([[True, False, False], [False, False, False]]), 2), 4)
+    0.3333
+    """
+    n = correct.shape[1]
+    if not 1 <= k <= n:
+        raise UserError(
+            f"eval.pass_k = {k}: there are {n} completions a problem; raise eval.samples"
+        )
+    wrong = n - correct.sum(axis=1)
+    return float(np.mean([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong]))
+
+
+def majority_vote(answers: Sequence[Sequence[str | None]], correct: np.ndarray) -> float:
+    """The fraction of problems whose most frequent answer is right; ties go to the earliest.
+
+    The self-consistency of "Self-Consistency Improves Chain of Thought Reasoning in Language
+    Models" (arXiv:2203.11171).
+
+    Args:
+      answers: [M][n] answers as text; None where a completion gives none, which does not vote.
+      correct: [M, n] bool, whether each answer is right.
+
+    Returns:
+      A fraction; a problem without any answer counts as wrong.
+
+    >>> majority_vote([["7", "3", "7"]], np.array([[True, False, True]]))
+    1.0
+    """
+    right = 0
+    for row, marks in zip(answers, correct, strict=True):
+        votes = collections.Counter(a for a in row if a is not None)
+        if votes:
+            winner = max(votes, key=lambda a: votes[a])
+            right += bool(marks[list(row).index(winner)])
+    return right / max(len(answers), 1)
+
+
+def wilson(successes: float, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval of a proportion, 95 % by default.
+
+    Args:
+      successes: at most ``trials``; may be fractional (a mean over samples of each problem).
+      trials: problems, the independent units.
+      z: standard deviations.
+
+    Returns:
+      (low, high) fractions.
+
+    >>> tuple(round(x, 3) for x in wilson(9, 10))
+    (0.596, 0.982)
+    """
+    if trials == 0:
+        return 0.0, 1.0
+    p = successes / trials
+    centre = p + z * z / (2 * trials)
+    spread = z * math.sqrt(p * (1 - p) / trials + z * z / (4 * trials * trials))
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def summarise(
+    correct: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    pass_k: Sequence[int],
+    answers: Sequence[Sequence[str | None]] | None = None,
+) -> dict[str, float]:
+    """The numbers of an evaluation.
+
+    Args:
+      correct: [M, n] bool.
+      lengths: [M, n] int, tokens.
+      pass_k: each k reported.
+      answers: for the majority vote; left out without them or with one completion a problem.
+
+    Returns:
+      Fractions by name, and ``length`` in tokens.
+    """
+    m, n = correct.shape
+    low, high = wilson(float(correct.mean(axis=1).sum()), m)
+    metrics = {
+        "accuracy": float(correct.mean()),
+        "accuracy_low": low,
+        "accuracy_high": high,
+        "length": float(lengths.mean()),
+        "problems": float(m),
+    }
+    metrics |= {f"pass@{k}": pass_at_k(correct, k) for k in pass_k}
+    if answers is not None and n > 1:
+        metrics["majority"] = majority_vote(answers, correct)
+    return metrics
+
+
+# ---------------------------------------------------------------- evaluating a policy
+
+
+class Evaluator:
+    """Evaluates a run's policy on its held-out prompts, always the same ones.
+
+    Args:
+      run: from ``setup``.
+      pool: the reward functions, for a run on text; a completion is right when the first of them
+        gives at least one point.
+    """
+
+    def __init__(self, run: Run, pool: RewardPool | None) -> None:
+        self.run, self.pool = run, pool
+        table, sampling = run.config.eval, run.config.sampling
+        law = make_law(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        self.law = jax.device_put(law, replicated(run.mesh))
+        if run.task is not None:
+            program = partial(
+                task_accuracy,
+                task=run.task,
+                network=run.network,
+                problems=table.problems,
+                samples=table.samples,
+            )
+            self._program = jax.jit(program, out_shardings=replicated(run.mesh))
+        else:
+            self._program = build.sampler_program(run, split="eval", group=table.samples)
+
+    @property
+    def available(self) -> bool:
+        """Whether the run has held-out prompts at all."""
+        return self.run.task is not None or bool(self.run.prompts["eval"])
+
+    def __call__(self, key: Array, params: Params) -> Evaluation:
+        """Evaluates under the run's mesh.
+
+        Args:
+          key: the run's root key.
+          params: the policy's.
+        """
+        groups = (self._task if self.run.task is not None else self._text)(key, params)
+        correct = groups.rewards[:, :, 0] >= 1
+        names = {"verify": 1.0} if self.run.task is not None else self.run.weights
+        records = samples_of(
+            groups, self.run.tokenizer, self.run.task, names, len(correct) * correct.shape[1]
+        )
+        answers = None
+        if self.run.task is None:
+            answers = [final_answer(r["completion"]) for r in records]
+            answers = np.array(answers, object).reshape(correct.shape).tolist()
+        metrics = summarise(
+            correct,
+            groups.rollout.lengths,
+            pass_k=self.run.config.eval.pass_k,
+            answers=answers,
+        )
+        return Evaluation(metrics, [r | {"split": "eval"} for r in records])
+
+    def _task(self, key: Array, params: Params) -> Groups:
+        correct, problems, rollout = jax.device_get(self._program(key, params, self.law))
+        return Groups(rollout, correct[:, :, None], problems, {})
+
+    def _text(self, key: Array, params: Params) -> Groups:
+        """All held-out prompts in draws of one size, the last one filled up and cut."""
+        config, prompts = self.run.config, self.run.prompts["eval"]
+        assert self.pool is not None
+        size, total = config.train.prompts, min(config.eval.problems, len(prompts))
+        source = TextSource(
+            prompts=prompts,
+            width=self.run.width,
+            seed=None,
+            program=self._program,
+            law=self.law,
+            pool=self.pool,
+            tokenizer=self.run.tokenizer,
+        )
+        draws = [
+            source.draw(stream(key, "eval", 0), params, 0, start + np.arange(size))
+            for start in range(0, total, size)
+        ]
+        join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
+        return Groups(
+            jax.tree.map(join, *(d.rollout for d in draws)),
+            join(*(d.rewards for d in draws)),
+            [prompt for d in draws for prompt in d.subject][:total],
+            {},
+        )
+
+
+def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
+    """The root key, the policy and its step, from a run's checkpoint or as before training.
+
+    Args:
+      run: from ``setup``.
+      checkpoint: a training step; None for the newest, or for the start where there is none.
+    """
+    state, _ = build.new_state(run)
+    directory = Path(run.config.run.dir or "") / "checkpoints"
+    if run.config.run.dir is None or (checkpoint is None and not directory.exists()):
+        return state.key, state.params["policy"], 0
+    wanted = {"step": state.step, "key": state.key, "params": {"policy": state.params["policy"]}}
+    found, _ = Checkpoints(directory, 1).restore(wanted, checkpoint, subset=True)
+    return found["key"], found["params"]["policy"], int(found["step"])
+
+
+def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, Any]:
+    """Evaluates a run's checkpoint, or the model it starts from.
+
+    Args:
+      config: a run's configuration; with ``run.dir``, its checkpoints are looked for there.
+      checkpoint: a training step; None for the newest.
+
+    Returns:
+      ``step`` and the evaluation's metrics.
+
+    Raises:
+      UserError: nothing to evaluate on, or no such checkpoint.
+    """
+    run = build.setup(config)
+    with jax.set_mesh(run.mesh):
+        key, params, step = load_policy(run, checkpoint)
+        if run.task is not None:
+            return {"step": step} | Evaluator(run, None)(key, params).metrics
+        if not run.prompts["eval"]:
+            raise UserError("data.eval is missing; name a file of held-out prompts")
+        with build.reward_pool(config) as pool:
+            return {"step": step} | Evaluator(run, pool)(key, params).metrics
+
+
+def sample_run(
+    config: Config,
+    *,
+    prompts: Sequence[str] | None = None,
+    count: int = 4,
+    checkpoint: int | None = None,
+) -> list[dict[str, Any]]:
+    """Completions of a run's policy, drawn as in training.
+
+    Args:
+      config: a run's configuration.
+      prompts: questions in text; None for held-out problems.
+      count: held-out problems taken when ``prompts`` is None.
+      checkpoint: a training step; None for the newest.
+
+    Returns:
+      Records with prompt, completion, length and stop, and with rewards where there is an answer
+      to judge by.
+
+    Raises:
+      UserError: a procedural task asked about other prompts, or no such checkpoint.
+    """
+    run = build.setup(config)
+    if run.task is not None and prompts is not None:
+        raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
+    with jax.set_mesh(run.mesh):
+        key, params, step = load_policy(run, checkpoint)
+        held_out = prompts is None
+        if run.task is None:
+            chosen = build.question_prompts(run, prompts) if prompts else run.prompts["eval"]
+            if not chosen:
+                raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
+            run = run._replace(prompts=run.prompts | {"eval": chosen})
+            count = len(chosen) if prompts else count
+        table = run.config.eval.model_copy(
+            update={
+                "problems": count,
+                "samples": config.sampling.group,
+                "temperature": config.sampling.temperature,
+                "pass_k": (1,),
+            }
+        )
+        run = run._replace(config=config.model_copy(update={"eval": table}))
+        if run.task is not None:
+            records = Evaluator(run, None)(key, params).samples
+        else:
+            with build.reward_pool(config) as pool:
+                records = Evaluator(run, pool)(key, params).samples
+    unjudged = ("rewards", "reward", "answer")
+    return [
+        {"step": step} | {k: v for k, v in r.items() if held_out or k not in unjudged}
+        for r in records
+    ]

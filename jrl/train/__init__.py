@@ -1,0 +1,1 @@
+"""Training: the state, the compiled step, collecting rollouts, and the loop around them."""

@@ -1,0 +1,270 @@
+"""All five hops as one program, for tasks whose problems and rewards are computed on the device.
+
+    run = make_run(...)                       # run(key, hyperparameters) -> (state, curves)
+    state, curves = jax.jit(run)(key, {"learning_rate": 1e-3})
+    states, curves = jax.jit(jax.vmap(run, (0, None)))(keys, {"learning_rate": 1e-3})
+
+A whole run is a ``lax.scan`` over iterations, so ``jax.vmap`` trains many seeds or
+hyperparameters at once. ``fit`` on the host calls the same functions and gets the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jrl.data.tasks import Task
+from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.methods.base import Method
+from jrl.sampling.draw import Law, make_law
+from jrl.train.rollout import task_rollout, to_batch
+from jrl.train.state import init_state, stream
+from jrl.train.step import Metrics, Step, make_step
+from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork
+
+Hyperparameters = Mapping[str, Array | float]
+Iterate = Callable[[TrainState, Law], tuple[TrainState, Metrics]]
+
+
+def make_iteration(
+    step: Step,
+    *,
+    method: Method,
+    task: Task,
+    network: Network,
+    weights: Mapping[str, float],
+    prompts: int,
+    group: int,
+) -> Iterate:
+    """One iteration, prompt to gradient, as a pure function of (state, law).
+
+    Args:
+      step: from ``step.make_step``.
+      method: its sampler seam is used here; its group editor must keep every group.
+      task: the procedural task.
+      network: the policy.
+      weights: reward part ("verify", "partial") -> weight.
+      prompts: N.
+      group: G, members drawn from the law.
+
+    Returns:
+      (state, law) -> (state, metrics).
+
+    Raises:
+      UserError: the method draws groups anew until they are good, which takes a host.
+    """
+    if on_host := {"prompts", "rewards", "groups"} & set(method.seams):
+        raise UserError(
+            f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
+            "between the two programs; set train.mode to 'host'"
+        )
+    part_weights = jnp.array(list(weights.values()), jnp.float32)
+
+    def iteration(state: TrainState, law: Law) -> tuple[TrainState, Metrics]:
+        _, rollout, rewards = task_rollout(
+            state.key,
+            state.params["policy"],
+            state.step,
+            state.step * prompts + jnp.arange(prompts, dtype=jnp.int32),
+            law,
+            task=task,
+            split="train",
+            parts=tuple(weights),
+            network=network,
+            group=group,
+            baseline_members=method.draw.baseline_members,
+        )
+        return step(state, to_batch(rollout, rewards, part_weights), law)
+
+    return iteration
+
+
+def iterate(iteration: Iterate, state: TrainState, law: Law, steps: int) -> tuple[Any, Metrics]:
+    """``steps`` iterations as one scan; metrics come back with a leading [steps]."""
+    return jax.lax.scan(lambda s, _: iteration(s, law), state, length=steps)
+
+
+def solution_batch(key: Array, *, task: Task, count: int) -> Batch:
+    """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
+    problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
+    tokens, lengths = jax.vmap(task.solution)(problems)
+    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    ones = jnp.ones((count, 1), bool)
+    return Batch(
+        prompt_tokens=problems.tokens,
+        prompt_lengths=problems.length,
+        tokens=tokens[:, None],
+        lengths=lengths[:, None],
+        mask=mask[:, None],
+        rewards=jnp.zeros((count, 1, 1), jnp.float32),
+        reward_weights=jnp.ones(1, jnp.float32),
+        members=ones,
+        baseline=~ones,
+        truncated=~ones,
+    )
+
+
+def warm_start(
+    key: Array,
+    params: Params,
+    *,
+    task: Task,
+    network: Network,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+) -> tuple[Params, Array]:
+    """Supervised training on a task's own solutions, before RL.
+
+    Args:
+      key: the run's root key.
+      params: the policy's.
+      task: the procedural task; its training split is used.
+      network: the policy.
+      steps: optimiser updates.
+      batch: solutions an update.
+      learning_rate: of Adam.
+
+    Returns:
+      (params, losses [steps] float32, nats a token).
+    """
+    objective = get_method("sft").objective
+    optimizer = optax.adam(learning_rate)
+    step = make_step(network=network, objective=objective, optimizer=optimizer)
+    state = init_state(
+        stream(key, "warmup", 0), params, network=network, objective=objective, optimizer=optimizer
+    )
+    law = make_law()
+
+    def update(state: TrainState, index: Array) -> tuple[TrainState, Array]:
+        examples = solution_batch(stream(key, "warmup", index), task=task, count=batch)
+        state, metrics = step(state, examples, law)
+        return state, metrics["loss"]
+
+    state, losses = jax.lax.scan(update, state, jnp.arange(1, steps + 1))
+    return state.params["policy"], losses
+
+
+def task_accuracy(
+    key: Array,
+    params: Params,
+    law: Law,
+    *,
+    task: Task,
+    network: Network,
+    problems: int,
+    samples: int = 1,
+) -> tuple[Array, Any, Any]:
+    """Held-out problems solved: the same problems whenever it is asked with the same key.
+
+    Returns:
+      (correct [problems, samples] float32, 1 where right; the problems; the rollout).
+    """
+    subject, rollout, rewards = task_rollout(
+        key,
+        params,
+        jnp.int32(0),
+        jnp.arange(problems, dtype=jnp.int32),
+        law,
+        task=task,
+        split="eval",
+        parts=("verify",),
+        network=network,
+        group=samples,
+    )
+    return rewards[..., 0], subject, rollout
+
+
+def make_run(
+    *,
+    method: Method,
+    task: Task,
+    network: Network,
+    optimizer: Callable[[Any], optax.GradientTransformation],
+    steps: int,
+    prompts: int,
+    group: int,
+    weights: Mapping[str, float],
+    value: ValueNetwork | None = None,
+    splits: Mapping[str, int] | None = None,
+    warmup: Mapping[str, Any] | None = None,
+    eval_problems: int = 512,
+) -> Callable[[Array, Hyperparameters], tuple[TrainState, Metrics]]:
+    """A whole training run as one pure function of (key, hyperparameters).
+
+    Args:
+      method: what to train with.
+      task: the procedural task.
+      network: the policy, whose weights start at random.
+      optimizer: learning rate -> optax transformation; the rate may be traced.
+      steps: iterations.
+      prompts: N, per iteration.
+      group: G.
+      weights: reward part -> weight.
+      value: the value network, for methods that need one.
+      splits: epochs, minibatches, microbatches of ``make_step``.
+      warmup: steps, batch and learning_rate of ``warm_start``; None for none.
+      eval_problems: held-out problems of the two evaluations.
+
+    Returns:
+      run(key, hyperparameters) -> (final state, curves). Hyperparameters are "learning_rate" and,
+      when wanted, "temperature" (1 otherwise). Curves are every metric of the iterations, [steps],
+      with accuracy_before and accuracy_after, [].
+    """
+    known: Sequence[str] = ("learning_rate", "temperature")
+
+    def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
+        for name in hyperparameters:
+            if name not in known:
+                raise UserError(f"hyperparameters: {name!r} is unknown; choose from {known}")
+        rate = optimizer(hyperparameters["learning_rate"])
+        law = make_law()
+        if "temperature" in hyperparameters:
+            law = law.replace(temperature=jnp.asarray(hyperparameters["temperature"], jnp.float32))
+        state = init_state(
+            key, network=network, objective=method.objective, optimizer=rate, value=value
+        )
+        if warmup is not None:
+            policy, _ = warm_start(
+                state.key, state.params["policy"], task=task, network=network, **warmup
+            )
+            state = with_policy(state, policy, rate)
+        accuracy = partial(
+            task_accuracy, law=make_law(0.0), task=task, network=network, problems=eval_problems
+        )
+        before = accuracy(state.key, state.params["policy"])[0].mean()
+        iteration = make_iteration(
+            make_step(
+                network=network,
+                objective=method.objective,
+                optimizer=rate,
+                value=value,
+                **(splits or {}),
+            ),
+            method=method,
+            task=task,
+            network=network,
+            weights=weights,
+            prompts=prompts,
+            group=group,
+        )
+        state, curves = iterate(iteration, state, law, steps)
+        after = accuracy(state.key, state.params["policy"])[0].mean()
+        return state, curves | {"accuracy_before": before, "accuracy_after": after}
+
+    return run
+
+
+def with_policy(
+    state: TrainState, policy: Params, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state with another policy from step 0: fresh moments, the reference refreshed too."""
+    params = state.params | {"policy": policy}
+    ref = None if state.ref_params is None else jax.tree.map(jnp.copy, policy)
+    return state.replace(params=params, opt_state=optimizer.init(params), ref_params=ref)

@@ -1,0 +1,108 @@
+"""Editing groups between rollout and advantage: which to keep, and drawing more in place of the rest.
+
+The dynamic sampling of DAPO ("DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
+arXiv:2503.14476): groups that carry no signal are replaced by groups of further prompts until the
+batch is full, so that every step trains on as many informative groups as asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
+from jrl.train.rollout import Draw, Groups, to_batch
+from jrl.types import Array, Batch, Params
+
+
+def collect(
+    key: Array,
+    params: Params,
+    draw: Draw,
+    step: int,
+    cursor: int,
+    *,
+    prompts: int,
+    weights: Array,
+    method: Method,
+) -> tuple[Batch, Groups, int]:
+    """A full batch of groups, drawn in as many rounds as the method's editor asks for.
+
+    Args:
+      key: the run's root key.
+      params: the policy's.
+      draw: the run's source of groups.
+      step: the policy's version.
+      cursor: prompts used so far; every round goes on from where the last one ended.
+      prompts: N.
+      weights: [R] float32.
+      method: its prompts, rewards and groups seams are used here.
+
+    Returns:
+      (batch, the groups in it, the new cursor). With an editor, ``counts`` of the groups gains
+      rounds, groups_kept (fraction of those drawn) and groups_missing (places left without a kept
+      group when the rounds ran out; a dropped group stands there with nothing to train on).
+    """
+
+    def draw_more(cursor: int) -> Groups:
+        groups = draw(key, params, step, method.prompts(step, cursor + np.arange(prompts)))
+        if method.rewards is same_rewards:
+            return groups
+        groups = _to_host(groups)
+        return groups._replace(rewards=method.rewards(groups.rewards, groups.rollout))
+
+    editor = method.groups
+    groups, cursor = draw_more(cursor), cursor + prompts
+    if editor.keep is keep_all:
+        return to_batch(groups.rollout, groups.rewards, weights), groups, cursor
+    groups = _to_host(groups)
+    kept = _keep(editor, groups, weights)
+    rounds = 1
+    while editor.refill and kept.sum() < prompts and rounds < editor.max_rounds:
+        more = _to_host(draw_more(cursor))
+        cursor, rounds = cursor + prompts, rounds + 1
+        groups = _join(groups, more)
+        kept = np.concatenate([kept, _keep(editor, more, weights)])
+    # Kept groups first, in the order drawn; dropped ones only where too few were kept.
+    order = np.argsort(~kept, kind="stable")[:prompts]
+    live = kept[order]
+    counts = groups.counts | {
+        "rounds": float(rounds),
+        "groups_kept": float(kept.mean()),
+        "groups_missing": float(prompts - live.sum()),
+    }
+    groups = _take(groups, order)._replace(counts=counts)
+    batch = to_batch(groups.rollout, groups.rewards, weights)
+    mask = np.asarray(batch.mask) & live[:, None, None]
+    members = np.asarray(batch.members) & live[:, None]
+    return batch.replace(mask=mask, members=members), groups, cursor
+
+
+def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
+    """[N] bool: which groups the editor keeps."""
+    scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
+    return np.asarray(editor.keep(scores, ~groups.rollout.baseline), bool)
+
+
+def _to_host(groups: Groups) -> Groups:
+    rollout, rewards = jax.device_get((groups.rollout, groups.rewards))
+    subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
+    return groups._replace(rollout=rollout, rewards=rewards, subject=subject)
+
+
+def _join(a: Groups, b: Groups) -> Groups:
+    def both(x: Any, y: Any) -> Any:
+        return jax.tree.map(lambda u, v: np.concatenate([u, v]), x, y)
+
+    subject = a.subject + b.subject if isinstance(a.subject, list) else both(a.subject, b.subject)
+    counts = {k: a.counts.get(k, 0) + b.counts.get(k, 0) for k in a.counts | b.counts}
+    return Groups(both(a.rollout, b.rollout), both(a.rewards, b.rewards), subject, counts)
+
+
+def _take(groups: Groups, rows: np.ndarray) -> Groups:
+    pick = lambda tree: jax.tree.map(lambda x: x[rows], tree)  # noqa: E731
+    many = isinstance(groups.subject, list)
+    subject = [groups.subject[i] for i in rows] if many else pick(groups.subject)
+    return Groups(pick(groups.rollout), pick(groups.rewards), subject, groups.counts)

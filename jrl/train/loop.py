@@ -1,0 +1,393 @@
+"""The loop: collect, step, log; with evaluation, checkpoints, and a clean end whatever happens.
+
+for i in range(steps):
+    batch = collect(...)                      # hops 1 to 4
+    state, metrics = step(state, batch, law)  # hop 5
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jrl.checkpoint import Checkpoints
+from jrl.compiles import CompileCounter, enable_compile_cache
+from jrl.config import Config
+from jrl.errors import UserError
+from jrl.evaluate import Evaluator
+from jrl.mesh import replicated
+from jrl.metrics import RunWriter
+from jrl.progress import Progress
+from jrl.report import write_report
+from jrl.rewards.pool import RewardPool
+from jrl.train import setup as build
+from jrl.train.compiled import iterate, make_iteration, warm_start, with_policy
+from jrl.train.groups import collect
+from jrl.train.rollout import Draw, Groups, TextSource, samples_of, task_source
+from jrl.train.setup import Run
+from jrl.train.step import Metrics, Step, place_batch
+from jrl.types import Array, Batch, TrainState
+
+Collect = Callable[[Array, Any, int, int], tuple[Batch, Groups, int]]
+"""(root key, policy params, step, cursor) -> (batch, the groups in it, new cursor)."""
+
+
+class Position(NamedTuple):
+    """Where a run is, beside its state; kept in every checkpoint.
+
+    Attributes:
+      cursor: prompts used so far.
+      seconds: time spent in training steps.
+      tokens: completion tokens trained on.
+      before: the evaluation before the first step.
+    """
+
+    cursor: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    before: dict[str, float] | None = None
+
+
+class NonFinite(UserError):
+    """The gradient of a step was not finite; the update was left out and the run stopped."""
+
+
+def fit(
+    state: TrainState,
+    collect: Collect,
+    step: Step,
+    law: Any,
+    steps: int,
+    *,
+    cursor: int = 0,
+    on_step: Callable[[int, TrainState, Metrics, Groups, int], bool],
+) -> TrainState:
+    """Trains until ``steps`` steps are done in all, or ``on_step`` returns True.
+
+    Args:
+      state: where to start; donated.
+      collect: hops 1 to 4.
+      step: hop 5, compiled.
+      law: the law drawn from.
+      steps: training steps at the end, those before this call included.
+      cursor: prompts used before this call.
+      on_step: called after each step with (steps done, state, metrics, groups, cursor).
+
+    Returns:
+      The state after the last step.
+    """
+    for i in range(int(state.step), steps):
+        batch, groups, cursor = collect(state.key, state.params["policy"], i, cursor)
+        state, metrics = step(state, batch, law)
+        if on_step(i + 1, state, metrics, groups, cursor):
+            break
+    return state
+
+
+def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, Any]:
+    """Runs a configuration from beginning to end, or goes on where an earlier call stopped.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+
+    Returns:
+      What ``summary.json`` holds: accuracy_before, accuracy_after, steps, train_seconds,
+      tokens_per_second, and more.
+
+    Raises:
+      UserError: bad input, named; NonFinite when a gradient was not finite.
+      KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
+    """
+    enable_compile_cache()
+    run = build.setup(config)
+    for split, counts in run.prompt_counts.items():
+        echo(f"data.{split}: {counts}")
+    writer = RunWriter(config, mesh=dict(run.mesh.shape))
+    with contextlib.ExitStack() as stack:
+        stack.callback(writer.close)
+        stack.enter_context(jax.set_mesh(run.mesh))
+        pool = None if run.task else stack.enter_context(build.reward_pool(config))
+        saved = Checkpoints(Path(writer.dir) / "checkpoints", config.checkpoint.keep)
+        stack.enter_context(saved)
+        compiles = stack.enter_context(CompileCounter())
+        return _Training(run, writer, saved, compiles, pool, echo).run()
+
+
+class _Training:
+    """One run: the programs it has compiled and the files it writes."""
+
+    def __init__(
+        self,
+        run: Run,
+        writer: RunWriter,
+        checkpoints: Checkpoints,
+        compiles: CompileCounter,
+        pool: RewardPool | None,
+        echo: Callable[[str], None],
+    ) -> None:
+        self.run_, self.writer, self.pool, self.echo = run, writer, pool, echo
+        self.checkpoints, self.compiles = checkpoints, compiles
+        self.config = run.config
+        self.evaluator = Evaluator(run, pool)
+        self.law = jax.device_put(run.law, replicated(run.mesh))
+        self.position = Position()
+        self.after: dict[str, float] = {}
+        self.clock = time.perf_counter()
+
+    def run(self) -> dict[str, Any]:
+        """From the state to the summary."""
+        state, shardings = build.new_state(self.run_)
+        state = self._begin(state)
+        steps = self.config.train.steps
+        with (
+            _stop_on_signal() as stopping,
+            Progress("train", total=steps, start=int(state.step)) as progress,
+        ):
+            self.progress = progress
+            self.clock = time.perf_counter()
+            modes = {"host": self._host_loop, "compiled": self._compiled_loop}
+            state = modes[self.config.train.mode](state, shardings, stopping)
+        self._save(state)
+        self.checkpoints.wait()
+        if stopping.is_set():
+            raise KeyboardInterrupt(
+                f"stopped after step {int(state.step)}; saved in {self.checkpoints.directory}; "
+                "run the same command again to go on"
+            )
+        return self._finish(state)
+
+    def _begin(self, state: TrainState) -> TrainState:
+        """The newest checkpoint, or the warm start and the first evaluation."""
+        if self.writer.resuming and self.checkpoints.latest_step() is not None:
+            state, extra = self.checkpoints.restore(state)
+            self.position = Position(**extra)
+            self.writer.truncate_after(int(state.step))
+            self.echo(f"going on from step {int(state.step)} of {self.writer.dir}")
+            return state
+        warmup, run = self.config.warmup, self.run_
+        if warmup.steps:
+            warm = jax.jit(
+                partial(
+                    warm_start,
+                    task=run.task,
+                    network=run.network,
+                    steps=warmup.steps,
+                    batch=warmup.batch,
+                    learning_rate=warmup.learning_rate,
+                ),
+                out_shardings=(jax.tree.map(lambda x: x.sharding, state.params["policy"]), None),
+            )
+            policy, losses = warm(state.key, state.params["policy"])
+            state = with_policy(state, policy, run.optimizer)
+            self.echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
+        before = self._evaluate(state)
+        self.position = self.position._replace(before=before)
+        return state
+
+    # ------------------------------------------------------------ the two modes
+
+    def _host_loop(
+        self, state: TrainState, shardings: TrainState, stopping: threading.Event
+    ) -> TrainState:
+        config, run = self.config, self.run_
+        gather = partial(
+            collect,
+            draw=self._source(),
+            prompts=config.train.prompts,
+            weights=np.array(list(run.weights.values()), np.float32),
+            method=run.method,
+        )
+
+        def placed(key: Array, params: Any, step: int, cursor: int) -> tuple[Batch, Groups, int]:
+            batch, groups, cursor = gather(key, params, step=step, cursor=cursor)
+            return place_batch(batch, run.mesh), groups, cursor
+
+        def on_step(
+            done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
+        ) -> bool:
+            self._log(done, state, metrics | groups.counts, cursor)
+            every = config.log.samples_every
+            if every and (done == 1 or done % every == 0):
+                records = samples_of(
+                    groups, run.tokenizer, run.task, run.weights, config.log.samples
+                )
+                self.writer.write_samples(done, records)
+            self._between(done, state)
+            return stopping.is_set()
+
+        program = build.train_program(run, shardings)
+        return fit(
+            state,
+            placed,
+            program,
+            self.law,
+            config.train.steps,
+            cursor=self.position.cursor,
+            on_step=on_step,
+        )
+
+    def _source(self) -> Draw:
+        config, run = self.config, self.run_
+        baselines = run.method.draw.baseline_members
+        program = build.sampler_program(
+            run, split="train", group=config.sampling.group, baselines=baselines
+        )
+        if run.task is not None:
+            return task_source(program, self.law)
+        assert self.pool is not None
+        return TextSource(
+            prompts=run.prompts["train"],
+            width=run.width,
+            seed=config.seed if config.data.shuffle else None,
+            program=program,
+            law=self.law,
+            pool=self.pool,
+            tokenizer=run.tokenizer,
+        ).draw
+
+    def _compiled_loop(
+        self, state: TrainState, shardings: TrainState, stopping: threading.Event
+    ) -> TrainState:
+        config, run = self.config, self.run_
+        iteration = make_iteration(
+            build.make_train_step(run),
+            method=run.method,
+            task=run.task,
+            network=run.network,
+            weights=run.weights,
+            prompts=config.train.prompts,
+            group=config.sampling.group,
+        )
+        programs: dict[int, Any] = {}
+        stops = (config.checkpoint.every, config.eval.every, config.train.steps)
+        while (done := int(state.step)) < config.train.steps and not stopping.is_set():
+            until = min(e * (done // e + 1) for e in stops if e)
+            steps = min(until, config.train.steps) - done
+            if steps not in programs:
+                programs[steps] = jax.jit(
+                    partial(iterate, iteration, steps=steps),
+                    out_shardings=(shardings, replicated(run.mesh)),
+                    donate_argnums=0,
+                )
+            state, curves = programs[steps](state, self.law)
+            curves = jax.device_get(curves)
+            seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
+            for i in range(steps):
+                metrics = {name: curve[i] for name, curve in curves.items()}
+                cursor = (done + i + 1) * config.train.prompts
+                self._log(done + i + 1, state, metrics, cursor, seconds / steps)
+            self._between(int(state.step), state)
+        return state
+
+    # ------------------------------------------------------------ between steps
+
+    def _log(
+        self,
+        done: int,
+        state: TrainState,
+        metrics: dict[str, Any],
+        cursor: int,
+        seconds: float | None = None,
+    ) -> None:
+        """Writes a step's record; stops the run when the step's gradient was not finite."""
+        metrics = jax.device_get(metrics)
+        if seconds is None:
+            seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
+        tokens = float(metrics["completion_tokens"])
+        parts = metrics.pop("reward_parts")
+        metrics |= {f"reward/{n}": p for n, p in zip(self.run_.weights, parts, strict=True)}
+        metrics.setdefault("kl", metrics["kl_sampler"])
+        metrics |= {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "compiles": self.compiles.count,
+            "prompts": cursor,
+        }
+        record = self.writer.write(done, metrics)
+        self.progress.step(done, record)
+        self.position = self.position._replace(
+            cursor=cursor,
+            seconds=self.position.seconds + seconds,
+            tokens=self.position.tokens + tokens,
+        )
+        if metrics["skipped_updates"]:
+            self._save(state)
+            self.checkpoints.wait()
+            raise NonFinite(
+                f"step {done}: the gradient is not finite (reward {record['reward']}, loss "
+                f"{record['loss']}); its update was left out and the state saved in "
+                f"{self.checkpoints.directory}. Look for NaN rewards in samples.jsonl, or lower "
+                "optimizer.learning_rate or optimizer.clip_norm"
+            )
+
+    def _between(self, done: int, state: TrainState) -> None:
+        """Evaluation and checkpoint when they are due; their time is not training time."""
+        config, last = self.config, done == self.config.train.steps
+        if config.eval.every and done % config.eval.every == 0 and not last:
+            found = self._evaluate(state)
+            self.writer.write(done, {f"eval/{name}": value for name, value in found.items()})
+        if config.checkpoint.every and done % config.checkpoint.every == 0 and not last:
+            self._save(state)
+        self.clock = time.perf_counter()
+
+    def _save(self, state: TrainState) -> None:
+        self.checkpoints.save(int(state.step), state, extra=self.position._asdict())
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
+        if not self.evaluator.available:
+            return {}
+        found = self.evaluator(state.key, state.params["policy"])
+        self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
+        return found.metrics
+
+    def _finish(self, state: TrainState) -> dict[str, Any]:
+        """Last evaluation, summary and report."""
+        after = self._evaluate(state)
+        position, before = self.position, self.position.before or {}
+        summary = {
+            "accuracy_before": before.get("accuracy"),
+            "accuracy_after": after.get("accuracy"),
+            "steps": int(state.step),
+            "train_seconds": position.seconds,
+            "tokens_per_second": position.tokens / max(position.seconds, 1e-9),
+            "eval_before": before,
+            "eval_after": after,
+            "method": self.config.method,
+            "compiles": self.compiles.count,
+            "compile_seconds": self.compiles.seconds,
+        }
+        summary = self.writer.write_summary(summary)
+        self.writer.close()
+        summary["report"] = str(write_report(self.writer.dir)) if jax.process_index() == 0 else None
+        return summary
+
+
+@contextlib.contextmanager
+def _stop_on_signal() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set; a second SIGINT interrupts at once."""
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+
+    def ask(number: int, frame: Any) -> None:
+        if stopping.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt("interrupted twice; the newest checkpoint is on disk")
+        stopping.set()
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,109 @@
+"""The training state: made, placed on a mesh, and described without being made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jrl.mesh import replicated, tree_shardings
+from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
+
+
+STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
+"""What random numbers are drawn for; each use has a stream of keys of its own."""
+
+
+def stream(key: Array, name: str, index: Array | int) -> Array:
+    """Key number ``index`` of one of the run's streams, from its root key."""
+    return jax.random.fold_in(jax.random.fold_in(key, STREAMS.index(name)), index)
+
+
+def init_state(
+    key: Array,
+    params: Params | None = None,
+    *,
+    network: Network,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    value: ValueNetwork | None = None,
+) -> TrainState:
+    """A state at step 0.
+
+    Args:
+      key: the run's root key; consumed.
+      params: the policy's tree, from a checkpoint; drawn at random when None.
+      network: the policy.
+      objective: says whether a reference policy is kept, and what state of its own.
+      optimizer: any optax transformation.
+      value: the value network, for objectives that need values.
+
+    Returns:
+      The state. The reference policy, where the objective needs one, starts as a copy.
+    """
+    policy_key, value_key, root = jax.random.split(key, 3)
+    trained = {"policy": network.init(policy_key) if params is None else params}
+    if value is not None:
+        trained["value"] = value.init(value_key)
+    needs_ref = "ref_logprobs" in objective.needs
+    return TrainState(
+        step=jnp.int32(0),
+        params=trained,
+        opt_state=optimizer.init(trained),
+        # A buffer of its own: the state is donated, and a buffer cannot be donated twice.
+        ref_params=jax.tree.map(jnp.copy, trained["policy"]) if needs_ref else None,
+        method=objective.init(),
+        key=root,
+    )
+
+
+def state_shardings(
+    state: TrainState, mesh: Mesh, *, network: Network, value: ValueNetwork | None = None
+) -> TrainState:
+    """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
+
+    Args:
+      state: a state or its shapes (``jax.eval_shape`` of ``init_state``).
+      mesh: from ``mesh.make_mesh``.
+      network: the policy.
+      value: the value network, if the state has one.
+
+    Returns:
+      A tree like ``state`` of ``NamedSharding``.
+
+    Raises:
+      UserError: a weight that the mesh does not divide.
+    """
+    axes = {"policy": network.axes()}
+    if value is not None:
+        axes["value"] = value.axes()
+    params = tree_shardings(mesh, axes, state.params)
+    everywhere = replicated(mesh)
+    return TrainState(
+        step=everywhere,
+        params=params,
+        opt_state=_like_params(state.opt_state, state.params, params, everywhere),
+        ref_params=None if state.ref_params is None else params["policy"],
+        method=jax.tree.map(lambda _: everywhere, state.method),
+        key=everywhere,
+    )
+
+
+def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any) -> Any:
+    """Shardings of an optimiser state: a subtree shaped like the parameters lies like them."""
+    shapes = [x.shape for x in jax.tree.leaves(params)]
+    structure = jax.tree.structure(params)
+
+    def is_params(node: Any) -> bool:
+        if jax.tree.structure(node) != structure:
+            return False
+        return [getattr(x, "shape", None) for x in jax.tree.leaves(node)] == shapes
+
+    return jax.tree.map(
+        lambda node: shardings if is_params(node) else jax.tree.map(lambda _: otherwise, node),
+        opt_state,
+        is_leaf=is_params,
+    )
