@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jrl.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
-"""Mesh axes: replicas of the model, shards of its state, of its matrices, of the sequence, of experts."""
+"""Mesh axes: replicas, shards of the state, of matrices, of the sequence, of experts."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
@@ -64,7 +64,8 @@ def make_mesh(
     if free:
         if fixed < 1 or len(devices) % fixed:
             raise UserError(
-                f"mesh.{free[0]} = -1: {len(devices)} devices do not divide by the other axes' {fixed}"
+                f"mesh.{free[0]} = -1: {len(devices)} devices do not divide by the {fixed} of the "
+                "other axes"
             )
         shape[free[0]] = len(devices) // fixed
         fixed = len(devices)
@@ -90,9 +91,10 @@ def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") 
         over = RULES[logical] if logical is not None else ()
         parts = int(np.prod([mesh.shape[a] for a in over]))
         if dim % parts:
+            asked = " x ".join(f"{a}={mesh.shape[a]}" for a in over)
             raise UserError(
-                f"{name}: axis {logical!r} of size {dim} does not divide over "
-                f"mesh {' x '.join(f'{a}={mesh.shape[a]}' for a in over)}; choose a divisor of {dim}"
+                f"{name}: axis {logical!r} of size {dim} does not divide over mesh {asked}; "
+                f"choose a divisor of {dim}"
             )
     return NamedSharding(mesh, spec(axes))
 

@@ -1,4 +1,4 @@
-"""The records that travel between the five hops, the values an algorithm is made of, and the axis letters.
+"""The records of the five hops, the values an algorithm is made of, and the axis letters.
 
 | letter | axis                    | letter | axis                  |
 | ------ | ----------------------- | ------ | --------------------- |
@@ -231,7 +231,7 @@ class Regularizer(NamedTuple):
 
     Attributes:
       name: the metric's name.
-      value: (stats, mask [T]) -> [T] float32 for ONE sequence, not scaled, not masked, not averaged.
+      value: (stats, mask [T]) -> [T] float32 for ONE sequence; not scaled, masked or averaged.
       coef: (state) -> [] float, what the aggregated value is multiplied by.
       init: () -> state.
       update: (state, metrics) -> state, once after each training step.
@@ -290,10 +290,9 @@ class Network(NamedTuple):
         A token attends to tokens of its own segment at positions no later than its own; segment 0
         is padding. ``aux`` is a dict of arrays (router statistics); empty for dense models.
       logits: (params, hidden [..., D]) -> [..., V] float32.
-      init_cache: (rows, length, params) -> cache for ``rows`` sequences of up to ``length`` tokens.
-        Every array of it has the rows as its leading axis.
-      extend: (params, cache, tokens [B, Q], positions [B, Q], live [B, Q]) -> (hidden [B, Q, D], cache).
-        Writes Q tokens into the cache at their positions and attends to everything written
+      init_cache: (rows, length, params) -> cache for ``rows`` sequences of ``length`` tokens. Every array of it has the rows as its leading axis.
+      extend: (params, cache, tokens [B, Q], positions [B, Q], live [B, Q]) -> (hidden [B, Q, D],
+        cache). Writes Q tokens into the cache at their positions and attends to everything written
         at or before them. Tokens that are not live are neither written nor attended to.
     """
 
@@ -314,8 +313,8 @@ class ValueNetwork(NamedTuple):
     Attributes:
       init: (key) -> params.
       axes: () -> logical axes, like params.
-      apply: (params, policy_hidden [B, L, D], tokens, positions, segments) -> [B, L] float32, points.
-        A shared trunk reads ``policy_hidden``; a separate network reads the tokens.
+      apply: (params, policy_hidden [B, L, D], tokens, positions, segments) -> [B, L] float32,
+        points. A shared trunk reads ``policy_hidden``; a separate network reads the tokens.
     """
 
     init: Callable[[Array], Params]

@@ -1,7 +1,7 @@
 """The law that tokens are drawn from, shared by the sampler and the trainer, and the draw itself.
 
-The sampler draws from ``log_law(logits, law)``; the trainer scores with ``token_logprobs`` under the
-same ``Law``. Temperature and truncation are part of the policy, so ratios are ratios of one law.
+The sampler draws from ``log_law(logits, law)``; the trainer scores with ``token_logprobs`` under
+the same ``Law``. Temperature and truncation are part of the policy, so ratios are of one law.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def draw(uniform: Array, logprobs: Array) -> Array:
 
 
 def _invert(target: Array, mass: Array) -> tuple[Array, Array]:
-    """The entry of [B, M] ``mass`` at which the running sum passes ``target`` [B], and what is left.
+    """The entry of ``mass`` [B, M] where the running sum passes ``target`` [B], and what is left.
 
     Rounding can carry the target past the last entry with mass; that entry is taken then.
     """

@@ -55,7 +55,7 @@ class Slots(struct.PyTreeNode):
 
 
 def sequence_keys(key: Array, ids: Array, group: int) -> Array:
-    """[N, group] keys, each a function of (key, prompt id, member) alone: no row sees its neighbours."""
+    """[N, group] keys, each a function of (key, prompt id, member) alone."""
     members = jnp.arange(group)
     prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
     return jax.vmap(lambda k: jax.vmap(jax.random.fold_in, (None, 0))(k, members))(prompt_keys)
@@ -147,7 +147,6 @@ def decode(
     Returns:
       The new state.
     """
-
     stops = jnp.array(tuple(stop_tokens), jnp.int32)
 
     def running(carry: tuple[Array, Slots]) -> Array:
@@ -221,7 +220,7 @@ def extend(
     Returns:
       The state after all tokens but the newest have entered the cache.
     """
-    s, q = tokens.shape
+    q = tokens.shape[1]
     counts = jnp.minimum(counts, slots.limits - slots.lengths)
     column = jnp.arange(q)
     # The cache lacks the pending token, and must go on lacking the newest one.

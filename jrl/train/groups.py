@@ -1,4 +1,4 @@
-"""Editing groups between rollout and advantage: which to keep, and drawing more in place of the rest.
+"""Editing groups between rollout and advantage: which to keep, and drawing more for the rest.
 
 The dynamic sampling of DAPO ("DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
 arXiv:2503.14476): groups that carry no signal are replaced by groups of further prompts until the

@@ -34,7 +34,7 @@ def schedule(table: OptimizerTable, peak: Any, updates: int, warmup: int) -> opt
 def make_optimizer(
     table: OptimizerTable, steps: int, updates_per_step: int = 1
 ) -> Callable[[Any], optax.GradientTransformation]:
-    """learning rate -> optimiser; the rate may be traced, so that runs vmap over it.
+    """Learning rate -> optimiser; the rate may be traced, so that runs vmap over it.
 
     Args:
       table: the run's ``[optimizer]``.

@@ -197,7 +197,7 @@ def place(seed: int | None, positions: np.ndarray, size: int) -> list[int]:
 
 
 def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """The text of each completion, N * G of them, without special tokens; ``rollout`` on the host."""
+    """The text of each completion, N * G of them; ``rollout`` is on the host."""
     t = rollout.tokens.shape[-1]
     pairs = zip(rollout.tokens.reshape(-1, t), rollout.lengths.reshape(-1), strict=True)
     return [tokenizer.decode(tokens[:n].tolist()) for tokens, n in pairs]

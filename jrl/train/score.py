@@ -160,7 +160,7 @@ def split(batch: Batch, parts: int) -> Batch:
 
 
 def in_parts(function: Callable[[Batch], Stats], batch: Batch, parts: int) -> Stats:
-    """``function`` over ``parts`` of the batch in turn, to bound memory; rows come back in order."""
+    """``function`` over parts of the batch in turn, to bound memory; rows come back in order."""
     if parts == 1:
         return function(batch)
     stats = jax.lax.map(function, split(batch, parts))

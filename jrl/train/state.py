@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from jrl.mesh import replicated, tree_shardings
 from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
 
-
 STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
 """What random numbers are drawn for; each use has a stream of keys of its own."""
 

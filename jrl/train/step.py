@@ -2,8 +2,8 @@
 
     state, metrics = train_step(state, batch)
 
-``make_step`` returns a pure function; ``compile_step`` is the one place that jits it, with the state
-donated and its shardings pinned, so that step 2 runs the executable of step 1.
+``make_step`` returns a pure function; ``compile_step`` is the one place that jits it, with the
+state donated and its shardings pinned, so that step 2 runs the executable of step 1.
 """
 
 from __future__ import annotations
