@@ -1,0 +1,213 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.errors import UserError
+from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.surrogates import (
+    CORRECTIONS,
+    Correction,
+    cispo,
+    clipped_ratio,
+    clipped_sequence_ratio,
+    named_correction,
+    nll,
+    reinforce,
+)
+
+WITH_RATIO = {
+    "clipped_ratio": clipped_ratio,
+    "clipped_sequence_ratio": clipped_sequence_ratio,
+    "cispo": cispo,
+}
+
+
+def stats_of(ratios, proximal=None):
+    log = jnp.log(jnp.asarray(ratios, jnp.float32))
+    sampler = jnp.full(log.shape, -1.0)
+    stats = {"logprobs": sampler + log, "sampler_logprobs": sampler}
+    if proximal is not None:
+        stats["proximal_logprobs"] = sampler + jnp.log(jnp.asarray(proximal, jnp.float32))
+        stats["logprobs"] = stats["proximal_logprobs"] + log
+    return stats
+
+
+def run(surrogate, stats, advantages, mask=None):
+    advantages = jnp.asarray(advantages, jnp.float32)
+    mask = jnp.ones(advantages.shape, bool) if mask is None else jnp.asarray(mask)
+
+    def total(logprobs):
+        losses, metrics = surrogate.apply({**stats, "logprobs": logprobs}, advantages, mask)
+        return losses.sum(), (losses, metrics)
+
+    (_, (losses, metrics)), slope = jax.value_and_grad(total, has_aux=True)(stats["logprobs"])
+    return np.asarray(losses), np.asarray(slope), metrics
+
+
+def test_the_four_corners_of_the_clip():
+    losses, slope, metrics = run(
+        clipped_ratio(0.2, 0.3), stats_of([2.0, 0.5, 2.0, 0.5]), [1.0, 1.0, -1.0, -1.0]
+    )
+    np.testing.assert_allclose(losses, [-1.3, -0.5, 2.0, 0.8], rtol=1e-6)
+    np.testing.assert_allclose(slope, [0, -0.5, 2.0, 0], rtol=1e-6)
+    assert metrics["clip_fraction_high"].tolist() == [1, 0, 0, 0]
+    assert metrics["clip_fraction_low"].tolist() == [0, 0, 0, 1]
+    np.testing.assert_allclose(metrics["ratio"], [2.0, 0.5, 2.0, 0.5], rtol=1e-6)
+
+
+def test_inside_the_bounds_and_at_zero_advantage_nothing_is_clipped():
+    losses, slope, metrics = run(clipped_ratio(), stats_of([1.1, 0.9, 9.0]), [1.0, -2.0, 0.0])
+    np.testing.assert_allclose(losses, [-1.1, 1.8, 0], rtol=1e-6)
+    np.testing.assert_allclose(slope, [-1.1, 1.8, 0], rtol=1e-6)
+    assert not metrics["clip_fraction_high"].any()
+    assert not metrics["clip_fraction_low"].any()
+
+
+def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    surrogate = clipped_ratio(dual_clip=3.0)
+    losses, slope, metrics = run(surrogate, stats_of([5.0, 2.0, 5.0]), [-1.0, -1.0, 1.0])
+    np.testing.assert_allclose(losses, [3.0, 2.0, -1.2], rtol=1e-6)
+    np.testing.assert_allclose(slope, [0, 2.0, 0], rtol=1e-6)
+    assert metrics["clip_fraction_dual"].tolist() == [1, 0, 0]
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_over_live_tokens():
+    stats = stats_of([2.0, 100.0, 0.5, 4.0])
+    mask = [True, False, True, True]
+    losses, slope, _ = run(clipped_sequence_ratio(5.0, 5.0), stats, [1.0] * 4, mask)
+    s = 4.0 ** (1 / 3)
+    np.testing.assert_allclose(losses, [-s] * 4, rtol=1e-6)
+    np.testing.assert_allclose(slope, [-4 * s / 3, 0, -4 * s / 3, -4 * s / 3], rtol=1e-5)
+
+
+def test_the_token_form_keeps_each_gradient_at_its_own_token():
+    surrogate = clipped_sequence_ratio(5.0, 5.0, gradient="token")
+    losses, slope, _ = run(surrogate, stats_of([2.0, 0.5]), [1.0, -3.0])
+    np.testing.assert_allclose(losses, [-1.0, 3.0], rtol=1e-6)
+    np.testing.assert_allclose(slope, [-1.0, 3.0], rtol=1e-6)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    stats = stats_of([2.0, 0.5, 1.1])
+    losses, slope, metrics = run(cispo(0.2, 0.3), stats, [1.0, 1.0, -1.0])
+    np.testing.assert_allclose(slope, [-1.3, -0.8, 1.1], rtol=1e-6)
+    np.testing.assert_allclose(losses, slope * np.asarray(stats["logprobs"]), rtol=1e-6)
+    assert metrics["clip_fraction_high"].tolist() == [1, 0, 0]
+    assert metrics["clip_fraction_low"].tolist() == [0, 1, 0]
+
+
+def test_cispo_by_default_has_no_lower_bound_and_weights_up_to_five():
+    _, slope, _ = run(cispo(), stats_of([0.01, 20.0]), [1.0, 1.0])
+    np.testing.assert_allclose(slope, [-0.01, -5.0], rtol=1e-5)
+
+
+def test_reinforce_and_nll_read_nothing_but_logprobs():
+    stats = {"logprobs": jnp.array([-1.0, -2.0])}
+    assert reinforce().needs == nll().needs == frozenset()
+    losses, slope, _ = run(reinforce(), stats, [2.0, -1.0])
+    assert losses.tolist() == [2.0, -2.0]
+    assert slope.tolist() == [-2.0, 1.0]
+    losses, slope, _ = run(nll(), stats, [np.nan, 5.0])
+    assert losses.tolist() == [1.0, 2.0]
+    assert slope.tolist() == [-1.0, -1.0]
+
+
+# ---------------------------------------------------------------- corrections
+
+WEIGHTS = [0.25, 1.0, 1.5, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction("none"), [1, 1, 1, 1]),
+        (Correction("truncate", "token", 0.0, 2.0), [0.25, 1, 1.5, 2]),
+        (Correction("truncate", "token", 0.5, 2.0), [0.5, 1, 1.5, 2]),
+        (Correction("mask", "token", 0.5, 2.0), [0, 1, 1.5, 0]),
+        (Correction("truncate", "sequence", 0.0, 9.0), [3, 3, 3, 3]),
+        (Correction("truncate", "sequence", 0.0, 2.0), [2, 2, 2, 2]),
+        (Correction("mask", "sequence", 0.0, 2.0), [0, 0, 0, 0]),
+        (Correction("mask", "geometric", 0.5, 2.0), [3**0.25] * 4),
+    ],
+)
+@pytest.mark.parametrize("name", WITH_RATIO)
+def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, expected):
+    proximal = stats_of([1.05] * 4, proximal=WEIGHTS)
+    plain = {**stats_of([1.05] * 4), "logprobs": proximal["logprobs"]}
+    plain["sampler_logprobs"] = proximal["proximal_logprobs"]
+    one = [1.0] * 4
+    losses, slope, metrics = run(WITH_RATIO[name](correction=correction), proximal, one)
+    plain_losses, plain_slope, _ = run(WITH_RATIO[name](), plain, one)
+    np.testing.assert_allclose(metrics["correction_weight"], expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, plain_losses * expected, rtol=1e-5)
+    if len(set(expected)) == 1 or name != "clipped_sequence_ratio":
+        np.testing.assert_allclose(slope, plain_slope * expected, rtol=1e-5)
+
+
+def test_sequence_weights_count_live_tokens_only():
+    stats = stats_of([1.0] * 4, proximal=WEIGHTS)
+    weight = Correction("truncate", "sequence", 0.0, 100.0).weight(
+        stats, jnp.array([True, True, False, True])
+    )
+    np.testing.assert_allclose(weight, [2.0] * 4, rtol=1e-5)
+
+
+def test_needs_follow_the_correction():
+    for surrogate in WITH_RATIO.values():
+        assert surrogate().needs == {"sampler_logprobs"}
+        both = {"sampler_logprobs", "proximal_logprobs"}
+        assert surrogate(correction=Correction()).needs == both
+
+
+def test_corrections_by_name_use_their_cap():
+    assert named_correction("none", 3.0) is None
+    assert named_correction("sequence_tis", 3.0) == Correction("truncate", "sequence", 0.0, 3.0)
+    for name in set(CORRECTIONS) - {"none", "proximal"}:
+        assert named_correction(name, 2.0) != named_correction(name, 3.0)
+    with pytest.raises(UserError, match="did you mean 'icepop'"):
+        named_correction("icepopp", 2.0)
+
+
+# ---------------------------------------------------------------- guards
+
+
+@pytest.mark.parametrize("name", WITH_RATIO)
+@pytest.mark.parametrize("gap", [-1e30, -200.0, 200.0, 1e30])
+def test_no_finite_gap_overflows(name, gap):
+    sampler = jnp.zeros(3)
+    stats = {"sampler_logprobs": sampler, "logprobs": sampler + jnp.float32(gap)}
+    for advantage in (-10.0, 10.0):
+        losses, slope, metrics = run(WITH_RATIO[name](), stats, [advantage] * 3)
+        assert np.isfinite(losses).all()
+        assert np.isfinite(slope).all()
+        assert (metrics["ratio"] <= np.exp(LOG_RATIO_LIMIT) * 1.001).all()
+
+
+@pytest.mark.parametrize("correction", [None, *(c for c in CORRECTIONS if c != "none")])
+@pytest.mark.parametrize("name", WITH_RATIO)
+def test_a_nan_anywhere_live_is_not_hidden(name, correction):
+    chosen = named_correction(correction, 2.0) if correction else None
+    surrogate = WITH_RATIO[name](correction=chosen)
+    for spoiled in ("logprobs", "advantages", *surrogate.needs):
+        stats = stats_of([1.0, 1.0], proximal=[1.0, 1.0])
+        advantages = jnp.ones(2)
+        if spoiled == "advantages":
+            advantages = advantages.at[0].set(jnp.nan)
+        else:
+            stats[spoiled] = stats[spoiled].at[0].set(jnp.nan)
+        losses, _, _ = run(surrogate, stats, advantages)
+        assert np.isnan(losses[0]), spoiled
+
+
+def test_an_unknown_gradient_form_is_refused():
+    with pytest.raises(UserError, match="choose from sequence, token"):
+        clipped_sequence_ratio(gradient="tokens")
+
+
+def test_shapes_are_checked():
+    stats = stats_of([1.0, 1.0])
+    with pytest.raises(AssertionError):
+        clipped_ratio().apply(stats, jnp.ones(3), jnp.ones(3, bool))
+    with pytest.raises(AssertionError):
+        clipped_ratio().apply(stats, jnp.ones(2), jnp.ones(2))
