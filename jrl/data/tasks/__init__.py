@@ -1,0 +1,37 @@
+"""Procedural tasks: problems drawn and judged on the device, without end and without files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jrl.data.tasks.base import SPLITS, Problem, Task
+from jrl.data.tasks.numbers import arithmetic, sorting
+from jrl.errors import choose
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": arithmetic,
+    "sorting": sorting,
+}
+"""Task constructors by name; each takes ``difficulty`` and its own knobs."""
+
+
+def get_task(name: str, **knobs: Any) -> Task:
+    """The task of that name.
+
+    Args:
+      name: a key of ``TASKS``.
+      **knobs: arguments of its constructor, ``difficulty`` first of all.
+
+    Returns:
+      The Task.
+
+    Raises:
+      UserError: no task has that name, or a knob is out of range.
+    """
+    if name not in TASKS:
+        raise choose("task.name", name, TASKS)
+    return TASKS[name](**knobs)
+
+
+__all__ = ["SPLITS", "TASKS", "Problem", "Task", "arithmetic", "get_task", "sorting"]

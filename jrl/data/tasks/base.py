@@ -1,0 +1,304 @@
+"""What a procedural task is, and the pieces that tasks are written with.
+
+A task draws problems on the device, judges completions there, and knows the right completion. The
+problems of the splits "train" and "eval" are disjoint: a hash of a problem's identity says to which
+of the two it belongs, whatever key it was drawn with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jrl.errors import UserError, choose
+from jrl.models.tokenizer import PAD_ID, STOP_ID, CharTokenizer, char_tokenizer
+
+Array = jax.Array
+
+SPLITS = ("train", "eval")
+EVAL_SHARE = 4
+"""One problem in this many belongs to the eval split."""
+CANDIDATES = 32
+"""Draws made for one problem; the first of the right split is taken."""
+
+DIGIT_0 = 2
+PLUS, MINUS, TIMES, EQUALS, GOES, COMMA, COLON = char_tokenizer().encode("+-*=>,:")
+
+
+class Problem(struct.PyTreeNode):
+    """One problem, on the device.
+
+    Attributes:
+      tokens: [P] int32, the prompt from column 0, then pad.
+      length: [] int32, tokens of the prompt.
+      answer: [A] int32, what the task judges by; for most tasks the right completion, padded.
+    """
+
+    tokens: Array
+    length: Array
+    answer: Array
+
+
+class Text(NamedTuple):
+    """A piece of text of varying length in a fixed array.
+
+    Attributes:
+      tokens: [W] int32, valid up to ``length``.
+      length: [] int32, tokens.
+    """
+
+    tokens: Array
+    length: Array
+
+
+class Task(NamedTuple):
+    """A family of problems with a generator and a verifier, all jittable with fixed shapes.
+
+    Attributes:
+      name: as in ``TASKS``.
+      difficulty: the task's own measure of size; larger is harder.
+      prompt_tokens: P, the longest prompt.
+      completion_tokens: T, the longest right completion, the stop token included.
+      vocab_size: V.
+      stop_id: the token that ends a completion.
+      tokenizer: turns tokens into the text that ``render`` shows.
+      generate: (key, split) -> Problem, ONE problem of the split "train" or "eval"; the key is
+        consumed. Use ``jax.vmap(functools.partial(task.generate, split="train"))(keys)`` for many.
+      verify: (problem, tokens [T], length []) -> [] float32, points: 1 when the completion is
+        exactly right and ends with the stop token, which ``length`` counts; else 0. Tokens at and
+        past ``length`` are not read.
+      partial: like ``verify``, points from 0 to 1 for a completion that is partly right; 1 exactly
+        when ``verify`` gives 1.
+      solution: (problem) -> (tokens [T] int32, length [] int32), a right completion with its stop.
+      render: (problem) -> (prompt text, text of a right completion), on the host.
+    """
+
+    name: str
+    difficulty: int
+    prompt_tokens: int
+    completion_tokens: int
+    vocab_size: int
+    stop_id: int
+    tokenizer: CharTokenizer
+    generate: Callable[..., Problem]
+    verify: Callable[[Problem, Array, Array], Array]
+    partial: Callable[[Problem, Array, Array], Array]
+    solution: Callable[[Problem], tuple[Array, Array]]
+    render: Callable[[Problem], tuple[str, str]]
+
+
+# ---------------------------------------------------------------- text on the device
+
+
+def literal(*ids: int) -> Text:
+    """A fixed piece of text."""
+    return Text(jnp.array(ids, jnp.int32), jnp.int32(len(ids)))
+
+
+def number(value: Array, digits: int) -> Text:
+    """The decimal form of an integer, with "-" in front when it is negative.
+
+    Args:
+      value: [] int32, below ``10**digits`` in magnitude.
+      digits: the most digits it can have.
+
+    Returns:
+      A Text of ``digits + 1`` places.
+    """
+    powers = jnp.array([10**i for i in reversed(range(digits))], jnp.int32)
+    all_digits = (jnp.abs(value) // powers) % 10
+    count = jnp.maximum(1, jnp.sum(jnp.abs(value) >= powers).astype(jnp.int32))
+    shown = jnp.roll(all_digits, count - digits) + DIGIT_0
+    negative = (value < 0).astype(jnp.int32)
+    sign_first = jnp.concatenate([jnp.array([MINUS]), shown])
+    plain = jnp.concatenate([shown, jnp.array([PAD_ID])])
+    return Text(jnp.where(negative, sign_first, plain).astype(jnp.int32), count + negative)
+
+
+def join(size: int, *pieces: Text) -> Text:
+    """The pieces one after the other, padded to ``size`` places (all must fit)."""
+    tokens = jnp.full((size,), PAD_ID, jnp.int32)
+    start = jnp.int32(0)
+    for piece in pieces:
+        place = jnp.arange(piece.tokens.shape[0])
+        target = jnp.where(place < piece.length, start + place, size)
+        tokens = tokens.at[target].set(piece.tokens, mode="drop")
+        start = start + piece.length
+    return Text(tokens, start)
+
+
+# ---------------------------------------------------------------- splits
+
+
+def in_eval(identity: Array) -> Array:
+    """Whether the problem with this identity belongs to the eval split.
+
+    Args:
+      identity: [I] int32, equal for problems that count as the same.
+
+    Returns:
+      [] bool; True for one identity in ``EVAL_SHARE``.
+    """
+    chex.assert_rank(identity, 1)
+    # Odd multipliers from the golden ratio, then murmur3's finaliser, in wrapping uint32.
+    place = np.arange(1, identity.shape[0] + 1, dtype=np.uint64)
+    multipliers = (place * place * np.uint64(0x9E3779B9) | np.uint64(1)).astype(np.uint32)
+    mixed = jnp.sum((identity.astype(jnp.uint32) + 1) * multipliers, dtype=jnp.uint32)
+    for shift, multiplier in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(multiplier)
+    return (mixed ^ (mixed >> 16)) % EVAL_SHARE == 0
+
+
+def split_generator(
+    draw: Callable[[Array], tuple[Problem, Array]], candidates: int = CANDIDATES
+) -> Callable[..., Problem]:
+    """A generator of problems of one split from a draw over all problems.
+
+    Draws ``candidates`` problems and takes the first of the right split. When none is (for "eval",
+    once in 10,000 problems at 32 candidates), the answer is one fixed problem of that split, found
+    here: a problem of the wrong split is never returned.
+
+    Args:
+      draw: (key) -> (problem, identity [I]).
+      candidates: draws for one problem.
+
+    Returns:
+      generate(key, split) -> Problem.
+    """
+    problems, identities = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 256))
+    held_out = np.asarray(jax.jit(jax.vmap(in_eval))(identities))
+    if held_out.all() or not held_out.any():
+        raise UserError("the task has too few problems to hold some out; raise its difficulty")
+    spare = {}
+    for split in SPLITS:
+        first = int(np.argmax(held_out == (split == "eval")))
+        spare[split] = jax.tree.map(lambda leaf, i=first: np.asarray(leaf)[i], problems)
+
+    def generate(key: Array, split: str) -> Problem:
+        if split not in SPLITS:
+            raise choose("split", split, SPLITS)
+        problems, identities = jax.vmap(draw)(jax.random.split(key, candidates))
+        right = jax.vmap(in_eval)(identities) == (split == "eval")
+        first = jnp.argmax(right)
+        return jax.tree.map(
+            lambda drawn, fixed: jnp.where(right.any(), drawn[first], fixed),
+            problems,
+            spare[split],
+        )
+
+    return generate
+
+
+# ---------------------------------------------------------------- tasks with one right completion
+
+
+def _resize(tokens: Array, size: int) -> Array:
+    """The first ``size`` tokens, padded."""
+    return jnp.pad(tokens[:size], (0, max(0, size - tokens.shape[0])), constant_values=PAD_ID)
+
+
+def _exact_matches(problem: Problem, tokens: Array, length: Array) -> tuple[Array, Array]:
+    """(places that agree with the answer, places of the longer of the two), both [] int32."""
+    chex.assert_rank([tokens, length], [1, 0])
+    size = problem.answer.shape[0]
+    answer_length = jnp.argmax(problem.answer == STOP_ID) + 1
+    place = jnp.arange(size)
+    same = (_resize(tokens, size) == problem.answer) & (place < length) & (place < answer_length)
+    return jnp.sum(same), jnp.maximum(length, answer_length)
+
+
+def exact_points(problem: Problem, tokens: Array, length: Array) -> Array:
+    """1 when the completion equals ``problem.answer`` up to and including its stop token, else 0.
+
+    Args:
+      problem: its answer is a completion with a stop token.
+      tokens: [T] int32.
+      length: [] int32, tokens of the completion, the stop token included.
+
+    Returns:
+      [] float32, points.
+    """
+    same, longest = _exact_matches(problem, tokens, length)
+    return (same == longest).astype(jnp.float32)
+
+
+def matched_share(problem: Problem, tokens: Array, length: Array) -> Array:
+    """The share of places at which the completion agrees with ``problem.answer``.
+
+    Args:
+      problem: its answer is a completion with a stop token.
+      tokens: [T] int32.
+      length: [] int32, tokens of the completion, the stop token included.
+
+    Returns:
+      [] float32, points from 0 to 1, of the longer of completion and answer; 1 only if equal.
+    """
+    same, longest = _exact_matches(problem, tokens, length)
+    return same.astype(jnp.float32) / longest.astype(jnp.float32)
+
+
+def answer_solution(problem: Problem) -> tuple[Array, Array]:
+    """The answer itself, and its length with the stop token."""
+    length = jnp.argmax(problem.answer == STOP_ID) + 1
+    return problem.answer, length.astype(jnp.int32)
+
+
+def check_range(key: str, value: int, low: int, high: int) -> None:
+    """Raises unless ``value`` is a whole number from ``low`` to ``high``."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"{key} = {value!r}; choose a whole number from {low} to {high}")
+
+
+def make_task(
+    name: str,
+    *,
+    difficulty: int,
+    prompt_tokens: int,
+    completion_tokens: int,
+    draw: Callable[[Array], tuple[Problem, Array]],
+    verify: Callable[[Problem, Array, Array], Array] = exact_points,
+    partial: Callable[[Problem, Array, Array], Array] = matched_share,
+    solution: Callable[[Problem], tuple[Array, Array]] = answer_solution,
+) -> Task:
+    """A Task from its draw; the defaults judge by ``answer`` as the only right completion.
+
+    Args:
+      name: as in ``TASKS``.
+      difficulty: as in ``Task``.
+      prompt_tokens: P.
+      completion_tokens: T.
+      draw: (key) -> (problem, identity [I] int32), one problem of any split.
+      verify: as in ``Task``.
+      partial: as in ``Task``.
+      solution: as in ``Task``.
+
+    Returns:
+      The Task.
+    """
+    tokenizer = char_tokenizer()
+
+    def render(problem: Problem) -> tuple[str, str]:
+        tokens, length = (np.asarray(leaf) for leaf in solution(problem))
+        prompt: Any = np.asarray(problem.tokens)[: int(problem.length)]
+        return tokenizer.decode(prompt), tokenizer.decode(tokens[: int(length)])
+
+    return Task(
+        name=name,
+        difficulty=difficulty,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        vocab_size=tokenizer.vocab_size,
+        stop_id=STOP_ID,
+        tokenizer=tokenizer,
+        generate=split_generator(draw),
+        verify=verify,
+        partial=partial,
+        solution=solution,
+        render=render,
+    )
