@@ -165,12 +165,15 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Each layer's rotation."""
-        scaled = {} if self.rope_scaling == "none" else {"factor": self.rope_factor}
+        far = Rope(self.rope_theta, self.rope_scaling)  # without numbers that nothing reads
+        if self.rope_scaling != "none":
+            far = far._replace(factor=self.rope_factor)
         if self.rope_scaling == "llama3":
-            scaled["low_freq_factor"] = self.rope_low_freq_factor
-            scaled["high_freq_factor"] = self.rope_high_freq_factor
-            scaled["original_length"] = self.rope_original_length
-        far = Rope(self.rope_theta, self.rope_scaling, **scaled)
+            far = far._replace(
+                low_freq_factor=self.rope_low_freq_factor,
+                high_freq_factor=self.rope_high_freq_factor,
+                original_length=self.rope_original_length,
+            )
         near = far
         if self.rope_local_theta is not None:
             scaling = "none" if self.rope_local_factor == 1.0 else "linear"

@@ -6,6 +6,8 @@ matrix product), so the work is that of the visited experts whatever the balance
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -105,7 +107,13 @@ _grouped_matmul.defvjp(_forward, _backward)
 
 
 def routed(
-    x_md: Array, weights_mk: Array, experts_mk: Array, gate: Array, up: Array, down: Array, act
+    x_md: Array,
+    weights_mk: Array,
+    experts_mk: Array,
+    gate: Array,
+    up: Array,
+    down: Array,
+    act: Callable[[Array], Array],
 ) -> Array:
     """The weighted sum of the visited experts' gated feed-forward outputs.
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.transformer import transformer
 

@@ -1,4 +1,4 @@
-"""Hugging Face ``config.json`` to ``ModelConfig`` and back.
+"""Hugging Face ``config.json`` to ``ModelConfig``.
 
 The defaults here are those of the reference implementation for keys that a file leaves out. What
 the reference reads and we cannot compute is refused by name, never ignored.
@@ -6,8 +6,7 @@ the reference reads and we cannot compute is refused by name, never ignored.
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -20,11 +19,11 @@ _REQUIRED = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "max_position_embeddings"),
 )
-_ACTIVATIONS = {
+ACTIVATIONS = {
     **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
 }
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Family(NamedTuple):
@@ -61,14 +60,17 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen2ForCausalLM",
         windows="types",
         bias="qkv",
-        defaults={"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28},
+        defaults={
+            **{"num_key_value_heads": 32, "sliding_window": 4096},
+            **{"use_sliding_window": False, "max_window_layers": 28},
+        },
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
         windows="types",
         qk_norm=True,
         defaults={
-            **{"head_dim": 128, "sliding_window": 4096},
+            **{"head_dim": 128, "num_key_value_heads": 32, "sliding_window": 4096},
             **{"use_sliding_window": False, "max_window_layers": 28},
         },
     ),
@@ -77,10 +79,13 @@ FAMILIES: Mapping[str, Family] = {
         windows="all",
         qk_norm=True,
         routed=True,
-        defaults={"sliding_window": 4096, "use_sliding_window": False},
+        defaults={"num_key_value_heads": 4, "sliding_window": 4096, "use_sliding_window": False},
     ),
     "mistral": Family(
-        "MistralForCausalLM", windows="all", bias="never", defaults={"sliding_window": 4096}
+        "MistralForCausalLM",
+        windows="all",
+        bias="never",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     ),
     "gemma2": Family(
         "Gemma2ForCausalLM",
@@ -89,6 +94,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             **{"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
             **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+            "num_key_value_heads": 4,
             **{"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         },
     ),
@@ -101,6 +107,7 @@ FAMILIES: Mapping[str, Family] = {
         defaults={
             **{"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 6},
             **{"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
+            "num_key_value_heads": 4,
             **{"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         },
     ),
@@ -111,13 +118,10 @@ FAMILIES: Mapping[str, Family] = {
         nope=True,
         defaults={
             **{"tie_word_embeddings": True, "rope_theta": 2e6, "use_sliding_window": False},
-            "no_rope_layer_interval": 4,
+            **{"no_rope_layer_interval": 4, "num_key_value_heads": 4},
         },
     ),
 }
-
-
-# ---------------------------------------------------------------- reading
 
 
 def parse(raw: Json) -> ModelConfig:
@@ -149,8 +153,8 @@ def parse(raw: Json) -> ModelConfig:
         raise UserError(f"config.json: dtype = {dtype!r}; choose from {', '.join(DTYPES)}")
     act_key = "hidden_activation" if family.gemma else "hidden_act"
     act = get(act_key) or ("gelu_pytorch_tanh" if family.gemma else "silu")
-    if act not in _ACTIVATIONS:
-        known = ", ".join(sorted(_ACTIVATIONS))
+    if act not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
         raise UserError(f"config.json: {act_key} = {act!r} is not supported; known: {known}")
     attention_bias = family.bias == "key" and bool(get("attention_bias"))
     values: Json = {
@@ -170,7 +174,7 @@ def parse(raw: Json) -> ModelConfig:
         "qkv_bias": family.bias == "qkv" or attention_bias,
         "o_bias": attention_bias,
         "mlp_bias": family.mlp_bias and bool(get("mlp_bias")),
-        "activation": _ACTIVATIONS[act],
+        "activation": ACTIVATIONS[act],
         "rope_pattern": rotates,
         "window": window,
         "window_pattern": window_pattern,
@@ -186,7 +190,26 @@ def parse(raw: Json) -> ModelConfig:
         values["attention_softcap"] = get("attn_logit_softcapping") if name == "gemma2" else None
     if family.routed:
         values |= _routing(get, layers)
-    return ModelConfig(**values)
+    try:
+        return ModelConfig(**values)
+    except UserError as error:
+        raise UserError(f"config.json: {_in_their_words(str(error))}") from None
+
+
+_THEIR_KEYS = {
+    **{"vocab_size": "vocab_size", "layers": "num_hidden_layers", "embed_dim": "hidden_size"},
+    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"},
+    **{"mlp_dim": "intermediate_size", "max_length": "max_position_embeddings"},
+    **{"norm_eps": "rms_norm_eps", "window": "sliding_window", "experts": "num_experts"},
+    **{"experts_per_token": "num_experts_per_tok", "expert_mlp_dim": "moe_intermediate_size"},
+    **{"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"},
+    **{"query_scale": "query_pre_attn_scalar ** -0.5", "rope_local_theta": "rope_local_base_freq"},
+}
+
+
+def _in_their_words(message: str) -> str:
+    """Our names of fields, in an error about a file, as the file has them."""
+    return re.sub(r"model\.(\w+)", lambda m: _THEIR_KEYS.get(m[1], m[1]), message)
 
 
 def _family(raw: Json) -> tuple[str, Family]:
@@ -198,7 +221,7 @@ def _family(raw: Json) -> tuple[str, Family]:
             f"config.json: architectures = {classes!r} is not supported; supported: {known}"
         )
     name = raw.get("model_type") or (by_class[classes[0]] if classes else None)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         types = ", ".join(FAMILIES)
         raise UserError(f"config.json: model_type = {name!r} is not supported; supported: {types}")
     if classes and by_class[classes[0]] != name:
@@ -248,16 +271,16 @@ def _windows(
         types = _default_types(get, family, layers, window, rotates)
     if len(types) != layers:
         raise UserError(f"config.json: layer_types has {len(types)} entries for {layers} layers")
-    if unknown := sorted(set(types) - {_FULL, _SLIDING}):
-        raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {_FULL}, {_SLIDING}")
-    if _SLIDING not in types:
+    if unknown := sorted(set(types) - {FULL, SLIDING}):
+        raise UserError(f"config.json: layer_types has {unknown[0]!r}; only {FULL}, {SLIDING}")
+    if SLIDING not in types:
         return None, (True,)
     if window is None:
         raise UserError(
-            f"config.json: layer_types has {_SLIDING!r} but sliding_window is null or off; "
+            f"config.json: layer_types has {SLIDING!r} but sliding_window is null or off; "
             "set sliding_window (and use_sliding_window), or make every layer full_attention"
         )
-    return window, tuple(kind == _SLIDING for kind in types)
+    return window, tuple(kind == SLIDING for kind in types)
 
 
 def _default_types(
@@ -273,7 +296,7 @@ def _default_types(
     else:
         first = get("max_window_layers")
         sliding = [window is not None and i >= first for i in range(layers)]
-    return [_SLIDING if s else _FULL for s in sliding]
+    return [SLIDING if s else FULL for s in sliding]
 
 
 def _ropes(raw: Json, get: Any, family: Family) -> Json:
@@ -284,13 +307,13 @@ def _ropes(raw: Json, get: Any, family: Family) -> Json:
     if not family.two_ropes:
         return _rope(rope, key, theta, raw)
     nested = raw.get("rope_parameters") or {}
-    far = {**(nested.get(_FULL) or {}), **(raw.get("rope_scaling") or {})}
-    near = nested.get(_SLIDING) or {}
-    where = key if key == "rope_scaling" else f"{key}.{_FULL}"
+    far = {**(nested.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
+    near = nested.get(SLIDING) or {}
+    where = key if key == "rope_scaling" else f"{key}.{FULL}"
     values = _rope(far, where, theta, raw)
-    local = _rope(near, f"rope_parameters.{_SLIDING}", get("rope_local_base_freq"), raw)
+    local = _rope(near, f"rope_parameters.{SLIDING}", get("rope_local_base_freq"), raw)
     if local["rope_scaling"] == "llama3":
-        key = f"rope_parameters.{_SLIDING}.rope_type"
+        key = f"rope_parameters.{SLIDING}.rope_type"
         raise UserError(f"config.json: {key} = 'llama3' is not supported; choose default or linear")
     factor = local.get("rope_factor", 1.0)
     return values | {"rope_local_theta": local["rope_theta"], "rope_local_factor": factor}
@@ -334,158 +357,3 @@ def _routing(get: Any, layers: int) -> Json:
         "norm_topk_prob": bool(get("norm_topk_prob", False)),
         "expert_pattern": sparse,
     }
-
-
-# ---------------------------------------------------------------- writing
-
-
-def render(config: ModelConfig, base: Json | None = None) -> Json:
-    """The ``config.json`` object of a model, which ``parse`` reads back as the same model.
-
-    Args:
-      config: the model.
-      base: the object it once came from; keys we do not know are kept when the family agrees.
-
-    Returns:
-      The object, with rotation in both the current and the older spelling.
-
-    Raises:
-      UserError: the family (every family, for "auto") cannot express a field.
-    """
-    if config.family != "auto":
-        if config.family not in FAMILIES:
-            raise UserError(
-                f"model.family = {config.family!r}; choose from auto, {', '.join(FAMILIES)}"
-            )
-        out = _render(config, config.family, base)
-        if lost := _lost(config, out):
-            raise UserError(
-                f"model.family = {config.family!r} cannot express model.{lost[0]} = "
-                f"{getattr(config, lost[0])!r}; change it, or set model.family = 'auto'"
-            )
-        return out
-    closest: list[str] = []
-    for name in FAMILIES:
-        out = _render(config, name, base)
-        lost = _lost(config, out)
-        if not lost:
-            return out
-        closest = lost if not closest or len(lost) < len(closest) else closest
-    raise UserError(
-        "no Hugging Face architecture has this combination; the closest differs in "
-        + ", ".join(f"model.{field} = {getattr(config, field)!r}" for field in closest)
-    )
-
-
-def _render(config: ModelConfig, name: str, base: Json | None) -> Json:
-    c, family = config, FAMILIES[name]
-    same = base is not None and base.get("model_type") == name
-    ids = ("bos_token_id", "eos_token_id", "pad_token_id")
-    out: Json = dict(base or {}) if same else {key: (base or {}).get(key) for key in ids}
-    act = next(key for key, value in _ACTIVATIONS.items() if value == c.activation)
-    if same and "torch_dtype" in out:
-        out["torch_dtype"] = c.param_dtype
-    out |= {
-        "architectures": [family.architecture],
-        "model_type": name,
-        "dtype": c.param_dtype,
-        "vocab_size": c.vocab_size,
-        "num_hidden_layers": c.layers,
-        "hidden_size": c.embed_dim,
-        "num_attention_heads": c.heads,
-        "num_key_value_heads": c.kv_heads,
-        "head_dim": c.head_dim,
-        "intermediate_size": c.mlp_dim,
-        "max_position_embeddings": c.max_length,
-        "rms_norm_eps": c.norm_eps,
-        "tie_word_embeddings": c.tied_embeddings,
-        "hidden_activation" if family.gemma else "hidden_act": act,
-    }
-    if family.bias == "key":
-        out["attention_bias"] = c.qkv_bias
-    if family.mlp_bias:
-        out["mlp_bias"] = c.mlp_bias
-    if family.windows != "none":
-        out |= {"sliding_window": c.window, "use_sliding_window": c.window is not None}
-        if family.gemma or name == "mistral":
-            del out["use_sliding_window"]
-    if family.windows == "types":
-        out["layer_types"] = [_FULL if w is None else _SLIDING for w in c.windows]
-    if family.gemma:
-        scale = c.head_dim**-0.5 if c.query_scale is None else c.query_scale
-        out["query_pre_attn_scalar"] = round(scale**-2)
-        out["final_logit_softcapping"] = c.logit_softcap
-        out["attn_logit_softcapping"] = c.attention_softcap
-    if family.nope:
-        out["no_rope_layers"] = [int(rope.theta > 0) for rope in c.ropes]
-    if family.routed:
-        out.pop("num_local_experts", None)
-        out |= {
-            "num_experts": c.experts,
-            "num_experts_per_tok": c.experts_per_token,
-            "moe_intermediate_size": c.expert_mlp_dim,
-            "norm_topk_prob": c.norm_topk_prob,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [i for i, sparse in enumerate(c.sparse) if not sparse],
-        }
-    return out | _render_ropes(c, family)
-
-
-def _render_ropes(config: ModelConfig, family: Family) -> Json:
-    c = config
-    scaling: Json = {"rope_type": c.rope_scaling if c.rope_scaling != "none" else "default"}
-    if c.rope_scaling != "none":
-        scaling["factor"] = c.rope_factor
-    if c.rope_scaling == "llama3":
-        scaling["low_freq_factor"] = c.rope_low_freq_factor
-        scaling["high_freq_factor"] = c.rope_high_freq_factor
-        scaling["original_max_position_embeddings"] = c.rope_original_length
-    far = {**scaling, "rope_theta": c.rope_theta}
-    out: Json = {"rope_theta": c.rope_theta}
-    out["rope_scaling"] = None if c.rope_scaling == "none" else dict(far)
-    if not family.two_ropes:
-        return out | {"rope_parameters": far}
-    near_theta = c.rope_theta if c.rope_local_theta is None else c.rope_local_theta
-    near: Json = {"rope_type": "default", "rope_theta": near_theta}
-    if c.rope_local_factor != 1.0:
-        near |= {"rope_type": "linear", "factor": c.rope_local_factor}
-    out["rope_local_base_freq"] = near_theta
-    return out | {"rope_parameters": {_FULL: far, _SLIDING: near}}
-
-
-_LAYERWISE = {
-    **{"rope_theta": "ropes", "rope_scaling": "ropes", "rope_factor": "ropes"},
-    **{"rope_low_freq_factor": "ropes", "rope_high_freq_factor": "ropes"},
-    **{"rope_original_length": "ropes", "rope_local_theta": "ropes", "rope_local_factor": "ropes"},
-    **{"rope_pattern": "ropes", "window": "windows", "window_pattern": "windows"},
-    "expert_pattern": "sparse",
-}
-"""Fields that matter only through what they give each layer."""
-
-
-def _lost(config: ModelConfig, out: Json) -> list[str]:
-    """The fields that would come back different."""
-    try:
-        back = parse(out)
-    except UserError:
-        return ["experts"] if not config.experts else ["family"]
-    query = config.head_dim**-0.5
-    lost = []
-    for field in (f.name for f in dataclasses.fields(config)):
-        if field in ("dtype", "family", "param_dtype"):
-            continue
-        if field.startswith("expert") or field == "norm_topk_prob":
-            if field == "experts" and any(config.sparse) != any(back.sparse):
-                lost.append(field)
-            if not any(config.sparse):
-                continue
-        seen = _LAYERWISE.get(field, field)
-        ours, theirs = getattr(config, seen), getattr(back, seen)
-        if field == "query_scale":
-            ours, theirs = ours or query, theirs or query
-        if seen != field and getattr(config, field) == getattr(back, field):
-            continue
-        close = isinstance(ours, float) and isinstance(theirs, float)
-        if not (math.isclose(ours, theirs, rel_tol=1e-9) if close else ours == theirs):
-            lost.append(field)
-    return lost

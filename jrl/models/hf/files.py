@@ -12,7 +12,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
@@ -20,8 +20,10 @@ import numpy as np
 
 from jrl.errors import UserError, choose
 from jrl.models.config import DTYPES, ModelConfig
-from jrl.models.hf_config import parse, render
-from jrl.models.transformer import WeightSpec, weights
+from jrl.models.hf.names import Tensor, leaves, tensors
+from jrl.models.hf.parse import parse
+from jrl.models.hf.render import render
+from jrl.models.weights import weights
 from jrl.types import Params
 
 SHARD_BYTES = 5_000_000_000
@@ -34,97 +36,6 @@ _COMPANIONS = (
     *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json"),
     "generation_config.json",
 )
-
-_NAMES = {
-    "embed": "model.embed_tokens.weight",
-    "final_norm": "model.norm.weight",
-    "head": "lm_head.weight",
-    "attention_norm": "input_layernorm.weight",
-    "attention.q_norm": "self_attn.q_norm.weight",
-    "attention.k_norm": "self_attn.k_norm.weight",
-    "experts.router": "mlp.gate.weight",
-    **{f"attention.{x}": f"self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{f"attention.{x}_bias": f"self_attn.{x}_proj.bias" for x in "qkvo"},
-    **{f"mlp.{x}": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    **{f"mlp.{x}_bias": f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
-    **{f"experts.{x}": f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up", "down")},
-}
-_PRE_NORMS = {"mlp_norm": "post_attention_layernorm.weight"}
-_POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm.weight",
-    "mlp_norm": "pre_feedforward_layernorm.weight",
-    "mlp_post_norm": "post_feedforward_layernorm.weight",
-}
-_KEYS = {
-    **{"vocab": "vocab_size", "embed": "hidden_size", "head_dim": "head_dim"},
-    **{"heads": "num_attention_heads", "kv_heads": "num_key_value_heads"},
-    **{"mlp": "intermediate_size", "expert": "num_experts"},
-}
-
-
-class Tensor(NamedTuple):
-    """One tensor of a checkpoint and where it lies in the parameters.
-
-    Attributes:
-      path: keys into the parameter tree.
-      index: position in the stack: layer, and expert for an expert's matrix.
-      shape: the tensor's shape in the file; matrices are [outputs, inputs] there.
-      transposed: whether the file's matrix is ours transposed.
-      meaning: for each axis, the configuration keys whose product it is.
-    """
-
-    path: tuple[str, ...]
-    index: tuple[int, ...]
-    shape: tuple[int, ...]
-    transposed: bool
-    meaning: tuple[tuple[str, ...], ...]
-
-
-def tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its Hugging Face name, in the order of the layers."""
-    names = _NAMES | (_POST_NORMS if config.post_norms else _PRE_NORMS)
-    places = {True: [], False: []}
-    for i, sparse in enumerate(config.sparse):
-        places[sparse].append(i)
-    table: list[tuple[int, str, Tensor]] = []
-    for path, spec in _leaves(weights(config)):
-        name = names[".".join(path[1:] if path[0] == "layers" else path)]
-        if path[0] != "layers":
-            order = -1 if path == ("embed",) else config.layers
-            table.append((order, name, _tensor(path, (), spec)))
-            continue
-        layers = {"mlp": places[False], "experts": places[True]}.get(path[1], range(config.layers))
-        for at, layer in enumerate(layers):
-            full = f"model.layers.{layer}.{name}"
-            if "{e}" not in full:
-                table.append((layer, full, _tensor(path, (at,), spec)))
-                continue
-            for e in range(config.experts):
-                table.append((layer, full.format(e=e), _tensor(path, (at, e), spec)))
-    return {name: tensor for _, name, tensor in sorted(table, key=lambda row: row[:2])}
-
-
-def _leaves(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple, Any]]:
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, (*path, key))
-        else:
-            yield (*path, key), value
-
-
-def _tensor(path: tuple[str, ...], index: tuple[int, ...], spec: WeightSpec) -> Tensor:
-    sizes, axes = spec.shape[len(index) :], spec.axes[len(index) :]
-    keys = tuple(_KEYS[a or ""] for a in axes)
-    if path[-2:-1] == ("experts",):
-        keys = tuple("moe_" + k if k == "intermediate_size" else k for k in keys)
-    if spec.inputs:
-        n = spec.inputs
-        shape = (int(np.prod(sizes[n:])), int(np.prod(sizes[:n])))
-        return Tensor(path, index, shape, True, (keys[n:], keys[:n]))
-    if spec.std:  # the embedding, which both sides keep as [V, D]
-        return Tensor(path, index, sizes, False, tuple((k,) for k in keys))
-    return Tensor(path, index, (int(np.prod(sizes)),), False, (keys,))
-
 
 # ---------------------------------------------------------------- reading
 
@@ -286,7 +197,7 @@ def load(
 
 def _allocate(config: ModelConfig) -> dict[str, Any]:
     params: dict[str, Any] = {}
-    for path, spec in _leaves(weights(config)):
+    for path, spec in leaves(weights(config)):
         node = params
         for key in path[:-1]:
             node = node.setdefault(key, {})
@@ -301,7 +212,7 @@ def _leaf(params: Params, path: tuple[str, ...]) -> Any:
 
 
 def _store(params: Params, tensor: Tensor, value: np.ndarray) -> None:
-    place = _leaf(params, tensor.path)[tensor.index]
+    place = _leaf(params, tensor.path)[tensor.at]
     if tensor.transposed:
         place.reshape(tensor.shape[::-1])[...] = value.T
     else:
@@ -351,9 +262,10 @@ def save(
     try:
         _write_tensors(draft, config, params, shard_bytes)
         (draft / "config.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
-        for name in _COMPANIONS if source else ():
-            if (source / name).exists():
-                shutil.copyfile(source / name, draft / name)
+        if source is not None:
+            for path in (source / name for name in _COMPANIONS):
+                if path.exists():
+                    shutil.copyfile(path, draft / path.name)
         _replace(target, draft)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -371,8 +283,8 @@ def _replace(target: pathlib.Path, draft: pathlib.Path) -> None:
 
 
 def _check_params(config: ModelConfig, params: Params) -> None:
-    expected = {".".join(path): spec.shape for path, spec in _leaves(weights(config))}
-    given = {".".join(path): tuple(np.shape(leaf)) for path, leaf in _leaves(params)}
+    expected = {".".join(path): spec.shape for path, spec in leaves(weights(config))}
+    given = {".".join(path): tuple(np.shape(leaf)) for path, leaf in leaves(params)}
     if missing := sorted(set(expected) - set(given)):
         raise UserError(f"params: missing {_some(missing)} of this configuration")
     if extra := sorted(set(given) - set(expected)):
@@ -400,7 +312,7 @@ def _write_tensors(
             filled = 0
         shards[-1].append(name)
         filled += size
-    where = {}
+    where: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         single = len(shards) == 1
         file = _FILE if single else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
@@ -414,7 +326,7 @@ def _write_tensors(
 
 def _fetch(params: Params, tensor: Tensor) -> np.ndarray:
     """One tensor in the file's layout, on the host."""
-    value = np.asarray(_leaf(params, tensor.path)[tensor.index or ...])
+    value = np.asarray(_leaf(params, tensor.path)[tensor.at or ...])
     if tensor.transposed:
         return np.ascontiguousarray(value.reshape(tensor.shape[::-1]).T)
     return np.ascontiguousarray(value.reshape(tensor.shape))

@@ -1,0 +1,90 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.models.attention import attend, frequencies, rotate, rotation, visible, write
+from jrl.models.config import NO_ROPE, Rope
+
+B, Q, C, H, K, D = 2, 5, 7, 6, 3, 4
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, Q, H, D))
+    k = jax.random.normal(keys[1], (B, K, C, D))
+    v = jax.random.normal(keys[2], (B, K, C, D))
+    mask = jax.random.bernoulli(keys[3], 0.6, (B, Q, C)).at[:, :, 0].set(True)
+    return q, k, v, mask
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attend_equals_loops_in_float64(softcap):
+    q, k, v, mask = (np.asarray(x, np.float64) for x in inputs())
+    expected = np.zeros((B, Q, H, D))
+    for b in range(B):
+        for i in range(Q):
+            for h in range(H):
+                scores = k[b, h // (H // K)] @ q[b, i, h] * 0.7
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                weights = np.exp(scores) * mask[b, i]
+                expected[b, i, h] = weights / weights.sum() @ v[b, h // (H // K)]
+    got = attend(*inputs(), scale=0.7, softcap=softcap)
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_is_finite_with_a_finite_gradient():
+    q, k, v, mask = inputs()
+    mask = mask.at[0, 1].set(False)
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, mask, scale=1.0), q, k, v)
+    assert all(bool(jnp.isfinite(x).all()) for x in (out, *pull(out)))
+
+
+def test_visible_needs_same_segment_and_no_later_position_in_any_column_order():
+    positions = jnp.array([[1, 0, 0, 1, 2, 0]])
+    segments = jnp.array([[1, 1, 2, 2, 2, 0]])
+    mask, distance = visible(positions, segments, positions, segments)
+    expected = [
+        [1, 1, 0, 0, 0, 0],
+        [0, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0],
+        [0, 0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0],
+    ]
+    assert mask[0].astype(int).tolist() == expected
+    assert distance[0, 4].tolist() == [1, 2, 2, 1, 0, 2]
+
+
+def test_scores_after_rotation_depend_on_the_distance_only():
+    q, k = jax.random.normal(jax.random.key(1), (2, D))
+    spin = jnp.asarray(frequencies(Rope(100.0), D))
+
+    def score(at_q, at_k):
+        cos, sin = rotation(jnp.array([[at_q, at_k]]), spin)
+        return float((rotate(q, cos[0, 0], sin[0, 0]) * rotate(k, cos[0, 1], sin[0, 1])).sum())
+
+    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-5)
+    assert abs(score(9, 4) - score(9, 5)) > 1e-3
+
+
+def test_frequencies_of_each_scaling():
+    base = frequencies(Rope(1e4), 8).astype(np.float64)
+    np.testing.assert_allclose(base, 1e4 ** (-np.arange(4) / 4), rtol=1e-6)
+    np.testing.assert_allclose(frequencies(Rope(1e4, "linear", 4.0), 8), base / 4, rtol=1e-6)
+    rope = Rope(1e4, "llama3", 8.0, 1.0, 4.0, 200)
+    got = frequencies(rope, 8)
+    # Wavelengths 6.3, 63, 628, 6283: below 200/4 kept, above 200/1 divided, between blended.
+    smooth = (200 / (2 * np.pi / base[1]) - 1) / 3
+    blended = (1 - smooth) * base[1] / 8 + smooth * base[1]
+    np.testing.assert_allclose(got, [base[0], blended, base[2] / 8, base[3] / 8], rtol=1e-5)
+    assert not frequencies(NO_ROPE, 8).any()
+
+
+def test_write_stores_live_entries_at_their_positions():
+    cache = jnp.zeros((2, K, C, D))
+    new = jnp.ones((2, K, 2, D))
+    out = write(cache, new, jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]]))
+    columns = np.asarray(out).any((1, 3))
+    assert [np.flatnonzero(row).tolist() for row in columns] == [[3], [0]]
