@@ -195,7 +195,7 @@ def _parse_value(name: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError as error:
-        if text[0] in "[{\"'":
+        if text[0] in "[\"'":  # a "{" may begin a template
             raise UserError(f"{name} = {text}; not a valid TOML value: {error}") from None
         return text
 
@@ -239,17 +239,16 @@ def _unknown_key(key: str, value: Any) -> str:
     names = [known.name for known in describe()]
     tables = {"objective", "rewards", *(n.partition(".")[0] for n in names if "." in n)}
     table, _, last = key.rpartition(".")
-    near = [name for name in names if name.rpartition(".")[2] == last and not table][:3]
-    near = near or difflib.get_close_matches(
-        key, {*names, *tables}, n=1, cutoff=0.75 if table else 0.6
-    )
-    if not near:  # the right name in the wrong table is a common slip
-        near = [name for name in names if name.rpartition(".")[2] == last][:3]
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    elif table in tables:
-        inside = [name.partition(".")[2] for name in names if name.startswith(f"{table}.")]
+    inside = [name.rpartition(".")[2] for name in names if name.startswith(f"{table}.")]
+    elsewhere = [name for name in names if name.rpartition(".")[2] == last]
+    if near := difflib.get_close_matches(last, inside, n=1):
+        hint = f"did you mean {table}.{near[0]}?"
+    elif elsewhere:  # the right name in the wrong table is a common slip
+        hint = f"did you mean {' or '.join(elsewhere[:3])}?"
+    elif inside:
         hint = f"keys of [{table}] are {', '.join(inside)}"
+    elif near := difflib.get_close_matches(key, {*names, *tables}, n=1):
+        hint = f"did you mean {near[0]}?"
     else:
         hint = f"tables are {', '.join(sorted(tables))}"
     given = "" if isinstance(value, dict) else f" = {value!r}"

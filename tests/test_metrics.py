@@ -1,0 +1,200 @@
+"""Run directories: what is written, what is refused, what a resumed run drops."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.metrics import RunWriter, check_run_dir, means, plain, ratio, read_jsonl, write_atomic
+
+
+def config_in(directory, *overrides):
+    return load_config(None, [f'run.dir="{directory}"', *overrides])
+
+
+def strict(path):
+    """The lines of a JSONL file; NaN and Infinity are refused, as strict readers do."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_ratio_is_the_mean_and_nan_when_nothing_was_counted():
+    total = np.array([6.0, 0.0, np.nan, 1.0])
+    count = np.array([4, 0, 2, 3])
+    got = np.asarray(ratio(total, count))
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, [1.5, np.nan, np.nan, 1 / 3], rtol=1e-6)
+
+
+def test_means_of_parts_equal_the_mean_of_the_whole():
+    values = np.random.default_rng(0).normal(size=12)
+    whole = means({"a": (values.sum(), 12)})["a"]
+    parts = [(values[:5].sum(), 5), (values[5:].sum(), 7)]
+    total, count = (sum(column) for column in zip(*parts, strict=True))
+    np.testing.assert_allclose(whole, ratio(total, count), rtol=1e-6)
+
+
+def test_plain_keeps_order_and_makes_strict_json():
+    tree = {
+        "z": jnp.float32(0.5),
+        "a": jnp.array([1, 2]),
+        "nan": float("nan"),
+        "inf": np.float64("-inf"),
+        "list": (jnp.bfloat16(1.5), True, None, "x"),
+        "array": np.array([1.0, np.nan]),
+        "one": jnp.ones((1, 1)),
+    }
+    got = plain(tree)
+    assert list(got) == list(tree)
+    assert got["z"] == 0.5
+    assert got["a"] == [1, 2]
+    assert got["nan"] is None
+    assert got["inf"] is None
+    assert got["list"] == [1.5, True, None, "x"]
+    assert got["array"] == [1.0, None]
+    assert got["one"] == 1.0
+    json.dumps(got, allow_nan=False)
+
+
+def test_a_run_directory_holds_what_scripts_read(tmp_path):
+    run = tmp_path / "deep" / "run"
+    writer = RunWriter(config_in(run, "seed=3"), mesh={"data": 2, "fsdp": 4})
+    assert not writer.resuming
+    record = writer.write(1, {"loss": jnp.float32(0.25), "kl": jnp.nan, "reward": 1})
+    writer.write_samples(1, [{"prompt": "p\n</x>", "completion": "é", "rewards": {"math": 1.0}}])
+    writer.write_summary({"accuracy_after": np.float32(0.5), "bad": np.inf})
+    writer.close()
+
+    first, step = strict(run / "metrics.jsonl")
+    assert {"python", "jrl", "jax", "jaxlib", "flax", "optax"} <= first["versions"].keys()
+    assert first["device"]["platform"] == "cpu"
+    assert first["device"]["count"] == 8
+    assert first["mesh"] == {"data": 2, "fsdp": 4}
+    assert first["seed"] == 3
+    assert first["config"]["sampling"]["group"] == 8
+    assert step == record == {"step": 1, "loss": 0.25, "kl": None, "reward": 1}
+    assert strict(run / "samples.jsonl") == [
+        {"step": 1, "prompt": "p\n</x>", "completion": "é", "rewards": {"math": 1.0}}
+    ]
+    assert json.loads((run / "summary.json").read_text()) == {"accuracy_after": 0.5, "bad": None}
+    assert load_config(run / "config.toml") == config_in(run, "seed=3")
+    assert sorted(p.name for p in run.iterdir()) == [
+        "config.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "summary.json",
+    ]
+
+
+def test_a_resumed_run_drops_the_steps_it_runs_again(tmp_path):
+    config = config_in(tmp_path)
+    writer = RunWriter(config)
+    for step in range(1, 6):
+        writer.write(step, {"loss": step})
+        writer.write_samples(step, [{"prompt": str(step)}])
+    writer.write_summary({"steps": 5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lo')  # killed in the middle of a line
+
+    again = RunWriter(config)
+    assert again.resuming
+    again.truncate_after(3)
+    again.write(4, {"loss": 40})
+    first, *steps = strict(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["loss"]) for r in steps] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [r["step"] for r in strict(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    assert [entry["step"] for entry in first["resumed"]] == [3]
+    assert not (tmp_path / "summary.json").exists()
+
+    third = RunWriter(config)
+    third.truncate_after(-1)
+    (only,) = strict(tmp_path / "metrics.jsonl")
+    assert [entry["step"] for entry in only["resumed"]] == [3, -1]
+
+
+def test_a_half_line_in_the_middle_costs_only_itself(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, \n{"step": 3}\n3\n\n{"st')
+    assert read_jsonl(path) == [{"step": 1}, {"step": 3}]
+    assert read_jsonl(tmp_path / "none.jsonl") == []
+
+
+def test_another_configuration_is_refused_and_the_keys_are_named(tmp_path):
+    RunWriter(config_in(tmp_path, "objective.clip=0.1"))
+    before = (tmp_path / "config.toml").read_text()
+    with pytest.raises(UserError) as caught:
+        RunWriter(config_in(tmp_path, "sampling.group=4", "objective.beta=1"))
+    message = str(caught.value)
+    assert "sampling.group = 8 there, 4 now" in message
+    assert "objective.clip = 0.1 there, None now" in message
+    assert "objective.beta = None there, 1 now" in message
+    assert "name another directory" in message
+    assert len(message.splitlines()) == 4
+    assert (tmp_path / "config.toml").read_text() == before
+
+
+def test_more_steps_and_another_place_are_no_other_configuration(tmp_path):
+    RunWriter(config_in(tmp_path / "a"))
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert check_run_dir(config_in(tmp_path / "b", "train.steps=500", "run.resume=must"))
+
+
+def test_resume_never_and_must(tmp_path):
+    with pytest.raises(UserError, match="holds no run, but run.resume = 'must'"):
+        check_run_dir(config_in(tmp_path, "run.resume=must"))
+    RunWriter(config_in(tmp_path))
+    with pytest.raises(UserError, match="holds a run, but run.resume = 'never'"):
+        check_run_dir(config_in(tmp_path, "run.resume=never"))
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        RunWriter(config_in(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"run\.dir = .* cannot be written"):
+        RunWriter(config_in(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match=r"run\.dir is missing"):
+        RunWriter(load_config(None))
+    (tmp_path / "config.toml").write_text("old_key = 1\n")
+    with pytest.raises(UserError, match="cannot be used; name another directory"):
+        RunWriter(config_in(tmp_path))
+
+
+def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path, capsys):
+    writer = RunWriter(config_in(tmp_path))
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    writer.write(1, {"loss": 1.0})
+    record = writer.write(2, {"loss": 2.0})
+    assert record == {"step": 2, "loss": 2.0}
+    warned = capsys.readouterr().err
+    assert warned.count("No space left") == 1
+    assert "training goes on" in warned
+
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo')  # what fitted
+    writer.write(3, {"loss": 3.0})
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 3.0}]
+
+
+def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\ud800")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_numbers_survive_exactly(tmp_path):
+    writer = RunWriter(config_in(tmp_path))
+    writer.write(1, {"a": np.float64(math.pi), "b": np.int64(2**53 + 1)})
+    record = strict(tmp_path / "metrics.jsonl")[1]
+    assert (record["a"], record["b"]) == (math.pi, 2**53 + 1)
