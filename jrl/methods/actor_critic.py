@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from jrl.methods.base import (
+from jrl.methods.base import Method, Schedule, published
+from jrl.methods.domains import (
+    AboveOne,
     AtLeastOne,
-    Choice,
+    CorrectionName,
     Count,
     Flag,
     Fraction,
-    Method,
+    KlInReward,
     NonNegative,
     Positive,
-    Range,
-    Schedule,
     is_zero,
-    published,
 )
 from jrl.objectives import aggregates, regularizers, surrogates, transforms
-from jrl.objectives.surrogates import CORRECTIONS, named_correction
+from jrl.objectives.surrogates import named_correction
 from jrl.types import Objective
 
 
@@ -29,16 +26,16 @@ from jrl.types import Objective
 def ppo(
     clip_low: NonNegative = 0.2,
     clip_high: NonNegative = 0.2,
-    dual_clip: Annotated[float, Range(1.0, open_low=True)] | None = None,
+    dual_clip: AboveOne | None = None,
     discount: Fraction = 1.0,
     gae_lambda: Fraction = 0.95,
     whiten: Flag = True,
     kl_coef: NonNegative = 0.0,
-    kl_kind: Annotated[str, Choice(("k1", "k2", "k3"))] = "k1",
+    kl_kind: KlInReward = "k1",
     value_coef: Positive = 0.5,
     value_clip: Positive | None = 0.2,
     entropy_coef: NonNegative = 0.0,
-    correction: Annotated[str, Choice(tuple(CORRECTIONS))] = "none",
+    correction: CorrectionName = "none",
     correction_cap: AtLeastOne = 2.0,
     epochs: Count = 1,
 ) -> Method:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from jrl.methods.base import Choice, Method, published
+from jrl.methods.base import Method, published
+from jrl.methods.domains import Choice
 from jrl.objectives import aggregates, surrogates, transforms
 from jrl.types import Objective
 

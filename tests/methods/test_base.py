@@ -3,17 +3,14 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.methods.base import (
-    Choice,
-    Count,
     Draw,
     Method,
-    NonNegative,
-    Range,
     Schedule,
     keep_all,
     published,
     refill,
 )
+from jrl.methods.domains import Count, NonNegative
 from jrl.objectives import aggregates, surrogates, transforms
 from jrl.types import Objective
 
@@ -77,17 +74,6 @@ def test_an_argument_without_a_domain_is_refused_when_the_method_is_defined():
         @published(paper="A Title", family="test")
         def careless(strength: float = 1.0) -> Method:
             return Method(PLAIN)
-
-
-def test_domains_hold_what_they_say():
-    open_range = Range(1.0, 2.0, open_low=True)
-    assert 1.0 not in open_range
-    assert 1.5 in open_range
-    assert 2.0 in open_range
-    assert 2.1 not in open_range
-    assert str(open_range) == "a number above 1, at most 2"
-    for domain in (open_range, Range(0.0), Range(1, whole=True), Choice(("a", "b"))):
-        assert domain.example in domain
 
 
 def test_keep_all_keeps_all():

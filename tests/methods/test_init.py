@@ -76,7 +76,8 @@ def test_coefficients_outside_their_domain_are_refused(name, coefficients, messa
 
 def test_a_new_file_adds_its_methods(tmp_path, monkeypatch):
     (tmp_path / "my_papers.py").write_text(
-        "from jrl.methods.base import Method, NonNegative, published\n"
+        "from jrl.methods.base import Method, published\n"
+        "from jrl.methods.domains import NonNegative\n"
         "from jrl.methods.policy_gradient import grpo\n"
         "@published(paper='Mine', family='mine')\n"
         "def my_method(strength: NonNegative = 1.0) -> Method:\n"

@@ -1,4 +1,4 @@
-"""Each method against loops written from its paper, in float64, loss and gradient.
+"""The methods of policy_gradient.py and reinforce.py against float64 loops from their papers.
 
 A reference takes the batch's numbers, the log-probabilities to differentiate and a second copy of
 them that stands wherever the paper stops the gradient; the gradient is a central difference.
