@@ -20,7 +20,7 @@ from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.draw import make_law
 from jrl.train import setup as build
-from jrl.train.compiled import task_accuracy
+from jrl.train.compiled import held_out
 from jrl.train.rollout import Groups, TextSource, samples_of
 from jrl.train.setup import Run
 from jrl.train.state import stream
@@ -167,7 +167,7 @@ class Evaluator:
         self.law = jax.device_put(law, replicated(run.mesh))
         if run.task is not None:
             program = partial(
-                task_accuracy,
+                held_out,
                 task=run.task,
                 network=run.network,
                 problems=table.problems,
@@ -208,8 +208,8 @@ class Evaluator:
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:
-        correct, problems, rollout = jax.device_get(self._program(key, params, self.law))
-        return Groups(rollout, correct[:, :, None], problems, {})
+        groups: Groups = jax.device_get(self._program(key, params, self.law))
+        return groups
 
     def _text(self, key: Array, params: Params) -> Groups:
         """All held-out prompts in draws of one size, the last one filled up and cut."""
@@ -226,7 +226,12 @@ class Evaluator:
             tokenizer=self.run.tokenizer,
         )
         draws = [
-            source.draw(stream(key, "eval", 0), params, 0, start + np.arange(size))
+            source.draw(
+                stream(key, "eval", 0),
+                params,
+                np.int32(0),
+                (start + np.arange(size)).astype(np.int32),
+            )
             for start in range(0, total, size)
         ]
         join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731

@@ -290,7 +290,8 @@ class Network(NamedTuple):
         A token attends to tokens of its own segment at positions no later than its own; segment 0
         is padding. ``aux`` is a dict of arrays (router statistics); empty for dense models.
       logits: (params, hidden [..., D]) -> [..., V] float32.
-      init_cache: (rows, length, params) -> cache for ``rows`` sequences of ``length`` tokens. Every array of it has the rows as its leading axis.
+      init_cache: (rows, length, params) -> cache for ``rows`` sequences of ``length`` tokens.
+        Every array of it has the rows as its leading axis.
       extend: (params, cache, tokens [B, Q], positions [B, Q], live [B, Q]) -> (hidden [B, Q, D],
         cache). Writes Q tokens into the cache at their positions and attends to everything written
         at or before them. Tokens that are not live are neither written nor attended to.

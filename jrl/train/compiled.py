@@ -23,7 +23,7 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.draw import Law, make_law
-from jrl.train.rollout import task_rollout, to_batch
+from jrl.train.rollout import Groups, task_rollout, to_batch
 from jrl.train.state import init_state, stream
 from jrl.train.step import Metrics, Step, make_step
 from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork
@@ -67,12 +67,12 @@ def make_iteration(
     part_weights = jnp.array(list(weights.values()), jnp.float32)
 
     def iteration(state: TrainState, law: Law) -> tuple[TrainState, Metrics]:
-        _, rollout, rewards = task_rollout(
+        groups = task_rollout(
             state.key,
             state.params["policy"],
             state.step,
             state.step * prompts + jnp.arange(prompts, dtype=jnp.int32),
-            law,
+            law=law,
             task=task,
             split="train",
             parts=tuple(weights),
@@ -80,7 +80,7 @@ def make_iteration(
             group=group,
             baseline_members=method.draw.baseline_members,
         )
-        return step(state, to_batch(rollout, rewards, part_weights), law)
+        return step(state, to_batch(groups.rollout, groups.rewards, part_weights), law)
 
     return iteration
 
@@ -151,7 +151,7 @@ def warm_start(
     return state.params["policy"], losses
 
 
-def task_accuracy(
+def held_out(
     key: Array,
     params: Params,
     law: Law,
@@ -160,25 +160,24 @@ def task_accuracy(
     network: Network,
     problems: int,
     samples: int = 1,
-) -> tuple[Array, Any, Any]:
-    """Held-out problems solved: the same problems whenever it is asked with the same key.
+) -> Groups:
+    """Completions of held-out problems: the same problems whenever asked with the same key.
 
     Returns:
-      (correct [problems, samples] float32, 1 where right; the problems; the rollout).
+      Groups whose one reward part, "verify", is 1 where a completion is right.
     """
-    subject, rollout, rewards = task_rollout(
+    return task_rollout(
         key,
         params,
         jnp.int32(0),
         jnp.arange(problems, dtype=jnp.int32),
-        law,
+        law=law,
         task=task,
         split="eval",
         parts=("verify",),
         network=network,
         group=samples,
     )
-    return rewards[..., 0], subject, rollout
 
 
 def make_run(
@@ -236,9 +235,9 @@ def make_run(
             )
             state = with_policy(state, policy, rate)
         accuracy = partial(
-            task_accuracy, law=make_law(0.0), task=task, network=network, problems=eval_problems
+            held_out, law=make_law(0.0), task=task, network=network, problems=eval_problems
         )
-        before = accuracy(state.key, state.params["policy"])[0].mean()
+        before = accuracy(state.key, state.params["policy"]).rewards.mean()
         iteration = make_iteration(
             make_step(
                 network=network,
@@ -255,7 +254,7 @@ def make_run(
             group=group,
         )
         state, curves = iterate(iteration, state, law, steps)
-        after = accuracy(state.key, state.params["policy"])[0].mean()
+        after = accuracy(state.key, state.params["policy"]).rewards.mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run

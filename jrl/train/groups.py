@@ -11,9 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.train.rollout import Draw, Groups, to_batch
+from jrl.train.step import place_batch
 from jrl.types import Array, Batch, Params
 
 
@@ -27,6 +29,7 @@ def collect(
     prompts: int,
     weights: Array,
     method: Method,
+    mesh: Mesh,
 ) -> tuple[Batch, Groups, int]:
     """A full batch of groups, drawn in as many rounds as the method's editor asks for.
 
@@ -39,29 +42,27 @@ def collect(
       prompts: N.
       weights: [R] float32.
       method: its prompts, rewards and groups seams are used here.
+      mesh: where the batch goes.
 
     Returns:
-      (batch, the groups in it, the new cursor). With an editor, ``counts`` of the groups gains
-      rounds, groups_kept (fraction of those drawn) and groups_missing (places left without a kept
-      group when the rounds ran out; a dropped group stands there with nothing to train on).
+      (batch on the mesh, the groups in it, the new cursor). With an editor, ``counts`` of the
+      groups gains rounds, groups_kept (fraction of those drawn) and groups_missing (places left
+      without a kept group when the rounds ran out; a dropped one stands there, masked out).
     """
-
-    def draw_more(cursor: int) -> Groups:
-        groups = draw(key, params, step, method.prompts(step, cursor + np.arange(prompts)))
-        if method.rewards is same_rewards:
-            return groups
-        groups = _to_host(groups)
-        return groups._replace(rewards=method.rewards(groups.rewards, groups.rollout))
-
     editor = method.groups
-    groups, cursor = draw_more(cursor), cursor + prompts
+    version = np.int32(step)
+    places = method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
+    groups = _edit(method, draw(key, params, version, places))
+    cursor += prompts
     if editor.keep is keep_all:
-        return to_batch(groups.rollout, groups.rewards, weights), groups, cursor
+        batch = to_batch(groups.rollout, groups.rewards, weights)
+        return place_batch(batch, mesh), groups, cursor
     groups = _to_host(groups)
     kept = _keep(editor, groups, weights)
     rounds = 1
     while editor.refill and kept.sum() < prompts and rounds < editor.max_rounds:
-        more = _to_host(draw_more(cursor))
+        places = method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
+        more = _to_host(_edit(method, draw(key, params, version, places)))
         cursor, rounds = cursor + prompts, rounds + 1
         groups = _join(groups, more)
         kept = np.concatenate([kept, _keep(editor, more, weights)])
@@ -77,7 +78,15 @@ def collect(
     batch = to_batch(groups.rollout, groups.rewards, weights)
     mask = np.asarray(batch.mask) & live[:, None, None]
     members = np.asarray(batch.members) & live[:, None]
-    return batch.replace(mask=mask, members=members), groups, cursor
+    return place_batch(batch.replace(mask=mask, members=members), mesh), groups, cursor
+
+
+def _edit(method: Method, groups: Groups) -> Groups:
+    """The method's own edit of the reward parts."""
+    if method.rewards is same_rewards:
+        return groups
+    groups = _to_host(groups)
+    return groups._replace(rewards=method.rewards(groups.rewards, groups.rollout))
 
 
 def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:

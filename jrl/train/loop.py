@@ -32,13 +32,13 @@ from jrl.rewards.pool import RewardPool
 from jrl.train import setup as build
 from jrl.train.compiled import iterate, make_iteration, warm_start, with_policy
 from jrl.train.groups import collect
-from jrl.train.rollout import Draw, Groups, TextSource, samples_of, task_source
+from jrl.train.rollout import Draw, Groups, TextSource, samples_of
 from jrl.train.setup import Run
-from jrl.train.step import Metrics, Step, place_batch
-from jrl.types import Array, Batch, TrainState
+from jrl.train.step import Metrics, Step
+from jrl.types import Batch, TrainState
 
-Collect = Callable[[Array, Any, int, int], tuple[Batch, Groups, int]]
-"""(root key, policy params, step, cursor) -> (batch, the groups in it, new cursor)."""
+Collect = Callable[..., tuple[Batch, Groups, int]]
+"""(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""
 
 
 class Position(NamedTuple):
@@ -86,7 +86,8 @@ def fit(
       The state after the last step.
     """
     for i in range(int(state.step), steps):
-        batch, groups, cursor = collect(state.key, state.params["policy"], i, cursor)
+        key, policy = state.key, state.params["policy"]
+        batch, groups, cursor = collect(key, policy, step=i, cursor=cursor)
         state, metrics = step(state, batch, law)
         if on_step(i + 1, state, metrics, groups, cursor):
             break
@@ -206,11 +207,8 @@ class _Training:
             prompts=config.train.prompts,
             weights=np.array(list(run.weights.values()), np.float32),
             method=run.method,
+            mesh=run.mesh,
         )
-
-        def placed(key: Array, params: Any, step: int, cursor: int) -> tuple[Batch, Groups, int]:
-            batch, groups, cursor = gather(key, params, step=step, cursor=cursor)
-            return place_batch(batch, run.mesh), groups, cursor
 
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
@@ -228,7 +226,7 @@ class _Training:
         program = build.train_program(run, shardings)
         return fit(
             state,
-            placed,
+            gather,
             program,
             self.law,
             config.train.steps,
@@ -243,7 +241,7 @@ class _Training:
             run, split="train", group=config.sampling.group, baselines=baselines
         )
         if run.task is not None:
-            return task_source(program, self.law)
+            return partial(program, law=self.law)
         assert self.pool is not None
         return TextSource(
             prompts=run.prompts["train"],

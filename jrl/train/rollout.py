@@ -45,8 +45,8 @@ class Groups(NamedTuple):
     counts: dict[str, float]
 
 
-Draw = Callable[[Array, Params, int, np.ndarray], Groups]
-"""(root key, policy params, step, positions [N] in the run's order of prompts) -> N groups."""
+Draw = Callable[[Array, Params, Array, Array], Groups]
+"""(root key, policy params, step, positions [N] int32 in the run's order) -> N groups."""
 
 
 # ---------------------------------------------------------------- procedural tasks
@@ -57,15 +57,15 @@ def task_rollout(
     params: Params,
     step: Array,
     ids: Array,
-    law: Law,
     *,
+    law: Law,
     task: Task,
     split: str,
     parts: Sequence[str],
     network: Network,
     group: int,
     baseline_members: int = 0,
-) -> tuple[Any, Rollout, Array]:
+) -> Groups:
     """Problems, completions and rewards in one program; the same function in every mode.
 
     Problem i of a run is a function of (key, i) alone, and so are its completions at a given step.
@@ -84,7 +84,7 @@ def task_rollout(
       baseline_members: further members drawn greedily.
 
     Returns:
-      (problems with N rows, rollout, rewards [N, G, R] float32, points).
+      The groups; their subject is the problems, with N rows.
     """
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
     problem_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
@@ -111,23 +111,7 @@ def task_rollout(
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
     )
-    return problems, rollout, rewards
-
-
-def task_source(program: Callable[..., Any], law: Law) -> Draw:
-    """Draws from a compiled ``task_rollout``.
-
-    Args:
-      program: ``jax.jit`` of ``task_rollout`` with its keyword arguments bound.
-      law: scalars.
-    """
-
-    def draw(key: Array, params: Params, step: int, positions: np.ndarray) -> Groups:
-        ids = positions.astype(np.int32)
-        problems, rollout, rewards = program(key, params, np.int32(step), ids, law)
-        return Groups(rollout, rewards, problems, {})
-
-    return draw
+    return Groups(rollout, rewards, problems, {})
 
 
 # ---------------------------------------------------------------- prompts in text
@@ -154,14 +138,12 @@ class TextSource(NamedTuple):
     pool: RewardPool
     tokenizer: Tokenizer
 
-    def draw(self, key: Array, params: Params, step: int, positions: np.ndarray) -> Groups:
+    def draw(self, key: Array, params: Params, step: np.ndarray, positions: np.ndarray) -> Groups:
         """See ``Draw``."""
         chosen = [self.prompts[i] for i in place(self.seed, positions, len(self.prompts))]
         tokens, lengths = pad_prompts(chosen, self.width)
-        ids = positions.astype(np.int32)
-        rollout = self.program(
-            stream(key, "sample", step), params, tokens, lengths, self.law, np.int32(step), ids
-        )
+        sample_key = stream(key, "sample", step)
+        rollout = self.program(sample_key, params, tokens, lengths, self.law, step, positions)
         return self.judge(chosen, jax.device_get(rollout))
 
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
