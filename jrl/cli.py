@@ -108,18 +108,16 @@ def train(
         )
     directory = Path(chosen.run.dir or "")
     typer.echo(f"run directory: {directory}")
-    _use_compile_cache()
     from jrl.train.loop import train as run_training
 
     try:
         summary = run_training(chosen, echo=typer.echo)
-    except KeyboardInterrupt:
-        typer.echo(f"jrl: stopped; {_what_is_saved(directory)}", err=True)
+    except KeyboardInterrupt as error:
+        typer.echo(f"jrl: {str(error) or 'stopped; ' + _what_is_saved(directory)}", err=True)
         raise typer.Exit(130) from None
-    from jrl.report import write_report
-
-    page = write_report(directory)
-    _print_table("training is done", {**summary, "report": str(page)})
+    _print_table(
+        "training is done", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
+    )
 
 
 @app.command("eval", short_help="Measure accuracy on held-out problems.", no_args_is_help=True)
@@ -165,7 +163,7 @@ def sample(
     """
     chosen = _read(target, overrides)
     _use_compile_cache()
-    from jrl.sampling.sample import sample_run
+    from jrl.evaluate import sample_run
 
     samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
     if as_json:

@@ -106,7 +106,8 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     if not Path(path).exists():
         return []
     records = []
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
+    # not splitlines(): a record's text may hold other line separators, such as U+2028
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:

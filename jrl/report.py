@@ -21,28 +21,28 @@ MAX_SAMPLES = 2000
 
 
 class Panel(NamedTuple):
-    """A curve that is drawn if the run logged one of its names.
+    """A curve that is drawn if the run logged its metric.
 
     Attributes:
       file: name of the PNG, without suffix.
       title: what is drawn, with its unit.
-      names: metrics to look for; the first one present is drawn.
+      name: the metric.
     """
 
     file: str
     title: str
-    names: tuple[str, ...]
+    name: str
 
 
 PANELS = (
-    Panel("reward", "Reward, points", ("reward",)),
-    Panel("accuracy", "Held-out accuracy", ("eval_accuracy", "eval/accuracy", "accuracy")),
-    Panel("loss", "Loss", ("loss",)),
-    Panel("kl", "KL, nats", ("kl",)),
-    Panel("entropy", "Entropy, nats", ("entropy",)),
-    Panel("grad_norm", "Gradient norm", ("grad_norm",)),
-    Panel("length", "Completion length, tokens", ("length", "completion_length")),
-    Panel("tokens_per_second", "Tokens per second", ("tokens_per_second",)),
+    Panel("reward", "Reward, points", "reward"),
+    Panel("accuracy", "Held-out accuracy", "eval/accuracy"),
+    Panel("loss", "Loss", "loss"),
+    Panel("kl", "KL, nats", "kl"),
+    Panel("entropy", "Entropy, nats", "entropy"),
+    Panel("grad_norm", "Gradient norm", "grad_norm"),
+    Panel("length", "Completion length, tokens", "length"),
+    Panel("tokens_per_second", "Tokens per second", "tokens_per_second"),
 )
 
 
@@ -84,14 +84,18 @@ def write_report(run_dir: str | Path) -> Path:
         raise UserError(f"{run} is no run directory: it holds no metrics.jsonl")
     records = read_jsonl(run / "metrics.jsonl")
     header = records.pop(0) if records and "versions" in records[0] else {}
-    main, others = find_curves(records)
+    summary = _read_summary(run)
+    main, others = find_curves([*records, *_ends(summary)])
     out = run / "report"
     try:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
         _draw_plots(out, main)
-        write_atomic(out / "index.html", _page(run, header, records, [*main, *others], len(main)))
+        write_atomic(
+            out / "index.html",
+            _page(run, header, summary or _latest(records), [*main, *others], len(main)),
+        )
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error}") from None
     return out / "index.html"
@@ -110,10 +114,9 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
     curves = {name: curve for name in names if (curve := _curve(records, name)).values}
     main = []
     for panel in PANELS:
-        name = next((name for name in panel.names if name in curves), None)
-        if name is not None:
-            main.append(curves.pop(name)._replace(title=panel.title))
-            for bound in (f"{name}_low", f"{name}_high"):
+        if panel.name in curves:
+            main.append(curves.pop(panel.name)._replace(title=panel.title))
+            for bound in (f"{panel.name}_low", f"{panel.name}_high"):
                 curves.pop(bound, None)
     return main, list(curves.values())
 
@@ -144,19 +147,19 @@ def smooth(values: Sequence[float]) -> list[float]:
       values: as logged.
 
     Returns:
-      As many values. The window is a tenth of them, and at an end shrinks to what both sides have;
-      fewer than 20 values are returned as they are.
+      As many values, each a mean over a tenth of them, or at an end over those that exist; fewer
+      than 20 values are returned as they are.
 
-    >>> smooth(list(range(20))) == list(range(20))
+    >>> smooth([2.0] * 30) == [2.0] * 30
     True
     """
     n = len(values)
     if n < 20:
         return list(values)
     sums = [0.0, *itertools.accumulate(values)]
-    half = max(1, n // 20)
-    reach = [min(half, i, n - 1 - i) for i in range(n)]
-    return [(sums[i + r + 1] - sums[i - r]) / (2 * r + 1) for i, r in enumerate(reach)]
+    half = n // 20
+    windows = [(max(0, i - half), min(n, i + half + 1)) for i in range(n)]
+    return [(sums[end] - sums[start]) / (end - start) for start, end in windows]
 
 
 # ---------------------------------------------------------------- plots
@@ -166,7 +169,7 @@ def _draw_plots(out: Path, curves: Sequence[Curve]) -> None:
     # Figure without pyplot: no global state, and a notebook's backend stays as it is
     from matplotlib.figure import Figure
 
-    files = {name: panel.file for panel in PANELS for name in panel.names}
+    files = {panel.name: panel.file for panel in PANELS}
     for curve in curves:
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         _draw(figure.subplots(), curve)
@@ -207,7 +210,7 @@ def _draw(axis: Any, curve: Curve) -> None:
 def _page(
     run: Path,
     header: Mapping[str, Any],
-    records: Sequence[Mapping[str, Any]],
+    summary: Mapping[str, Any],
     curves: Sequence[Curve],
     main: int,
 ) -> str:
@@ -216,7 +219,7 @@ def _page(
         "name": run.resolve().name,
         "header": header,
         "config": _read_text(run / "config.toml"),
-        "summary": _summary(run, records),
+        "summary": {k: v for k, v in summary.items() if not isinstance(v, dict)},
         "finished": (run / "summary.json").exists(),
         "curves": [_thin_curve(curve)._asdict() for curve in curves],
         "main": main,
@@ -229,18 +232,30 @@ def _page(
     return template.replace("/*DATA*/", text, 1)
 
 
-def _summary(run: Path, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """summary.json, or for a run without one, the last value of the main metrics."""
+def _read_summary(run: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(_read_text(run / "summary.json"))
+        summary = json.loads(_read_text(run / "summary.json") or "{}")
     except json.JSONDecodeError:
-        summary = None
-    if isinstance(summary, dict):
-        return summary
+        return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def _ends(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The evaluations before and after training as records; only the summary holds them."""
+    ends = ((0, "eval_before"), (summary.get("steps"), "eval_after"))
+    return [
+        {"step": step} | {f"eval/{key}": value for key, value in summary[name].items()}
+        for step, name in ends
+        if isinstance(summary.get(name), dict)
+    ]
+
+
+def _latest(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The newest value of each main metric, for a run without a summary."""
     last: dict[str, Any] = {}
     for record in records:
         last |= {name: value for name, value in record.items() if _is_number(value)}
-    names = ["step", *(name for panel in PANELS for name in panel.names)]
+    names = ["step", *(panel.name for panel in PANELS)]
     return {name: last[name] for name in names if name in last}
 
 

@@ -1,0 +1,245 @@
+"""The command line: help, errors, exit codes, and what each command passes on."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jrl.cli import app, keys_text
+from jrl.config import config_hash, describe, load_config
+from jrl.metrics import RunWriter
+
+TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
+COMMANDS = ["train", "eval", "sample", "convert", "report", "methods", "show-config"]
+
+
+def jrl(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def replace(monkeypatch):
+    """Puts a stand-in module with one function in place of the real one."""
+
+    def put(module, **functions):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**functions))
+
+    monkeypatch.setenv("JRL_CACHE_DIR", "")
+    return put
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    config = load_config(None, [f'run.dir="{tmp_path / "old"}"', "data.task=sorting", "seed=4"])
+    RunWriter(config).write(1, {"reward": 0.5})
+    (tmp_path / "old").rename(tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_help_lists_the_commands_and_each_explains_itself():
+    result = jrl("--help")
+    assert result.exit_code == 0
+    assert all(f"  {command}" in result.stdout for command in COMMANDS)
+    assert "..." not in result.stdout.partition("Commands:")[2]  # no summary is cut
+    for command in COMMANDS:
+        text = jrl(command, "--help")
+        assert text.exit_code == 0
+        assert len(text.stdout.splitlines()) > 8, command
+
+
+def test_show_config_help_describes_every_key():
+    shown = " ".join(jrl("show-config", "--help").stdout.split())
+    for key in describe():
+        assert key.name in shown
+        assert " ".join(key.text.split()) in shown
+    assert max(map(len, keys_text().splitlines())) <= 100
+
+
+def test_help_does_not_import_jax():
+    code = (
+        "import sys\n"
+        "sys.argv = ['jrl', '--help']\n"
+        "import jrl.cli\n"
+        "try:\n    jrl.cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "print([m for m in ('jax', 'numpy', 'matplotlib', 'orbax', 'flax') if m in sys.modules])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_mistake_is_one_message_and_exit_code_2():
+    result = jrl("show-config", "sampling.grup=4", "train.steps=x")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "jrl: error: unknown key sampling.grup = 4; did you mean sampling.group?",
+        "  train.steps = 'x'; must be a whole number",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "none.toml"], "none.toml: No such file"),
+        (["eval", "DIR"], "is no run directory: it holds no config.toml"),
+        (["report", "DIR"], "is no run directory: it holds no metrics.jsonl"),
+        (["methods", "grop"], "method = 'grop'; did you mean 'grpo'?"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, tmp_path):
+    result = jrl(*(tmp_path if a == "DIR" else a for a in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(replace):
+    def broken(config, *, checkpoint):
+        raise ZeroDivisionError
+
+    replace("jrl.evaluate", evaluate_run=broken)
+    assert isinstance(jrl("eval", "seed=1").exception, ZeroDivisionError)
+
+
+def test_show_config_prints_what_can_be_read_back(tmp_path):
+    result = jrl("show-config", TINY, "sampling.group=4")
+    assert result.exit_code == 0
+    path = tmp_path / "copy.toml"
+    path.write_text(result.stdout)
+    assert load_config(path) == load_config(TINY, ["sampling.group=4"])
+    as_json = json.loads(jrl("show-config", "--json", path).stdout)
+    assert as_json["sampling"]["group"] == 4
+
+
+def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_path):
+    seen = []
+
+    def train(config, *, echo):
+        seen.append(config)
+        echo("a line")
+        return {"accuracy_before": 0.25, "accuracy_after": None, "steps": 3, "eval_after": {}}
+
+    replace("jrl.train.loop", train=train)
+    result = jrl("train", TINY, f'run.dir="{tmp_path}"', "train.steps=3")
+    assert result.exit_code == 0, result.output
+    assert seen == [load_config(TINY, [f'run.dir="{tmp_path}"', "train.steps=3"])]
+    assert result.stdout.splitlines() == [
+        f"run directory: {tmp_path}",
+        "a line",
+        "training is done",
+        "  accuracy before  0.25",
+        "  accuracy after   -",
+        "  steps            3",
+    ]
+
+
+def test_train_without_run_dir_gets_a_new_one(replace, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def train(config, *, echo):
+        Path(config.run.dir).mkdir(parents=True)
+        seen.append(config.run.dir)
+        return {}
+
+    replace("jrl.train.loop", train=train)
+    (tmp_path / "my.toml").write_text("seed = 1\n")
+    for arguments in (["my.toml"], ["my.toml"], ["method=rloo", "seed=2"]):
+        assert jrl("train", *arguments).exit_code == 0
+    assert len(set(seen)) == 3
+    assert [name.partition("-")[0] for name in seen] == ["runs/my", "runs/my", "runs/rloo"]
+
+
+def test_ctrl_c_says_what_was_saved_and_ends_with_130(replace, run_dir):
+    def train(config, *, echo):
+        for step in (5, 20):
+            (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    replace("jrl.train.loop", train=train)
+    result = jrl("train", run_dir)
+    assert result.exit_code == 130
+    assert f"step 20 is saved; `jrl train {run_dir}` goes on from it" in result.stderr
+
+
+def test_ctrl_c_elsewhere_ends_with_130(replace):
+    def slow(config, *, checkpoint):
+        raise KeyboardInterrupt
+
+    replace("jrl.evaluate", evaluate_run=slow)
+    result = jrl("eval", "seed=1")
+    assert (result.exit_code, result.stderr) == (130, "jrl: stopped\n")
+
+
+def test_eval_takes_a_run_directory_with_changes(replace, run_dir):
+    def evaluate_run(config, *, checkpoint):
+        assert config.run.dir == str(run_dir)
+        assert (config.seed, config.eval.problems) == (4, 16)
+        return {"step": checkpoint, "accuracy": 0.5}
+
+    replace("jrl.evaluate", evaluate_run=evaluate_run)
+    result = jrl("eval", run_dir, "eval.problems=16", "--checkpoint", 3, "--json")
+    assert json.loads(result.stdout) == {"step": 3, "accuracy": 0.5}
+
+
+def test_sample_prints_prompts_completions_and_rewards(replace):
+    def sample_run(config, *, prompts, count, checkpoint):
+        assert (prompts, count, checkpoint) == (["2+2?", "3+3?"], 4, None)
+        return [{"prompt": "2+2?", "completion": "4 [b]", "rewards": {"math": 1.0}, "length": 2}]
+
+    replace("jrl.evaluate", sample_run=sample_run)
+    result = jrl("sample", "seed=1", "--prompt", "2+2?", "--prompt", "3+3?")
+    assert result.stdout.splitlines() == ["--- 2+2?", "4 [b]", "    rewards math 1  length 2"]
+
+
+def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
+    def export_run(config, directory, *, checkpoint):
+        return directory / f"{config.seed}-{checkpoint}"
+
+    replace("jrl.export", export_run=export_run)
+    result = jrl("convert", run_dir, tmp_path / "out", "--checkpoint", 2)
+    assert result.stdout == f"{tmp_path / 'out' / '4-2'}\n"
+
+
+def test_report_prints_the_page(run_dir):
+    result = jrl("report", run_dir)
+    assert result.stdout == f"{run_dir / 'report' / 'index.html'}\n"
+    assert (run_dir / "report" / "index.html").exists()
+
+
+def test_methods_lists_them_for_people_and_for_scripts():
+    listed = json.loads(jrl("methods", "--json").stdout)
+    assert {"name", "paper", "family"} <= listed[0].keys()
+    assert "grpo" in {item["name"] for item in listed}
+    lines = jrl("methods").stdout.splitlines()
+    assert len(lines) == len(listed) + 1  # a row is never wrapped
+    for item, line in zip(listed, lines[1:], strict=True):
+        assert line.startswith(item["name"])
+        assert (item["paper"] or "") in line
+    detail = jrl("methods", "grpo").stdout
+    assert "arxiv" in detail
+    assert "clip_high" in detail
+
+
+def test_version():
+    result = jrl("--version")
+    assert (result.exit_code, result.stdout.count(".")) == (0, 2)
+
+
+def test_the_run_directory_in_quotes_survives_odd_names(tmp_path):
+    odd = tmp_path / 'a "b" \\c'
+    config = load_config(None, [f"run.dir={json.dumps(str(odd))}"])
+    RunWriter(config)
+    shown = json.loads(jrl("show-config", "--json", odd).stdout)
+    assert shown["run"]["dir"] == str(odd)
+    assert config_hash(load_config(odd / "config.toml")) == config_hash(config)

@@ -1,0 +1,82 @@
+"""Progress on a terminal and in a pipe, with a clock that the test moves."""
+
+import io
+
+from jrl.progress import Progress, duration
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_plain_lines_in_a_pipe_come_at_most_once_a_second_and_at_the_end():
+    clock, out = Clock(), io.StringIO()
+    with Progress("train", total=10, file=out, clock=clock) as progress:
+        for step in range(1, 11):
+            clock.now += 0.4
+            progress.step(step, {"reward": step / 10, "loss": 1.0, "tokens_per_second": 2500.0})
+    lines = out.getvalue().splitlines()
+    assert lines == [
+        "train  step 1/10  reward 0.1000  2,500 tokens/s  left 0:04",
+        "train  step 4/10  reward 0.4000  2,500 tokens/s  left 0:02",
+        "train  step 7/10  reward 0.7000  2,500 tokens/s  left 0:01",
+        "train  step 10/10  reward 1.0000  2,500 tokens/s",
+    ]
+
+
+def test_time_left_follows_the_recent_pace_not_the_first_step():
+    clock = Clock()
+    with Progress("train", total=1000, file=io.StringIO(), clock=clock) as progress:
+        assert progress.seconds_left() is None
+        clock.now = 100.0  # compiling
+        progress.step(1, {})
+        assert progress.seconds_left() == 99_900.0
+        for step in range(2, 41):
+            clock.now += 1.0
+            progress.step(step, {})
+        assert progress.seconds_left() == 960.0
+
+
+def test_a_resumed_run_counts_its_own_steps_only():
+    clock = Clock()
+    with Progress("train", total=100, start=50, file=io.StringIO(), clock=clock) as progress:
+        clock.now = 2.0
+        progress.step(51, {})
+        assert progress.seconds_left() == 98.0
+
+
+def test_a_missing_reward_is_left_out_and_brackets_are_text():
+    out = io.StringIO()
+    with Progress("eval", total=1, file=out) as progress:
+        progress.note("saved [bold]x[/bold] to /a")
+        progress.step(1, {"reward": None, "accuracy": 0.5})
+    assert out.getvalue().splitlines() == [
+        "saved [bold]x[/bold] to /a",
+        "eval  step 1/1  accuracy 0.5000",
+    ]
+
+
+def test_a_terminal_gets_one_live_line_that_ends_as_a_plain_one(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    out, clock = Terminal(), Clock()
+    with Progress("train", total=2, file=out, clock=clock) as progress:
+        clock.now = 1.0
+        progress.step(1, {"reward": 0.25})
+        progress.note("a note")
+        progress.step(2, {"reward": 0.5})
+    text = out.getvalue()
+    assert "\x1b[" in text  # the line is redrawn in place
+    assert "a note" in text
+    assert text.rstrip().endswith("step 2/2  reward 0.5000")
+
+
+def test_duration():
+    assert [duration(s) for s in (0, 59.6, 3599, 3600)] == ["0:00", "1:00", "59:59", "1:00:00"]
