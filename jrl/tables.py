@@ -137,7 +137,9 @@ class SamplingTable(Table):
     top_k: int = _key(0, "keep the k likeliest tokens; 0 keeps all", ge=0)
     top_p: float = _key(1.0, "keep the smallest set with this probability", gt=0, le=1)
     min_p: float = _key(0.0, "keep tokens this likely relative to the likeliest", ge=0, lt=1)
-    max_new_tokens: int = _key(256, "longest completion, tokens", ge=1)
+    max_new_tokens: int = _key(
+        256, "longest completion, tokens; a procedural task sets its own", ge=1
+    )
 
 
 class RewardTable(Table):
@@ -299,8 +301,9 @@ class Config(Table):
     objective: dict[str, Any] = _key({}, "coefficients of the method, such as clip_high")
     rewards: dict[str, RewardTable] = _key(
         {},
-        "reward parts by name: math, exact, numeric, format, verify, or your own function as"
-        ' "module:function" or "FILE.py:function"; each a table with weight and options',
+        "reward parts by name: math, exact, numeric, format, or your own function as"
+        ' "module:function" or "FILE.py:function"; verify and partial for a procedural task;'
+        " each a table with weight and options",
     )
     reward_pool: RewardPoolTable = _key(RewardPoolTable(), "")
     optimizer: OptimizerTable = _key(OptimizerTable(), "")
