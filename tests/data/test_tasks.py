@@ -1,6 +1,7 @@
 """Tasks: disjoint splits, strict verifiers, pure generators, text that says what the tokens are."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.data.tasks import TASKS, base, get_task
+from jrl.data.tasks.countdown import read_expression
 from jrl.errors import UserError
 from jrl.models.tokenizer import PAD_ID, STOP_ID
 
@@ -143,11 +145,11 @@ def test_arithmetic_twins_are_in_one_split():
 
 
 def test_without_a_candidate_of_the_split_the_fixed_problem_is_returned():
-    def draw(key):
-        value = jax.random.randint(key, (1,), 0, 1000, jnp.int32)
+    def draw(bits):
+        value = base.whole(bits, 0, 1000)
         return base.Problem(value, jnp.int32(1), value), value
 
-    generate = base.split_generator(draw, candidates=1)
+    generate = base.split_generator(draw, 1, candidates=1)
     keys = jax.random.split(jax.random.key(0), 400)
     problems = jax.vmap(functools.partial(generate, split="eval"))(keys)
     assert jax.vmap(base.in_eval)(problems.tokens).all()
@@ -159,19 +161,118 @@ def test_without_a_candidate_of_the_split_the_fixed_problem_is_returned():
 
 
 def test_a_space_that_cannot_be_split_is_refused():
-    def draw(key):
+    def draw(bits):
         value = jnp.zeros((1,), jnp.int32)
         return base.Problem(value, jnp.int32(1), value), value
 
     with pytest.raises(UserError, match="too few problems"):
-        base.split_generator(draw)
+        base.split_generator(draw, 1)
+
+
+def test_chain_agrees_with_python():
+    for i in range(100):
+        text, answer = task_of("chain").render(row(problems_of("chain", "eval"), i))
+        value, results = int(text[0]), []
+        for sign, operand in zip(text[1:-1:2], text[2:-1:2], strict=True):
+            value = eval(f"{value}{sign}{operand}")
+            results.append(str(value))
+            assert 0 <= value <= 99
+        assert ",".join(results) == answer
+
+
+def test_sequences_follow_one_of_the_rules_and_no_prompt_has_two_answers():
+    task = get_task("sequence", difficulty=4, next_terms=2)
+    keys = jax.random.split(jax.random.key(1), 1000)
+    problems = jax.jit(jax.vmap(functools.partial(task.generate, split="train")))(keys)
+    rules, answers = set(), {}
+    for i in range(1000):
+        text, answer = task.render(row(problems, i))
+        assert answers.setdefault(text, answer) == answer
+        terms = np.array([int(t) for t in f"{text[:-1]},{answer}".split(",")])
+        steps = np.diff(terms)
+        holds = [
+            len(set(steps)) == 1,
+            len(set(np.diff(steps))) == 1 and len(set(steps)) > 1,
+            len(set(steps[::2])) == len(set(steps[1::2])) == 1 and len(set(steps)) > 1,
+            (terms[2:] == terms[1:-1] + terms[:-2]).all(),
+        ]
+        assert sum(holds) == 1
+        rules.add(holds.index(True))
+    assert rules == {0, 1, 2, 3}
+
+
+def left_to_right(expression, numbers):
+    """The value of a legal expression, or None, in plain Python."""
+    parts = re.split(r"([-+*])", expression)
+    left = list(numbers)
+    value, sign = 0, "+"
+    for i, part in enumerate(parts):
+        if i % 2:
+            sign = part
+            continue
+        if not re.fullmatch("[1-9][0-9]*", part) or int(part) not in left:
+            return None
+        left.remove(int(part))
+        value = {"+": value + int(part), "-": value - int(part), "*": value * int(part)}[sign]
+    return value
+
+
+def test_countdown_agrees_with_a_reader_in_python():
+    task = task_of("countdown")
+    problems = row(problems_of("countdown", "train"), slice(0, 400))
+    rng = np.random.default_rng(0)
+    texts, right, legal = [], [], []
+    for i in range(400):
+        prompt, answer = task.render(row(problems, i))
+        numbers = [int(n) for n in prompt.split(":")[0].split(",")]
+        text = list(answer)
+        for _ in range(rng.integers(0, 3)):
+            text[rng.integers(len(text))] = rng.choice(list("123456789+-*0"))
+        text = "".join(text)[: task.completion_tokens - 1]
+        value = left_to_right(text, numbers)
+        texts.append([*task.tokenizer.encode(text), STOP_ID])
+        legal.append(value is not None)
+        right.append(value == int(prompt[:-1].split(":")[1]))
+    tokens = jnp.array([t + [PAD_ID] * (task.completion_tokens - len(t)) for t in texts])
+    lengths = jnp.array([len(t) for t in texts])
+    assert 50 < sum(right) < sum(legal) < 350
+    assert jax.jit(jax.vmap(task.verify))(problems, tokens, lengths).tolist() == right
+    expected = np.where(right, 1.0, np.where(legal, 0.2, 0.0)).astype(np.float32)
+    np.testing.assert_array_equal(
+        jax.jit(jax.vmap(task.partial))(problems, tokens, lengths), expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("3*5+7", 22),
+        ("7+3*5", 50),
+        ("7", 7),
+        ("3*5+7+7", None),
+        ("35+7", None),
+        ("03+7", None),
+        ("3++7", None),
+        ("+3", None),
+        ("3+", None),
+        ("", None),
+        ("4", None),
+        ("3 + 7", None),
+    ],
+)
+def test_countdown_expressions(expression, value):
+    tokens = jnp.array([*task_of("countdown").tokenizer.encode(expression), STOP_ID])
+    found, legal = read_expression(jnp.array([3, 7, 5]), tokens, jnp.int32(len(tokens)))
+    assert bool(legal) == (value is not None)
+    if legal:
+        assert int(found) == value
 
 
 @pytest.mark.parametrize("value", [0, 7, -13, 99, 100, -999, 1234, -1230])
 def test_number_is_decimal(value):
-    text = base.number(jnp.int32(value), 4)
-    decoded = task_of("sorting").tokenizer.decode(text.tokens[: int(text.length)])
-    assert decoded == str(value)
+    tokens, length = base.join(6, base.number(jnp.int32(value), 4), base.text(base.GOES))
+    assert task_of("sorting").tokenizer.decode(tokens) == f"{value}>"
+    assert int(length) == len(str(value)) + 1
 
 
 def test_errors_name_the_key_and_the_choices():
@@ -186,7 +287,19 @@ def test_errors_name_the_key_and_the_choices():
 
 
 @pytest.mark.parametrize(
-    ("name", "difficulty"), [("sorting", 3), ("arithmetic", 1), ("sorting", 32), ("arithmetic", 4)]
+    ("name", "difficulty"),
+    [
+        ("sorting", 3),
+        ("sorting", 32),
+        ("arithmetic", 1),
+        ("arithmetic", 4),
+        ("sequence", 1),
+        ("sequence", 4),
+        ("chain", 2),
+        ("chain", 16),
+        ("countdown", 2),
+        ("countdown", 6),
+    ],
 )
 def test_extreme_difficulties_work(name, difficulty):
     task = get_task(name, difficulty=difficulty)

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.data.tasks.base import SPLITS, Problem, Task
-from jrl.data.tasks.numbers import arithmetic, sorting
+from jrl.data.tasks.countdown import countdown
+from jrl.data.tasks.numbers import arithmetic, chain, sequence, sorting
 from jrl.errors import choose
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
+    "chain": chain,
+    "countdown": countdown,
+    "sequence": sequence,
     "sorting": sorting,
 }
 """Task constructors by name; each takes ``difficulty`` and its own knobs."""
@@ -34,4 +38,15 @@ def get_task(name: str, **knobs: Any) -> Task:
     return TASKS[name](**knobs)
 
 
-__all__ = ["SPLITS", "TASKS", "Problem", "Task", "arithmetic", "get_task", "sorting"]
+__all__ = [
+    "SPLITS",
+    "TASKS",
+    "Problem",
+    "Task",
+    "arithmetic",
+    "chain",
+    "countdown",
+    "get_task",
+    "sequence",
+    "sorting",
+]

@@ -49,12 +49,12 @@ class Text(NamedTuple):
     """A piece of text of varying length in a fixed array.
 
     Attributes:
-      tokens: [W] int32, valid up to ``length``.
-      length: [] int32, tokens.
+      tokens: [W] int32.
+      live: [W] bool, True at the tokens that are part of the text.
     """
 
     tokens: Array
-    length: Array
+    live: Array
 
 
 class Task(NamedTuple):
@@ -96,9 +96,9 @@ class Task(NamedTuple):
 # ---------------------------------------------------------------- text on the device
 
 
-def literal(*ids: int) -> Text:
-    """A fixed piece of text."""
-    return Text(jnp.array(ids, jnp.int32), jnp.int32(len(ids)))
+def text(*tokens: Array | int) -> Text:
+    """A piece of text from its tokens, each an int or [] int32."""
+    return Text(jnp.stack([jnp.int32(t) for t in tokens]), jnp.ones(len(tokens), bool))
 
 
 def number(value: Array, digits: int) -> Text:
@@ -109,28 +109,47 @@ def number(value: Array, digits: int) -> Text:
       digits: the most digits it can have.
 
     Returns:
-      A Text of ``digits + 1`` places.
+      A Text of ``digits + 1`` places, the first one for the sign.
     """
     powers = jnp.array([10**i for i in reversed(range(digits))], jnp.int32)
-    all_digits = (jnp.abs(value) // powers) % 10
-    count = jnp.maximum(1, jnp.sum(jnp.abs(value) >= powers).astype(jnp.int32))
-    shown = jnp.roll(all_digits, count - digits) + DIGIT_0
-    negative = (value < 0).astype(jnp.int32)
-    sign_first = jnp.concatenate([jnp.array([MINUS]), shown])
-    plain = jnp.concatenate([shown, jnp.array([PAD_ID])])
-    return Text(jnp.where(negative, sign_first, plain).astype(jnp.int32), count + negative)
+    size = jnp.abs(value)
+    tokens = jnp.append(jnp.int32(MINUS), (size // powers) % 10 + DIGIT_0)
+    live = jnp.append(value < 0, size >= powers).at[-1].set(True)
+    return Text(tokens, live)
 
 
-def join(size: int, *pieces: Text) -> Text:
-    """The pieces one after the other, padded to ``size`` places (all must fit)."""
-    tokens = jnp.full((size,), PAD_ID, jnp.int32)
-    start = jnp.int32(0)
-    for piece in pieces:
-        place = jnp.arange(piece.tokens.shape[0])
-        target = jnp.where(place < piece.length, start + place, size)
-        tokens = tokens.at[target].set(piece.tokens, mode="drop")
-        start = start + piece.length
-    return Text(tokens, start)
+def listed(values: Array, digits: int, separators: Array) -> Text:
+    """Numbers, each followed by its separator.
+
+    Args:
+      values: [K] int32, below ``10**digits`` in magnitude.
+      digits: the most digits that one can have.
+      separators: [K] int32, the token after each number.
+
+    Returns:
+      A Text of ``K * (digits + 2)`` places.
+    """
+    numbers = jax.vmap(lambda value: number(value, digits))(values)
+    tokens = jnp.concatenate([numbers.tokens, separators[:, None]], axis=1)
+    live = jnp.pad(numbers.live, ((0, 0), (0, 1)), constant_values=True)
+    return Text(tokens.reshape(-1), live.reshape(-1))
+
+
+def join(size: int, *pieces: Text) -> tuple[Array, Array]:
+    """The pieces one after the other.
+
+    Args:
+      size: places of the result; all live tokens must fit.
+      *pieces: what to write.
+
+    Returns:
+      (tokens [size] int32, padded, length [] int32).
+    """
+    tokens = jnp.concatenate([piece.tokens for piece in pieces])
+    live = jnp.concatenate([piece.live for piece in pieces])
+    target = jnp.where(live, jnp.cumsum(live) - 1, size)
+    packed = jnp.full((size,), PAD_ID, jnp.int32).at[target].set(tokens, mode="drop")
+    return packed, jnp.sum(live).astype(jnp.int32)
 
 
 # ---------------------------------------------------------------- splits
@@ -155,9 +174,19 @@ def in_eval(identity: Array) -> Array:
     return (mixed ^ (mixed >> 16)) % EVAL_SHARE == 0
 
 
-def split_generator(
-    draw: Callable[[Array], tuple[Problem, Array]], candidates: int = CANDIDATES
-) -> Callable[..., Problem]:
+Draw = Callable[[Array], tuple[Problem, Array]]
+"""(bits [W] uint32, uniform) -> (problem, identity [I] int32)."""
+
+
+def whole(bits: Array, low: int, high: int) -> Array:
+    """Whole numbers from ``low`` up to and without ``high``, int32, made of uniform uint32 bits.
+
+    The modulus favours small numbers by less than one part in a million for ranges below 4,000.
+    """
+    return (low + bits % (high - low)).astype(jnp.int32)
+
+
+def split_generator(draw: Draw, words: int, candidates: int = CANDIDATES) -> Callable[..., Problem]:
     """A generator of problems of one split from a draw over all problems.
 
     Draws ``candidates`` problems and takes the first of the right split. When none is (for "eval",
@@ -165,32 +194,33 @@ def split_generator(
     here: a problem of the wrong split is never returned.
 
     Args:
-      draw: (key) -> (problem, identity [I]).
+      draw: a function of ``words`` uniform words.
+      words: W.
       candidates: draws for one problem.
 
     Returns:
       generate(key, split) -> Problem.
+
+    Raises:
+      UserError: 256 draws are all of one split, so there is nothing to hold out.
     """
-    problems, identities = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 256))
-    held_out = np.asarray(jax.jit(jax.vmap(in_eval))(identities))
-    if held_out.all() or not held_out.any():
+
+    def held_out(bits: Array) -> Array:
+        return in_eval(draw(bits)[1])
+
+    rows = jax.random.bits(jax.random.key(0), (256, words), jnp.uint32)
+    known = np.asarray(jax.jit(jax.vmap(held_out))(rows))
+    if known.all() or not known.any():
         raise UserError("the task has too few problems to hold some out; raise its difficulty")
-    spare = {}
-    for split in SPLITS:
-        first = int(np.argmax(held_out == (split == "eval")))
-        spare[split] = jax.tree.map(lambda leaf, i=first: np.asarray(leaf)[i], problems)
+    spare = {split: np.asarray(rows)[np.argmax(known == (split == "eval"))] for split in SPLITS}
 
     def generate(key: Array, split: str) -> Problem:
         if split not in SPLITS:
             raise choose("split", split, SPLITS)
-        problems, identities = jax.vmap(draw)(jax.random.split(key, candidates))
-        right = jax.vmap(in_eval)(identities) == (split == "eval")
-        first = jnp.argmax(right)
-        return jax.tree.map(
-            lambda drawn, fixed: jnp.where(right.any(), drawn[first], fixed),
-            problems,
-            spare[split],
-        )
+        drawn = jax.random.bits(key, (candidates, words), jnp.uint32)
+        right = jax.vmap(held_out)(drawn) == (split == "eval")
+        bits = jnp.where(right.any(), drawn[jnp.argmax(right)], spare[split])
+        return draw(bits)[0]
 
     return generate
 
@@ -261,7 +291,8 @@ def make_task(
     difficulty: int,
     prompt_tokens: int,
     completion_tokens: int,
-    draw: Callable[[Array], tuple[Problem, Array]],
+    draw: Draw,
+    words: int,
     verify: Callable[[Problem, Array, Array], Array] = exact_points,
     partial: Callable[[Problem, Array, Array], Array] = matched_share,
     solution: Callable[[Problem], tuple[Array, Array]] = answer_solution,
@@ -273,7 +304,8 @@ def make_task(
       difficulty: as in ``Task``.
       prompt_tokens: P.
       completion_tokens: T.
-      draw: (key) -> (problem, identity [I] int32), one problem of any split.
+      draw: one problem of any split from ``words`` words of uniform bits.
+      words: W.
       verify: as in ``Task``.
       partial: as in ``Task``.
       solution: as in ``Task``.
@@ -296,7 +328,7 @@ def make_task(
         vocab_size=tokenizer.vocab_size,
         stop_id=STOP_ID,
         tokenizer=tokenizer,
-        generate=split_generator(draw),
+        generate=split_generator(draw, words),
         verify=verify,
         partial=partial,
         solution=solution,
