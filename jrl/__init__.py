@@ -1,0 +1,65 @@
+"""Functional reinforcement learning for language models, in JAX.
+
+Five hops lead from a prompt to a gradient: ``data`` makes prompts, ``train.rollout`` collects,
+``sampling.engine`` draws completions, ``rewards`` judge them, ``train.step`` learns. Everything in
+between is a pure function over the records of ``jrl.types``.
+
+The names below are the ones a script starts with; each is read from its module when first used,
+so ``import jrl`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import Any
+
+_HOME = {
+    "Batch": "jrl.types",
+    "Checkpoints": "jrl.checkpoint",
+    "Law": "jrl.sampling.draw",
+    "ModelConfig": "jrl.models.config",
+    "Network": "jrl.types",
+    "Objective": "jrl.types",
+    "Prompt": "jrl.types",
+    "Rollout": "jrl.types",
+    "TrainState": "jrl.types",
+    "UserError": "jrl.errors",
+    "ValueNetwork": "jrl.types",
+    "compute_advantages": "jrl.objectives.policy",
+    "fit": "jrl.train.loop",
+    "generate": "jrl.sampling.engine",
+    "get_method": "jrl.methods",
+    "init_state": "jrl.train.state",
+    "linen_network": "jrl.models.flax_bridge",
+    "load_config": "jrl.config",
+    "make_law": "jrl.sampling.draw",
+    "make_mesh": "jrl.mesh",
+    "make_run": "jrl.train.compiled",
+    "make_step": "jrl.train.step",
+    "nnx_network": "jrl.models.flax_bridge",
+    "policy_loss": "jrl.objectives.policy",
+    "reward_network": "jrl.models.heads",
+    "transformer": "jrl.models.transformer",
+    "value_head": "jrl.models.heads",
+    "value_network": "jrl.models.heads",
+}
+
+try:
+    __version__ = importlib.metadata.version("jrl")
+except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+    __version__ = "0+unknown"
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jrl' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
