@@ -6,10 +6,18 @@ Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``enco
 
 from __future__ import annotations
 
+import datetime
+import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from jrl.errors import UserError
+from jrl.errors import UserError, choose
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
 
 PAD_ID = 0
 STOP_ID = 1
@@ -41,7 +49,11 @@ class Tokenizer(Protocol):
         ...
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """The conversation as the model was trained to read it."""
         ...
@@ -89,7 +101,11 @@ class CharTokenizer:
         )
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """Always an error: the built-in tokenizer knows no conversations."""
         raise UserError(
@@ -105,3 +121,241 @@ def char_tokenizer() -> CharTokenizer:
     48
     """
     return CharTokenizer()
+
+
+# ---------------------------------------------------------------- the tokenizer of a checkpoint
+
+
+class FileTokenizer:
+    """The tokenizer of a Hugging Face checkpoint directory, with its chat templates.
+
+    Attributes:
+      vocab_size: one more than the highest id.
+      eos_id: the id of ``eos_token``.
+      pad_id: the id of ``pad_token``; ``eos_id`` when there is none.
+      stop_ids: ``eos_id`` first, then the further ids of generation_config.json.
+      special: the special tokens' texts by name ("bos_token", "eos_token", ...).
+      templates: chat templates by name; the usual one is "default".
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        source: str,
+        stop_ids: tuple[int, ...],
+        pad_id: int,
+        special: Mapping[str, str],
+        templates: Mapping[str, str],
+    ) -> None:
+        self._backend = backend
+        self._source = source
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.eos_id = stop_ids[0]
+        self.stop_ids = stop_ids
+        self.pad_id = pad_id
+        self.special = dict(special)
+        self.templates = dict(templates)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; adds no special token, and reads those spelled out in it."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template: str = "default",
+        **variables: Any,
+    ) -> str:
+        """The conversation as the model was trained to read it.
+
+        Args:
+          messages: dicts with "role" and "content", in order.
+          add_generation_prompt: end with the header of the assistant's turn.
+          template: which of the checkpoint's templates to use.
+          **variables: further variables of the template, such as ``enable_thinking``.
+
+        Returns:
+          The text, special tokens spelled out; ``encode`` reads them as tokens.
+
+        Raises:
+          UserError: there is no template, or it refuses the messages.
+        """
+        if not self.templates:
+            raise UserError(
+                f"{self._source} has no chat template; set data.template to a text with "
+                "{question} in it, or add chat_template.jinja to the checkpoint"
+            )
+        if template not in self.templates:
+            raise choose("template", template, self.templates)
+        import jinja2
+
+        try:
+            return _compiled(self.templates[template]).render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **{"tools": None, "documents": None, **self.special, **variables},
+            )
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template of {self._source} says: {error}") from error
+
+
+def load_tokenizer(directory: str | Path) -> FileTokenizer:
+    """The tokenizer of a Hugging Face checkpoint directory.
+
+    Reads tokenizer.json, and when present tokenizer_config.json, special_tokens_map.json,
+    chat_template.jinja, additional_chat_templates/, generation_config.json and config.json.
+
+    Args:
+      directory: where the files are.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      UserError: tokenizer.json is missing or broken, another file is not JSON, or no file names an
+        end-of-sequence token that the vocabulary has.
+    """
+    import tokenizers
+
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(
+            f"{path} is missing; write it with transformers' "
+            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(...)"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a tokenizer: {error}") from error
+    # Limits and padding stored in the file would silently cut prompts.
+    backend.no_truncation()
+    backend.no_padding()
+
+    config = _read_json(directory / "tokenizer_config.json")
+    special = _special_texts({**_read_json(directory / "special_tokens_map.json"), **config})
+    pad_id = backend.token_to_id(special.get("pad_token", ""))
+    stop_ids = _stop_ids(directory, backend, special.get("eos_token"))
+    return FileTokenizer(
+        backend,
+        source=str(directory),
+        stop_ids=stop_ids,
+        pad_id=stop_ids[0] if pad_id is None else pad_id,
+        special=special,
+        templates=_templates(directory, config.get("chat_template")),
+    )
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises UserError when the tokenizer has ids that the model has no embedding for.
+
+    A smaller tokenizer is fine: checkpoints often pad their embeddings.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has only "
+            f"{vocab_size}; use the tokenizer that belongs to the checkpoint"
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file is missing."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(found).__name__}")
+    return found
+
+
+def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of "..._token" entries, which are strings or objects with "content"."""
+    texts = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _stop_ids(
+    directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None
+) -> tuple[int, ...]:
+    """The ids that end a completion, that of ``eos_token`` first."""
+    ids: list[int] = []
+    if eos_token is not None:
+        eos_id = backend.token_to_id(eos_token)
+        if eos_id is None:
+            raise UserError(
+                f"eos_token = {eos_token!r} in {directory / 'tokenizer_config.json'} is not in the "
+                "vocabulary of tokenizer.json; set it to a token that is"
+            )
+        ids.append(eos_id)
+    generation = _read_json(directory / "generation_config.json")
+    named = generation.get(
+        "eos_token_id", _read_json(directory / "config.json").get("eos_token_id")
+    )
+    ids += [] if named is None else named if isinstance(named, list) else [named]
+    if not ids:
+        raise UserError(
+            f"no file of {directory} names an end-of-sequence token, so nothing would end a "
+            "completion; set eos_token in tokenizer_config.json"
+        )
+    return tuple(dict.fromkeys(int(i) for i in ids))
+
+
+def _templates(directory: Path, configured: Any) -> dict[str, str]:
+    """Chat templates by name; a file of its own wins over tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        templates = {entry["name"]: entry["template"] for entry in configured}
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    return templates
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    """A chat template in the environment that such templates are written for."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """Writes the body of ``{% generation %}`` blocks, which mark the assistant's words."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return environment.from_string(template)

@@ -87,13 +87,12 @@ def test_solutions_are_right_and_changed_solutions_are_wrong(name):
 @pytest.mark.parametrize("name", sorted(TASKS))
 def test_generate_is_a_pure_function_of_its_key(name):
     task = task_of(name)
-    keys = jax.random.split(jax.random.key(3), 4)
+    together = problems_of(name, "eval")
     generate = jax.jit(functools.partial(task.generate, split="eval"))
-    together = jax.jit(jax.vmap(generate))(keys)
-    for i in range(4):
+    keys = jax.random.split(jax.random.key(7), 2048)
+    for i in (0, 1, 2047):
         chex.assert_trees_all_equal(row(together, i), generate(keys[i]))
-    other = jax.jit(jax.vmap(generate))(jax.random.split(jax.random.key(4), 4))
-    assert not np.array_equal(other.tokens, together.tokens)
+    assert not np.array_equal(generate(jax.random.key(8)).tokens, together.tokens[0])
 
 
 @pytest.mark.parametrize("name", sorted(TASKS))
@@ -290,13 +289,8 @@ def test_errors_name_the_key_and_the_choices():
     ("name", "difficulty"),
     [
         ("sorting", 3),
-        ("sorting", 32),
         ("arithmetic", 1),
-        ("arithmetic", 4),
-        ("sequence", 1),
-        ("sequence", 4),
         ("chain", 2),
-        ("chain", 16),
         ("countdown", 2),
         ("countdown", 6),
     ],
