@@ -11,8 +11,12 @@ from collections.abc import Callable
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.types import Array
+
+PRODUCT = "product"
+"""The name, for rematerialisation, of results of products with weights."""
 
 
 def route(
@@ -70,7 +74,7 @@ def grouped_matmul(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
       rows_e: [E] int32, rows of each expert; they sum to M.
     """
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
-    return _grouped_matmul(x_md, w_edf, rows_e)
+    return checkpoint_name(_grouped_matmul(x_md, w_edf, rows_e), PRODUCT)
 
 
 @jax.custom_vjp

@@ -15,6 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import choose
 from jrl.mesh import constrain
@@ -27,7 +28,7 @@ from jrl.models.weights import count_params as count_params
 from jrl.types import Array, Network, Params
 
 REMAT = ("dots", "full", "none")
-"""What the backward pass of a layer recomputes: all but matrix products, all, nothing."""
+"""What the backward pass of a layer recomputes: all but products with weights, all, nothing."""
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -40,7 +41,6 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 # ---------------------------------------------------------------- arithmetic
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def contract(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
     """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32 both ways.
 
@@ -54,12 +54,18 @@ def contract(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
       w: a weight, converted to the dtype of ``x`` for the product.
       dtype: of the result; None for that of ``x``.
     """
+    # Named, because rematerialisation does not look for products inside a custom derivative.
+    return checkpoint_name(_contract(spec, x, w, dtype), moe.PRODUCT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _contract(spec: str, x: Array, w: Array, dtype: Any) -> Array:
     out = jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
     return out.astype(dtype or x.dtype)
 
 
 def _contract_forward(spec: str, x: Array, w: Array, dtype: Any) -> tuple[Array, tuple]:
-    return contract(spec, x, w, dtype), (x, w)
+    return _contract(spec, x, w, dtype), (x, w)
 
 
 def _contract_backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple:
@@ -73,7 +79,7 @@ def _contract_backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Arra
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-contract.defvjp(_contract_forward, _contract_backward)
+_contract.defvjp(_contract_forward, _contract_backward)
 
 
 def _row(x: Array, ndim: int) -> Array:
@@ -241,8 +247,8 @@ def hidden(
         return x_bld, stats
 
     if remat != "none":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        body = jax.checkpoint(body, policy=policy if remat == "dots" else None, prevent_cse=False)
+        kept = jax.checkpoint_policies.save_only_these_names(moe.PRODUCT)
+        body = jax.checkpoint(body, policy=kept if remat == "dots" else None, prevent_cse=False)
     windows = [NO_WINDOW if w is None else np.int32(w) for w in config.windows]
     ids = np.array(turn_ids, np.int32) if len(turns) > 1 else np.zeros(config.layers, np.int32)
     if len(set(config.sparse)) == 1:
@@ -338,7 +344,8 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
     Args:
       config: the model.
       remat: what the backward pass of ``hidden`` recomputes for each layer: "none" keeps
-        everything, "dots" keeps the results of matrix products, "full" keeps the layer's input.
+        everything, "dots" keeps the results of products with weights, "full" keeps the layer's
+        input.
 
     Returns:
       A ``Network``; its functions are pure and not jitted.

@@ -1,6 +1,10 @@
 """Checkpoints against transformers, the implementation that wrote them."""
 
+import dataclasses
 import functools
+import json
+import pathlib
+import shutil
 import warnings
 
 import jax
@@ -8,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.transformer import transformer
 
@@ -198,3 +203,299 @@ def test_logits_greedy_and_round_trip_equal_the_reference(case, tmp_path):
     for export in ("export", "bare"):
         loaded = type(model).from_pretrained(tmp_path / export, attn_implementation="eager")
         np.testing.assert_array_equal(reference_logits(loaded.eval(), tokens), expected)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A Llama checkpoint nobody changes; ``copied`` gives a changeable one."""
+    directory = tmp_path_factory.mktemp("llama")
+    write_reference(directory, "LlamaForCausalLM", {"head_dim": 12})
+    return directory
+
+
+@pytest.fixture
+def copied(llama, tmp_path):
+    return pathlib.Path(shutil.copytree(llama, tmp_path / "checkpoint"))
+
+
+def edit_config(directory, drop=(), **changes):
+    path = directory / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if key not in drop}))
+
+
+def edit_tensors(directory, edit):
+    from safetensors.numpy import load_file, save_file
+
+    values = load_file(directory / "model.safetensors")
+    edit(values)
+    save_file(values, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_sharded_bfloat16_both_ways(tmp_path):
+    model = write_reference(
+        tmp_path / "source",
+        "Qwen3ForCausalLM",
+        {"head_dim": 8, "tie_word_embeddings": True},
+        dtype=torch.bfloat16,
+        max_shard_size="6KB",
+    )
+    assert (tmp_path / "source" / "model.safetensors.index.json").exists()
+    config, params = hf.load(tmp_path / "source")
+    assert config.dtype == config.param_dtype == "bfloat16"
+    assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"bfloat16"}
+    gate = model.model.layers[1].mlp.gate_proj.weight.float().detach().numpy()
+    np.testing.assert_array_equal(params["layers"]["mlp"]["gate"][1].astype(np.float32), gate.T)
+
+    hf.save(tmp_path / "export", config, params, shard_bytes=6_000)
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 2
+    again, restored = hf.load(tmp_path / "export")
+    assert again == config
+    assert_same_tree(restored, params)
+    loaded = type(model).from_pretrained(tmp_path / "export")
+    for ours, theirs in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert torch.equal(ours, theirs)
+
+    wide, converted = hf.load(tmp_path / "source", dtype="float32")
+    assert wide.dtype == wide.param_dtype == "float32"
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, b.astype(np.float32)), converted, params
+    )
+
+
+def test_bfloat16_logits_are_close_to_float32(tmp_path):
+    write_reference(tmp_path, "Qwen3ForCausalLM", {"head_dim": 8})
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 61, (2, 12)))
+    wide, narrow = (
+        our_logits(*hf.load(tmp_path, dtype=d), tokens) for d in ("float32", "bfloat16")
+    )
+    assert narrow.dtype == jnp.float32
+    error = np.abs(np.asarray(wide - narrow)).max()
+    assert 0 < error < 0.1 * np.abs(np.asarray(wide)).max()
+
+
+def test_checkpoint_saved_from_jax_arrays_of_random_weights(tmp_path):
+    import transformers
+
+    from jrl.models.config import ModelConfig
+
+    config = ModelConfig(
+        vocab_size=31,
+        layers=2,
+        embed_dim=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        mlp_dim=24,
+        max_length=32,
+        qk_norm=True,
+    )
+    params = transformer(config).init(jax.random.key(0))
+    hf.save(tmp_path / "export", config, params)
+    again, restored = hf.load(tmp_path / "export")
+    assert again == dataclasses.replace(config, family="qwen3")
+    assert_same_tree(restored, jax.tree.map(np.asarray, params))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    tokens = jnp.arange(31)[None] % 31
+    np.testing.assert_allclose(
+        our_logits(config, params, tokens), reference_logits(model, tokens), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "older"),
+    [
+        ("llama3", {"rope_theta": 100.0, "rope_scaling": {**LLAMA3, "rope_theta": None}}),
+        (
+            "llama_linear_biases",
+            {"rope_theta": 50.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        ),
+        (
+            "gemma3",
+            {
+                **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3},
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        ("qwen2_windows", {"rope_theta": 10000.0, "rope_scaling": None}),
+        ("smollm3", {"rope_theta": 2e6}),
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "rope_theta": 10000.0}),
+    ],
+)
+def test_config_of_older_releases_means_the_same(case, older, tmp_path):
+    write_reference(tmp_path, *CASES[case])
+    expected = hf.read_config(tmp_path)
+    rope = older.get("rope_scaling") or {}
+    if "rope_theta" in rope:
+        older["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    edit_config(tmp_path, drop=("rope_parameters", "layer_types", "no_rope_layers"), **older)
+    assert hf.read_config(tmp_path) == expected
+
+
+def test_export_keeps_unknown_keys_and_tokenizer_files(copied, tmp_path):
+    edit_config(copied, eos_token_id=7, initializer_range=0.123, our_own_note="kept")
+    (copied / "tokenizer.json").write_text("{}")
+    config, params = hf.load(copied)
+    hf.save(tmp_path / "export", config, params, source_dir=copied)
+    raw = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["initializer_range"]) == (7, 0.123)
+    assert raw["our_own_note"] == "kept"
+    assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+    # Again over itself: replaced whole, and the companions are not lost.
+    hf.save(copied, config, params, source_dir=copied)
+    assert (copied / "tokenizer.json").exists()
+    assert_same_tree(hf.load(copied)[1], params)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint", "export"]
+
+
+def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_path):
+    config, params = hf.load(copied)
+    other = tmp_path / "thesis"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        hf.save(other, config, params)
+    with pytest.raises(UserError, match=r"missing 'head'"):
+        hf.save(tmp_path / "x", config, {k: v for k, v in params.items() if k != "head"})
+    with pytest.raises(UserError, match=r"unexpected 'adapter'"):
+        hf.save(tmp_path / "x", config, params | {"adapter": params["embed"]})
+    with pytest.raises(UserError, match=r"embed has shape \(60, 32\), expected \(61, 32\)"):
+        hf.save(tmp_path / "x", config, params | {"embed": params["embed"][1:]})
+    changed = dataclasses.replace(config, qk_norm=True)
+    params["layers"]["attention"] |= {n: np.ones((2, 12), np.float32) for n in ("q_norm", "k_norm")}
+    with pytest.raises(UserError, match=r"'llama' cannot express model.qk_norm = True"):
+        hf.save(tmp_path / "x", changed, params)
+    assert not (tmp_path / "x").exists()
+    hf.save(tmp_path / "x", dataclasses.replace(changed, family="auto"), params)
+    assert hf.read_config(tmp_path / "x").family == "qwen3"
+    params["layers"]["mlp"] |= {f"{n}_bias": np.ones((2, 40), np.float32) for n in ("gate", "up")}
+    params["layers"]["mlp"]["down_bias"] = np.ones((2, 32), np.float32)
+    impossible = dataclasses.replace(changed, family="auto", mlp_bias=True)
+    with pytest.raises(UserError, match=r"no Hugging Face architecture.*model\.\w+"):
+        hf.save(tmp_path / "y", impossible, params)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "GPT2LMHeadModel.*LlamaFor"),
+        ({"architectures": None, "model_type": "phi3"}, "model_type = 'phi3'.*gemma3_text"),
+        ({"model_type": "qwen2"}, "model_type = 'qwen2' does not belong"),
+        ({"hidden_size": None}, "hidden_size = None"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3.*num_attention_heads = 4"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
+        ({"dtype": "float8_e4m3fn"}, "dtype = 'float8_e4m3fn'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            r"rope_scaling.type = 'yarn' is not supported; choose from default, linear, llama3",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            r"rope_parameters.rope_type = 'dynamic'",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters.factor = None"),
+    ],
+)
+def test_config_errors_name_key_and_directory(copied, changes, named):
+    (copied / "model.safetensors").unlink()  # found before weights are looked at
+    edit_config(copied, **changes)
+    with pytest.raises(UserError, match=named) as error:
+        hf.load(copied)
+    assert str(copied) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window is null or off"),
+    ],
+)
+def test_layer_type_errors(changes, named):
+    from jrl.models.hf.parse import parse
+
+    raw = {**SHAPE, "model_type": "qwen3", **changes}
+    with pytest.raises(UserError, match=named):
+        parse(raw)
+
+
+def test_broken_files_are_named(copied, tmp_path):
+    weights = copied / "model.safetensors"
+    whole = weights.read_bytes()
+    for part in (whole[:-100], whole[:50], b"", b"\xff" * 200):
+        weights.write_bytes(part)
+        with pytest.raises(UserError, match=r"model\.safetensors: truncated or not"):
+            hf.load(copied)
+    weights.unlink()
+    with pytest.raises(UserError, match="has neither model.safetensors nor"):
+        hf.load(copied)
+    (copied / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="pickled weights are not read"):
+        hf.load(copied)
+    (copied / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
+        hf.load(copied)
+    with pytest.raises(UserError, match=r"nowhere/config\.json: no such file"):
+        hf.load(tmp_path / "nowhere")
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    write_reference(tmp_path, "LlamaForCausalLM", {}, max_shard_size="6KB")
+    lost = sorted(tmp_path.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(UserError, match=f"{lost.name}: no such file"):
+        hf.load(tmp_path)
+
+
+def test_wrong_tensors_are_named_with_their_keys(copied):
+    first = "model.layers.0.self_attn.o_proj.weight"
+    edit_config(copied, num_attention_heads=2)
+    with pytest.raises(UserError) as error:
+        hf.load(copied)
+    message = str(error.value)
+    assert first in message
+    assert "[32, 48], expected [32, 24]; axis 1" in message
+    assert "num_attention_heads x head_dim in config.json" in message
+    edit_config(copied, num_attention_heads=4, attention_bias=True)
+    with pytest.raises(UserError, match=r"missing tensors 'model.layers.0.self_attn.k_proj.bias'"):
+        hf.load(copied)
+    edit_config(copied, attention_bias=False, num_hidden_layers=1)
+    with pytest.raises(UserError, match=r"unexpected tensors 'model.layers.1.*num_hidden_layers"):
+        hf.load(copied)
+    edit_config(copied, num_hidden_layers=2)
+    edit_tensors(copied, lambda values: values.pop("lm_head.weight"))
+    with pytest.raises(UserError, match=r"'lm_head.weight'; for a tied output"):
+        hf.load(copied)
+    edit_tensors(copied, lambda values: values.update({first: np.ones((32, 48), np.int8)}))
+    with pytest.raises(UserError, match="o_proj.weight' has type I8"):
+        hf.load(copied)
+
+
+def test_old_leftovers_are_ignored_and_a_false_tie_is_not(copied):
+    expected = hf.load(copied)[1]
+    inv_freq = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(copied, lambda values: values.update({inv_freq: np.ones(6, np.float32)}))
+    assert_same_tree(hf.load(copied)[1], expected)
+    edit_config(copied, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"lm_head.weight' differs from the embedding"):
+        hf.load(copied)
+    edit_tensors(
+        copied,
+        lambda values: values.update({"lm_head.weight": values["model.embed_tokens.weight"]}),
+    )
+    assert "head" not in hf.load(copied)[1]
+
+
+def test_unknown_dtype(llama):
+    with pytest.raises(UserError, match="dtype = 'bf16'; .*bfloat16"):
+        hf.load(llama, dtype="bf16")

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.errors import UserError
+from jrl.mesh import RULES, batch_sharding, make_mesh, tree_shardings
 from jrl.models import transformer as T
 from jrl.models.config import ModelConfig
 
@@ -51,7 +53,7 @@ def whole(network, params, tokens, lengths):
     b, l = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(l), (b, l))
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    return network.hidden(params, tokens, positions, segments)
+    return jax.jit(network.hidden)(params, tokens, positions, segments)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -88,3 +90,180 @@ def test_extend_writes_only_live_tokens():
     _, cache = network.extend(params, cache, tokens, positions, live)
     written = np.array([[(np.asarray(part["k"]) != 0).any((1, 3))] for part in cache]).any((0, 1))
     assert written.tolist() == [[True, False, False, False], [True, False, False, False]]
+
+
+@pytest.mark.parametrize("variant", ["gemma", "mixed"])
+def test_packed_segments_equal_separate_rows(variant):
+    network, params = make(**VARIANTS[variant])
+    tokens = jax.random.randint(jax.random.key(2), (1, 12), 0, TINY.vocab_size)
+    positions = jnp.array([[*range(5), *range(4), 0, 0, 0]])
+    segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3])
+    apply = jax.jit(network.hidden)
+    packed, _ = apply(params, tokens, positions, segments)
+    for start, length in ((0, 5), (5, 4)):
+        row = tokens[:, start : start + length]
+        alone, _ = whole(network, params, row, jnp.array([length]))
+        np.testing.assert_allclose(packed[:, start : start + length], alone, atol=1e-5)
+    # Columns may come in any order: positions say what comes before what.
+    order = jax.random.permutation(jax.random.key(5), 12)
+    shuffled, _ = apply(params, *(x[:, order] for x in (tokens, positions, segments)))
+    np.testing.assert_allclose(shuffled[:, :9], packed[:, order][:, :9], atol=1e-5)
+
+
+def test_padding_has_finite_values_and_no_gradient():
+    network, params = make(**VARIANTS["gemma"])
+    tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
+    lengths = jnp.array([4, 6])
+
+    def loss(params, tokens):
+        hidden, _ = whole(network, params, tokens, lengths)
+        live = (jnp.arange(6)[None] < lengths[:, None])[:, :, None]
+        return (jnp.where(live, hidden, 0.0) ** 2).sum() + 0.0 * hidden.sum()
+
+    compute = jax.jit(jax.value_and_grad(loss))
+    value, gradient = compute(params, tokens)
+    other, changed = compute(params, tokens.at[0, 4:].add(1) % TINY.vocab_size)
+    assert value == other
+    assert all(bool(jnp.isfinite(g).all()) for g in jax.tree.leaves(gradient))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, changed)
+
+
+def gradient_program(config, remat):
+    network = T.transformer(config, remat=remat)
+    params = network.init(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
+
+    def loss(params):
+        hidden, _ = whole(network, params, tokens, jnp.array([6, 4]))
+        return (network.logits(params, hidden) ** 2).mean()
+
+    return jax.grad(loss), params
+
+
+def test_remat_recomputes_what_it_says_and_changes_no_number():
+    products, gradients = {}, {}
+    for remat in ("none", "dots", "full"):
+        gradient, params = gradient_program(TINY, remat)
+        products[remat] = str(jax.make_jaxpr(gradient)(params)).count("dot_general[")
+        gradients[remat] = jax.jit(gradient)(params)
+    # "dots" repeats attention's two products; "full" also the projections, but for the last one,
+    # whose result no derivative needs.
+    assert products["dots"] - products["none"] == 2
+    assert products["full"] - products["none"] == 2 + 6
+    for remat in ("dots", "full"):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+            gradients[remat],
+            gradients["none"],
+        )
+    with pytest.raises(UserError, match="remat = 'some'"):
+        T.transformer(TINY, remat="some")
+
+
+def test_contract_has_the_derivatives_of_einsum():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    w = jax.random.normal(jax.random.key(1), (4, 5, 6))
+    probe = jax.random.normal(jax.random.key(2), (2, 5, 3, 6))
+    spec = "abd,dhk->ahbk"
+
+    def ours(x, w):
+        return (T.contract(spec, x, w) * probe).sum()
+
+    def theirs(x, w):
+        return (jnp.einsum(spec, x, w) * probe).sum()
+
+    for a, b in zip(jax.grad(ours, (0, 1))(x, w), jax.grad(theirs, (0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    low = x.astype(jnp.bfloat16)
+    dx, dw = jax.grad(lambda x, w: T.contract(spec, x, w).astype(jnp.float32).sum(), (0, 1))(low, w)
+    assert (dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.float32)
+    exact = np.asarray(low, np.float64).sum((0, 1))
+    np.testing.assert_allclose(dw[:, 0, 0], exact, rtol=1e-6)
+
+
+def test_router_statistics_come_from_sparse_layers_only():
+    tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
+    lengths = jnp.array([6, 2])
+    for variant, sparse in (("plain", 0), ("experts", 3), ("mixed", 2)):
+        network, params = make(**VARIANTS[variant])
+        _, aux = whole(network, params, tokens, lengths)
+        assert set(aux) == ({"router_load", "router_entropy"} if sparse else set())
+        if sparse:
+            assert aux["router_load"].shape == (sparse, 4)
+            np.testing.assert_allclose(aux["router_load"].sum(-1), np.ones(sparse), rtol=1e-6)
+            # 8 live tokens of 2 visits each.
+            np.testing.assert_allclose(aux["router_load"] * 16 % 1, 0, atol=1e-5)
+            assert aux["router_entropy"].shape == (sparse,)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_axes_abstract_and_count_describe_the_parameters(variant):
+    config = dataclasses.replace(TINY, **VARIANTS[variant], param_dtype="bfloat16")
+    network = T.transformer(config)
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    assert jax.tree.map(
+        lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), params, T.abstract(config)
+    )
+    leaves, treedef = jax.tree.flatten(params)
+    assert T.count_params(config) == sum(leaf.size for leaf in leaves)
+    for leaf, names in zip(leaves, treedef.flatten_up_to(network.axes()), strict=True):
+        assert leaf.ndim == len(names)
+        assert leaf.dtype == jnp.bfloat16
+        assert set(names) <= set(RULES)
+
+
+def test_initial_sizes_follow_fan_in():
+    config = dataclasses.replace(TINY, layers=2, embed_dim=256, head_dim=64, mlp_dim=512)
+    params = T.transformer(config).init(jax.random.key(0))
+    expected = {
+        ("attention", "q"): 256**-0.5,
+        ("attention", "o"): (4 * 64) ** -0.5 / 2,  # residual outputs: over sqrt(2 * layers)
+        ("mlp", "down"): 512**-0.5 / 2,
+    }
+    for (part, name), std in expected.items():
+        assert float(params["layers"][part][name].std()) == pytest.approx(std, rel=0.02)
+    assert float(params["layers"]["mlp_norm"].min()) == 1.0
+
+
+@pytest.mark.parametrize("variant", ["plain", "experts"])
+def test_sharded_numbers_equal_one_device(variant):
+    network, params = make(**VARIANTS[variant], vocab_size=32, embed_dim=16)
+    tokens = jax.random.randint(jax.random.key(2), (4, 8), 0, 32)
+    segments = jnp.ones_like(tokens)
+    positions = jnp.broadcast_to(jnp.arange(8), (4, 8))
+
+    def run(params, tokens):
+        hidden, _ = network.hidden(params, tokens, positions, segments)
+        cache = network.init_cache(4, 8, params)
+        again, cache = network.extend(params, cache, tokens, positions, segments == 1)
+        return hidden, network.logits(params, again), cache
+
+    expected = jax.jit(run)(params, tokens)
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    placed = jax.device_put(params, tree_shardings(mesh, network.axes(), params))
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(placed, jax.device_put(tokens, batch_sharding(mesh)))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert not got[2][0]["k"].sharding.is_fully_replicated
+
+
+def test_decoding_makes_no_copy_of_the_cache():
+    config = dataclasses.replace(TINY, head_dim=32)
+    network = T.transformer(config)
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    cache = jax.eval_shape(lambda: network.init_cache(8, 512))
+
+    def decode(params, cache, token):
+        def step(carry):
+            i, token, cache = carry
+            at = jnp.full((8, 1), i)
+            hidden, cache = network.extend(params, cache, token, at, jnp.ones((8, 1), bool))
+            return i + 1, network.logits(params, hidden).argmax(-1).astype(jnp.int32), cache
+
+        return jax.lax.while_loop(lambda carry: carry[0] < 512, step, (0, token, cache))
+
+    token = jax.ShapeDtypeStruct((8, 1), jnp.int32)
+    compiled = jax.jit(decode, donate_argnums=1).lower(params, cache, token).compile()
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
