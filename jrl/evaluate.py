@@ -23,8 +23,7 @@ from jrl.train import setup as build
 from jrl.train.compiled import held_out
 from jrl.train.rollout import Groups, TextSource, samples_of
 from jrl.train.setup import Run
-from jrl.train.state import stream
-from jrl.types import Array, Params
+from jrl.types import Array, Params, stream
 
 
 class Evaluation(NamedTuple):

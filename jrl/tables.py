@@ -199,7 +199,9 @@ class TrainTable(Table):
 
     steps: int = _key(100, "training steps, each one rollout and one update", ge=0)
     prompts: int = _key(32, "prompts per step; completions are prompts times sampling.group", ge=1)
-    epochs: int = _key(1, "passes over each step's batch", ge=1)
+    epochs: int | None = _key(
+        None, "passes over each step's batch; the method's own number when left out", ge=1
+    )
     minibatches: int = _key(1, "optimizer updates per pass", ge=1)
     microbatches: int = _key(1, "parts whose gradients are added up for one update", ge=1)
     mode: Literal["host", "compiled"] = _key(

@@ -177,7 +177,7 @@ class TrainState(struct.PyTreeNode):
       opt_state: the optax state of ``params``.
       ref_params: the reference policy's tree, or None when nothing needs it.
       method: the objective's own state (trackers, controllers); () when it keeps none.
-      key: the run's root key; step i uses ``fold_in(key, i)``.
+      key: the run's root key; every use has a ``stream`` of its own.
     """
 
     step: Array
@@ -186,6 +186,15 @@ class TrainState(struct.PyTreeNode):
     ref_params: Params
     method: Any
     key: Array
+
+
+STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
+"""What random numbers are drawn for; each use has a stream of keys of its own."""
+
+
+def stream(key: Array, name: str, index: Array | int) -> Array:
+    """Key number ``index`` of one of the run's streams, from its root key."""
+    return jax.random.fold_in(jax.random.fold_in(key, STREAMS.index(name)), index)
 
 
 # ---------------------------------------------------------------- what an algorithm is made of

@@ -78,7 +78,7 @@ def _kept(scaled: Array, law: Law) -> Array:
     if law.truncates:
         ranked = -jnp.sort(-scaled, axis=-1)
         k = jnp.where((law.top_k <= 0) | (law.top_k > v), v, law.top_k)
-        in_k = jnp.arange(v) < _column(k, ranked)
+        in_k = jnp.arange(v)[None] < _column(k, ranked)
         probs = jax.nn.softmax(jnp.where(in_k, ranked, -jnp.inf), axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs  # mass ranked above each token
         in_p = (before < _column(law.top_p, ranked)) | (_column(law.top_p, ranked) >= 1)
@@ -147,7 +147,7 @@ def token_logprobs(
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)
     if law.truncates or law.floors:
         kept = _kept(jax.lax.stop_gradient(scaled), law)
-        kept |= jnp.arange(scaled.shape[-1]) == tokens[:, None]
+        kept |= jnp.arange(scaled.shape[-1])[None] == tokens[:, None]
         scaled = jnp.where(kept, scaled, -jnp.inf)
     total = jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
     out = {"logprobs": (chosen - total)[:, 0]}
@@ -189,7 +189,7 @@ def _invert(target: Array, mass: Array) -> tuple[Array, Array]:
     last = mass.shape[-1] - 1 - jnp.argmax(mass[:, ::-1] > 0, axis=-1)
     index = jnp.minimum(jnp.sum(above <= target[:, None], axis=-1), last).astype(jnp.int32)
     # A target that lands in an empty entry by rounding moves to the next one with mass.
-    empty = (mass > 0) & (jnp.arange(mass.shape[-1]) >= index[:, None])
+    empty = (mass > 0) & (jnp.arange(mass.shape[-1])[None] >= index[:, None])
     index = jnp.argmax(empty, axis=-1).astype(jnp.int32)
     below = jnp.take_along_axis(above - mass, index[:, None], axis=-1)[:, 0]
     return index, jnp.maximum(target - below, 0.0)

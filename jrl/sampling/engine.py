@@ -164,7 +164,7 @@ def decode(
         logprobs = log_law(network.logits(params, hidden[:, 0]), slots.law)
         token = draw(_uniform(slots.keys, slots.lengths), logprobs)
         logprob = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
-        here = runs[:, None] & (jnp.arange(slots.tokens.shape[1]) == slots.lengths[:, None])
+        here = runs[:, None] & (jnp.arange(slots.tokens.shape[1])[None] == slots.lengths[:, None])
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
         reason = jnp.where(jnp.isin(token, stops), StopReason.STOP_TOKEN, going)
@@ -222,12 +222,12 @@ def extend(
     """
     q = tokens.shape[1]
     counts = jnp.minimum(counts, slots.limits - slots.lengths)
-    column = jnp.arange(q)
+    column = jnp.arange(q)[None]
     # The cache lacks the pending token, and must go on lacking the newest one.
     fed = jnp.concatenate([slots.pending[:, None], tokens[:, :-1]], axis=1)
     positions = (slots.prompt_lengths + slots.lengths - 1)[:, None] + column
     _, cache = network.extend(params, slots.cache, fed, positions, column < counts[:, None])
-    offset = jnp.arange(slots.tokens.shape[1]) - slots.lengths[:, None]
+    offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
     here = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
     newest = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
@@ -255,7 +255,7 @@ def refresh(params: Params, slots: Slots, prompt_tokens: Array, *, network: Netw
     """
     p = prompt_tokens.shape[1]
     width = p + slots.tokens.shape[1]
-    column = jnp.arange(width)
+    column = jnp.arange(width)[None]
     index = column - slots.prompt_lengths[:, None]
     past = jnp.take_along_axis(slots.tokens, jnp.clip(index, 0, slots.tokens.shape[1] - 1), axis=1)
     prompt = jnp.pad(prompt_tokens, ((0, 0), (0, width - p)))

@@ -24,9 +24,9 @@ from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups, task_rollout, to_batch
-from jrl.train.state import init_state, stream
+from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, make_step
-from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork
+from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork, stream
 
 Hyperparameters = Mapping[str, Array | float]
 Iterate = Callable[[TrainState, Law], tuple[TrainState, Metrics]]
@@ -94,7 +94,7 @@ def solution_batch(key: Array, *, task: Task, count: int) -> Batch:
     """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
     problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
     tokens, lengths = jax.vmap(task.solution)(problems)
-    mask = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     ones = jnp.ones((count, 1), bool)
     return Batch(
         prompt_tokens=problems.tokens,

@@ -175,6 +175,8 @@ class _Training:
             self.writer.truncate_after(int(state.step))
             self.echo(f"going on from step {int(state.step)} of {self.writer.dir}")
             return state
+        if self.writer.resuming:  # stopped before its first checkpoint
+            self.writer.truncate_after(-1)
         warmup, run = self.config.warmup, self.run_
         if warmup.steps:
             warm = jax.jit(
@@ -213,14 +215,14 @@ class _Training:
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
         ) -> bool:
-            self._log(done, state, metrics | groups.counts, cursor)
+            self._after_step(done, state, metrics | groups.counts, cursor)
             every = config.log.samples_every
             if every and (done == 1 or done % every == 0):
                 records = samples_of(
                     groups, run.tokenizer, run.task, run.weights, config.log.samples
                 )
                 self.writer.write_samples(done, records)
-            self._between(done, state)
+            self._save_if_due(done, state)
             return stopping.is_set()
 
         program = build.train_program(run, shardings)
@@ -283,13 +285,13 @@ class _Training:
             for i in range(steps):
                 metrics = {name: curve[i] for name, curve in curves.items()}
                 cursor = (done + i + 1) * config.train.prompts
-                self._log(done + i + 1, state, metrics, cursor, seconds / steps)
-            self._between(int(state.step), state)
+                self._after_step(done + i + 1, state, metrics, cursor, seconds / steps)
+            self._save_if_due(int(state.step), state)
         return state
 
     # ------------------------------------------------------------ between steps
 
-    def _log(
+    def _after_step(
         self,
         done: int,
         state: TrainState,
@@ -297,7 +299,14 @@ class _Training:
         cursor: int,
         seconds: float | None = None,
     ) -> None:
-        """Writes a step's record; stops the run when the step's gradient was not finite."""
+        """Writes a step's record, with an evaluation when one is due.
+
+        The state is that of the step, or, in a compiled run, of the last step before the record
+        is written; evaluations fall due at such a step only.
+
+        Raises:
+          NonFinite: the step's gradient was not finite.
+        """
         metrics = jax.device_get(metrics)
         if seconds is None:
             seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
@@ -311,6 +320,8 @@ class _Training:
             "compiles": self.compiles.count,
             "prompts": cursor,
         }
+        if self._due(self.config.eval.every, done):
+            metrics |= {f"eval/{name}": x for name, x in self._evaluate(state).items()}
         record = self.writer.write(done, metrics)
         self.progress.step(done, record)
         self.position = self.position._replace(
@@ -328,15 +339,14 @@ class _Training:
                 "optimizer.learning_rate or optimizer.clip_norm"
             )
 
-    def _between(self, done: int, state: TrainState) -> None:
-        """Evaluation and checkpoint when they are due; their time is not training time."""
-        config, last = self.config, done == self.config.train.steps
-        if config.eval.every and done % config.eval.every == 0 and not last:
-            found = self._evaluate(state)
-            self.writer.write(done, {f"eval/{name}": value for name, value in found.items()})
-        if config.checkpoint.every and done % config.checkpoint.every == 0 and not last:
+    def _due(self, every: int, done: int) -> bool:
+        """Whether something that happens every so many steps, and at the end, happens now."""
+        return bool(every) and done % every == 0 and done != self.config.train.steps
+
+    def _save_if_due(self, done: int, state: TrainState) -> None:
+        if self._due(self.config.checkpoint.every, done):
             self._save(state)
-        self.clock = time.perf_counter()
+        self.clock = time.perf_counter()  # evaluating and saving is not training time
 
     def _save(self, state: TrainState) -> None:
         self.checkpoints.save(int(state.step), state, extra=self.position._asdict())

@@ -24,8 +24,7 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.draw import Law
 from jrl.sampling.engine import generate
-from jrl.train.state import stream
-from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, StopReason
+from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, StopReason, stream
 
 
 class Groups(NamedTuple):

@@ -43,7 +43,7 @@ def rows(batch: Batch) -> Rows:
     prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
     prompt_lengths = jnp.repeat(batch.prompt_lengths, g)[:, None]
     lengths = batch.lengths.reshape(n * g, 1)
-    column, step = jnp.arange(p), jnp.arange(t)
+    column, step = jnp.arange(p)[None], jnp.arange(t)[None]
     before = jnp.where(step == 0, prompt_lengths - 1, p + step - 1)
     return Rows(
         tokens=jnp.concatenate([prompt, batch.tokens.reshape(n * g, t)], axis=1),

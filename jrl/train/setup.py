@@ -55,6 +55,7 @@ class Run(NamedTuple):
       optimizer: from optax.
       law: what is drawn from and trained.
       weights: reward part -> weight.
+      epochs: passes over each step's batch.
       params: the checkpoint's weights on the host, or None to draw them.
     """
 
@@ -72,6 +73,7 @@ class Run(NamedTuple):
     optimizer: optax.GradientTransformation
     law: Law
     weights: dict[str, float]
+    epochs: int
     params: Params
 
 
@@ -90,9 +92,7 @@ def setup(config: Config) -> Run:
         )
     mesh = make_mesh(config.mesh.model_dump())
     check_batch(config, batch_shards(mesh))
-    task = (
-        get_task(config.data.task, difficulty=config.data.difficulty) if config.data.task else None
-    )
+    task = _task(config)
     tokenizer, model, params = _model(config, task)
     network = transformer(model, remat=config.model.remat)
     prompts, counts = ({}, {}) if task else _prompts(config, tokenizer)
@@ -100,8 +100,9 @@ def setup(config: Config) -> Run:
     check_fits(network, width, _max_new_tokens(config, task))
     kinds = {"head": value_head, "network": value_network}
     value = kinds[config.value.kind](network) if method.value else None
-    train = config.train
-    optimizer = make_optimizer(config.optimizer, train.steps, train.epochs * train.minibatches)
+    epochs = config.train.epochs or method.schedule.epochs
+    updates = epochs * config.train.minibatches
+    optimizer = make_optimizer(config.optimizer, config.train.steps, updates)
     return Run(
         config=config,
         mesh=mesh,
@@ -117,8 +118,16 @@ def setup(config: Config) -> Run:
         optimizer=optimizer(config.optimizer.learning_rate),
         law=_law(config),
         weights=_weights(config, task),
+        epochs=epochs,
         params=params,
     )
+
+
+def _task(config: Config) -> Task | None:
+    if config.data.task is None:
+        return None
+    knobs = {} if config.data.difficulty is None else {"difficulty": config.data.difficulty}
+    return get_task(config.data.task, **knobs)
 
 
 def _law(config: Config) -> Law:
@@ -277,7 +286,7 @@ def make_train_step(run: Run) -> Step:
         objective=run.method.objective,
         optimizer=run.optimizer,
         value=run.value,
-        epochs=train.epochs,
+        epochs=run.epochs,
         minibatches=train.minibatches,
         microbatches=train.microbatches,
     )

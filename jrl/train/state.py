@@ -12,14 +12,6 @@ from jax.sharding import Mesh
 from jrl.mesh import replicated, tree_shardings
 from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
 
-STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
-"""What random numbers are drawn for; each use has a stream of keys of its own."""
-
-
-def stream(key: Array, name: str, index: Array | int) -> Array:
-    """Key number ``index`` of one of the run's streams, from its root key."""
-    return jax.random.fold_in(jax.random.fold_in(key, STREAMS.index(name)), index)
-
 
 def init_state(
     key: Array,

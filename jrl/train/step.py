@@ -27,8 +27,17 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.draw import Law
 from jrl.train.score import in_parts, score, split
-from jrl.train.state import stream
-from jrl.types import Array, Batch, Network, Objective, Params, Stats, TrainState, ValueNetwork
+from jrl.types import (
+    Array,
+    Batch,
+    Network,
+    Objective,
+    Params,
+    Stats,
+    TrainState,
+    ValueNetwork,
+    stream,
+)
 
 Metrics = dict[str, Array]
 Step = Callable[[TrainState, Batch, Law], tuple[TrainState, Metrics]]
