@@ -6,6 +6,7 @@ rho_t the ratio of token t under the policy being trained to the one it was draw
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from jrl.methods.base import Method, Schedule, published, refill
@@ -25,16 +26,13 @@ from jrl.methods.domains import (
 )
 from jrl.objectives import advantages, aggregates, regularizers, surrogates, transforms
 from jrl.objectives.surrogates import named_correction
-from jrl.types import Array, Objective, Regularizer, Transform
+from jrl.types import Objective, Regularizer, Transform
 
 FAMILY = "group_relative"
 
 
 def _normalised(eps: float, ddof: int) -> Transform:
-    def advantage(rewards: Array, members: Array) -> Array:
-        return advantages.group_mean_std(rewards, members, eps=eps, ddof=ddof)
-
-    return transforms.per_group(advantage)
+    return transforms.per_group(partial(advantages.group_mean_std, eps=eps, ddof=ddof))
 
 
 def _kl(kind: str, coef: float) -> tuple[Regularizer, ...]:
