@@ -72,8 +72,9 @@ def test_a_broken_reward_is_reported_and_not_averaged_away(bad, make_batch):
 
 def test_an_absent_member_with_a_nan_reward_is_not_read(make_batch):
     score = SCORE.copy()
-    score[1, 1] = np.nan
-    batch = make_batch(score, MASK, members=[[True, True], [True, False]])
+    score[0, 0] = np.nan  # it has tokens, and they are not trained on either
+    batch = make_batch(score, MASK, members=[[False, True], [True, True]])
+    assert [float(x) for x in term_counts(PLAIN, batch).values()] == [3]
     loss, _, metrics, _, _ = run(PLAIN, batch, {"logprobs": jnp.asarray(numbers(0, 2, 2, 3))})
     assert np.isfinite(loss)
     assert float(metrics["nonfinite_rewards"][0]) == float(metrics["nonfinite"][0]) == 0

@@ -153,6 +153,17 @@ def test_sequence_weights_count_live_tokens_only():
     np.testing.assert_allclose(weight, [2.0] * 4, rtol=1e-5)
 
 
+def test_no_gradient_passes_through_a_weight():
+    stats = stats_of([1.0] * 4, proximal=WEIGHTS)
+
+    def total(proximal):
+        return (
+            Correction().weight({**stats, "proximal_logprobs": proximal}, jnp.ones(4, bool)).sum()
+        )
+
+    assert not jax.grad(total)(stats["proximal_logprobs"]).any()
+
+
 def test_needs_follow_the_correction():
     for surrogate in WITH_RATIO.values():
         assert surrogate().needs == {"sampler_logprobs"}
