@@ -69,19 +69,16 @@ types: $(DEV_STAMP) ## mypy over the library
 
 # A checkout hides what a wheel lacks, so the wheel is tried alone, from an empty directory.
 wheel-test: $(BIN)/python ## build the wheel, install it in a new environment and use it
-	rm -rf build/lib build/wheel build/wheel-venv
+	@rm -rf build/lib build/wheel build/wheel-venv build/empty
+	@mkdir -p build/empty
 	$(BIN)/python -m pip --disable-pip-version-check wheel -qq --no-deps -w build/wheel .
-	$(BIN)/python -m venv build/wheel-venv
+	@$(BIN)/python -m venv build/wheel-venv
 	build/wheel-venv/bin/python $(PIP_INSTALL) build/wheel/jrl-*.whl
-	rm -rf build/empty && mkdir -p build/empty
-	cd build/empty && export JAX_PLATFORMS=cpu && P=../wheel-venv/bin \
-	  && $$P/python -c "import jrl, jrl.types; print('jrl', jrl.__version__, jrl.__file__)" \
-	  && $$P/python -c "import jrl, pathlib, pkgutil, importlib; \
-	[importlib.import_module(m.name) for m in pkgutil.walk_packages(jrl.__path__, 'jrl.')]; \
-	assert (pathlib.Path(jrl.__file__).parent / 'py.typed').exists()" \
-	  && $$P/jrl --help >/dev/null && $$P/jrl methods --json >/dev/null \
-	  && $$P/python -m pip check
-	rm -rf build/wheel-venv build/lib build/empty
+	cd build/empty && JAX_PLATFORMS=cpu ../wheel-venv/bin/python $(CURDIR)/.ci/try_wheel.py
+	cd build/empty && ../wheel-venv/bin/jrl --help >/dev/null
+	cd build/empty && ../wheel-venv/bin/jrl methods --json >/dev/null
+	build/wheel-venv/bin/python -m pip check
+	@rm -rf build/wheel-venv build/lib build/empty
 
 ci: ## everything a commit must pass
 	.ci/run
