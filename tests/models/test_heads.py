@@ -40,7 +40,7 @@ def test_value_head_is_linear_in_the_hidden_states_and_reaches_the_trunk():
     policy = NETWORK.init(jax.random.key(0))
     head = value.init(jax.random.key(1))
     data = batch()
-    hidden, _ = NETWORK.hidden(policy, *data)
+    hidden, _ = jax.jit(NETWORK.hidden)(policy, *data)
     np.testing.assert_array_equal(value.apply(head, hidden, *data), np.zeros((4, 6)))
     head = {"weight": jnp.arange(16.0) / 16, "bias": jnp.asarray(2.0)}
     expected = np.asarray(hidden, np.float64) @ (np.arange(16.0) / 16) + 2.0
@@ -49,7 +49,7 @@ def test_value_head_is_linear_in_the_hidden_states_and_reaches_the_trunk():
     def loss(policy):
         return value.apply(head, NETWORK.hidden(policy, *data)[0], *data).sum()
 
-    gradient = jax.grad(loss)(policy)
+    gradient = jax.jit(jax.grad(loss))(policy)
     assert float(jnp.abs(gradient["layers"]["attention"]["q"]).max()) > 0
     assert same_structure(head, value.axes())
 
@@ -60,15 +60,14 @@ def test_value_network_reads_tokens_and_not_the_policy():
     params["head"]["weight"] += 1.0
     tokens, positions, segments = batch()
     hidden = jnp.zeros((4, 6, 16))
-    first = value.apply(params, hidden, tokens, positions, segments)
+    apply = jax.jit(value.apply)
+    first = apply(params, hidden, tokens, positions, segments)
     assert first.shape == (4, 6)
     assert first.dtype == jnp.float32
-    np.testing.assert_array_equal(
-        value.apply(params, hidden + 1, tokens, positions, segments), first
-    )
-    changed = value.apply(params, hidden, (tokens + 1) % 16, positions, segments)
+    np.testing.assert_array_equal(apply(params, hidden + 1, tokens, positions, segments), first)
+    changed = apply(params, hidden, (tokens + 1) % 16, positions, segments)
     assert float(jnp.abs(changed - first).max()) > 1e-3
-    gradient = jax.grad(lambda h: value.apply(params, h, tokens, positions, segments).sum())(hidden)
+    gradient = jax.grad(lambda h: apply(params, h, tokens, positions, segments).sum())(hidden)
     np.testing.assert_array_equal(gradient, np.zeros_like(hidden))
     assert same_structure(params, value.axes())
 
@@ -78,14 +77,15 @@ def test_reward_reads_the_last_token_whatever_follows():
     params = reward.init(jax.random.key(0))
     params["head"]["weight"] += jnp.arange(16.0) / 16
     tokens, _, _ = batch()
-    lengths = jnp.array([1, 3, 6, 2])
-    scores = reward.apply(params, tokens, lengths)
+    lengths = jnp.array([1, 3, 6, 3])
+    apply = jax.jit(reward.apply)
+    scores = apply(params, tokens, lengths)
     padding = jnp.arange(6)[None] >= lengths[:, None]
     np.testing.assert_allclose(
-        reward.apply(params, jnp.where(padding, 0, tokens), lengths), scores, atol=1e-6
+        apply(params, jnp.where(padding, 0, tokens), lengths), scores, atol=1e-6
     )
     alone = [
-        reward.apply(params, tokens[i : i + 1, :n], lengths[i : i + 1])[0]
+        apply(params, tokens[i : i + 1, :n], lengths[i : i + 1])[0]
         for i, n in enumerate(lengths.tolist())
     ]
     np.testing.assert_allclose(scores, jnp.stack(alone), atol=1e-5)
@@ -106,6 +106,7 @@ def test_reward_network_learns_to_separate_two_kinds_of_sequences():
         chosen = jax.random.randint(k4, (32, 8), 8, 16).at[jnp.arange(32), at].set(7)
         return chosen, rejected, lengths
 
+    @jax.jit
     def margins(params, data):
         chosen, rejected, lengths = data
         return reward.apply(params, chosen, lengths) - reward.apply(params, rejected, lengths)

@@ -17,6 +17,7 @@ from jrl.models import hf
 from jrl.models.transformer import transformer
 
 torch = pytest.importorskip("torch")
+torch.set_num_threads(1)
 
 SHAPE = {
     "vocab_size": 61,
@@ -99,7 +100,7 @@ CASES = {
     "gemma3": (
         "Gemma3ForCausalLM",
         {
-            **{**GEMMA, "num_hidden_layers": 7, "sliding_window_pattern": 3},
+            **{**GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3},
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
@@ -149,6 +150,7 @@ def reference_greedy(model, tokens, steps):
     return tokens[:, -steps:].numpy()
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def our_logits(config, params, tokens):
     network = transformer(config)
     b, l = tokens.shape
