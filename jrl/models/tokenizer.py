@@ -40,8 +40,11 @@ class Tokenizer(Protocol):
     pad_id: int
     stop_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; adds no special token, and reads those spelled out in it."""
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Token ids of ``text``; special tokens spelled out in it are read as such.
+
+        ``add_special`` puts those around it that the tokenizer adds to a plain text, such as BOS.
+        """
         ...
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
@@ -70,8 +73,8 @@ class CharTokenizer:
         self._ids = {character: i + 2 for i, character in enumerate(ALPHABET)}
         self._pieces = ["<pad>", "<stop>", *ALPHABET]
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, one for each character.
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Token ids of ``text``, one for each character; there are no special tokens to add.
 
         Raises:
           UserError: a character is not in the alphabet.
@@ -157,9 +160,15 @@ class FileTokenizer:
         self.special = dict(special)
         self.templates = dict(templates)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; adds no special token, and reads those spelled out in it."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Token ids of ``text``; special tokens spelled out in it are read as such.
+
+        Args:
+          text: what to encode.
+          add_special: put those around it that the tokenizer adds to a plain text, such as BOS;
+            a text from ``chat`` already has its own.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""

@@ -1,0 +1,173 @@
+"""From rows to prompts: the template, the tokens, the answer to judge by, and the length limit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.data.sources import Source
+from jrl.errors import UserError, choose
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Prompt
+
+OVERLONG = ("error", "drop", "truncate")
+
+
+class PromptCounts(NamedTuple):
+    """What became of the rows.
+
+    Attributes:
+      rows: rows read.
+      kept: prompts made of them.
+      dropped: rows left out because their prompt was too long.
+      truncated: prompts that lost their beginning because they were too long.
+      longest_tokens: tokens of the longest prompt before any limit.
+    """
+
+    rows: int
+    kept: int
+    dropped: int
+    truncated: int
+    longest_tokens: int
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.kept} prompts of {self.rows} rows; too long: {self.dropped} dropped, "
+            f"{self.truncated} truncated; longest {self.longest_tokens} tokens"
+        )
+
+
+def build_prompts(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    question_key: str = "question",
+    answer_key: str | None = "answer",
+    answer_pattern: str | None = None,
+    system: str | None = None,
+    template: str = "chat",
+    max_prompt_tokens: int,
+    overlong: str = "error",
+) -> tuple[list[Prompt], PromptCounts]:
+    r"""The prompts of all rows, tokenized.
+
+    Args:
+      source: the rows.
+      tokenizer: the model's.
+      question_key: the field that holds the question, text.
+      answer_key: the field that holds the answer; None when there is nothing to judge by.
+      answer_pattern: a regular expression whose first group is the final answer inside the answer
+        field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
+        commas between its digits are removed. None takes the field as it is.
+      system: a system message, or None. Without a chat template it stands before the question, a
+        blank line between.
+      template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
+        text with ``{question}`` in it. The last two are encoded with the special tokens that the
+        tokenizer puts around a text, such as BOS.
+      max_prompt_tokens: the longest prompt, tokens.
+      overlong: what a longer one leads to: "error", "drop", or "truncate", which keeps its end.
+
+    Returns:
+      The prompts in the order of the rows, ``id`` the row's index and ``meta`` its other fields;
+      and the counts.
+
+    Raises:
+      UserError: a row lacks question or answer (names file and line), a prompt is empty, or too
+        long with overlong="error", or no prompt is left.
+    """
+    if overlong not in OVERLONG:
+        raise choose("data.overlong", overlong, OVERLONG)
+    prompts: list[Prompt] = []
+    dropped = truncated = longest = 0
+    for index in range(len(source)):
+        row, where = source[index], source.where(index)
+        question = _field(row, question_key, where, "data.question_key")
+        if not isinstance(question, str):
+            raise UserError(f"{where}: {question_key} must be text, not {type(question).__name__}")
+        answer = None if answer_key is None else _answer(row, answer_key, answer_pattern, where)
+        text = _text(question, tokenizer, system, template)
+        ids = tokenizer.encode(text, add_special=template != "chat")
+        if not ids:
+            raise UserError(f"{where}: the prompt is empty")
+        longest = max(longest, len(ids))
+        if len(ids) > max_prompt_tokens:
+            if overlong == "error":
+                raise UserError(
+                    f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens is "
+                    f"{max_prompt_tokens}; raise it, or set data.overlong to drop or truncate"
+                )
+            if overlong == "drop":
+                dropped += 1
+                continue
+            truncated += 1
+            ids = ids[-max_prompt_tokens:]
+            text = tokenizer.decode(ids, skip_special=False)
+        meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
+        prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta))
+    if not prompts:
+        raise UserError(
+            f"all {len(source)} prompts are longer than data.max_prompt_tokens = "
+            f"{max_prompt_tokens} (the longest has {longest}); raise it"
+            if len(source)
+            else "the data has no rows"
+        )
+    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest)
+
+
+def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as one array.
+
+    Args:
+      prompts: N of them.
+      size: P, tokens.
+
+    Returns:
+      (tokens [N, P] int32, each from column 0 and padded with 0, lengths [N] int32).
+
+    Raises:
+      UserError: a prompt is longer than ``size``.
+    """
+    tokens = np.zeros((len(prompts), size), np.int32)
+    lengths = np.array([len(prompt.tokens) for prompt in prompts], np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        if len(prompt.tokens) > size:
+            raise UserError(
+                f"prompt {prompt.id} has {len(prompt.tokens)} tokens but there is room for {size}; "
+                "raise data.max_prompt_tokens"
+            )
+        row[: len(prompt.tokens)] = prompt.tokens
+    return tokens, lengths
+
+
+def _field(row: dict[str, Any], key: str, where: str, setting: str) -> Any:
+    if key not in row:
+        raise UserError(
+            f"{where}: there is no field {key!r}; set {setting} to one of {', '.join(row)}"
+        )
+    return row[key]
+
+
+def _answer(row: dict[str, Any], key: str, pattern: str | None, where: str) -> Any:
+    answer = _field(row, key, where, "data.answer_key")
+    if pattern is not None:
+        found = list(re.finditer(pattern, str(answer)))
+        if not found:
+            raise UserError(f"{where}: {key} has no match of data.answer_pattern = {pattern!r}")
+        answer = re.sub(r"(?<=\d),(?=\d{3})", "", (found[-1].group(1) or "").strip())
+    if answer is None or (isinstance(answer, str) and not answer.strip()):
+        raise UserError(f"{where}: {key} is empty; every row needs an answer to judge by")
+    return answer
+
+
+def _text(question: str, tokenizer: Tokenizer, system: str | None, template: str) -> str:
+    if template == "chat":
+        messages = [{"role": "user", "content": question}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        return tokenizer.chat(messages)
+    text = question if template == "plain" else template.format(question=question)
+    return text if system is None else f"{system}\n\n{text}"

@@ -1,0 +1,246 @@
+"""Rows of prompts from JSONL, Parquet and TFDS, and the order in which a run visits them."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jrl.errors import UserError
+
+
+class Source(Protocol):
+    """Rows that can be read in any order."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row ``index`` as a dict of text, numbers, lists and dicts."""
+        ...
+
+    def where(self, index: int) -> str:
+        """Where row ``index`` stands, for error messages: "train.jsonl, line 12"."""
+        ...
+
+
+def open_source(spec: str, *, tfds_dir: str | None = None) -> Source:
+    """The rows that a specification names.
+
+    Args:
+      spec: FILE.jsonl, FILE.parquet, or ``tfds:NAME[/CONFIG][:SPLIT]``; the split is "train" when
+        left out, and may be a slice ("train[:10%]"). ``tfds:NAME/SPLIT`` works too.
+      tfds_dir: where prepared TFDS data lies; TFDS's own default when None.
+
+    Returns:
+      The rows.
+
+    Raises:
+      UserError: the file is missing, empty or of another kind, or TFDS does not have the data.
+    """
+    if spec.startswith("tfds:"):
+        return _TfdsSource(spec, tfds_dir)
+    kinds: dict[str, Callable[[Path], Source]] = {".jsonl": JsonlSource, ".parquet": ParquetSource}
+    path = Path(spec)
+    if path.suffix not in kinds:
+        raise UserError(f"data {spec!r}; name a FILE.jsonl, a FILE.parquet or tfds:NAME[:SPLIT]")
+    if not path.is_file():
+        raise UserError(f"data {spec!r}: there is no such file (looked in {path.parent.resolve()})")
+    source = kinds[path.suffix](path)
+    if not len(source):
+        raise UserError(f"data {spec!r}: the file has no rows")
+    return source
+
+
+class JsonlSource:
+    """One JSON object on each line. Only the lines' offsets are kept in memory.
+
+    Args:
+      path: a UTF-8 file; empty lines are skipped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        starts, lines, position = [], [], 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    starts.append(position)
+                    lines.append(number)
+                position += len(line)
+        self._starts = np.array(starts, np.int64)
+        self._lines = np.array(lines, np.int64)
+        self._ends = np.append(self._starts[1:], position)
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The object on the row's line.
+
+        Raises:
+          UserError: the line is not a JSON object; names file and line.
+        """
+        start, end = int(self._starts[index]), int(self._ends[index])
+        with self.path.open("rb") as file:
+            file.seek(start)
+            data = file.read(end - start)
+        try:
+            row = json.loads(data.decode("utf-8-sig"))
+        except ValueError as error:
+            raise UserError(f"{self.where(index)}: not valid JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{self.where(index)}: must hold a JSON object with named fields, "
+                f"not a {type(row).__name__}"
+            )
+        return row
+
+    def where(self, index: int) -> str:
+        """File and line of a row."""
+        return f"{self.path}, line {self._lines[index]}"
+
+
+class ParquetSource:
+    """The rows of a Parquet file; one row group is in memory at a time.
+
+    Args:
+      path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.path = path
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowException as error:
+            raise UserError(f"{path} is not a readable Parquet file: {error}") from None
+        counts = [
+            self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
+        ]
+        self._starts = np.concatenate([[0], np.cumsum(counts)]).tolist()
+        self._group: tuple[int, list[dict[str, Any]]] = (-1, [])
+
+    def __len__(self) -> int:
+        """Rows."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row's columns by name."""
+        number = bisect.bisect_right(self._starts, index) - 1
+        if self._group[0] != number:
+            self._group = (number, self._file.read_row_group(number).to_pylist())
+        return self._group[1][index - self._starts[number]]
+
+    def where(self, index: int) -> str:
+        """File and row, counted from 0."""
+        return f"{self.path}, row {index}"
+
+
+class _TfdsSource:
+    """A split of a TFDS dataset, read without TensorFlow."""
+
+    def __init__(self, spec: str, tfds_dir: str | None) -> None:
+        self.spec = spec
+        self._rows = _tfds_rows(spec, tfds_dir)
+        if not len(self._rows):
+            raise UserError(f"data {spec!r}: the split has no rows")
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The example's features, bytes decoded to text."""
+        return _plain(self._rows[index])
+
+    def where(self, index: int) -> str:
+        """Specification and row, counted from 0."""
+        return f"{self.spec}, row {index}"
+
+
+def _plain(value: Any) -> Any:
+    """A TFDS example with text for bytes and Python's own numbers for NumPy's scalars."""
+    if isinstance(value, Mapping):
+        return {name: _plain(inside) for name, inside in value.items()}
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, np.ndarray | list | tuple):
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            return value if value.ndim else value.item()
+        return [_plain(inside) for inside in value]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
+    """A random-access source of a TFDS split, downloading what is not prepared."""
+    import tensorflow_datasets as tfds
+
+    name, _, split = spec.removeprefix("tfds:").partition(":")
+    root = Path(tfds_dir or tfds.core.constants.DATA_DIR).expanduser()
+    version = _prepared(root / name)
+    if version is None and not split and "/" in name and (root / name).parent.is_dir():
+        # NAME/SPLIT; a prepared NAME/CONFIG would have been found above
+        parent, _, last = name.rpartition("/")
+        if (version := _prepared(root / parent)) is not None:
+            name, split = parent, last
+    split = split or "train"
+    try:
+        if version is not None:
+            return tfds.builder_from_directory(version).as_data_source(split=split)
+        if name.split("/")[0] == "gsm8k":
+            raise UserError(
+                f"data {spec!r}: GSM8K is not prepared in {root}; set data.tfds_dir to where it "
+                "is, or prepare it from its JSONL files with python -m jrl.data.gsm8k "
+                f"--dir {root} --train train.jsonl --test test.jsonl"
+            )
+        return tfds.data_source(
+            name,
+            split=split,
+            data_dir=root,
+            builder_kwargs={"file_format": "array_record"},
+        )
+    except UserError:
+        raise
+    except Exception as error:  # TFDS raises many kinds, most of them its own
+        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UserError(
+            f"data {spec!r} (in {root}): {type(error).__name__}: {first}; name a prepared dataset "
+            "and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
+            "data.tfds_dir"
+        ) from error
+
+
+def _prepared(directory: Path) -> str | None:
+    """The newest prepared version below a dataset's directory, or None."""
+    versions = [path.parent for path in directory.glob("*/dataset_info.json")]
+    versions.sort(key=lambda path: [int(part) for part in path.name.split(".") if part.isdigit()])
+    return str(versions[-1]) if versions else None
+
+
+def order(seed: int, epoch: int, size: int) -> np.ndarray:
+    """The order in which an epoch visits the rows: a function of its arguments and nothing else.
+
+    Args:
+      seed: of the run.
+      epoch: passes over the data before this one.
+      size: rows.
+
+    Returns:
+      [size] int64, a permutation. Made of the raw words of the counter-based generator Philox, so
+      that no version of NumPy changes it.
+
+    >>> order(0, 0, 5).tolist() == order(0, 0, 5).tolist() != order(0, 1, 5).tolist()
+    True
+    """
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    words = np.random.Philox(key=key).random_raw(size)
+    return np.argsort(words, kind="stable")
