@@ -78,7 +78,7 @@ def _kept(scaled: Array, law: Law) -> Array:
     if law.truncates:
         ranked = -jnp.sort(-scaled, axis=-1)
         k = jnp.where((law.top_k <= 0) | (law.top_k > v), v, law.top_k)
-        in_k = jnp.arange(v)[None] < _column(k, ranked)
+        in_k = ranked >= jnp.take_along_axis(ranked, _column(k, ranked) - 1, axis=-1)
         probs = jax.nn.softmax(jnp.where(in_k, ranked, -jnp.inf), axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs  # mass ranked above each token
         in_p = (before < _column(law.top_p, ranked)) | (_column(law.top_p, ranked) >= 1)

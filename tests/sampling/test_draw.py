@@ -1,0 +1,325 @@
+"""The law and the draw, against float64 loops, counts of draws and each other."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.errors import UserError
+from jrl.sampling.draw import Law, make_law
+from jrl.sampling.draw import draw as draw_eagerly
+from jrl.sampling.draw import log_law as log_law_eagerly
+from jrl.sampling.draw import token_logprobs as token_logprobs_eagerly
+
+draw, log_law = jax.jit(draw_eagerly), jax.jit(log_law_eagerly)
+token_logprobs = jax.jit(token_logprobs_eagerly, static_argnames="entropy")
+
+
+@partial(jax.jit, static_argnames="name")
+def slope_of(logits, tokens, law, *, name):
+    """The derivative of one statistic, summed over rows, with respect to the logits."""
+
+    def total(x):
+        return token_logprobs_eagerly(x, tokens, law, entropy=True)[name].sum()
+
+    return jax.grad(total)(logits)
+
+
+LAWS = {
+    "plain": {},
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 2.5},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.15},
+    "top_k and top_p": {"top_k": 8, "top_p": 0.8, "temperature": 1.3},
+    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.08, "temperature": 0.8},
+    "greedy": {"temperature": 0.0},
+    "greedy among few": {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+}
+laws = pytest.mark.parametrize("knobs", LAWS.values(), ids=LAWS.keys())
+
+
+def some_logits(seed, rows, v, scale=2.0):
+    return (scale * np.random.default_rng(seed).normal(size=(rows, v))).astype(np.float32)
+
+
+def law_of_row(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Probabilities [V] in float64: temperature, top-k, top-p, min-p, one after the other.
+
+    Tokens as likely as the last one kept are kept too, so the order of ties does not matter.
+    """
+    x = logits.astype(np.float64)
+    if temperature == 0:
+        return np.eye(len(x))[int(np.argmax(x))]
+    x = x / temperature
+
+    def softmax(x):
+        e = np.exp(x - x.max())
+        return e / e.sum()
+
+    if top_k:
+        kth = sorted(x, reverse=True)[min(top_k, len(x)) - 1]
+        x = np.where(x >= kth, x, -np.inf)
+    if top_p < 1:
+        mass, least = 0.0, None
+        probs = softmax(x)
+        for i in sorted(range(len(x)), key=lambda i: -x[i]):
+            if mass >= top_p:
+                break
+            mass, least = mass + probs[i], x[i]
+        x = np.where(x >= least, x, -np.inf)
+    if min_p:
+        probs = softmax(x)
+        x = np.where(probs >= min_p * probs.max(), x, -np.inf)
+    return softmax(x)
+
+
+# ---------------------------------------------------------------- the law
+
+
+@laws
+@pytest.mark.parametrize("v", [3, 48])
+def test_the_law_against_float64(knobs, v):
+    logits = some_logits(v, 8, v)
+    got = np.asarray(log_law(logits, make_law(**knobs)))
+    assert got.dtype == np.float32
+    for row, expected in zip(got, (law_of_row(x, **knobs) for x in logits), strict=True):
+        assert np.array_equal(row > -np.inf, expected > 0)
+        np.testing.assert_allclose(np.exp(row), expected, atol=2e-6)
+        kept = expected > 0
+        np.testing.assert_allclose(row[kept], np.log(expected[kept]), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("logits", "knobs", "kept"),
+    [
+        ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_k": 2}, [1, 1, 1, 1, 0]),
+        ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_p": 0.6}, [1, 1, 1, 1, 0]),
+        # Of the four that top-k leaves, 0.47 of the mass is on the first.
+        ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_k": 2, "top_p": 0.7}, [1, 1, 1, 1, 0]),
+        ([3.0, 2.0, 2.0, 2.0, 1.0], {"top_k": 2, "top_p": 0.4}, [1, 0, 0, 0, 0]),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], {"top_k": 1}, [1, 1, 1, 1, 1]),
+        ([2.0, 0.0, 2.0, 0.0, 1.0], {"min_p": 0.3}, [1, 0, 1, 0, 1]),
+        ([2.0, 0.0, 2.0, 0.0, 1.0], {"top_k": 100}, [1, 1, 1, 1, 1]),
+        ([2.0, 0.0, 2.0, 0.0, 1.0], {"temperature": 0.0}, [1, 0, 0, 0, 0]),
+    ],
+)
+def test_ties(logits, knobs, kept):
+    logits = np.array([logits], np.float32)
+    got = np.asarray(log_law(logits, make_law(**knobs)))[0]
+    assert (got > -np.inf).tolist() == np.array(kept, bool).tolist()
+    np.testing.assert_allclose(np.exp(got), law_of_row(logits[0], **knobs), atol=1e-6)
+
+
+def test_each_row_can_have_its_own_law():
+    rows = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.5, "top_k": 4},
+        {"top_p": 0.6, "min_p": 0.3},
+        {"top_k": 7, "top_p": 0.9, "min_p": 0.05, "temperature": 1.7},
+    ]
+    logits = some_logits(0, len(rows), 33)
+    one = [make_law(**knobs) for knobs in rows]
+    together = Law(
+        **{
+            name: jnp.stack([getattr(law, name) for law in one])
+            for name in ("temperature", "top_k", "top_p", "min_p")
+        },
+        truncates=True,
+        floors=True,
+    )
+    got = np.asarray(log_law(logits, together))
+    for i, knobs in enumerate(rows):
+        expected = law_of_row(logits[i], **knobs)
+        assert np.array_equal(got[i] > -np.inf, expected > 0)
+        np.testing.assert_allclose(np.exp(got[i]), expected, atol=2e-6)
+
+
+def test_a_law_that_keeps_all_is_the_plain_one():
+    """The flags may say "perhaps" where the numbers say "no"."""
+    logits = some_logits(1, 8, 48)
+    plain = make_law(temperature=0.7)
+    perhaps = plain.replace(truncates=True, floors=True)
+    np.testing.assert_allclose(log_law(logits, plain), log_law(logits, perhaps), atol=1e-6)
+
+
+def test_logits_of_low_precision_are_scored_in_float32():
+    logits = jnp.asarray(some_logits(2, 3, 16), jnp.bfloat16)
+    out = log_law(logits, make_law(0.7))
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(np.exp(out).sum(axis=1), 1.0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "named"),
+    [
+        ({"temperature": -0.1}, "sampling.temperature = -0.1"),
+        ({"top_k": -1}, "sampling.top_k = -1"),
+        ({"top_p": 0.0}, "sampling.top_p = 0.0"),
+        ({"top_p": 1.5}, "sampling.top_p = 1.5"),
+        ({"min_p": 1.0}, "sampling.min_p = 1.0"),
+        ({"min_p": -0.5}, "sampling.min_p = -0.5"),
+        ({"temperature": float("nan")}, "sampling.temperature = nan"),
+    ],
+)
+def test_numbers_outside_their_domain(knobs, named):
+    with pytest.raises(UserError, match=named):
+        make_law(**knobs)
+
+
+# ---------------------------------------------------------------- the trainer's side of it
+
+
+@laws
+def test_the_trainer_scores_the_same_law(knobs):
+    if knobs.get("temperature") == 0:
+        return  # scored at temperature 1 instead: see below
+    logits = some_logits(3, 8, 48)
+    ranks = [0, 0, 1, 1, 2, 25, 40, 47]  # likely tokens, which are kept, and unlikely ones
+    tokens = np.argsort(-logits, axis=1)[np.arange(8), ranks].astype(np.int32)
+    law = make_law(**knobs)
+    sampled = np.take_along_axis(np.asarray(log_law(logits, law)), tokens[:, None], axis=1)[:, 0]
+    scored = np.asarray(token_logprobs(logits, tokens, law)["logprobs"])
+    kept = sampled > -np.inf
+    assert kept.sum() >= 3
+    np.testing.assert_allclose(scored[kept], sampled[kept], atol=1e-6)
+    assert np.isfinite(scored).all()
+    if law.truncates or law.floors:
+        assert (~kept).sum() >= 3
+
+
+def test_a_token_left_out_is_put_back_among_the_kept():
+    logits = np.array([[3.0, 2.0, 1.0, 0.0]], np.float32)
+    law = make_law(top_k=2)
+    got = float(token_logprobs(logits, np.array([3]), law)["logprobs"][0])
+    e = np.exp(np.array([3.0, 2.0, 0.0]))
+    assert got == pytest.approx(np.log(e[2] / e.sum()), abs=1e-6)
+    gradient = np.asarray(slope_of(logits, np.array([3]), law, name="logprobs"))[0]
+    np.testing.assert_allclose(
+        gradient, [-e[0] / e.sum(), -e[1] / e.sum(), 0, 1 - e[2] / e.sum()], atol=1e-6
+    )
+
+
+@laws
+def test_the_gradient_is_that_of_the_law(knobs):
+    """d log p(token) / d logits = (onehot - p) / temperature over the tokens kept."""
+    logits = some_logits(5, 8, 48)
+    greedy = knobs.get("temperature") == 0
+    law = make_law(**knobs)
+    tokens = np.asarray(jnp.argmax(log_law(logits, law), axis=-1), np.int32)  # surely kept
+    gradient = slope_of(logits, tokens, law, name="logprobs")
+    for row, x, token in zip(np.asarray(gradient), logits, tokens, strict=True):
+        temperature = 1.0 if greedy else knobs.get("temperature", 1.0)
+        p = law_of_row(x, **(knobs | {"temperature": temperature}))
+        np.testing.assert_allclose(row, (np.eye(48)[token] - p) / temperature, atol=2e-6)
+
+
+def test_greedy_tokens_are_scored_at_temperature_one():
+    logits = some_logits(6, 5, 12)
+    tokens = np.argmax(logits, axis=1)
+    greedy = token_logprobs(logits, tokens, make_law(0.0))["logprobs"]
+    assert np.array_equal(greedy, token_logprobs(logits, tokens, make_law(1.0))["logprobs"])
+    assert np.all(np.asarray(greedy) < 0)
+
+
+@laws
+def test_entropy_against_float64(knobs):
+    logits = some_logits(7, 8, 48)
+    law = make_law(**knobs)
+    tokens = np.argmax(logits, axis=1).astype(np.int32)
+    got = np.asarray(token_logprobs(logits, tokens, law, entropy=True)["entropy"])
+    knobs = knobs | ({"temperature": 1.0} if knobs.get("temperature") == 0 else {})
+    for h, x in zip(got, logits, strict=True):
+        p = law_of_row(x, **knobs)
+        p = p[p > 0]
+        assert h == pytest.approx(-(p * np.log(p)).sum(), abs=1e-5)
+    gradient = np.asarray(slope_of(logits, tokens, law, name="entropy"))
+    assert np.isfinite(gradient).all()
+    # Adding a constant to the logits changes nothing, so the gradient sums to zero.
+    np.testing.assert_allclose(gradient.sum(axis=1), 0, atol=1e-5)
+    p = np.stack([law_of_row(x, **knobs) for x in logits])
+    surprise = np.log(np.where(p > 0, p, 1))
+    slope = -p * (surprise + got[:, None]) / knobs.get("temperature", 1.0)
+    np.testing.assert_allclose(gradient, slope, atol=1e-5)
+
+
+def test_entropy_only_when_asked():
+    assert set(token_logprobs(np.zeros((1, 3)), np.array([0]), make_law())) == {"logprobs"}
+
+
+# ---------------------------------------------------------------- the draw
+
+
+@pytest.mark.parametrize(
+    ("v", "name"), [(150, name) for name in LAWS] + [(7, "plain"), (64, "plain"), (7, "all")]
+)
+def test_the_draw_follows_the_law(v, name):
+    """Chi-square of 20,000 draws, with fixed keys, so that the outcome is fixed too."""
+    knobs, count = LAWS[name], 20_000
+    logits = some_logits(8, 1, v)
+    p = law_of_row(logits[0], **knobs)
+    logprobs = log_law(logits, make_law(**knobs))
+    uniform = jax.random.uniform(jax.random.key(v), (count,))
+    tokens = np.asarray(draw(uniform, jnp.broadcast_to(logprobs, (count, v))))
+    assert tokens.dtype == np.int32
+    seen = np.bincount(tokens, minlength=v)
+    assert seen[p == 0].sum() == 0
+    # Rare tokens are pooled, so that every cell has at least ten expected counts.
+    common = p * count >= 10
+    observed = np.append(seen[common], seen[~common].sum())
+    expected = np.append(p[common], p[~common].sum()) * count
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic = (np.square(observed - expected) / expected).sum()
+    freedom = len(expected) - 1
+    assert statistic <= freedom + 4 * np.sqrt(2 * freedom) + 1e-9
+
+
+ABOVE = np.nextafter(np.float32(1), np.float32(0))
+
+
+@pytest.mark.parametrize("v", [5, 64, 130])
+@pytest.mark.parametrize("u", [0.0, 1e-9, 0.25, 0.5, 0.75, 0.999999, float(ABOVE)])
+def test_never_a_token_of_probability_zero(v, u):
+    """Laws with nothing at the ends, in the middle, or in whole blocks."""
+    rng = np.random.default_rng(v)
+    probs = rng.random((64, v)) ** 4
+    for i, row in enumerate(probs):
+        row[rng.random(v) < i / 80] = 0
+        row[: i % v] = 0
+        row[v - (3 * i) % v :] = 0
+        if not row.any():
+            row[(7 * i) % v] = 1e-3
+    probs = (probs / probs.sum(axis=1, keepdims=True)).astype(np.float32)
+    tokens = np.asarray(
+        draw(
+            np.full(64, u, np.float32),
+            np.log(np.maximum(probs, 1e-45)) + np.where(probs > 0, 0, -np.inf),
+        )
+    )
+    picked = probs[np.arange(64), tokens]
+    assert (picked > 0).all()
+    # The token is where the running sum passes u, up to rounding.
+    above = np.cumsum(probs.astype(np.float64), axis=1)[np.arange(64), tokens]
+    assert (above >= u - 1e-5).all()
+    assert (above - picked <= u + 1e-5).all()
+
+
+def test_the_ends_of_the_unit_interval():
+    probs = np.zeros((2, 100), np.float32)
+    probs[:, [3, 70, 96]] = [0.25, 0.5, 0.25]
+    with np.errstate(divide="ignore"):
+        tokens = draw(np.array([0.0, ABOVE], np.float32), np.log(probs))
+    assert tokens.tolist() == [3, 96]
+
+
+def test_rows_draw_alone():
+    logprobs = log_law(some_logits(9, 16, 70), make_law())
+    uniform = jax.random.uniform(jax.random.key(0), (16,))
+    together = draw(uniform, logprobs)
+    back = draw(uniform[::-1], logprobs[::-1])[::-1]
+    assert np.array_equal(together, back)
+    assert len(set(together.tolist())) > 4
