@@ -1,0 +1,47 @@
+r"""Whether a completion keeps to the form that was asked for: a boxed answer, tags, a pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from jrl.errors import UserError
+from jrl.rewards.base import Sample
+from jrl.rewards.exact import boxed
+
+
+def format_reward(
+    samples: list[Sample], pattern: str | None = None, tags: Sequence[str] = ()
+) -> list[float]:
+    r"""1 for a completion in the form asked for, else 0.
+
+    Args:
+      samples: what to judge.
+      pattern: a regular expression that must match the whole completion, spaces around it left
+        out; "." matches line ends too.
+      tags: names such as ["think", "answer"]; each must open and close exactly once, in this
+        order, with something in it and nothing but spaces outside of them.
+
+    Returns:
+      Points, 0 or 1 for each sample. Without pattern and tags, 1 for a ``\boxed{...}`` answer.
+
+    Raises:
+      UserError: both pattern and tags are given, or the pattern is not a regular expression.
+    """
+    if pattern is not None and tags:
+        raise UserError("rewards.format.pattern and rewards.format.tags are both set; keep one")
+    if pattern is None and not tags:
+        return [float(boxed(sample.completion) is not None) for sample in samples]
+    try:
+        form = re.compile(pattern if pattern is not None else _tag_pattern(tags), re.DOTALL)
+    except re.error as error:
+        raise UserError(f"rewards.format.pattern = {pattern!r}; not a pattern: {error}") from None
+    return [float(form.fullmatch(sample.completion.strip()) is not None) for sample in samples]
+
+
+def _tag_pattern(tags: Sequence[str]) -> str:
+    """A pattern of the tags in order, none of which may stand inside another."""
+    names = "|".join(re.escape(tag) for tag in tags)
+    mark = rf"</?(?:{names})>"
+    inside = rf"(?!\s*{mark})(?:(?!{mark}).)+"
+    return r"\s*".join(rf"<{re.escape(tag)}>{inside}</{re.escape(tag)}>" for tag in tags)

@@ -1,0 +1,133 @@
+"""Prompts: templates, answers, and the length limit, whose victims are always counted."""
+
+import numpy as np
+import pytest
+
+from jrl.data.prompts import build_prompts, pad_prompts
+from jrl.errors import UserError
+from jrl.models.tokenizer import char_tokenizer
+
+
+class Rows(list):
+    def where(self, index):
+        return f"rows.jsonl, line {index + 1}"
+
+
+class Chatty(type(char_tokenizer())):
+    """The character tokenizer with a chat template and a token before plain texts."""
+
+    def chat(self, messages, *, add_generation_prompt=True, **variables):
+        turns = "".join(f"{m['role']}:{m['content']};" for m in messages)
+        return turns + ("assistant:" if add_generation_prompt else "")
+
+    def encode(self, text, *, add_special=False):
+        return ([self.eos_id] if add_special else []) + super().encode(text)
+
+
+ROWS = Rows(
+    [
+        {"question": "2+2?", "answer": "so\n#### 4", "level": 1},
+        {"question": "a much longer one?", "answer": "#### 1\n#### 1,234,567 ", "level": 2},
+    ]
+)
+
+
+def build(rows=ROWS, tokenizer=None, **options):
+    options = {"max_prompt_tokens": 50, **options}
+    return build_prompts(rows, tokenizer or Chatty(), **options)
+
+
+def test_chat_prompts_carry_text_tokens_answer_and_the_rest():
+    prompts, counts = build(answer_pattern=r"####\s*(.+)", system="be kind")
+    first = prompts[0]
+    assert first.text == "system:be kind;user:2+2?;assistant:"
+    assert char_tokenizer().decode(first.tokens) == first.text
+    assert first.tokens.dtype == np.int32
+    assert (first.id, first.answer, first.meta) == (0, "4", {"level": 1})
+    assert (prompts[1].id, prompts[1].answer) == (1, "1234567")
+    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 2, 0, 0)
+    assert counts.longest_tokens == len(prompts[1].tokens)
+    assert str(counts).startswith("2 prompts of 2 rows")
+
+
+def test_other_templates():
+    prompts, _ = build(template="plain")
+    assert prompts[0].text == "2+2?"
+    assert prompts[0].tokens.tolist() == Chatty().encode("2+2?", add_special=True)
+    assert prompts[0].answer == "so\n#### 4"
+    prompts, _ = build(template="q: {question} a:")
+    assert prompts[0].text == "q: 2+2? a:"
+    assert prompts[0].tokens[0] == Chatty().eos_id
+    with pytest.raises(UserError, match=r"character '\\n'"):
+        build(template="plain", system="hello")
+
+
+def test_without_an_answer_key_there_is_no_answer():
+    prompts, _ = build(Rows([{"question": "2?"}]), answer_key=None)
+    assert prompts[0].answer is None
+
+
+def test_answers_that_are_not_text_stay_what_they_are():
+    prompts, _ = build(Rows([{"q": "2?", "a": 4, "question": 1}]), question_key="q", answer_key="a")
+    assert prompts[0].answer == 4
+    assert prompts[0].meta == {"question": 1}
+
+
+def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
+    limit = {"max_prompt_tokens": 10, "template": "plain"}
+    with pytest.raises(UserError, match=r"line 2: the prompt has 19 tokens .* is 10; raise it, or"):
+        build(**limit)
+    prompts, counts = build(**limit, overlong="drop")
+    assert [p.id for p in prompts] == [0]
+    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (2, 1, 1, 0)
+    prompts, counts = build(**limit, overlong="truncate")
+    assert [len(p.tokens) for p in prompts] == [5, 10]
+    assert prompts[1].text == "onger one?"
+    assert (counts.kept, counts.dropped, counts.truncated, counts.longest_tokens) == (2, 0, 1, 19)
+    assert "0 dropped, 1 truncated; longest 19 tokens" in str(counts)
+    with pytest.raises(
+        UserError, match=r"all 2 prompts are longer than .* = 2 \(the longest has 19"
+    ):
+        build(max_prompt_tokens=2, template="plain", overlong="drop")
+    with pytest.raises(UserError, match="overlong = 'cut'; choose from drop, error, truncate"):
+        build(overlong="cut")
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "says"),
+    [
+        ({"answer": "4"}, {}, "line 1: there is no field 'question'; set data.question_key"),
+        ({"question": "2?"}, {}, "line 1: there is no field 'answer'; set data.answer_key to one"),
+        ({"question": "2?", "answer": " "}, {}, "line 1: answer is empty"),
+        ({"question": "2?", "answer": None}, {}, "line 1: answer is empty"),
+        ({"question": ["2?"], "answer": "4"}, {}, "line 1: question must be text, not list"),
+        ({"question": "2?", "answer": "4"}, {"answer_pattern": "#(.)"}, "has no match of data"),
+        ({"question": "2?", "answer": "# "}, {"answer_pattern": "#(.)"}, "line 1: answer is empty"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(row, options, says):
+    with pytest.raises(UserError, match=says):
+        build(Rows([row]), **options)
+
+
+def test_an_empty_prompt_is_named():
+    with pytest.raises(UserError, match="line 1: the prompt is empty"):
+        build(Rows([{"question": "", "answer": "4"}]), char_tokenizer(), template="plain")
+
+
+def test_no_rows_are_an_error():
+    with pytest.raises(UserError, match="no rows"):
+        build(Rows())
+
+
+def test_pad_prompts():
+    prompts, _ = build(template="plain")
+    tokens, lengths = pad_prompts(prompts, 20)
+    assert tokens.shape == (2, 20)
+    assert tokens.dtype == lengths.dtype == np.int32
+    assert lengths.tolist() == [5, 19]
+    for prompt, row, length in zip(prompts, tokens, lengths, strict=True):
+        np.testing.assert_array_equal(row[:length], prompt.tokens)
+        assert not row[length:].any()
+    with pytest.raises(UserError, match="prompt 1 has 19 tokens but there is room for 18"):
+        pad_prompts(prompts, 18)

@@ -1,0 +1,60 @@
+"""Reward functions for the tests of the pool; good ones and bad ones."""
+
+import os
+import sys
+import time
+
+from jrl.rewards import over_group
+
+
+def length(samples, scale=1.0):
+    return [len(s.completion) * scale for s in samples]
+
+
+def knows_no_jax(samples):
+    return [float("jax" not in sys.modules)] * len(samples)
+
+
+def pid(samples):
+    return [float(os.getpid())] * len(samples)
+
+
+def slow_when_asked(samples):
+    """Waits when the completion says so; else gives the prompt's answer."""
+    for s in samples:
+        if s.completion == "hang":
+            time.sleep(3600)
+        if s.completion == "spin":
+            while True:
+                pass
+    return [float(s.prompt.answer) for s in samples]
+
+
+def dies(samples):
+    if samples[0].completion == "die":
+        os._exit(7)
+    return [1.0] * len(samples)
+
+
+def bad(samples):
+    kind = samples[0].completion
+    if kind == "raise":
+        raise RuntimeError("no idea")
+    if kind == "exit":
+        sys.exit(3)
+    return {
+        "nan": [float("nan")],
+        "inf": [float("inf")],
+        "two": [1.0, 2.0],
+        "none": None,
+        "number": 1.0,
+        "text": ["1"],
+        "unpicklable": lambda: 1,
+    }.get(kind, [0.5])
+
+
+@over_group
+def rank(samples):
+    """Each sample's place in its group, by length."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].completion))
+    return [float(order.index(i)) for i in range(len(samples))]

@@ -1,0 +1,217 @@
+"""The pool: limits, crashes, bad results, order, groups, and nothing left behind."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import pytest
+
+from jrl.errors import UserError
+from jrl.rewards import Sample, make_reward
+from jrl.rewards.pool import RewardPool
+from jrl.types import Prompt
+
+JUDGES = pathlib.Path(__file__).parent / "judges.py"
+
+
+def judge(name, **options):
+    return make_reward(f"{JUDGES}:{name}", **options)
+
+
+def samples_of(*completions, ids=None):
+    ids = ids or range(len(completions))
+    return [
+        Sample(
+            Prompt(i, f"{i}?", np.arange(3, dtype=np.int32), i, {"k": [i]}),
+            text,
+            np.arange(2),
+            "length",
+        )
+        for i, text in zip(ids, completions, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    functions = {
+        "slow": judge("slow_when_asked"),
+        "length": judge("length", scale=0.5),
+        "dies": judge("dies"),
+        "bad": judge("bad"),
+    }
+    with RewardPool(functions, workers=2, timeout_seconds=1.0, on_error="zero") as pool:
+        yield pool
+
+
+def test_points_keep_the_order_of_samples_and_functions(pool):
+    points, counts = pool.scores(samples_of(*("x" * i for i in range(20))))
+    assert points.shape == (20, 4)
+    assert points.dtype == np.float32
+    np.testing.assert_array_equal(points[:, 0], np.arange(20))
+    np.testing.assert_array_equal(points[:, 1], np.arange(20) / 2)
+    np.testing.assert_array_equal(points[:, 2], np.ones(20))
+    np.testing.assert_array_equal(points[:, 3], np.full(20, 0.5))
+    assert counts == {"reward_timeouts": 0.0, "reward_errors": 0.0}
+
+
+@pytest.mark.parametrize("text", ["hang", "spin"])
+def test_a_call_that_hangs_scores_0_and_the_others_are_judged(pool, text):
+    start = time.monotonic()
+    points, counts = pool.scores(samples_of("a", text, "c", "d"))
+    assert time.monotonic() - start < 30
+    assert points[:, 0].tolist() == [0.0, 0.0, 2.0, 3.0]
+    assert points[:, 1].tolist() == [0.5, 2.0, 0.5, 0.5]
+    assert counts == {"reward_timeouts": 1.0, "reward_errors": 0.0}
+
+
+def test_a_call_that_kills_its_process_scores_0_and_is_counted(pool):
+    points, counts = pool.scores(samples_of("a", "die", "c"))
+    assert points[:, 2].tolist() == [1.0, 0.0, 1.0]
+    assert counts == {"reward_timeouts": 0.0, "reward_errors": 1.0}
+    assert pool.scores(samples_of("a"))[0][0, 2] == 1.0
+
+
+@pytest.mark.parametrize(
+    "kind", ["raise", "exit", "nan", "inf", "two", "none", "number", "text", "unpicklable"]
+)
+def test_a_bad_result_scores_0_and_is_counted(pool, kind):
+    points, counts = pool.scores(samples_of("a", kind))
+    assert points[:, 3].tolist() == [0.5, 0.0]
+    assert counts["reward_errors"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("raise", "raised RuntimeError: no idea"),
+        ("exit", "raised SystemExit: 3"),
+        ("nan", "returned nan; points must be finite"),
+        ("inf", "returned inf"),
+        ("two", "returned 2 numbers for 1 samples"),
+        ("none", "returned NoneType None"),
+        ("number", "returned float 1.0"),
+        ("text", "returned str '1' where a number is due"),
+    ],
+)
+def test_without_workers_errors_name_function_prompt_and_remedy(kind, says):
+    with RewardPool({"mine": judge("bad")}, workers=0, timeout_seconds=1.0) as pool:
+        assert pool.scores(samples_of("fine"))[0].tolist() == [[0.5]]
+        with pytest.raises(UserError, match="rewards.mine: ") as raised:
+            pool.scores(samples_of("fine", kind))
+    assert says in str(raised.value)
+    assert "(prompt 1)" in str(raised.value)
+    assert "reward_pool.on_error" in str(raised.value)
+
+
+def test_workers_raise_too_show_the_line_are_reused_and_know_no_jax():
+    functions = {
+        "bad": judge("bad"),
+        "dies": judge("dies"),
+        "light": judge("knows_no_jax"),
+        "math": make_reward("math"),
+        "pid": judge("pid"),
+    }
+    with RewardPool(functions, workers=1, timeout_seconds=5.0) as pool:
+        points, _ = pool.scores(samples_of(*(rf"\boxed{{{i}}}" for i in range(8))))
+        np.testing.assert_array_equal(points[:, 2:4], np.ones((8, 2)))
+        assert len(set(points[:, 4])) == 1
+        assert points[0, 4] != os.getpid()
+        with pytest.raises(UserError, match=r"rewards\.bad: raised RuntimeError") as raised:
+            pool.scores(samples_of("fine", "raise"))
+        assert "judges.py" in str(raised.value)
+        with pytest.raises(UserError, match=r"rewards\.dies: its process died \(exit code 7\)"):
+            pool.scores(samples_of("die"))
+        assert pool.scores(samples_of("a"))[0][0, 0] == 0.5
+
+
+def test_functions_over_groups_see_whole_groups():
+    samples = samples_of("aaa", "a", "aa", "b", "bb", ids=[4, 4, 4, 9, 9])
+    with RewardPool({"rank": judge("rank")}, workers=0, timeout_seconds=1.0) as pool:
+        points, _ = pool.scores(samples)
+        assert points[:, 0].tolist() == [2.0, 0.0, 1.0, 0.0, 1.0]
+        # the same prompt twice in a row is two groups when the caller says how large they are
+        twice = samples_of("aaa", "a", "aa", "aaaa", ids=[4, 4, 4, 4])
+        assert pool.scores(twice)[0][:, 0].tolist() == [2.0, 0.0, 1.0, 3.0]
+        assert pool.scores(twice, group=2)[0][:, 0].tolist() == [1.0, 0.0, 0.0, 1.0]
+        with pytest.raises(UserError, match="5 samples cannot be split into groups of 2"):
+            pool.scores(samples, group=2)
+
+
+def test_what_cannot_be_sent_is_refused_at_once():
+    with pytest.raises(UserError, match=r"rewards\.mine cannot be sent to a .*workers = 0"):
+        RewardPool({"mine": lambda samples: [0.0]}, workers=1, timeout_seconds=1.0)
+    with pytest.raises(UserError, match="on_error = 'skip'; choose from raise, zero"):
+        RewardPool({}, workers=0, timeout_seconds=1.0, on_error="skip")
+
+
+def children(pid):
+    path = pathlib.Path(f"/proc/{pid}/task")
+    return [int(c) for t in path.glob("*/children") for c in t.read_text().split()]
+
+
+def gone(pids, seconds=10.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        alive = [p for p in pids if pathlib.Path(f"/proc/{p}").exists() and not zombie(p)]
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def zombie(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+SCRIPT = """
+    import numpy as np
+    from jrl.rewards import Sample, make_reward
+    from jrl.rewards.pool import RewardPool
+    import types
+
+    if __name__ == "__main__":
+        prompt = types.SimpleNamespace(id=0, text="", tokens=np.zeros(1), answer=1, meta={})
+        def samples(text):
+            return [Sample(prompt, text, np.zeros(1), "length")] * 4
+        reward = make_reward(JUDGES + ":slow_when_asked")
+        with RewardPool({"r": reward}, workers=2, timeout_seconds=600) as pool:
+            pool.scores(samples("quick"))
+            print("ready", flush=True)
+            pool.scores(samples("hang"))
+"""
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc").is_dir(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_or_killed_trainer_leaves_no_process(tmp_path, checkout, number):
+    script = tmp_path / "trainer.py"
+    script.write_text(f"JUDGES = {str(JUDGES)!r}\n" + textwrap.dedent(SCRIPT))
+    trainer = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+    )
+    try:
+        assert trainer.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        family = children(trainer.pid)
+        assert len(family) >= 2
+        trainer.send_signal(number)
+        _, errors = trainer.communicate(timeout=30)
+        assert trainer.returncode != 0
+        if number == signal.SIGINT:
+            assert "KeyboardInterrupt" in errors
+        assert gone(family)
+    finally:
+        trainer.kill()
+        trainer.communicate()

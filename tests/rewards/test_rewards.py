@@ -1,0 +1,84 @@
+"""Finding reward functions by name, with their options."""
+
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jrl.errors import UserError
+from jrl.rewards import REWARDS, Sample, make_reward
+from jrl.types import Prompt
+
+PROMPT = Prompt(3, "How many?", np.arange(2, dtype=np.int32), "7", {"level": 2})
+SAMPLE = Sample(PROMPT, "it is 7", np.arange(4, dtype=np.int32), "stop_token")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "LEVEL = 1\n"
+        "def score(samples, bonus=0.0):\n"
+        "    return [bonus + s.prompt.meta['level'] for s in samples]\n"
+        "def anything(samples, **options):\n"
+        "    return [float(len(options))] * len(samples)\n"
+        "anything.over = 'group'\n"
+    )
+    return path
+
+
+def test_the_librarys_own_rewards_take_samples():
+    assert make_reward("exact")([SAMPLE]) == [1.0]
+    assert make_reward("math", tolerance=0.5)([SAMPLE]) == [1.0]
+    assert make_reward("format", pattern="it is .")([SAMPLE]) == [1.0]
+    for name in REWARDS:
+        assert pickle.loads(pickle.dumps(make_reward(name)))([SAMPLE]) == make_reward(name)(
+            [SAMPLE]
+        )
+
+
+def test_functions_of_files_and_modules(file):
+    reward = make_reward(f"{file}:score", bonus=0.5)
+    assert reward([SAMPLE, SAMPLE]) == [2.5, 2.5]
+    assert reward.over == "sample"
+    assert pickle.loads(pickle.dumps(reward))([SAMPLE]) == [2.5]
+    assert make_reward(f"{file}:anything", a=1, b=2).over == "group"
+    assert make_reward("jrl.rewards.exact:exact_reward")([SAMPLE]) == [1.0]
+
+
+def test_errors_name_what_was_not_found(file, tmp_path):
+    with pytest.raises(UserError, match="rewards = 'maths'; did you mean 'math'.*path.py:function"):
+        make_reward("maths")
+    with pytest.raises(UserError, match="has no function 'scores'"):
+        make_reward(f"{file}:scores")
+    with pytest.raises(UserError, match="has no function 'LEVEL'"):
+        make_reward(f"{file}:LEVEL")
+    with pytest.raises(UserError, match=r"nothere\.py does not exist"):
+        make_reward(f"{tmp_path / 'nothere.py'}:score")
+    with pytest.raises(UserError, match="No module named 'no_such_module'"):
+        make_reward("no_such_module:score")
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    with pytest.raises(UserError, match=r"broken\.py: ZeroDivisionError"):
+        make_reward(f"{broken}:score")
+    with pytest.raises(UserError, match=r"rewards\.math = 'tolerence'; did you mean 'tolerance'"):
+        make_reward("math", tolerence=1)
+    with pytest.raises(UserError, match="= 'bonuss'; did you mean 'bonus'"):
+        make_reward(f"{file}:score", bonuss=1)
+
+
+def test_a_sample_travels_without_its_prompts_class():
+    copy = pickle.loads(pickle.dumps(SAMPLE))
+    assert type(copy.prompt).__module__ != "jrl.types"
+    assert (copy.prompt.id, copy.prompt.text, copy.prompt.answer) == (3, "How many?", "7")
+    assert copy.prompt.meta == {"level": 2}
+    np.testing.assert_array_equal(copy.prompt.tokens, PROMPT.tokens)
+    np.testing.assert_array_equal(copy.tokens, SAMPLE.tokens)
+    assert (copy.completion, copy.stop) == ("it is 7", "stop_token")
+
+
+def test_importing_rewards_does_not_import_jax():
+    code = "import sys, jrl.rewards, jrl.rewards.pool; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
