@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
@@ -24,6 +25,11 @@ __all__ = ["RewardFn", "RewardPool", "Sample"]
 
 ON_ERROR = ("raise", "zero")
 TIMEOUT = "timeout"
+_NOT_STARTED = (
+    "the worker processes of the rewards end as soon as they start; a script that trains must keep "
+    'its work under if __name__ == "__main__": because each worker imports it, or set '
+    "reward_pool.workers = 0"
+)
 
 
 class _Failure(NamedTuple):
@@ -61,8 +67,9 @@ class RewardPool:
         if on_error not in ON_ERROR:
             raise choose("reward_pool.on_error", on_error, ON_ERROR)
         self.functions = dict(functions)
-        self.timeout_seconds, self.on_error = timeout_seconds, on_error
+        self.workers, self.timeout_seconds, self.on_error = workers, timeout_seconds, on_error
         self._pool: Any = None
+        self._closed = False
         if workers:
             self._pool = _start(self.functions, workers)
 
@@ -112,23 +119,52 @@ class RewardPool:
             for _, name, members in calls:
                 yield _call(self.functions[name], [samples[i] for i in members])
             return
-        futures = [
-            self._pool.schedule(
-                _call_in_worker,
-                args=(name, [samples[i] for i in members]),
-                timeout=self.timeout_seconds,
-            )
-            for _, name, members in calls
-        ]
-        try:
-            for future in futures:
-                yield _result(future)
-        finally:
-            for future in futures:
-                future.cancel()
+        done, broken_at = 0, -1
+        while done < len(calls):
+            futures = self._schedule(calls[done:], samples)
+            try:
+                for future in futures:
+                    result = _result(future)
+                    if result is None:
+                        break
+                    yield result
+                    done += 1
+            finally:
+                for future in futures:
+                    future.cancel()
+            if done < len(calls):
+                # A process that dies at the wrong moment takes the whole pool with it: once more.
+                if broken_at == done:
+                    raise UserError(_NOT_STARTED)
+                broken_at = done
+                self._stop()
+                self._pool = _start(self.functions, self.workers)
+
+    def _schedule(
+        self, calls: Sequence[tuple[int, str, list[int]]], samples: Sequence[Sample]
+    ) -> list[Any]:
+        """A future for each call, or for the first ones when the pool breaks on the way."""
+        futures: list[Any] = []
+        for _, name, members in calls:
+            arguments = (name, [samples[i] for i in members])
+            try:
+                futures.append(
+                    self._pool.schedule(
+                        _call_in_worker, args=arguments, timeout=self.timeout_seconds
+                    )
+                )
+            except RuntimeError:
+                if self._closed:
+                    raise
+                break
+        return futures
 
     def close(self) -> None:
         """Kills the workers; safe to call twice."""
+        self._closed = True
+        self._stop()
+
+    def _stop(self) -> None:
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -257,12 +293,14 @@ def _call_in_worker(name: str, samples: list[Sample]) -> list[float] | _Failure:
     return _call(_functions[name], samples)
 
 
-def _result(future: Any) -> list[float] | _Failure:
-    """What a scheduled call gave."""
+def _result(future: Any) -> list[float] | _Failure | None:
+    """What a scheduled call gave; None when the pool broke before it could be told."""
     import pebble
 
     try:
         return future.result()
+    except BrokenProcessPool:
+        return None
     except FutureTimeout:
         return _Failure(TIMEOUT)
     except pebble.ProcessExpired as error:

@@ -149,6 +149,37 @@ def test_what_cannot_be_sent_is_refused_at_once():
         RewardPool({}, workers=0, timeout_seconds=1.0, on_error="skip")
 
 
+def test_a_worker_that_is_killed_while_idle_is_replaced():
+    with RewardPool({"pid": judge("pid")}, workers=1, timeout_seconds=5.0) as pool:
+        for _ in range(2):
+            points, counts = pool.scores(samples_of("a", "b"))
+            assert counts["reward_errors"] == 0.0
+            os.kill(int(points[0, 0]), signal.SIGKILL)
+            time.sleep(0.5)
+        again, _ = pool.scores(samples_of("a"))
+        assert again[0, 0] != points[0, 0]
+    with pytest.raises(RuntimeError):
+        pool.scores(samples_of("a"))
+
+
+def test_a_script_that_is_not_guarded_is_told_so(tmp_path, checkout):
+    script = tmp_path / "trainer.py"
+    text = f"JUDGES = {str(JUDGES)!r}\n" + textwrap.dedent(SCRIPT)
+    script.write_text(text.replace('if __name__ == "__main__":', "if True:"))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(checkout)},
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UserError: the worker processes of the rewards end as soon as they start" in last
+    assert "__main__" in last
+
+
 def children(pid):
     path = pathlib.Path(f"/proc/{pid}/task")
     return [int(c) for t in path.glob("*/children") for c in t.read_text().split()]
