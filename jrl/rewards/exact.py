@@ -111,10 +111,11 @@ def same_answer(given: str, expected: str, tolerance: float = 1e-6) -> bool:
     Args:
       given: the completion's.
       expected: the dataset's.
-      tolerance: relative, for numbers; 0 compares them exactly.
+      tolerance: relative, for numbers that are not both whole; 0 compares them exactly.
 
     Returns:
-      For two numbers, whether they differ by at most ``tolerance`` times the expected one; else
+      For two whole numbers, whether they are equal; for other numbers, whether they differ by at
+      most ``tolerance`` times the expected one; else
       whether the texts are equal, apart from case, spaces, dollar signs and a full stop at the end.
 
     >>> same_answer("3.50", "$3.5"), same_answer("Blue.", "blue"), same_answer("12", "13")
@@ -122,6 +123,8 @@ def same_answer(given: str, expected: str, tolerance: float = 1e-6) -> bool:
     """
     left, right = to_number(given), to_number(expected)
     if left is not None and right is not None:
+        if left.denominator == right.denominator == 1:
+            return left == right
         return abs(left - right) <= Fraction(tolerance) * abs(right)
     return _normal(given) == _normal(expected)
 
@@ -138,7 +141,7 @@ def exact_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
     Args:
       samples: what to judge.
-      tolerance: relative, for numbers.
+      tolerance: relative, for numbers that are not both whole.
 
     Returns:
       Points, 0 or 1 for each sample.

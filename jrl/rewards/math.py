@@ -20,7 +20,7 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
     Args:
       samples: what to judge.
-      tolerance: relative, for numbers.
+      tolerance: relative, for numbers that are not both whole.
 
     Returns:
       Points, 0 or 1 for each sample.

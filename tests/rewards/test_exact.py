@@ -105,7 +105,13 @@ def test_tolerance_is_relative():
     assert same_answer("0.3333333", "1/3")
     assert not same_answer("0.333", "1/3")
     assert same_answer("0.333", "1/3", tolerance=0.01)
-    assert not same_answer("1000001", "1000000", tolerance=0)
+    assert not same_answer("0.3333333", "1/3", tolerance=0)
+
+
+def test_whole_numbers_must_be_equal():
+    assert same_answer("192,000,000.0", "192000000")
+    assert not same_answer("192000001", "192000000")
+    assert not same_answer("192000001", "192000000", tolerance=0.1)
 
 
 def test_words_are_compared_as_words():
@@ -124,4 +130,4 @@ def test_exact_reward_reads_both_sides():
         sample("London", "paris"),
     ]
     assert exact_reward(samples) == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0]
-    assert exact_reward([sample("19", "18")], tolerance=0.1) == [1.0]
+    assert exact_reward([sample("18.5", "18")], tolerance=0.1) == [1.0]
