@@ -38,7 +38,7 @@ def prepare_gsm8k(directory: str | Path, files: Mapping[str, str | Path]) -> Pat
     if target.exists():
         raise UserError(f"{target} already exists; remove it to prepare GSM8K anew")
 
-    class Gsm8k(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class Gsm8k(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         """Grade school math word problems."""
 
         VERSION = tfds.core.Version("1.0.0")

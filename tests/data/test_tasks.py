@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.data.tasks import TASKS, base, get_task
+from jrl.data.tasks import text as text_module
 from jrl.data.tasks.countdown import read_expression
 from jrl.errors import UserError
 from jrl.models.tokenizer import PAD_ID, STOP_ID
@@ -269,15 +270,17 @@ def test_countdown_expressions(expression, value):
 
 @pytest.mark.parametrize("value", [0, 7, -13, 99, 100, -999, 1234, -1230])
 def test_number_is_decimal(value):
-    tokens, length = base.join(6, base.number(jnp.int32(value), 4), base.text(base.GOES))
+    tokens, length = text_module.join(
+        6, text_module.number(jnp.int32(value), 4), text_module.text(text_module.GOES)
+    )
     assert task_of("sorting").tokenizer.decode(tokens) == f"{value}>"
     assert int(length) == len(str(value)) + 1
 
 
 def test_errors_name_the_key_and_the_choices():
-    with pytest.raises(UserError, match=r"task\.name = 'sort'; did you mean 'sorting'"):
+    with pytest.raises(UserError, match=r"data\.task = 'sort'; did you mean 'sorting'"):
         get_task("sort")
-    with pytest.raises(UserError, match=r"task\.difficulty = 0; choose a whole number from 3"):
+    with pytest.raises(UserError, match=r"data\.difficulty = 0; choose a whole number from 3"):
         get_task("sorting", difficulty=0)
     with pytest.raises(UserError, match="split = 'test'; .*choose from eval, train"):
         task_of("sorting").generate(jax.random.key(0), "test")

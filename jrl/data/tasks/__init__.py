@@ -34,7 +34,7 @@ def get_task(name: str, **knobs: Any) -> Task:
       UserError: no task has that name, or a knob is out of range.
     """
     if name not in TASKS:
-        raise choose("task.name", name, TASKS)
+        raise choose("data.task", name, TASKS)
     return TASKS[name](**knobs)
 
 

@@ -8,24 +8,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.data.tasks.base import (
-    COLON,
-    COMMA,
-    DIGIT_0,
-    GOES,
-    MINUS,
-    PLUS,
-    TIMES,
-    Array,
-    Problem,
-    Task,
-    check_range,
-    join,
-    listed,
-    make_task,
-    whole,
-)
+from jrl.data.tasks.base import Array, Problem, Task, check_range, make_task, whole
 from jrl.data.tasks.numbers import apply, bounded, check_operations
+from jrl.data.tasks.text import COLON, COMMA, DIGIT_0, GOES, MINUS, PLUS, TIMES, join, listed
 from jrl.models.tokenizer import STOP_ID
 
 HIGHEST = 99
@@ -132,8 +117,8 @@ def countdown(difficulty: int = 3, largest: int = 9, operations: str = "+-*") ->
       ``partial`` gives 0.2 for a legal expression with another value. ``answer`` holds the target,
       the numbers and one solution.
     """
-    check_range("task.difficulty", difficulty, 2, 6)
-    check_range("task.largest", largest, 5, HIGHEST // 2)
+    check_range("data.difficulty", difficulty, 2, 6)
+    check_range("largest", largest, 5, HIGHEST // 2)
     choices = check_operations(operations)
     digits = len(str(largest))
     prompt_tokens = difficulty * (digits + 1) + 3

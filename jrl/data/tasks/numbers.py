@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jrl.data.tasks.base import (
+from jrl.data.tasks.base import Array, Problem, Task, check_range, make_task, whole
+from jrl.data.tasks.text import (
     COMMA,
     DIGIT_0,
     EQUALS,
@@ -13,16 +14,10 @@ from jrl.data.tasks.base import (
     MINUS,
     PLUS,
     TIMES,
-    Array,
-    Problem,
-    Task,
-    check_range,
     join,
     listed,
-    make_task,
     number,
     text,
-    whole,
 )
 from jrl.errors import UserError
 from jrl.models.tokenizer import STOP_ID
@@ -33,7 +28,7 @@ OPERATIONS = {"+": PLUS, "-": MINUS, "*": TIMES}
 def check_operations(operations: str) -> Array:
     """[K] int32, the tokens of the operations in a text like "+-*"; an error names any other."""
     if not operations or set(operations) - set(OPERATIONS):
-        raise UserError(f"task.operations = {operations!r}; choose from the characters + - *")
+        raise UserError(f"operations = {operations!r}; choose from the characters + - *")
     return jnp.array([OPERATIONS[c] for c in operations], jnp.int32)
 
 
@@ -76,7 +71,7 @@ def sorting(difficulty: int = 5) -> Task:
     Returns:
       The Task; a problem's identity is its prompt.
     """
-    check_range("task.difficulty", difficulty, 3, 32)
+    check_range("data.difficulty", difficulty, 3, 32)
 
     def draw(bits: Array) -> tuple[Problem, Array]:
         digits = whole(bits, 0, 10) + DIGIT_0
@@ -105,7 +100,7 @@ def arithmetic(difficulty: int = 2, operations: str = "+-") -> Task:
     Returns:
       The Task. Problems that differ only in the order of "+" or "*" count as the same.
     """
-    check_range("task.difficulty", difficulty, 1, 4)
+    check_range("data.difficulty", difficulty, 1, 4)
     choices = check_operations(operations)
     prompt_tokens, digits = 2 * difficulty + 2, 2 * difficulty
 
@@ -142,8 +137,8 @@ def sequence(difficulty: int = 2, next_terms: int = 1) -> Task:
     Returns:
       The Task; a problem's identity is its prompt. Numbers have at most three digits.
     """
-    check_range("task.difficulty", difficulty, 1, 4)
-    check_range("task.next_terms", next_terms, 1, 3)
+    check_range("data.difficulty", difficulty, 1, 4)
+    check_range("next_terms", next_terms, 1, 3)
     shown, digits = 5, 3
     count = shown + next_terms
 
@@ -190,7 +185,7 @@ def chain(difficulty: int = 3, operations: str = "+-*") -> Task:
     Returns:
       The Task; a problem's identity is its prompt.
     """
-    check_range("task.difficulty", difficulty, 2, 16)
+    check_range("data.difficulty", difficulty, 2, 16)
     choices = check_operations(operations)
     prompt_tokens = 2 * difficulty + 2
 
