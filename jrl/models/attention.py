@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.models.config import Rope
+from jrl.models.product import product
 from jrl.types import Array
 
 NO_WINDOW = np.int32(2**30)
@@ -133,14 +134,13 @@ def attend(
     b, q, h, d = q_bqhd.shape
     k = k_bkcd.shape[1]
     q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
-    scores = jnp.einsum("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, preferred_element_type=jnp.float32)
-    scores = scores * scale
+    scores = product("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask_bqc[:, None, None], scores, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_bkcd.dtype)
-    out = jnp.einsum("bkgqc,bkcd->bqkgd", weights, v_bkcd, preferred_element_type=jnp.float32)
-    return out.astype(v_bkcd.dtype).reshape(b, q, h, d)
+    # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
+    return product("bkcd,bkgqc->bqkgd", v_bkcd, weights).reshape(b, q, h, d)
 
 
 def write(cache_bkcd: Array, new_bkqd: Array, positions: Array, live: Array) -> Array:

@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jrl.models.product import PRODUCT
 from jrl.types import Array
-
-PRODUCT = "product"
-"""The name, for rematerialisation, of results of products with weights."""
 
 
 def route(

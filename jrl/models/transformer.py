@@ -15,13 +15,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import choose
 from jrl.mesh import constrain
 from jrl.models import moe
 from jrl.models.attention import NO_WINDOW, attend, frequencies, rotate, rotation, visible, write
 from jrl.models.config import ModelConfig
+from jrl.models.product import PRODUCT, contract
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init
 from jrl.models.weights import count_params as count_params
@@ -39,47 +39,6 @@ _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 
 # ---------------------------------------------------------------- arithmetic
-
-
-def contract(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
-    """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32 both ways.
-
-    The derivative is written out so that reduced-precision training multiplies reduced-precision
-    numbers in the backward pass too, while the gradient of ``w`` leaves in the dtype of ``w``
-    without being rounded on the way.
-
-    Args:
-      spec: an einsum of two operands, without ellipsis.
-      x: activations.
-      w: a weight, converted to the dtype of ``x`` for the product.
-      dtype: of the result; None for that of ``x``.
-    """
-    # Named, because rematerialisation does not look for products inside a custom derivative.
-    return checkpoint_name(_contract(spec, x, w, dtype), moe.PRODUCT)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _contract(spec: str, x: Array, w: Array, dtype: Any) -> Array:
-    out = jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
-    return out.astype(dtype or x.dtype)
-
-
-def _contract_forward(spec: str, x: Array, w: Array, dtype: Any) -> tuple[Array, tuple]:
-    return _contract(spec, x, w, dtype), (x, w)
-
-
-def _contract_backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple:
-    x, w = kept
-    operands, out = spec.split("->")
-    left, right = operands.split(",")
-    g = g.astype(x.dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    dx = product(f"{out},{right}->{left}", g, w.astype(x.dtype))
-    dw = product(f"{left},{out}->{right}", x, g)
-    return dx.astype(x.dtype), dw.astype(w.dtype)
-
-
-_contract.defvjp(_contract_forward, _contract_backward)
 
 
 def _row(x: Array, ndim: int) -> Array:
@@ -247,7 +206,7 @@ def hidden(
         return x_bld, stats
 
     if remat != "none":
-        kept = jax.checkpoint_policies.save_only_these_names(moe.PRODUCT)
+        kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
         body = jax.checkpoint(body, policy=kept if remat == "dots" else None, prevent_cse=False)
     windows = [NO_WINDOW if w is None else np.int32(w) for w in config.windows]
     ids = np.array(turn_ids, np.int32) if len(turns) > 1 else np.zeros(config.layers, np.int32)

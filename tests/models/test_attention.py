@@ -88,3 +88,25 @@ def test_write_stores_live_entries_at_their_positions():
     out = write(cache, new, jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]]))
     columns = np.asarray(out).any((1, 3))
     assert [np.flatnonzero(row).tolist() for row in columns] == [[3], [0]]
+
+
+@pytest.mark.parametrize("queries", [1, 256])
+def test_bfloat16_attention_and_its_gradient_are_close_to_float32(queries):
+    # At these sizes XLA's CPU backend refuses some orders of operands.
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (2, queries, 4, 64))
+    k, v = jax.random.normal(keys[1], (2, 2, 2, 256, 64))
+    mask = jnp.ones((2, queries, 256), bool)
+
+    def total(q, k, v):
+        return (attend(q, k, v, mask, scale=0.125).astype(jnp.float32) ** 2).sum()
+
+    compute = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    value, gradients = compute(*low)
+    exact, expected = compute(*(x.astype(jnp.float32) for x in low))
+    assert float(value) == pytest.approx(float(exact), rel=0.02)
+    for a, b in zip(gradients, expected, strict=True):
+        assert a.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+        assert float(error) < 0.02
