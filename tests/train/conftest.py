@@ -7,7 +7,7 @@ import pytest
 
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.types import Batch
+from jrl.types import Batch, Network
 
 CONFIG = ModelConfig(
     vocab_size=19,
@@ -28,8 +28,73 @@ def network():
 
 @pytest.fixture(scope="session")
 def params(network):
-    """Weights large enough that the policy has preferences; on the host, never donated."""
-    return jax.tree.map(lambda x: 1.5 * np.asarray(x), jax.jit(network.init)(jax.random.key(0)))
+    """Weights large enough that the policy has preferences; copy them where a step is donated."""
+    return jax.tree.map(lambda x: 1.5 * x, jax.jit(network.init)(jax.random.key(0)))
+
+
+def bag_network(v=19, d=8, max_length=16):
+    """A policy that sees the mean of what came before: little to compile, everything to train.
+
+    Decoding keeps the tokens and reads them all again.
+    """
+
+    def init(key):
+        a, b, c = jax.random.split(key, 3)
+        return {
+            "embed": jax.random.normal(a, (v, d)),
+            "mix": jax.random.normal(b, (d, d)),
+            "head": jax.random.normal(c, (d, v)),
+        }
+
+    def hidden(params, tokens, positions, segments):
+        x = params["embed"][tokens]
+        same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
+        sees = same & (positions[:, :, None] >= positions[:, None, :])
+        mean = jnp.einsum("bqk,bkd->bqd", sees / jnp.maximum(sees.sum(2, keepdims=True), 1), x)
+        return jnp.tanh(x + mean @ params["mix"]), {}
+
+    def extend(params, cache, tokens, positions, live):
+        rows, length = cache["tokens"].shape
+        at = (jnp.arange(rows)[:, None], jnp.where(live, positions, length))
+        cache = {
+            "tokens": cache["tokens"].at[at].set(tokens, mode="drop"),
+            "live": cache["live"].at[at].set(1, mode="drop"),
+        }
+        place = jnp.broadcast_to(jnp.arange(length), (rows, length))
+        out, _ = hidden(params, cache["tokens"], place, cache["live"])
+        read = jnp.clip(positions, 0, length - 1)[:, :, None]
+        return jnp.take_along_axis(out, read, axis=1), cache
+
+    def init_cache(rows, length, params):
+        zeros = jnp.zeros((rows, length), jnp.int32)
+        return {"tokens": zeros, "live": zeros}
+
+    return Network(
+        vocab_size=v,
+        embed_dim=d,
+        max_length=max_length,
+        init=init,
+        axes=lambda: {"embed": ("vocab", "embed"), "mix": ("embed", None), "head": (None, None)},
+        hidden=hidden,
+        logits=lambda params, hidden: hidden @ params["head"],
+        init_cache=init_cache,
+        extend=extend,
+    )
+
+
+@pytest.fixture(scope="session")
+def make_bag():
+    return bag_network
+
+
+@pytest.fixture(scope="session")
+def bag():
+    return bag_network()
+
+
+@pytest.fixture(scope="session")
+def bag_params(bag):
+    return jax.jit(bag.init)(jax.random.key(0))
 
 
 def build(n=4, g=2, p=3, t=5, seed=0, **fields):

@@ -1,0 +1,146 @@
+"""Schedules at known points, and every optimizer at work."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrl.tables import OPTIMIZER_KEYS, OptimizerTable
+from jrl.train.optimizer import make_optimizer, schedule
+
+
+def rates(name, updates, warmup, peak=2.0):
+    rate = schedule(OptimizerTable(schedule=name), peak, updates, warmup)
+    return [float(rate(jnp.int32(i))) for i in range(updates)]
+
+
+def test_constant():
+    assert rates("constant", 4, 0) == [2.0] * 4
+    np.testing.assert_allclose(rates("constant", 6, 4), [0.5, 1.0, 1.5, 2.0, 2.0, 2.0])
+
+
+def test_linear():
+    np.testing.assert_allclose(rates("linear", 4, 0), [2.0, 1.5, 1.0, 0.5])
+    np.testing.assert_allclose(rates("linear", 6, 2), [1.0, 2.0, 2.0, 1.5, 1.0, 0.5])
+
+
+def test_cosine():
+    fall = [1 + math.cos(math.pi * i / 4) for i in range(4)]
+    np.testing.assert_allclose(rates("cosine", 4, 0), fall, rtol=1e-6)
+    np.testing.assert_allclose(rates("cosine", 7, 3), [2 / 3, 4 / 3, 2.0, *fall], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_schedules_at_the_edges(name):
+    rate = schedule(OptimizerTable(schedule=name), 1.0, 5, 0)
+    assert float(rate(jnp.int32(5))) == pytest.approx(1.0 if name == "constant" else 0.0, abs=1e-6)
+    assert float(rate(jnp.int32(50))) == pytest.approx(1.0 if name == "constant" else 0.0, abs=1e-6)
+    assert np.isfinite(rates(name, 3, 9)).all()  # a rise longer than the run
+    assert max(rates(name, 3, 9)) < 2.0
+
+
+def run(table, updates=3, rate=0.1, gradient=1.0, steps=10, updates_per_step=1):
+    optimizer = make_optimizer(table, steps, updates_per_step)(rate)
+    params = {"w": jnp.full((4, 3), 2.0), "b": jnp.ones(3)}
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    gradients = jax.tree.map(lambda x: jnp.full_like(x, gradient), params)
+    for _ in range(updates):
+        changes, state = update(gradients, state, params)
+        params = optax.apply_updates(params, changes)
+    return params
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_KEYS)
+def test_every_optimizer_goes_down(name):
+    out = run(OptimizerTable(name=name))
+    assert float(out["w"].max()) < 2.0
+    assert float(out["b"].max()) < 1.0
+
+
+def test_sgd_by_hand():
+    plain = run(OptimizerTable(name="sgd", b1=0.0, clip_norm=0.0))
+    np.testing.assert_allclose(plain["w"], 2.0 - 3 * 0.1, rtol=1e-6)
+    momentum = run(OptimizerTable(name="sgd", b1=0.5, clip_norm=0.0))
+    np.testing.assert_allclose(momentum["w"], 2.0 - 0.1 * (1 + 1.5 + 1.75), rtol=1e-6)
+
+
+def test_the_norm_is_clipped():
+    root = math.sqrt(15)  # of a gradient of fifteen ones
+    clipped = run(OptimizerTable(name="sgd", b1=0.0, clip_norm=1.0), updates=1)
+    np.testing.assert_allclose(clipped["w"], 2.0 - 0.1 / root, rtol=1e-6)
+    small = run(OptimizerTable(name="sgd", b1=0.0, clip_norm=1.0), updates=1, gradient=0.1)
+    np.testing.assert_allclose(small["w"], 2.0 - 0.01, rtol=1e-6)
+    free = run(OptimizerTable(name="sgd", b1=0.0, clip_norm=0.0), updates=1)
+    np.testing.assert_allclose(free["w"], 2.0 - 0.1, rtol=1e-6)
+
+
+KNOBS = [
+    ("adamw", {"weight_decay": 0.1}),
+    ("adamw", {"b1": 0.5}),
+    ("adamw", {"b2": 0.5}),
+    ("adamw", {"eps": 0.5}),
+    ("adam", {"b1": 0.5}),
+    ("adam", {"b2": 0.5}),
+    ("adam", {"eps": 0.5}),
+    ("sgd", {"b1": 0.5}),
+    ("lion", {"weight_decay": 0.1}),
+    ("lion", {"b1": 0.1}),
+    ("lion", {"b2": 0.1}),
+    ("adafactor", {"weight_decay": 0.1}),
+    ("adafactor", {"eps": 0.5}),
+]
+
+
+def test_the_knobs_listed_are_those_read():
+    assert {(name, key) for name, knob in KNOBS for key in knob} == {
+        (name, key) for name, keys in OPTIMIZER_KEYS.items() for key in keys
+    }
+
+
+@pytest.mark.parametrize(("name", "knob"), KNOBS)
+def test_every_knob_changes_a_number(name, knob):
+    """Over gradients that turn round, so that moments matter even to a sign."""
+
+    def walk(table):
+        optimizer = make_optimizer(table, 10)(0.1)
+        params = {"w": jnp.full((4, 3), 2.0)}
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for size in (1.0, -0.005, 1.0, -1.0):
+            changes, state = update({"w": jnp.full((4, 3), size)}, state, params)
+            params = optax.apply_updates(params, changes)
+        return np.asarray(params["w"])
+
+    free = {"name": name, "clip_norm": 0.0}
+    assert np.abs(walk(OptimizerTable(**free)) - walk(OptimizerTable(**free, **knob))).max() > 1e-5
+
+
+def test_warm_up_counts_training_steps():
+    """Two training steps of two updates each: rates 1/4, 2/4, 3/4 and 1 of the peak."""
+    table = OptimizerTable(name="sgd", b1=0.0, clip_norm=0.0, warmup_steps=2)
+    out = run(table, updates=5, rate=1.0, steps=4, updates_per_step=2)
+    np.testing.assert_allclose(out["w"], 2.0 - (0.25 + 0.5 + 0.75 + 1 + 1), rtol=1e-5)
+
+
+def test_the_schedule_is_as_long_as_the_run():
+    table = OptimizerTable(name="sgd", b1=0.0, clip_norm=0.0, schedule="linear")
+    out = run(table, updates=4, rate=1.0, steps=2, updates_per_step=2)
+    np.testing.assert_allclose(out["w"], 2.0 - (1 + 0.75 + 0.5 + 0.25), rtol=1e-5)
+
+
+def test_the_rate_may_be_traced():
+    table = OptimizerTable(name="adamw", schedule="cosine", warmup_steps=1)
+
+    @jax.jit
+    @jax.vmap
+    def step(rate):
+        optimizer = make_optimizer(table, 4)(rate)
+        params = {"w": jnp.ones(3)}
+        changes, _ = optimizer.update({"w": jnp.ones(3)}, optimizer.init(params), params)
+        return changes["w"]
+
+    small, large = step(jnp.array([0.01, 0.1]))
+    np.testing.assert_allclose(10 * small, large, rtol=1e-4)
