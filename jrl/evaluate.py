@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -156,7 +157,7 @@ class Evaluator:
     Args:
       run: from ``setup``.
       pool: the reward functions, for a run on text; a completion is right when the first of them
-        gives at least one point.
+        gives at least one point. None when there is nothing to judge by.
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
@@ -190,17 +191,17 @@ class Evaluator:
         """
         groups = (self._task if self.run.task is not None else self._text)(key, params)
         correct = groups.rewards[:, :, 0] >= 1
-        names = {"verify": 1.0} if self.run.task is not None else self.run.weights
-        records = samples_of(
-            groups, self.run.tokenizer, self.run.task, names, len(correct) * correct.shape[1]
-        )
-        answers = None
+        names = self.run.weights
+        if self.run.task is not None or self.pool is None:
+            names = {"verify": 1.0}
+        records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
+        answers: Any = None
         if self.run.task is None:
             answers = [final_answer(r["completion"]) for r in records]
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         metrics = summarise(
             correct,
-            groups.rollout.lengths,
+            np.asarray(groups.rollout.lengths),
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
         )
@@ -213,7 +214,6 @@ class Evaluator:
     def _text(self, key: Array, params: Params) -> Groups:
         """All held-out prompts in draws of one size, the last one filled up and cut."""
         config, prompts = self.run.config, self.run.prompts["eval"]
-        assert self.pool is not None
         size, total = config.train.prompts, min(config.eval.problems, len(prompts))
         source = TextSource(
             prompts=prompts,
@@ -325,12 +325,11 @@ def sample_run(
             }
         )
         run = run._replace(config=config.model_copy(update={"eval": table}))
-        if run.task is not None:
-            records = Evaluator(run, None)(key, params).samples
-        else:
-            with build.reward_pool(config) as pool:
-                records = Evaluator(run, pool)(key, params).samples
-    unjudged = ("rewards", "reward", "answer")
+        with contextlib.ExitStack() as stack:
+            judged = held_out and run.task is None
+            pool = stack.enter_context(build.reward_pool(config)) if judged else None
+            records = Evaluator(run, pool)(key, params).samples
+    unjudged = ("rewards", "reward", "answer", "split")
     return [
         {"step": step} | {k: v for k, v in r.items() if held_out or k not in unjudged}
         for r in records

@@ -101,6 +101,8 @@ def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") 
 
 def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
     """``sharding`` for every leaf of a tree of shapes; ``axes`` has a tuple where it has a leaf."""
+    paths: Any
+    treedef: Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     names = treedef.flatten_up_to(axes)
     return treedef.unflatten(

@@ -177,7 +177,8 @@ class TrainState(struct.PyTreeNode):
       opt_state: the optax state of ``params``.
       ref_params: the reference policy's tree, or None when nothing needs it.
       method: the objective's own state (trackers, controllers); () when it keeps none.
-      key: the run's root key; every use has a ``stream`` of its own.
+      key: [2] uint32, the data of the run's root key; every use has a ``stream`` of its own. Raw,
+        because jit keeps a second entry for a typed key that comes back from it (JAX 0.10, 0.12).
     """
 
     step: Array
@@ -193,7 +194,18 @@ STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
 
 
 def stream(key: Array, name: str, index: Array | int) -> Array:
-    """Key number ``index`` of one of the run's streams, from its root key."""
+    """Key number ``index`` of one of the run's streams.
+
+    Args:
+      key: the run's root key, or its data.
+      name: one of ``STREAMS``.
+      index: [] int, such as the step.
+
+    Returns:
+      A typed key.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
     return jax.random.fold_in(jax.random.fold_in(key, STREAMS.index(name)), index)
 
 
@@ -275,7 +287,11 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """Names of every per-token statistic that some part reads."""
-        parts = (self.advantage, self.surrogate, *self.regularizers)
+        parts: tuple[Transform | Surrogate | Regularizer, ...] = (
+            self.advantage,
+            self.surrogate,
+            *self.regularizers,
+        )
         return frozenset().union(*(part.needs for part in parts))
 
     def init(self) -> Any:

@@ -35,7 +35,7 @@ from jrl.train.step import compile_step, make_step, place_batch
 
 LIBRARY = Path(jrl.__file__).parent
 TASK = get_task("arithmetic", difficulty=2)  # prompts and answers of several lengths
-PROMPTS, GROUP = 8, 4
+PROMPTS, GROUP = 8, 3
 WEIGHTS = {"verify": 1.0, "partial": 0.5}
 CONFIG = ModelConfig(
     vocab_size=TASK.vocab_size,
@@ -56,7 +56,9 @@ class World:
     def __init__(
         self, *, devices=1, tensor=1, learning_rate=1.0, law=None, spy=None, seed=0, **split
     ):
-        self.mesh = make_mesh({"fsdp": devices // tensor, "tensor": tensor}, jax.devices()[:devices])
+        self.mesh = make_mesh(
+            {"fsdp": devices // tensor, "tensor": tensor}, jax.devices()[:devices]
+        )
         self.network = transformer(CONFIG)
         if spy is not None:
             self.network = self.network._replace(
@@ -71,9 +73,7 @@ class World:
             optimizer=self.optimizer,
         )
         key = jax.random.key(seed)
-        self.shardings = state_shardings(
-            jax.eval_shape(make, key), self.mesh, network=self.network
-        )
+        self.shardings = state_shardings(jax.eval_shape(make, key), self.mesh, network=self.network)
         self.state = jax.jit(make, out_shardings=self.shardings)(key)
         self.step = make_step(
             network=self.network, objective=METHOD.objective, optimizer=self.optimizer, **split
@@ -100,7 +100,7 @@ class World:
         )
 
     def fit(self, steps, step=None):
-        """``steps`` steps of the library's own loop; returns (state, metrics and groups by step)."""
+        """``steps`` steps of the library's own loop: (state, metrics and rollouts by step)."""
         log = []
 
         def on_step(done, state, metrics, groups, cursor):
@@ -322,6 +322,8 @@ def saved_leaves(run):
     """Every array of a run's newest checkpoint, by path, as it lies on disk."""
     import orbax.checkpoint as ocp
 
-    newest = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name))
-    tree = ocp.PyTreeCheckpointer().restore(newest / "state")
-    return {k: np.asarray(v) for k, v in tree.items()}
+    newest = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name)) / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        names = reader.metadata(newest).item_metadata.tree
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
+        return reader.restore(newest, restore_args=kinds)

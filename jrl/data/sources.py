@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,6 +55,30 @@ def open_source(spec: str, *, tfds_dir: str | None = None) -> Source:
     if not len(source):
         raise UserError(f"data {spec!r}: the file has no rows")
     return source
+
+
+class Rows:
+    """Rows that are in memory already.
+
+    Args:
+      rows: dicts.
+      name: what errors call them, with their number after it.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]], name: str = "row") -> None:
+        self._rows, self._name = rows, name
+
+    def __len__(self) -> int:
+        """How many rows there are."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row ``index``."""
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        """Names a row for error messages, counted from 1."""
+        return f"{self._name} {index + 1}"
 
 
 class JsonlSource:

@@ -69,7 +69,7 @@ class CharTokenizer:
         self.vocab_size = len(ALPHABET) + 2
         self.eos_id = STOP_ID
         self.pad_id = PAD_ID
-        self.stop_ids = (STOP_ID,)
+        self.stop_ids: tuple[int, ...] = (STOP_ID,)
         self._ids = {character: i + 2 for i, character in enumerate(ALPHABET)}
         self._pieces = ["<pad>", "<stop>", *ALPHABET]
 

@@ -27,7 +27,7 @@ def collect(
     cursor: int,
     *,
     prompts: int,
-    weights: Array,
+    weights: Any,
     method: Method,
     mesh: Mesh,
 ) -> tuple[Batch, Groups, int]:
@@ -92,7 +92,7 @@ def _edit(method: Method, groups: Groups) -> Groups:
 def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
     """[N] bool: which groups the editor keeps."""
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    return np.asarray(editor.keep(scores, ~groups.rollout.baseline), bool)
+    return np.asarray(editor.keep(scores, ~np.asarray(groups.rollout.baseline)), bool)
 
 
 def _to_host(groups: Groups) -> Groups:

@@ -22,6 +22,7 @@ import numpy as np
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter, enable_compile_cache
 from jrl.config import Config
+from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator
 from jrl.mesh import replicated
@@ -111,6 +112,7 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
     """
     enable_compile_cache()
     run = build.setup(config)
+    build.check_trainable(run)
     for split, counts in run.prompt_counts.items():
         echo(f"data.{split}: {counts}")
     writer = RunWriter(config, mesh=dict(run.mesh.shape))
@@ -182,7 +184,7 @@ class _Training:
             warm = jax.jit(
                 partial(
                     warm_start,
-                    task=run.task,
+                    task=self._task(),
                     network=run.network,
                     steps=warmup.steps,
                     batch=warmup.batch,
@@ -244,7 +246,6 @@ class _Training:
         )
         if run.task is not None:
             return partial(program, law=self.law)
-        assert self.pool is not None
         return TextSource(
             prompts=run.prompts["train"],
             width=run.width,
@@ -255,6 +256,11 @@ class _Training:
             tokenizer=run.tokenizer,
         ).draw
 
+    def _task(self) -> Task:
+        """The run's procedural task, which the configuration has made sure of."""
+        assert self.run_.task is not None
+        return self.run_.task
+
     def _compiled_loop(
         self, state: TrainState, shardings: TrainState, stopping: threading.Event
     ) -> TrainState:
@@ -262,7 +268,7 @@ class _Training:
         iteration = make_iteration(
             build.make_train_step(run),
             method=run.method,
-            task=run.task,
+            task=self._task(),
             network=run.network,
             weights=run.weights,
             prompts=config.train.prompts,

@@ -44,7 +44,7 @@ class Groups(NamedTuple):
     counts: dict[str, float]
 
 
-Draw = Callable[[Array, Params, Array, Array], Groups]
+Draw = Callable[[Array, Params, Any, Any], Groups]
 """(root key, policy params, step, positions [N] int32 in the run's order) -> N groups."""
 
 
@@ -125,7 +125,7 @@ class TextSource(NamedTuple):
       seed: of the order, or None for the source's own order.
       program: ``jax.jit`` of ``generate`` with its keyword arguments bound.
       law: scalars.
-      pool: the reward functions.
+      pool: the reward functions; None gives every completion 0 points.
       tokenizer: turns completions into text for them.
     """
 
@@ -134,10 +134,10 @@ class TextSource(NamedTuple):
     seed: int | None
     program: Callable[..., Rollout]
     law: Law
-    pool: RewardPool
+    pool: RewardPool | None
     tokenizer: Tokenizer
 
-    def draw(self, key: Array, params: Params, step: np.ndarray, positions: np.ndarray) -> Groups:
+    def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
         """See ``Draw``."""
         chosen = [self.prompts[i] for i in place(self.seed, positions, len(self.prompts))]
         tokens, lengths = pad_prompts(chosen, self.width)
@@ -148,17 +148,19 @@ class TextSource(NamedTuple):
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
         """Rewards of completions, all reward functions at once."""
         n, g, _ = rollout.tokens.shape
+        if self.pool is None:
+            return Groups(rollout, np.zeros((n, g, 1), np.float32), chosen, {})
         texts = completions(rollout, self.tokenizer)
         samples = [
             Sample(
                 prompt=chosen[i // g],
                 completion=texts[i],
-                tokens=rollout.tokens[i // g, i % g, : rollout.lengths[i // g, i % g]],
+                tokens=np.asarray(rollout.tokens[i // g, i % g, : rollout.lengths[i // g, i % g]]),
                 stop=StopReason(int(rollout.stop[i // g, i % g])).name.lower(),
             )
             for i in range(n * g)
         ]
-        scores, counts = self.pool.scores(samples)
+        scores, counts = self.pool.scores(samples, group=g)
         return Groups(rollout, scores.reshape(n, g, -1), chosen, counts)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +15,11 @@ from jax.sharding import Mesh
 
 from jrl.config import Config, check_batch, from_table
 from jrl.data.prompts import PromptCounts, build_prompts
-from jrl.data.sources import open_source
+from jrl.data.sources import Rows, open_source
 from jrl.data.tasks import Task, get_task
 from jrl.errors import UserError, choose
 from jrl.mesh import batch_shards, make_mesh, replicated
-from jrl.methods import get_method
+from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -83,16 +85,10 @@ def setup(config: Config) -> Run:
     Raises:
       UserError: naming the key, the value and what would do, before any step runs.
     """
-    method = get_method(config.method, **config.objective)
-    check_group(config.method, method.min_group, config.sampling.group)
-    if config.sampling.temperature == 0:
-        raise UserError(
-            "sampling.temperature = 0 draws the same completion for every member of a group; "
-            "training needs a temperature above 0"
-        )
+    task = _task(config)
+    method = _method(config, task)
     mesh = make_mesh(config.mesh.model_dump())
     check_batch(config, batch_shards(mesh))
-    task = _task(config)
     tokenizer, model, params = _model(config, task)
     network = transformer(model, remat=config.model.remat)
     prompts, counts = ({}, {}) if task else _prompts(config, tokenizer)
@@ -130,6 +126,15 @@ def _task(config: Config) -> Task | None:
     return get_task(config.data.task, **knobs)
 
 
+def _method(config: Config, task: Task | None) -> Method:
+    """The method; one that counts against the length limit is told it unless it was given."""
+    coefficients = dict(config.objective)
+    asks = all_methods().get(config.method)
+    if asks is not None and "max_tokens" in asks.coefficients:
+        coefficients.setdefault("max_tokens", _max_new_tokens(config, task))
+    return get_method(config.method, **coefficients)
+
+
 def _law(config: Config) -> Law:
     s = config.sampling
     return make_law(s.temperature, s.top_k, s.top_p, s.min_p)
@@ -142,14 +147,14 @@ def _max_new_tokens(config: Config, task: Task | None) -> int:
 def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig, Params]:
     """Tokenizer, shape, and weights when a checkpoint is named."""
     choice = config.model
-    types = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
+    types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
     if choice.path is not None:
         directory = Path(choice.path)
         tokenizer = task.tokenizer if task else load_tokenizer(directory)
         shape = hf.read_config(directory)
         check_vocab(tokenizer, shape.vocab_size)
-        shape, params = hf.load(directory, **types)
-        return tokenizer, shape, params
+        shape, params = hf.load(directory, dtype=choice.param_dtype)
+        return tokenizer, dataclasses.replace(shape, **types), params
     if task is None:
         raise UserError(
             "model.path is missing: training on data.train needs a checkpoint directory with a "
@@ -173,7 +178,8 @@ def _prompts(
         raise UserError(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
-    prompts, counts = {}, {}
+    prompts: dict[str, list[Prompt]] = {}
+    counts: dict[str, PromptCounts] = {}
     for split in ("train", "eval"):
         spec = getattr(data, split)
         if spec is None:
@@ -191,6 +197,20 @@ def _prompts(
             overlong=data.overlong,
         )
     return prompts, counts
+
+
+def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
+    """Prompts without answers, made as the run's own are; at most as long as those."""
+    data = run.config.data
+    prompts, _ = build_prompts(
+        Rows([{"question": q} for q in questions], "prompt"),
+        run.tokenizer,
+        answer_key=None,
+        system=data.system,
+        template=data.template,
+        max_prompt_tokens=run.width,
+    )
+    return prompts
 
 
 def _width(prompts: dict[str, list[Prompt]]) -> int:
@@ -222,6 +242,17 @@ def reward_pool(config: Config) -> RewardPool:
     )
 
 
+def check_trainable(run: Run) -> None:
+    """Raises UserError when a run can be sampled from and evaluated, but not trained."""
+    config = run.config
+    check_group(config.method, run.method.min_group, config.sampling.group)
+    if config.sampling.temperature == 0:
+        raise UserError(
+            "sampling.temperature = 0 draws the same completion for every member of a group; "
+            "training needs a temperature above 0"
+        )
+
+
 # ---------------------------------------------------------------- the state and the two programs
 
 
@@ -251,7 +282,7 @@ def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> 
     """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text."""
     everywhere = replicated(run.mesh)
     if run.task is not None:
-        program = partial(
+        on_task = partial(
             task_rollout,
             task=run.task,
             split=split,
@@ -260,8 +291,8 @@ def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> 
             group=group,
             baseline_members=baselines,
         )
-        return jax.jit(program)
-    program = partial(
+        return jax.jit(on_task)
+    on_text = partial(
         generate,
         network=run.network,
         group=group,
@@ -270,7 +301,7 @@ def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> 
         baseline_members=baselines,
     )
     # The whole rollout comes back to every host: each judges the text of all.
-    return jax.jit(program, out_shardings=everywhere)
+    return jax.jit(on_text, out_shardings=everywhere)
 
 
 def train_program(run: Run, shardings: TrainState) -> Step:

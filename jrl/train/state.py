@@ -47,7 +47,7 @@ def init_state(
         # A buffer of its own: the state is donated, and a buffer cannot be donated twice.
         ref_params=jax.tree.map(jnp.copy, trained["policy"]) if needs_ref else None,
         method=objective.init(),
-        key=root,
+        key=jax.random.key_data(root),
     )
 
 
@@ -72,7 +72,7 @@ def state_shardings(
     if value is not None:
         axes["value"] = value.axes()
     params = tree_shardings(mesh, axes, state.params)
-    everywhere = replicated(mesh)
+    everywhere: Any = replicated(mesh)
     return TrainState(
         step=everywhere,
         params=params,
@@ -86,7 +86,7 @@ def state_shardings(
 def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any) -> Any:
     """Shardings of an optimiser state: a subtree shaped like the parameters lies like them."""
     shapes = [x.shape for x in jax.tree.leaves(params)]
-    structure = jax.tree.structure(params)
+    structure: Any = jax.tree.structure(params)
 
     def is_params(node: Any) -> bool:
         if jax.tree.structure(node) != structure:

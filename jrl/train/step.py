@@ -40,6 +40,8 @@ from jrl.types import (
 )
 
 Metrics = dict[str, Array]
+Pairs = dict[str, tuple[Array, Array]]
+"""(sum, count) by name."""
 Step = Callable[[TrainState, Batch, Law], tuple[TrainState, Metrics]]
 
 
@@ -76,7 +78,7 @@ def make_step(
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
 
-        def update(carry: Any, index: Array) -> tuple[Any, Metrics]:
+        def update(carry: Any, index: Array) -> tuple[Any, Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
             grads, sums = _gradient(carry[0], part, method, law)
@@ -118,12 +120,12 @@ def make_step(
 
     def _gradient(
         params: Params, part: tuple[Batch, Array], method: Any, law: Law
-    ) -> tuple[Params, Metrics]:
+    ) -> tuple[Params, Pairs]:
         """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
         batch, advantages = part
         counts = term_counts(objective, batch)
 
-        def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Metrics]:
+        def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
             batch, advantages = rows
             stats = batch.stats | score(
                 params, batch, law, network=network, value=value, want=frozenset(want)
@@ -151,8 +153,8 @@ def make_step(
         return jax.lax.scan(add, zeros, parts)[0]
 
     def _apply_gradient(
-        carry: tuple[Params, Any], grads: Params, sums: Metrics
-    ) -> tuple[tuple[Params, Any], Metrics]:
+        carry: tuple[Params, Any], grads: Params, sums: Pairs
+    ) -> tuple[tuple[Params, Any], Pairs]:
         """One optimiser update, left out when the gradient is not finite."""
         params, opt_state = carry
         norm = optax.tree.norm(grads)
@@ -187,7 +189,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
     )
 
 
-def _drift(stats: Stats, batch: Batch) -> Metrics:
+def _drift(stats: Stats, batch: Batch) -> Pairs:
     """How far the policy being trained is from the law that drew the tokens, as (sum, count).
 
     kl_sampler: the k3 estimate of KL(sampler || policy), nats a token. logprob_diff: the mean
@@ -256,7 +258,7 @@ def _take_rows(batch: Batch, rows: Array) -> Batch:
     return taken.replace(reward_weights=batch.reward_weights)
 
 
-def summarise(pairs: Metrics) -> Metrics:
+def summarise(pairs: Pairs) -> Metrics:
     """(sum, count) pairs, each [] or stacked over updates, as one number each.
 
     A count of 0 throughout marks a plain sum.
