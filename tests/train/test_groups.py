@@ -1,0 +1,207 @@
+"""Collecting groups, with a draw that follows a script instead of sampling."""
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.mesh import make_mesh
+from jrl.methods import GroupEditor, get_method, refill
+from jrl.train.groups import collect
+from jrl.train.rollout import Groups
+from jrl.types import Rollout, StopReason
+
+MESH = make_mesh({}, jax.devices()[:1])
+KEY = jax.random.key(0)
+WEIGHTS = np.array([1.0, 0.5], np.float32)
+G, P, T = 3, 2, 4
+PLAIN = get_method("grpo")
+
+
+class Script:
+    """Groups whose tokens say which position they are of; good ones have unequal rewards."""
+
+    def __init__(self, good, baseline=False, listed=False):
+        self.good, self.baseline, self.listed = set(good), baseline, listed
+        self.calls = []
+
+    def __call__(self, key, params, step, positions):
+        assert positions.dtype == np.int32
+        assert step.dtype == np.int32
+        self.calls.append((int(step), positions.tolist()))
+        n = len(positions)
+        baseline = np.zeros((n, G), bool)
+        baseline[:, -1] = self.baseline
+        rewards = np.zeros((n, G, 2), np.float32)
+        rewards[:, 0, 0] = np.isin(positions, list(self.good))
+        rewards[:, :, 1] = positions[:, None]
+        if self.baseline:
+            rewards[:, -1, 0] = 7.0  # a baseline's points are nobody's spread
+        ones = np.ones((n, G, T), np.float32)
+        rollout = Rollout(
+            prompt_tokens=np.repeat(positions[:, None], P, axis=1),
+            prompt_lengths=np.full(n, P, np.int32),
+            tokens=(ones * positions[:, None, None]).astype(np.int32),
+            lengths=np.full((n, G), T, np.int32),
+            mask=ones.astype(bool),
+            sampler_logprobs=-ones,
+            versions=np.full((n, G, T), step, np.int32),
+            stop=np.full((n, G), StopReason.LENGTH, np.int32),
+            baseline=baseline,
+        )
+        subject = [f"prompt {i}" for i in positions] if self.listed else {"id": positions}
+        rollout, rewards = jax.device_put((rollout, rewards))
+        return Groups(rollout, rewards, subject, {"timeouts": 1.0})
+
+
+def collected(script, method, prompts=4, step=3, cursor=100):
+    batch, groups, cursor = collect(
+        KEY, None, script, step, cursor, prompts=prompts, weights=WEIGHTS, method=method, mesh=MESH
+    )
+    return batch.check(), groups, cursor
+
+
+def editing(editor, method=PLAIN):
+    return method._replace(groups=editor)
+
+
+def test_without_an_editor_everything_is_kept():
+    script = Script(good=())
+    batch, groups, cursor = collected(script, PLAIN)
+    assert script.calls == [(3, [100, 101, 102, 103])]
+    assert cursor == 104
+    assert batch.tokens[:, 0, 0].tolist() == [100, 101, 102, 103]
+    assert bool(batch.members.all())
+    assert bool(batch.mask.all())
+    assert bool(batch.truncated.all())
+    assert batch.reward_weights.tolist() == [1.0, 0.5]
+    assert groups.counts == {"timeouts": 1.0}
+    assert np.array_equal(batch.stats["sampler_logprobs"], groups.rollout.sampler_logprobs)
+    assert batch.tokens.sharding.mesh == MESH
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_refilling_until_the_batch_is_full(listed):
+    script = Script(good=[101, 103, 106, 108, 109], listed=listed)
+    batch, groups, cursor = collected(script, editing(refill(max_rounds=10)))
+    assert script.calls == [
+        (3, [100, 101, 102, 103]),
+        (3, [104, 105, 106, 107]),
+        (3, [108, 109, 110, 111]),
+    ]
+    assert cursor == 112
+    kept = [101, 103, 106, 108]  # in the order drawn; one too many is left out
+    assert batch.tokens[:, 0, 0].tolist() == kept
+    assert batch.prompt_tokens[:, 0].tolist() == kept
+    assert np.asarray(batch.rewards)[:, 0, 1].tolist() == kept
+    if listed:
+        assert groups.subject == [f"prompt {i}" for i in kept]
+    else:
+        assert groups.subject["id"].tolist() == kept
+    assert groups.rollout.tokens[:, 0, 0].tolist() == kept
+    assert bool(batch.members.all())
+    assert groups.counts == {
+        "timeouts": 3.0,
+        "rounds": 3.0,
+        "groups_kept": pytest.approx(5 / 12),
+        "groups_missing": 0.0,
+    }
+
+
+def test_rounds_run_out():
+    script = Script(good=[102, 105])
+    batch, groups, cursor = collected(script, editing(refill(max_rounds=2)))
+    assert len(script.calls) == 2
+    assert cursor == 108
+    assert batch.tokens[:, 0, 0].tolist()[:2] == [102, 105]
+    assert batch.tokens.shape == (4, G, T)
+    live = np.array([True, True, False, False])
+    assert np.array_equal(batch.members, np.broadcast_to(live[:, None], (4, G)))
+    assert np.array_equal(batch.mask, np.broadcast_to(live[:, None, None], (4, G, T)))
+    assert groups.counts["groups_missing"] == 2
+    assert groups.counts["rounds"] == 2
+
+
+def test_nothing_is_kept():
+    batch, groups, _ = collected(Script(good=()), editing(refill(max_rounds=3)))
+    assert not bool(batch.members.any())
+    assert not bool(batch.mask.any())
+    assert groups.counts["groups_missing"] == 4
+    assert groups.counts["groups_kept"] == 0
+
+
+def test_dropping_without_refilling():
+    script = Script(good=[101, 102])
+    batch, groups, cursor = collected(script, editing(refill()._replace(refill=False)))
+    assert len(script.calls) == 1
+    assert cursor == 104
+    assert batch.tokens[:2, 0, 0].tolist() == [101, 102]
+    assert np.asarray(batch.members).any(axis=1).tolist() == [True, True, False, False]
+    assert groups.counts["groups_missing"] == 2
+
+
+def test_enough_at_once_is_one_round():
+    script = Script(good=range(100, 104))
+    batch, groups, cursor = collected(script, editing(refill()))
+    assert len(script.calls) == 1
+    assert cursor == 104
+    assert groups.counts["rounds"] == 1
+    assert groups.counts["groups_kept"] == 1
+    assert batch.tokens[:, 0, 0].tolist() == [100, 101, 102, 103]
+
+
+def test_baselines_do_not_make_a_group_good():
+    """The greedy member's reward is another's, but only live members are compared."""
+    script = Script(good=[101], baseline=True)
+    batch, _, _ = collected(script, editing(refill(max_rounds=1)))
+    assert batch.tokens[0, 0, 0] == 101
+    assert np.asarray(batch.members).tolist() == [[True, True, False]] + [[False] * 3] * 3
+    assert not np.asarray(batch.mask)[:, -1].any()
+    assert np.asarray(batch.baseline)[:, -1].all()
+
+
+def test_the_editor_sees_weighted_scores():
+    seen = []
+
+    def keep(scores, members):
+        seen.append((scores.copy(), members.copy()))
+        return np.ones(len(scores), bool)
+
+    collected(Script(good=[101], baseline=True), editing(GroupEditor(keep)), prompts=2)
+    scores, members = seen[0]
+    np.testing.assert_allclose(scores[0], [50.0, 50.0, 57.0])
+    np.testing.assert_allclose(scores[1], [51.5, 50.5, 57.5])
+    assert members.tolist() == [[True, True, False]] * 2
+
+
+@pytest.mark.parametrize("editor", [GroupEditor(), refill(max_rounds=2)])
+def test_the_rewards_seam(editor):
+    seen = []
+
+    def rewards(parts, rollout):
+        seen.append(rollout.tokens[:, 0, 0].tolist())
+        assert isinstance(parts, np.ndarray)
+        edited = parts.copy()
+        edited[:, 1, 0] = 5.0  # now every group has a spread
+        return edited
+
+    method = editing(editor)._replace(rewards=rewards)
+    batch, groups, _ = collected(Script(good=()), method)
+    assert seen == [[100, 101, 102, 103]]
+    assert np.asarray(batch.rewards)[:, 1, 0].tolist() == [5.0] * 4
+    assert np.asarray(groups.rewards)[:, 1, 0].tolist() == [5.0] * 4
+    assert bool(batch.members.all())
+
+
+def test_the_prompts_seam():
+    asked = []
+
+    def choose_prompts(step, positions):
+        asked.append((step, positions.tolist()))
+        return 2 * positions
+
+    script = Script(good=[202])
+    method = editing(refill(max_rounds=2))._replace(prompts=choose_prompts)
+    _, _, cursor = collected(script, method, prompts=2)
+    assert asked == [(3, [100, 101]), (3, [102, 103])]
+    assert script.calls == [(3, [200, 202]), (3, [204, 206])]
+    assert cursor == 104
