@@ -177,7 +177,7 @@ def test_2_few_files_run_in_a_step():
 
     sys.setprofile(watch)
     try:
-        w.step(w.state, batch, w.law)
+        w.compiled.lower(w.state, batch, w.law)  # tracing runs what the step is made of
     finally:
         sys.setprofile(None)
     assert {"train/step.py", "models/transformer.py", "objectives/policy.py"} <= files
@@ -253,6 +253,9 @@ def test_7_trainer_logprobs_equal_the_samplers(knobs):
 
 def test_8_gradient_at_ratio_one_is_reinforce():
     batch = some_batch()
+    batch = jax.tree.map(lambda x: x[:4], batch.replace(reward_weights=None)).replace(
+        reward_weights=batch.reward_weights
+    )
     params, ours = gradient(batch)
     rewards = np.asarray(batch.rewards, np.float64) @ np.array(list(WEIGHTS.values()))
     mean = rewards.mean(axis=1, keepdims=True)
@@ -262,7 +265,7 @@ def test_8_gradient_at_ratio_one_is_reinforce():
     def reinforce(params):
         """Each sequence alone, unpadded, through the whole softmax."""
         total = 0.0
-        for i in range(PROMPTS):
+        for i in range(len(rewards)):
             prompt = batch.prompt_tokens[i, : batch.prompt_lengths[i]]
             for j in range(GROUP):
                 n = int(batch.lengths[i, j])
@@ -272,9 +275,9 @@ def test_8_gradient_at_ratio_one_is_reinforce():
                 law = jax.nn.log_softmax(network.logits(params, hidden))[0]
                 logprobs = law[jnp.arange(len(prompt) - 1, len(prompt) + n - 1), tokens[0, -n:]]
                 total += -advantages[i, j] * logprobs.mean()
-        return total / (PROMPTS * GROUP)
+        return total / rewards.size
 
-    reference = jax.device_get(jax.grad(reinforce)(params))
+    reference = jax.device_get(jax.jit(jax.grad(reinforce))(params))
     assert max(np.abs(x).max() for x in jax.tree.leaves(reference)) > 1e-2
     assert_close(ours, reference, 1e-5)
 

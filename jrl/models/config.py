@@ -8,6 +8,7 @@ part; each such choice is a pattern of booleans that is repeated over the layers
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -155,14 +156,14 @@ class ModelConfig:
             _require("expert_mlp_dim", self.expert_mlp_dim, self.expert_mlp_dim >= 1, "at least 1")
         _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
 
-    @property
+    @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Each layer's attention window, tokens; None where a layer sees everything."""
         return tuple(
             self.window if wide else None for wide in _cycle(self.window_pattern, self.layers)
         )
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """Each layer's rotation."""
         far = Rope(self.rope_theta, self.rope_scaling)  # without numbers that nothing reads
@@ -184,7 +185,7 @@ class ModelConfig:
             for rotate, window in zip(rotates, self.windows, strict=True)
         )
 
-    @property
+    @functools.cached_property
     def sparse(self) -> tuple[bool, ...]:
         """Which layers route their tokens to experts."""
         if not self.experts:
