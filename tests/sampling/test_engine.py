@@ -35,6 +35,8 @@ CONFIG = ModelConfig(
     max_length=24,
 )
 NETWORK = transformer(CONFIG)
+# These programs take longer to compile than to run.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 N, P, G, T = 4, 6, 3, 9
 STOPS = (5, 11)
 LENGTHS = np.array([1, 6, 3, 4], np.int32)  # ragged, with a prompt of one token
@@ -47,7 +49,7 @@ VERSION = jnp.int32(4)
 @cache
 def params():
     """Weights large enough that the policy has preferences."""
-    return jax.tree.map(lambda x: 1.5 * x, jax.jit(NETWORK.init)(jax.random.key(0)))
+    return jax.tree.map(lambda x: 1.5 * x, jit(NETWORK.init)(jax.random.key(0)))
 
 
 def prompts(filler=0):
@@ -56,7 +58,7 @@ def prompts(filler=0):
     return np.where(np.arange(P) < LENGTHS[:, None], tokens, filler).astype(np.int32)
 
 
-@partial(jax.jit, static_argnames=("group", "max_new_tokens", "stop_tokens", "baseline_members"))
+@partial(jit, static_argnames=("group", "max_new_tokens", "stop_tokens", "baseline_members"))
 def sample(key, params, tokens, lengths, law, version, ids, **sizes):
     return generate(key, params, tokens, lengths, law, version, ids, network=NETWORK, **sizes)
 
@@ -76,7 +78,7 @@ def rollout():
 @cache
 def begin():
     """The slots of ``rollout``, before the first token."""
-    cache = jax.jit(partial(prefill, network=NETWORK, length=P + T))(params(), prompts(), LENGTHS)
+    cache = jit(partial(prefill, network=NETWORK, length=P + T))(params(), prompts(), LENGTHS)
     keys = sequence_keys(jax.random.key(1), IDS, G).reshape(-1)
     repeat = partial(np.repeat, repeats=G, axis=0)
     return start(
@@ -90,7 +92,7 @@ def begin():
     )
 
 
-@jax.jit
+@jit
 def _decode(params, slots, version, steps):
     return decode(params, slots, version, network=NETWORK, steps=steps, stop_tokens=STOPS)
 
@@ -105,8 +107,8 @@ def decoded():
     return advance(begin(), steps=T)
 
 
-feed = jax.jit(partial(extend, network=NETWORK))
-recompute = jax.jit(partial(refresh, network=NETWORK))
+feed = jit(partial(extend, network=NETWORK))
+recompute = jit(partial(refresh, network=NETWORK))
 
 
 def assert_same(slots, other, *, atol=0.0):
@@ -119,7 +121,7 @@ def assert_same(slots, other, *, atol=0.0):
     np.testing.assert_allclose(slots.logprobs, logprobs, rtol=0, atol=atol)
 
 
-@jax.jit
+@jit
 def _whole(params, tokens):
     place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _ = NETWORK.hidden(params, tokens, place, jnp.ones_like(tokens))

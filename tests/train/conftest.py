@@ -1,10 +1,14 @@
 """A small policy and ragged batches for it, shared by the tests of training."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.data.tasks import Task
+from jrl.data.tasks.base import Problem
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.types import Batch, Network
@@ -19,6 +23,12 @@ CONFIG = ModelConfig(
     mlp_dim=16,
     max_length=16,
 )
+
+
+@pytest.fixture(scope="session")
+def quick_jit():
+    """``jax.jit`` for programs that take longer to compile than to run."""
+    return partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="session")
@@ -95,6 +105,46 @@ def bag():
 @pytest.fixture(scope="session")
 def bag_params(bag):
     return jax.jit(bag.init)(jax.random.key(0))
+
+
+@pytest.fixture(scope="session")
+def first_letter():
+    """A task that costs little to compile: repeat the prompt's first token, then stop.
+
+    Training prompts are made of tokens 2 to 6, held-out ones of 7 to 10.
+    """
+    stop, p, t = 1, 3, 3
+
+    def generate(key, split):
+        a, b = jax.random.split(key)
+        low, high = (2, 7) if split == "train" else (7, 11)
+        tokens = jax.random.randint(a, (p,), low, high)
+        return Problem(tokens, jax.random.randint(b, (), 1, p + 1), tokens[:1])
+
+    def solution(problem):
+        return jnp.array([0, stop, 0]).at[0].set(problem.tokens[0]), jnp.int32(2)
+
+    def verify(problem, tokens, length):
+        right = (tokens[0] == problem.tokens[0]) & (tokens[1] == stop) & (length == 2)
+        return right.astype(jnp.float32)
+
+    def partly(problem, tokens, length):
+        return 0.5 * (tokens[0] == problem.tokens[0]) + 0.5 * verify(problem, tokens, length)
+
+    return Task(
+        name="first_letter",
+        difficulty=1,
+        prompt_tokens=p,
+        completion_tokens=t,
+        vocab_size=11,
+        stop_id=stop,
+        tokenizer=None,
+        generate=generate,
+        verify=verify,
+        partial=partly,
+        solution=solution,
+        render=None,
+    )
 
 
 def build(n=4, g=2, p=3, t=5, seed=0, **fields):

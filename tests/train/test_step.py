@@ -45,7 +45,7 @@ def batch(make_batch, network, params):
 
 
 @pytest.fixture(scope="module")
-def world(network, params):
+def world(network, params, quick_jit):
     """(objective, optimizer, ...) -> (compiled step, state at step 0)."""
 
     def make(objective, optimizer, value=None, **split):
@@ -55,7 +55,7 @@ def world(network, params):
             "optimizer": optimizer,
             "value": value,
         }
-        return jax.jit(make_step(**common, **split)), init_state(KEY, params, **common)
+        return quick_jit(make_step(**common, **split)), init_state(KEY, params, **common)
 
     return make
 

@@ -1,0 +1,264 @@
+"""Whole runs as one program, against the host's loop and against themselves one by one."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrl.errors import UserError
+from jrl.mesh import make_mesh
+from jrl.methods import Draw, GroupEditor, get_method
+from jrl.sampling.draw import make_law
+from jrl.train.compiled import (
+    held_out,
+    iterate,
+    make_iteration,
+    make_run,
+    solution_batch,
+    warm_start,
+    with_policy,
+)
+from jrl.train.groups import collect
+from jrl.train.rollout import task_rollout
+from jrl.train.state import init_state, state_shardings
+from jrl.train.step import compile_step, make_step
+
+WEIGHTS = {"verify": 1.0, "partial": 0.5}
+PROMPTS, GROUP, STEPS = 4, 3, 3
+KEY = jax.random.key(5)
+LAW = make_law(0.8)
+
+
+@pytest.fixture(scope="module")
+def task(first_letter):
+    return first_letter
+
+
+@pytest.fixture(scope="module")
+def network(make_bag, task):
+    return make_bag(task.vocab_size, 8, task.prompt_tokens + task.completion_tokens)
+
+
+def assert_close(a, b, atol):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
+        np.testing.assert_allclose(x, y, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+# ---------------------------------------------------------------- against the host
+
+
+def test_host_and_compiled_agree(network, task, quick_jit):
+    """Several steps, with a greedy member: the same tokens, so the same metrics and weights."""
+    method = get_method("grpo")._replace(draw=Draw(baseline_members=1))
+    common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
+    step = make_step(**common)
+    fresh = partial(init_state, KEY, **common)
+
+    mesh = make_mesh({}, jax.devices()[:1])
+    draw = quick_jit(
+        partial(
+            task_rollout,
+            law=LAW,
+            task=task,
+            split="train",
+            parts=tuple(WEIGHTS),
+            network=network,
+            group=GROUP,
+            baseline_members=method.draw.baseline_members,
+        )
+    )
+    log, drawn, cursor = [], [], 0
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
+        state = jax.jit(fresh, out_shardings=shardings)()
+        train = compile_step(step, shardings, mesh)
+        for i in range(STEPS):
+            batch, groups, cursor = collect(
+                state.key,
+                state.params["policy"],
+                draw,
+                i,
+                cursor,
+                prompts=PROMPTS,
+                weights=np.array(list(WEIGHTS.values()), np.float32),
+                method=method,
+                mesh=mesh,
+            )
+            drawn.append(groups.rollout.tokens)
+            state, metrics = train(state, batch, LAW)
+            log.append(jax.device_get(metrics))
+
+    tokens = []
+
+    def spied(state, batch, law):
+        state, metrics = step(state, batch, law)
+        return state, metrics | {"tokens": batch.tokens}
+
+    iteration = make_iteration(
+        spied,
+        method=method,
+        task=task,
+        network=network,
+        weights=WEIGHTS,
+        prompts=PROMPTS,
+        group=GROUP,
+    )
+    scanned, curves = quick_jit(lambda s: iterate(iteration, s, LAW, STEPS))(fresh())
+    tokens = curves.pop("tokens")
+    assert np.array_equal(tokens, np.stack(drawn))
+    assert tokens.shape == (STEPS, PROMPTS, GROUP + 1, task.completion_tokens)
+    assert int(scanned.step) == int(state.step) == STEPS
+    assert_close(scanned.params, state.params, 1e-5)
+    assert curves.keys() == log[0].keys()
+    for name, curve in curves.items():
+        expected = np.stack([metrics[name] for metrics in log])
+        np.testing.assert_allclose(curve, expected, atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("seam", "change"),
+    [
+        ("groups", {"groups": GroupEditor(lambda scores, members: scores[:, 0] > 0)}),
+        ("prompts", {"prompts": lambda step, positions: positions + 1}),
+        ("rewards", {"rewards": lambda rewards, rollout: 2 * rewards}),
+    ],
+)
+def test_what_needs_a_host_is_refused(network, task, seam, change):
+    with pytest.raises(UserError, match=f"edits {seam} on the host.*train.mode to 'host'"):
+        make_iteration(
+            None,
+            method=get_method("grpo")._replace(**change),
+            task=task,
+            network=network,
+            weights=WEIGHTS,
+            prompts=2,
+            group=2,
+        )
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def run(network, task):
+    return make_run(
+        method=get_method("grpo"),
+        task=task,
+        network=network,
+        optimizer=optax.adam,
+        steps=STEPS,
+        prompts=PROMPTS,
+        group=GROUP,
+        weights=WEIGHTS,
+        warmup={"steps": 4, "batch": 8, "learning_rate": 0.05},
+        eval_problems=16,
+    )
+
+
+@pytest.fixture(scope="module")
+def one(run, quick_jit):
+    """(seed, learning rate, temperature) -> (state, curves) of a single run."""
+    program = quick_jit(run)
+
+    def call(seed, rate=0.05, temperature=1.0):
+        key = jax.random.key(seed)
+        return program(key, {"learning_rate": rate, "temperature": temperature})
+
+    return call
+
+
+def test_a_run_is_a_function_of_its_key_and_hyperparameters(one):
+    state, curves = one(0)
+    again, same = one(0)
+    assert_close((again.params, same), (state.params, curves), 0)
+    assert curves["reward"].shape == (STEPS,)
+    assert curves["accuracy_before"].shape == curves["accuracy_after"].shape == ()
+    assert int(state.step) == STEPS
+    embed = lambda out: np.asarray(out[0].params["policy"]["embed"])  # noqa: E731
+    first = embed((state, curves))
+    for other in (one(1), one(0, rate=0.01), one(0, temperature=0.5)):
+        assert not np.allclose(embed(other), first, atol=1e-4)
+    # Temperature is the law's: colder draws are likelier ones.
+    cold, hot = one(0, temperature=0.3)[1], one(0, temperature=2.0)[1]
+    assert cold["entropy"][0] < curves["entropy"][0] < hot["entropy"][0]
+    # No learning, no change after the warm start.
+    still, _ = one(0, rate=0.0)
+    moved = np.abs(embed((still, None)) - first).max()
+    assert moved > 1e-3
+
+
+def test_many_seeds_at_once(run, one, quick_jit):
+    keys = jnp.stack([jax.random.key(0), jax.random.key(1)])
+    hyperparameters = {"learning_rate": 0.05, "temperature": 1.0}
+    states, curves = quick_jit(jax.vmap(run, (0, None)))(keys, hyperparameters)
+    for seed in range(2):
+        state, single = one(seed)
+        mine = jax.tree.map(lambda x, seed=seed: x[seed], (states.params, curves))
+        assert np.array_equal(mine[1]["completion_tokens"], single["completion_tokens"])
+        assert_close(mine, (state.params, single), 2e-4)
+
+
+def test_unknown_hyperparameters(run):
+    with pytest.raises(UserError, match="'momentum' is unknown; choose from.*learning_rate"):
+        run(KEY, {"learning_rate": 0.1, "momentum": 0.9})
+
+
+# ---------------------------------------------------------------- warm start and evaluation
+
+
+def test_solutions_are_right(task, quick_jit):
+    batch = quick_jit(partial(solution_batch, task=task, count=6))(KEY).check()
+    assert batch.tokens.shape == (6, 1, task.completion_tokens)
+    for i in range(6):
+        n = int(batch.lengths[i, 0])
+        assert int(batch.tokens[i, 0, n - 1]) == task.stop_id
+        assert np.asarray(batch.mask[i, 0]).tolist() == [
+            k < n for k in range(task.completion_tokens)
+        ]
+    problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(KEY, 6))
+    assert np.array_equal(batch.prompt_tokens, problems.tokens)
+    right = jax.vmap(task.verify)(problems, batch.tokens[:, 0], batch.lengths[:, 0])
+    assert np.all(np.asarray(right) == 1)
+
+
+def test_the_warm_start_learns_the_solutions(network, task, quick_jit):
+    params = network.init(jax.random.key(1))
+    start = partial(warm_start, task=task, network=network, batch=16, learning_rate=0.03)
+    trained, losses = quick_jit(partial(start, steps=30))(KEY, params)
+    assert losses.shape == (30,)
+    assert losses[-5:].mean() < 0.6 * losses[0]
+    assert jax.tree.structure(trained) == jax.tree.structure(params)
+    # Every update has examples of its own.
+    assert len(set(np.asarray(losses).tolist())) == 30
+
+
+def test_held_out_problems_stay_the_same(network, task, quick_jit):
+    params = network.init(jax.random.key(1))
+    ask = quick_jit(partial(held_out, task=task, network=network, problems=8, samples=2))
+    a, b = ask(KEY, params, make_law()), ask(KEY, jax.tree.map(jnp.negative, params), make_law())
+    assert a.rewards.shape == (8, 2, 1)
+    assert np.array_equal(a.subject.tokens, b.subject.tokens)
+    assert not np.array_equal(a.rollout.tokens, b.rollout.tokens)
+    other = ask(jax.random.key(6), params, make_law())
+    assert not np.array_equal(a.subject.tokens, other.subject.tokens)
+    assert int(a.subject.tokens.min()) >= 7  # of the eval split
+
+
+def test_with_policy_starts_afresh(network):
+    method = get_method("grpo", kl_coef=0.1)
+    optimizer = optax.adam(0.1)
+    state = init_state(KEY, network=network, objective=method.objective, optimizer=optimizer)
+    used = state.replace(opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+    policy = network.init(jax.random.key(9))
+    out = with_policy(used, policy, optimizer)
+    assert out.params["policy"] is policy
+    assert_close(out.ref_params, policy, 0)
+    assert out.ref_params["embed"].unsafe_buffer_pointer() != (
+        policy["embed"].unsafe_buffer_pointer()
+    )
+    assert_close(out.opt_state, state.opt_state, 0)

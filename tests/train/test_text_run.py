@@ -1,0 +1,376 @@
+"""The main job end to end: a checkpoint that transformers wrote, questions in JSONL, and back."""
+
+import json
+import pathlib
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.evaluate import evaluate_run, load_policy, sample_run
+from jrl.export import export_run
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.transformer import transformer
+from jrl.train import loop
+from jrl.train import setup as build
+from jrl.train.loop import train
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+torch.set_num_threads(1)
+
+GSM8K = pathlib.Path(__file__).parents[2] / "configs" / "gsm8k.toml"
+THINGS = ("apples", "coins", "eggs", "boats", "cards", "shells", "plums", "maps", "nails", "cups")
+CHAT = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+REWARDS = '''
+import zlib
+
+
+def letters(samples):
+    """Points for letters, so that completions of one prompt differ."""
+    return [sum(c.isalpha() for c in s.completion) / len(s.tokens) for s in samples]
+
+
+def coin(samples):
+    """0 or 1 by the tokens; always 0 for every second prompt, whose groups then say nothing."""
+    return [float(s.prompt.id % 2 == 0 and zlib.crc32(s.tokens.tobytes()) % 2) for s in samples]
+'''
+
+
+def rows(first, count):
+    """Problems in the form that GSM8K publishes."""
+    for i in range(first, first + count):
+        a, b, what = i + 2, 3 * i + 1, THINGS[i % len(THINGS)]
+        yield {
+            "question": f"Ada has {a} {what} and finds {b} more. How many {what} has she now?",
+            "answer": f"She has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} {what}.\n#### {a + b:,}",
+        }
+
+
+def write_rows(path, records):
+    path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    """Data, rewards, and one Qwen3 checkpoint written whole and in shards."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    root = tmp_path_factory.mktemp("text_run")
+    long = {"question": "Ada counts. " * 60 + "How many?", "answer": "#### 60"}
+    write_rows(root / "train.jsonl", [*rows(0, 9), long, *rows(9, 2)])
+    write_rows(root / "eval.jsonl", rows(40, 6))
+    (root / "rewards.py").write_text(REWARDS)
+
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|turn|>", "<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = [r[key] for r in rows(0, 40) for key in ("question", "answer")]
+    backend.train_from_iterator(texts, trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token="<|end|>",
+            pad_token="<|pad|>",
+            chat_template=CHAT,
+        )
+        config = transformers.Qwen3Config(
+            vocab_size=304,  # more rows than the tokenizer has ids, as published checkpoints have
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+        )
+        torch.manual_seed(0)
+        model = transformers.Qwen3ForCausalLM(config)
+        with torch.no_grad():
+            for value in model.parameters():
+                value += 0.2 * torch.randn_like(value)
+        model.save_pretrained(root / "whole")
+        model.save_pretrained(root / "shards", max_shard_size="20KB")
+        for name in ("whole", "shards"):
+            tokenizer.save_pretrained(root / name)
+    assert len(list((root / "shards").glob("*.safetensors"))) > 1
+    return root
+
+
+def settings(place, run, *more, model="whole"):
+    """configs/gsm8k.toml with this data and this model, at sizes for a test."""
+    return load_config(
+        GSM8K,
+        [
+            f"run.dir={json.dumps(str(run))}",
+            f"model.path={json.dumps(str(place / model))}",
+            f"data.train={json.dumps(str(place / 'train.jsonl'))}",
+            f"data.eval={json.dumps(str(place / 'eval.jsonl'))}",
+            "model.dtype=float32",
+            "data.max_prompt_tokens=170",
+            "sampling.group=4",
+            "sampling.max_new_tokens=6",
+            "optimizer.learning_rate=1e-3",
+            "optimizer.warmup_steps=0",
+            "train.prompts=4",
+            "train.microbatches=2",
+            "train.steps=3",
+            "mesh.fsdp=1",
+            "eval.every=2",
+            "eval.samples=3",
+            "eval.pass_k=[1, 2]",
+            "eval.temperature=1.0",
+            "checkpoint.every=1",
+            "log.samples_every=1",
+            "reward_pool.workers=1",
+            f"rewards={{math={{}}, {reward(place, 'letters')}={{weight=0.5}}}}",
+            *more,
+        ],
+    )
+
+
+def reward(place, function):
+    return json.dumps(f"{place / 'rewards.py'}:{function}")
+
+
+@pytest.fixture(scope="module")
+def base(place, tmp_path_factory):
+    """One whole run: (config, summary, lines for people, records, samples)."""
+    config = settings(place, tmp_path_factory.mktemp("base") / "run")
+    lines = []
+    summary = train(config, echo=lines.append)
+    directory = pathlib.Path(config.run.dir)
+    metrics = read_jsonl(directory / "metrics.jsonl")
+    return config, summary, lines, metrics, read_jsonl(directory / "samples.jsonl")
+
+
+@pytest.fixture
+def quick(place, tmp_path, monkeypatch):
+    """Runs a variant in this process, without evaluations and without a report."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+    def run(*more):
+        config = settings(
+            place,
+            tmp_path / "run",
+            "data.eval=",
+            "eval.every=0",
+            "train.steps=2",
+            "checkpoint.every=0",
+            "reward_pool.workers=0",
+            "train.microbatches=1",
+            f"rewards={{{reward(place, 'letters')}={{}}}}",
+            *more,
+        )
+        train(config, echo=lambda line: None)
+        directory = pathlib.Path(config.run.dir)
+        return (
+            config,
+            read_jsonl(directory / "metrics.jsonl")[1:],
+            read_jsonl(directory / "samples.jsonl"),
+        )
+
+    return run
+
+
+def finite(records, *names):
+    """Every number of every record is finite (they are null in JSON otherwise)."""
+    for record in records:
+        assert [k for k, v in record.items() if v is None] == []
+        assert set(names) <= record.keys()
+    return True
+
+
+def test_metrics_begin_with_a_header_and_have_a_record_a_step(base):
+    config, _, _, (header, *records), _ = base
+    assert {"versions", "device", "mesh", "config", "seed"} <= header.keys()
+    assert header["config"]["data"]["train"] == config.data.train
+    assert [r["step"] for r in records] == [1, 2, 3]
+    always = ("loss", "reward", "kl", "grad_norm", "length", "tokens_per_second", "compiles")
+    assert finite(records, *always, "reward/math", "reward_timeouts", "reward_errors")
+    (letters,) = (k for k in records[0] if k.startswith("reward/") and k.endswith(":letters"))
+    for record in records:
+        parts = record["reward/math"] + 0.5 * record[letters]
+        assert record["reward"] == pytest.approx(parts, abs=1e-5)
+        assert record["grad_norm"] > 0
+    assert records[0]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the start
+    assert records[2]["kl"] > 1e-6
+    assert [r["prompts"] for r in records] == [4, 8, 12]
+    assert [("eval/pass@2" in r, "eval/majority" in r) for r in records] == [
+        (False, False),
+        (True, True),
+        (False, False),
+    ]
+
+
+def test_prompts_over_the_limit_are_dropped_and_counted(base):
+    lines = base[2]
+    assert any("data.train: 11 prompts of 12 rows; too long: 1 dropped" in x for x in lines)
+
+
+def test_samples_keep_the_reward_parts(base):
+    samples = base[4]
+    trained = [s for s in samples if "split" not in s]
+    assert {s["step"] for s in trained} == {1, 2, 3}
+    for s in trained:
+        assert "<|turn|>user\nAda has" in s["prompt"]
+        assert s["prompt"].startswith("<|turn|>system\nReason step by step")
+        assert s["answer"].isdigit()
+        (letters,) = (v for k, v in s["rewards"].items() if k.endswith(":letters"))
+        assert s["reward"] == pytest.approx(s["rewards"]["math"] + 0.5 * letters)
+        assert s["length"] <= 6
+        assert (s["stop"] == "length") <= (s["length"] == 6)
+    assert len({s["completion"] for s in trained[:4]}) > 1
+    assert {s["step"] for s in samples if s.get("split") == "eval"} == {0, 2, 3}
+
+
+def test_the_run_directory_keeps_the_contract(base):
+    config, summary, *_ = base
+    directory = pathlib.Path(config.run.dir)
+    assert {p.name for p in directory.iterdir()} >= {
+        *("config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "report"),
+        "summary.json",
+    }
+    stored = json.loads((directory / "summary.json").read_text())
+    keys = ("accuracy_before", "accuracy_after", "steps", "train_seconds", "tokens_per_second")
+    assert all(isinstance(stored[k], int | float) for k in keys)
+    assert stored["steps"] == 3
+    assert stored["eval_after"].keys() >= {"accuracy", "pass@1", "pass@2", "majority", "problems"}
+    assert stored["eval_after"]["problems"] == 6
+    assert stored["eval_after"]["pass@1"] == pytest.approx(stored["accuracy_after"])
+    assert pathlib.Path(summary["report"]).stat().st_size > 10_000
+    assert Checkpoints(directory / "checkpoints", 2).steps() == [2, 3]  # the newest two
+
+
+def test_the_checkpoint_gives_the_accuracy_of_the_summary(base):
+    config, summary, *_ = base
+    again = evaluate_run(config)
+    assert again.pop("step") == 3
+    assert again == pytest.approx(summary["eval_after"])
+
+
+def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
+    config, *_ = base
+    export_run(config, tmp_path / "exported")
+    run = build.setup(config)
+    _, params, step = load_policy(run, None)
+    assert step == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+        reader = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert reader.decode(run.prompts["eval"][0].tokens) == run.prompts["eval"][0].text
+    tokens = np.random.default_rng(0).integers(0, 300, (2, 12))
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    place_ = jnp.broadcast_to(jnp.arange(12), (2, 12))
+    network = transformer(run.model)
+    hidden, _ = network.hidden(params, jnp.asarray(tokens), place_, jnp.ones((2, 12), jnp.int32))
+    ours = network.logits(params, hidden)
+    assert np.abs(ours - theirs).max() < 1e-4
+    _, start = hf.load(place / "whole", dtype="float32")
+    moved = jax.tree.map(
+        lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, start
+    )
+    assert max(jax.tree.leaves(moved)) > 1e-4  # what was exported is what was trained
+    with pytest.raises(ValueError, match="exported"):
+        export_run(config, tmp_path / "exported")
+
+
+def test_own_prompts_are_answered_without_being_judged(base):
+    config, *_ = base
+    answers = sample_run(config, prompts=["Is 7 prime?", "And 8?"])
+    assert len(answers) == 8  # two questions, a group each
+    assert {a["prompt"].split("<|turn|>user\n")[1].split("<|end|>")[0] for a in answers} == {
+        *("Is 7 prime?", "And 8?")
+    }
+    assert {a["step"] for a in answers} == {3}
+    assert not any({"rewards", "reward", "answer"} & a.keys() for a in answers)
+
+
+def test_a_checkpoint_in_shards_is_the_same_model(place, tmp_path):
+    whole, shards = (settings(place, tmp_path / m, model=m) for m in ("whole", "shards"))
+    a, b = build.setup(whole), build.setup(shards)
+    assert a.model == b.model
+    assert jax.tree.all(jax.tree.map(np.array_equal, a.params, b.params))
+    question = ["How many eggs?"]
+    first, second = (sample_run(c, prompts=question) for c in (whole, shards))
+    assert first == second
+
+
+def test_dapo_draws_prompts_until_the_batch_is_full(place, quick):
+    _, records, samples = quick(
+        "method=dapo",
+        "objective={}",
+        f"rewards={{{reward(place, 'coin')}={{}}}}",
+        "train.prompts=2",
+    )
+    assert finite(records, "rounds", "groups_kept", "groups_missing")
+    used = 0
+    for record in records:
+        assert record["rounds"] > 1  # at least every second prompt says nothing
+        assert record["prompts"] == used + 2 * record["rounds"]
+        used = record["prompts"]
+        assert record["groups_missing"] == 0
+        assert record["zero_std_groups"] == 0
+        assert record["reward_std"] > 0
+    groups = [samples[i : i + 4] for i in range(0, len(samples), 4)]
+    for group in groups:
+        assert len({s["prompt"] for s in group}) == 1
+        assert len({s["reward"] for s in group}) == 2
+
+
+def test_ppo_trains_a_value_head(quick):
+    config, records, _ = quick("method=ppo", "objective={}")
+    assert finite(records, "value_loss")
+    run = build.setup(config)
+    start, _ = build.new_state(run)
+    state, _ = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 1).restore(start)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
+    assert max(jax.tree.leaves(moved["value"])) > 0
+    assert max(jax.tree.leaves(moved["policy"])) > 0
+
+
+def test_remax_compares_with_a_greedy_completion(quick):
+    _, records, samples = quick("method=remax", "objective={}", "sampling.group=2")
+    assert finite(records)
+    assert [s["baseline"] for s in samples[:3]] == [False, False, True]
+    greedy = {}
+    for s in samples:
+        if s["baseline"] and s["step"] == 1:
+            greedy[s["prompt"]] = s["completion"]
+    assert greedy
+    # Members alone are counted as tokens trained on.
+    assert records[0]["completion_tokens"] <= 4 * 2 * 6
+
+
+def test_the_file_as_it_is_computes_in_bfloat16_on_all_devices(quick):
+    config, records, _ = quick("model.dtype=bfloat16", "mesh.fsdp=-1", "train.prompts=8")
+    assert finite(records)
+    assert records[0]["logprob_diff"] < 0.1
+    assert records[1]["grad_norm"] > 0
+    run = build.setup(config)
+    assert run.model.dtype == "bfloat16"
+    assert dict(run.mesh.shape)["fsdp"] == 8
+    assert {x.dtype for x in jax.tree.leaves(run.params)} == {np.dtype("float32")}
