@@ -11,6 +11,7 @@ import pytest
 
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
+from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy, sample_run
 from jrl.export import export_run
 from jrl.metrics import read_jsonl
@@ -294,8 +295,10 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
         lambda a, b: float(np.abs(np.asarray(a) - np.asarray(b)).max()), params, start
     )
     assert max(jax.tree.leaves(moved)) > 1e-4  # what was exported is what was trained
-    with pytest.raises(ValueError, match="exported"):
-        export_run(config, tmp_path / "exported")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    with pytest.raises(UserError, match="is not a checkpoint; choose another directory"):
+        export_run(config, tmp_path / "mine")
 
 
 def test_own_prompts_are_answered_without_being_judged(base):
