@@ -1,0 +1,89 @@
+"""What the README says can be done is done here: its code runs, its commands and files exist."""
+
+import pathlib
+import re
+import tomllib
+
+import pytest
+from typer.main import get_command
+
+from jrl.cli import app
+from jrl.config import load_config
+from jrl.methods import list_methods
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def numbers(text):
+    return [float(number) for number in re.findall(r"\d\.\d+", text)]
+
+
+def test_the_example_trains_with_a_replaced_advantage(capsys):
+    assert len(BLOCKS) == 1
+    namespace = {}
+    exec(compile(BLOCKS[0], "README.md", "exec"), namespace)
+    printed = numbers(capsys.readouterr().out)
+    written = numbers(re.search(r"prints `(accuracy .*?)`", README)[1])
+    assert printed == pytest.approx(written, abs=0.1)  # machines round differently
+    curves = namespace["curves"]
+    assert curves["accuracy_after"] > curves["accuracy_before"] + 0.2
+    assert curves["reward"].shape == (100,)
+
+
+def test_the_replaced_advantage_is_what_trains():
+    source = BLOCKS[0].partition("task = ")[0]
+    namespace = {}
+    exec(compile(source, "README.md", "exec"), namespace)
+    jnp, mine = namespace["jnp"], namespace["mine"].objective
+    scores = jnp.array([[1.0, 0.0, 0.0, 0.0]])
+
+    class Members:
+        members = jnp.ones((1, 4), bool)
+
+    assert mine.advantage.apply(scores, Members, ())[0].tolist() == [[3.0, -1.0, -1.0, -1.0]]
+
+
+def test_every_command_is_listed_and_no_other():
+    listed = re.findall(r"^\| `jrl ([a-z-]+)", README, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(get_command(app).commands)
+
+
+@pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/"])
+def test_paths_exist(name):
+    paths = set(re.findall(rf"`({name}[\w./-]+)`", README)) | {name}
+    assert all((ROOT / path).exists() for path in paths), paths
+
+
+def test_configurations_and_overrides_load():
+    commands = re.findall(r"jrl train (configs/\S+\.toml)([^\n`]*)", README)
+    assert {config for config, _ in commands} == {"configs/tiny.toml", "configs/gsm8k.toml"}
+    for config, overrides in commands:
+        load_config(ROOT / config, re.findall(r"[\w.]+=[\w./]+", overrides))
+
+
+def test_extras_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = set(re.findall(r"'\.\[(\w+)\]'", README))
+    assert {"math", "cuda13", "tpu"} <= named
+    further = README.partition("Further extras:")[2].partition("Always")[0]
+    named |= set(re.findall(r"`(\w+)`", further))
+    assert named <= set(extras)
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"\bmake (demo|test|dev|install)\b", README)) <= set(targets)
+    assert "make demo" in README
+
+
+def test_it_installs_from_the_checkout_only():
+    for command in re.findall(r"pip install ([^`\n]*)", README):
+        assert command.startswith("-e "), command
+
+
+def test_the_example_method_is_published():
+    assert "grpo" in {method["name"] for method in list_methods()}
