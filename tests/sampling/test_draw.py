@@ -308,6 +308,21 @@ def test_never_a_token_of_probability_zero(v, u):
     assert (above - picked <= u + 1e-5).all()
 
 
+def test_where_one_token_ends_and_the_next_begins():
+    """Numbers at the running sums themselves, where rounding could name an empty token."""
+    rng = np.random.default_rng(0)
+    probs = rng.random((1, 64)) * (rng.random((1, 64)) < 0.4)
+    probs = (probs / probs.sum()).astype(np.float32)
+    edges = np.asarray(jnp.cumsum(probs[0]))
+    uniform = np.unique([np.nextafter(edges, 0), edges, np.nextafter(edges, 1)])
+    uniform = uniform[uniform < 1].astype(np.float32)
+    with np.errstate(divide="ignore"):
+        logprobs = np.repeat(np.log(probs), len(uniform), axis=0)
+    tokens = np.asarray(draw(uniform, logprobs))
+    assert (probs[0, tokens] > 0).all()
+    assert (np.diff(tokens) >= 0).all()
+
+
 def test_the_ends_of_the_unit_interval():
     probs = np.zeros((2, 100), np.float32)
     probs[:, [3, 70, 96]] = [0.25, 0.5, 0.25]
