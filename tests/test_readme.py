@@ -30,6 +30,13 @@ def test_the_example_trains_with_a_replaced_advantage(capsys):
     curves = namespace["curves"]
     assert curves["accuracy_after"] > curves["accuracy_before"] + 0.2
     assert curves["reward"].shape == (100,)
+    table = README.partition("| metric |")[2].partition("## ")[0]
+    named = {name for name in re.findall(r"`([\w/]+)`", table) if re.match(r"[a-z]\w+$", name)}
+    # metrics.jsonl has the reward parts by name, and the accuracies in summary.json
+    unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
+    assert set(curves) - unnamed <= named
+    written_by_the_loop = {"kl", "seconds", "tokens_per_second", "prompts", "compiles"}
+    assert named - set(curves) == written_by_the_loop
 
 
 def test_the_replaced_advantage_is_what_trains():
