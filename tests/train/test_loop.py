@@ -1,0 +1,185 @@
+"""The loop on procedural tasks: what a run leaves behind, and that every way of running it agrees."""
+
+import json
+import pathlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.data.tasks import TASKS
+from jrl.evaluate import load_policy
+from jrl.methods import list_methods
+from jrl.metrics import read_jsonl
+from jrl.train import loop
+from jrl.train import setup as build
+from jrl.train.loop import train
+
+SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+BASE = (
+    *("data.task=sequence", "data.difficulty=1", SIZES),
+    *("sampling.group=4", "train.prompts=4", "train.steps=3"),
+    *("rewards={verify={}, partial={weight=0.5}}", "optimizer.learning_rate=1e-2"),
+    *("eval.problems=8", "eval.every=2", "checkpoint.every=2", "log.samples_every=2"),
+    "warmup={steps=2, batch=8}",
+)
+TIMES = {"seconds", "tokens_per_second", "compiles"}
+
+
+class Ran:
+    """What a finished run returned and wrote."""
+
+    def __init__(self, directory, *changes):
+        self.lines = []
+        self.config = load_config(None, [*BASE, *changes, f"run.dir={json.dumps(str(directory))}"])
+        self.summary = train(self.config, echo=self.lines.append)
+        self.dir = pathlib.Path(directory)
+        self.header, *self.records = read_jsonl(self.dir / "metrics.jsonl")
+        self.samples = read_jsonl(self.dir / "samples.jsonl")
+
+    def policy(self):
+        with jax.set_mesh((run := build.setup(self.config)).mesh):
+            return jax.device_get(load_policy(run, None)[1])
+
+
+def finite(records):
+    return all(None not in r.values() for r in records)
+
+
+def assert_same(ours, theirs, bound):
+    """Two runs' records agree in every number but the clock's."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        for name in a.keys() - TIMES:
+            assert a[name] == pytest.approx(b[name], rel=bound, abs=bound), (a["step"], name)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The reference run, with the report and everything."""
+    return Ran(tmp_path_factory.mktemp("host") / "run")
+
+
+@pytest.fixture
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+def test_a_run_directory_holds_what_scripts_rely_on(host):
+    assert {p.name for p in host.dir.iterdir()} >= {
+        *("config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "report"),
+        "summary.json",
+    }
+    assert load_config(host.dir / "config.toml") == host.config
+    assert {"versions", "device", "mesh", "config", "seed"} <= host.header.keys()
+    assert [r["step"] for r in host.records] == [1, 2, 3]
+    assert finite(host.records)
+    for record in host.records:
+        assert {"loss", "reward", "kl", "grad_norm", "compiles", "reward/partial"} <= record.keys()
+        assert record["grad_norm"] > 0
+        assert record["reward_std"] > 0
+    assert Checkpoints(host.dir / "checkpoints", 2).steps() == [2, 3]
+    stored = json.loads((host.dir / "summary.json").read_text())
+    assert host.summary.items() >= stored.items()
+    assert stored["steps"] == 3
+    assert stored["accuracy_after"] == stored["eval_after"]["accuracy"]
+    assert stored["train_seconds"] == pytest.approx(sum(r["seconds"] for r in host.records))
+    tokens = sum(r["completion_tokens"] for r in host.records)
+    assert stored["tokens_per_second"] == pytest.approx(tokens / stored["train_seconds"])
+    assert 0 <= stored["accuracy_before"] <= 1
+    assert (host.dir / "report" / "index.html").exists()
+
+
+def test_samples_are_kept_when_they_are_asked_for(host):
+    trained = [s for s in host.samples if "split" not in s]
+    assert sorted({s["step"] for s in trained}) == [1, 2]
+    assert len(trained) == 2 * host.config.log.samples
+    for s in trained:
+        assert s["reward"] == pytest.approx(s["rewards"]["verify"] + 0.5 * s["rewards"]["partial"])
+    held_out = [s for s in host.samples if s.get("split") == "eval"]
+    assert sorted({s["step"] for s in held_out}) == [0, 2, 3]
+    assert all(s["rewards"].keys() == {"verify"} for s in held_out)
+
+
+def test_an_evaluation_is_in_the_record_of_its_step(host):
+    assert [r["step"] for r in host.records if "eval/accuracy" in r] == [2]
+    assert host.records[1]["eval/problems"] == 8
+
+
+def test_nothing_is_compiled_after_the_first_step(host):
+    counts = [r["compiles"] for r in host.records]
+    assert counts[0] > 0
+    # The evaluation of step 2 and its programs were made ready before training.
+    assert counts[1:] == counts[:1] * 2
+
+
+def test_compiled_runs_agree_with_the_host(host, tmp_path, no_report):
+    compiled = Ran(tmp_path / "run", "train.mode=compiled")
+    assert_same(host.records, compiled.records, 1e-5)
+    for name in ("accuracy_before", "accuracy_after", "steps"):
+        assert compiled.summary[name] == host.summary[name]
+    difference = jax.tree.map(lambda a, b: np.abs(a - b).max(), host.policy(), compiled.policy())
+    assert max(jax.tree.leaves(difference)) <= 1e-5
+    assert Checkpoints(compiled.dir / "checkpoints", 2).steps() == [2, 3]
+
+
+def test_eight_devices_give_the_numbers_of_one(host, tmp_path, no_report):
+    spread = Ran(tmp_path / "run", "mesh.fsdp=4", "mesh.tensor=2")
+    assert {k: n for k, n in spread.header["mesh"].items() if n > 1} == {"fsdp": 4, "tensor": 2}
+    assert_same(host.records, spread.records, 1e-4)
+    difference = jax.tree.map(lambda a, b: np.abs(a - b).max(), host.policy(), spread.policy())
+    assert max(jax.tree.leaves(difference)) <= 1e-4
+
+
+def test_a_warm_start_lowers_the_loss(tmp_path, no_report):
+    losses = []
+    for steps in (1, 40):
+        ran = Ran(
+            tmp_path / str(steps),
+            f"warmup={{steps={steps}, batch=8, learning_rate=1e-2}}",
+            *("train.steps=0", "eval.every=0"),
+        )
+        (line,) = (x for x in ran.lines if x.startswith("warm start"))
+        losses.append(float(re.search(r"loss ([\d.]+)", line).group(1)))
+        assert ran.records == []
+        assert ran.summary["steps"] == 0
+    assert losses[1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("task", sorted(set(TASKS) - {"sequence"}))
+def test_every_task_trains(task, tmp_path, no_report):
+    more = (f"data.task={task}", "data.difficulty=", "train.steps=2", "eval.every=0")
+    ran = Ran(tmp_path / "run", *more, "warmup.steps=0")
+    assert ran.summary["steps"] == 2
+    assert finite(ran.records)
+    assert ran.records[0]["reward/partial"] >= 0
+    assert {s["prompt"] for s in ran.samples}
+
+
+@pytest.mark.parametrize("method", [m["name"] for m in list_methods() if m["name"] != "sft"])
+def test_every_method_trains_by_name(method, tmp_path, no_report):
+    more = (f"method={method}", "train.steps=2", "eval.every=0", "warmup.steps=0")
+    ran = Ran(tmp_path / "run", *more)
+    assert ran.summary["method"] == method
+    assert finite(ran.records)
+    assert all(r["skipped_updates"] == 0 for r in ran.records)
+    assert ran.records[-1]["grad_norm"] > 0
+    assert ran.records[0]["logprob_diff"] < 1e-5
+
+
+def test_a_run_goes_on_to_more_steps(host, tmp_path, no_report):
+    """Raising train.steps continues a finished run; nothing is logged twice."""
+    first = Ran(tmp_path / "run", "train.steps=1")
+    more = Ran(tmp_path / "run", "train.steps=3")
+    assert first.summary["steps"] == 1
+    assert "going on from step 1" in " ".join(more.lines)
+    assert [r["step"] for r in more.records] == [1, 2, 3]
+    assert_same(host.records, more.records, 1e-6)
+    assert more.summary["accuracy_before"] == host.summary["accuracy_before"]
+    assert more.summary["accuracy_after"] == host.summary["accuracy_after"]
+    kept, whole = ([s for s in r.samples if "split" not in s] for r in (more, host))
+    assert [s for s in kept if s["step"] == 2] == [s for s in whole if s["step"] == 2]
