@@ -25,7 +25,7 @@ from jrl.methods.base import Method
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups, task_rollout, to_batch
 from jrl.train.state import init_state
-from jrl.train.step import Metrics, Step, make_step
+from jrl.train.step import Metrics, Step, check_value, make_step
 from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork, stream
 
 Hyperparameters = Mapping[str, Array | float]
@@ -216,12 +216,15 @@ def make_run(
       when wanted, "temperature" (1 otherwise). Curves are every metric of the iterations, [steps],
       with accuracy_before and accuracy_after, [].
     """
+    check_value(method.objective, value)
     known: Sequence[str] = ("learning_rate", "temperature")
 
     def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
         for name in hyperparameters:
             if name not in known:
                 raise UserError(f"hyperparameters: {name!r} is unknown; choose from {known}")
+        if "learning_rate" not in hyperparameters:
+            raise UserError("hyperparameters: learning_rate is missing")
         rate = optimizer(hyperparameters["learning_rate"])
         law = make_law()
         if "temperature" in hyperparameters:
@@ -244,7 +247,7 @@ def make_run(
                 objective=method.objective,
                 optimizer=rate,
                 value=value,
-                **(splits or {}),
+                **({"epochs": method.schedule.epochs} | dict(splits or {})),
             ),
             method=method,
             task=task,

@@ -19,7 +19,7 @@ import numpy as np
 from jrl.data.prompts import pad_prompts
 from jrl.data.sources import order
 from jrl.data.tasks import Task
-from jrl.errors import UserError
+from jrl.errors import UserError, choose
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.draw import Law
@@ -103,6 +103,9 @@ def task_rollout(
         baseline_members=baseline_members,
     )
     judges = {"verify": task.verify, "partial": task.partial}
+    for part in parts:
+        if part not in judges:
+            raise choose("rewards", part, judges)
 
     def judge(problem: Any, tokens: Array, length: Array) -> Array:
         return jnp.stack([judges[part](problem, tokens, length) for part in parts])

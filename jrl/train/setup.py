@@ -275,7 +275,9 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     params = run.params
     if params is not None:  # placed leaf by leaf: no device ever holds the whole model
         params = jax.device_put(params, shardings.params["policy"])
-    return jax.jit(make, out_shardings=shardings)(key, params), shardings
+    # Donated, because the state copies what it is given.
+    make_placed = jax.jit(make, out_shardings=shardings, donate_argnums=1)
+    return make_placed(key, params), shardings
 
 
 def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> Any:

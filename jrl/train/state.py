@@ -36,7 +36,10 @@ def init_state(
       The state. The reference policy, where the objective needs one, starts as a copy.
     """
     policy_key, value_key, root = jax.random.split(key, 3)
-    trained = {"policy": network.init(policy_key) if params is None else params}
+    # A copy: the state is donated, and the caller's arrays must outlive it.
+    trained = {
+        "policy": network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    }
     if value is not None:
         trained["value"] = value.init(value_key)
     needs_ref = "ref_logprobs" in objective.needs

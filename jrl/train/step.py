@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jrl.errors import UserError
 from jrl.mesh import batch_sharding, replicated
 from jrl.objectives.policy import (
     combine_terms,
@@ -69,11 +70,18 @@ def make_step(
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
-      An update whose gradient is not finite is left out and counted in ``skipped_updates``.
+      An update whose gradient is not finite is left out and counted in ``skipped_updates``; then
+      the objective's own state stays as it was, too.
+
+    Raises:
+      UserError: the objective needs values and there is no value network; when called, a batch
+        that minibatches and microbatches do not divide.
     """
+    check_value(objective, value)
 
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
         batch = batch.check()
+        check_split(batch.tokens.shape[0], minibatches, microbatches)
         batch = batch.replace(stats=batch.stats | _frozen_statistics(state, batch, law))
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
@@ -89,11 +97,15 @@ def make_step(
         if "logprob_diff" in updates:  # before the first update, when it is rounding alone
             updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
         metrics = batch_metrics(batch) | summarise(sums) | summarise(updates)
+        # A tracker must not swallow the NaN that an update was left out for.
+        method = update_state(objective, method, metrics)
+        sound = metrics["skipped_updates"] == 0
+        method = jax.tree.map(lambda new, old: jnp.where(sound, new, old), method, state.method)
         state = state.replace(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            method=update_state(objective, method, metrics),
+            method=method,
         )
         return state, metrics
 
@@ -204,6 +216,24 @@ def _drift(stats: Stats, batch: Batch) -> Pairs:
     count = live.sum(dtype=jnp.float32)
     k3 = jnp.expm1(jnp.clip(log_ratio, -20, 20)) - log_ratio
     return {"kl_sampler": (k3.sum(), count), "logprob_diff": (jnp.abs(log_ratio).sum(), count)}
+
+
+def check_value(objective: Objective, value: ValueNetwork | None) -> None:
+    """Raises UserError when an objective needs values and there is no value network."""
+    if value is None and objective.needs & {"values", "rollout_values"}:
+        raise UserError(
+            "value = None: the objective needs a value network; pass value_head(network) or "
+            "value_network(network)"
+        )
+
+
+def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
+    """Raises UserError when a batch of ``prompts`` does not divide as asked."""
+    if min(minibatches, microbatches) < 1 or prompts % (minibatches * microbatches):
+        raise UserError(
+            f"minibatches = {minibatches} times microbatches = {microbatches} does not divide a "
+            f"batch of {prompts} prompts; choose divisors of it"
+        )
 
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:

@@ -25,7 +25,8 @@ def test_a_fresh_state(network, params):
     assert state.step.dtype == jnp.int32
     assert int(state.step) == 0
     assert set(state.params) == {"policy"}
-    assert state.params["policy"] is params
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.params["policy"], params))
+    assert jax.tree.leaves(state.params["policy"])[0] is not jax.tree.leaves(params)[0]
     assert state.ref_params is None
     assert not jnp.array_equal(state.key, KEY)
     mu = state.opt_state[0].mu["policy"]

@@ -1,0 +1,215 @@
+"""Faults that the house test exists for, planted one at a time; each must turn it red.
+
+    python tests/mutants.py            # all of them
+    python tests/mutants.py NAME ...   # some
+
+A mutant is an edit of the library's source in a copy. The house test's check runs against the copy
+in a process of its own; the fault is caught when that check fails by its assertion.
+``test_mutants.py`` runs this list, and first checks that the unedited copy is green.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Mutant(NamedTuple):
+    """One planted fault.
+
+    Attributes:
+      check: the house test's number that must turn red.
+      file: below jrl/.
+      old: text that occurs exactly once in it.
+      new: what takes its place.
+    """
+
+    check: int
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = {
+    "a frame for every hop": Mutant(
+        1,
+        "train/loop.py",
+        "        batch, groups, cursor = collect(key, policy, step=i, cursor=cursor)\n",
+        "        deep = lambda f: lambda *a, **k: f(*a, **k)\n"
+        "        batch, groups, cursor = deep(collect)(key, policy, step=i, cursor=cursor)\n",
+    ),
+    "a step spread over more files": Mutant(
+        2,
+        "train/step.py",
+        "        batch = batch.check()\n",
+        "        from jrl.objectives.kl import k1\n"
+        "        from jrl.errors import choose\n"
+        "        batch = batch.check()\n"
+        "        k1(batch.rewards[0, 0], batch.rewards[0, 0]), choose('a', 'b', ['c'])\n",
+    ),
+    "weights that lose their place": Mutant(
+        4,
+        "train/step.py",
+        "        out_shardings=(shardings, replicated(mesh)),\n",
+        "        out_shardings=replicated(mesh),\n",
+    ),
+    "a second executable at step 2": Mutant(
+        3,
+        "train/step.py",
+        "        in_shardings=(shardings, None, replicated(mesh)),\n"
+        "        out_shardings=(shardings, replicated(mesh)),\n",
+        "        out_shardings=replicated(mesh),\n",
+    ),
+    "a batch left on the host": Mutant(
+        5,
+        "train/step.py",
+        "    rows = jax.device_put(batch.replace(reward_weights=None), batch_sharding(mesh))\n",
+        "    rows = jax.device_get(batch.replace(reward_weights=None))\n",
+    ),
+    "a constant sampling key": Mutant(
+        6,
+        "train/rollout.py",
+        "        stream(key, sample, step),\n",
+        "        stream(key, sample, 0),\n",
+    ),
+    "one key for a whole group": Mutant(
+        6,
+        "sampling/engine.py",
+        "(None, 0))(k, members))(prompt_keys)",
+        "(None, 0))(k, 0 * members))(prompt_keys)",
+    ),
+    "log-probability before temperature": Mutant(
+        7,
+        "sampling/engine.py",
+        "        logprob = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]\n",
+        "        raw = jax.nn.log_softmax(network.logits(params, hidden[:, 0]))\n"
+        "        logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n",
+    ),
+    "a trainer that ignores truncation": Mutant(
+        7,
+        "sampling/draw.py",
+        "        scaled = jnp.where(kept, scaled, -jnp.inf)\n    total",
+        "        pass\n    total",
+    ),
+    "hidden states one column late": Mutant(
+        7,
+        "train/score.py",
+        "jnp.where(step == 0, prompt_lengths - 1, p + step - 1)",
+        "jnp.where(step == 0, prompt_lengths - 1, p + step)",
+    ),
+    "prompt padding that is attended to": Mutant(
+        7,
+        "train/score.py",
+        "jnp.concatenate([column < prompt_lengths, step < lengths], axis=1)",
+        "jnp.concatenate([column < p + 0 * prompt_lengths, step < lengths], axis=1)",
+    ),
+    "the wrong sign": Mutant(
+        8,
+        "objectives/policy.py",
+        "    advantages = jax.lax.stop_gradient(jnp.where(live, advantages, 0))\n",
+        "    advantages = -jax.lax.stop_gradient(jnp.where(live, advantages, 0))\n",
+    ),
+    "no baseline": Mutant(
+        8,
+        "objectives/advantages.py",
+        "    return jnp.where(members, shifted - mean, 0)\n",
+        "    return jnp.where(members, shifted, 0)\n",
+    ),
+    "the stop token left untrained": Mutant(
+        8,
+        "train/rollout.py",
+        "        mask=rollout.mask & members[:, :, None],\n",
+        "        mask=rollout.mask & members[:, :, None] & (rollout.tokens != 1),\n",
+    ),
+    "a mean of means over microbatches": Mutant(
+        9,
+        "train/step.py",
+        "            terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}\n",
+        "            terms = {k: (t, c * microbatches) for k, (t, c) in terms.items()}\n",
+    ),
+    "moments forgotten on resume": Mutant(
+        10,
+        "train/loop.py",
+        "            self.position = Position(**extra)\n",
+        "            self.position = Position(**extra)\n"
+        "            state = with_policy(state, state.params['policy'], self.run_.optimizer)\n",
+    ),
+    "data that starts over on resume": Mutant(
+        10,
+        "train/loop.py",
+        "            self.position = Position(**extra)\n",
+        "            self.position = Position(**(extra | {'cursor': 0}))\n",
+    ),
+}
+
+
+def copy_of_library(directory: pathlib.Path) -> pathlib.Path:
+    """The library and its house test, alone in ``directory``."""
+    skip = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "jrl", directory / "jrl", ignore=skip)
+    (directory / "tests").mkdir()
+    for name in ("conftest.py", "house_test.py"):
+        shutil.copy(ROOT / "tests" / name, directory / "tests" / name)
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    return directory
+
+
+def run_checks(directory: pathlib.Path, checks: str) -> subprocess.CompletedProcess[str]:
+    """The copy's house test, those tests whose names match ``checks``."""
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = str(directory)
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-k", checks]
+    return subprocess.run(
+        [*command, "tests/house_test.py"],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def plant(name: str, directory: pathlib.Path) -> None:
+    """Edits the copy; an edit that no longer fits the source is an error."""
+    mutant = MUTANTS[name]
+    path = directory / "jrl" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.old) == 1, f"{name!r}: {mutant.file} has changed; mend the mutant"
+    path.write_text(text.replace(mutant.old, mutant.new))
+
+
+def verdict(name: str) -> tuple[bool, str]:
+    """Whether the house test catches a mutant, and what pytest said."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = copy_of_library(pathlib.Path(scratch))
+        plant(name, directory)
+        result = run_checks(directory, f"test_{MUTANTS[name].check}_")
+    failed = f"FAILED tests/house_test.py::test_{MUTANTS[name].check}_" in result.stdout
+    by_the_check = "AssertionError" in result.stdout or "Disallowed" in result.stdout
+    caught = result.returncode == 1 and failed and by_the_check
+    return caught, result.stdout + result.stderr
+
+
+def main() -> int:
+    """Prints a line a mutant; the exit status says whether all were caught."""
+    missed = 0
+    for name in sys.argv[1:] or MUTANTS:
+        caught, _ = verdict(name)
+        missed += not caught
+        print(
+            f"{'caught' if caught else 'MISSED'}  check {MUTANTS[name].check:>2}  {name}",
+            flush=True,
+        )
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""The house test turns red for every planted fault, and is green without one."""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+FILE = pathlib.Path(__file__).parent / "mutants.py"
+spec = importlib.util.spec_from_file_location("mutants", FILE)
+mutants = importlib.util.module_from_spec(spec)
+sys.modules["mutants"] = mutants
+spec.loader.exec_module(mutants)
+
+
+def test_the_unedited_copy_is_green(tmp_path):
+    directory = mutants.copy_of_library(tmp_path)
+    result = mutants.run_checks(directory, "test_2_ or test_7_")
+    assert result.returncode == 0, result.stdout
+    where = subprocess.run(
+        [sys.executable, "-c", "import jrl; print(jrl.__file__)"],
+        cwd="/",
+        env=dict(os.environ) | {"PYTHONPATH": str(directory)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert pathlib.Path(where.stdout.strip()).is_relative_to(directory)  # not the checkout
+
+
+def test_every_check_has_a_mutant():
+    assert {mutant.check for mutant in mutants.MUTANTS.values()} == set(range(1, 11))
+    assert len(mutants.MUTANTS) >= 10
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_the_house_test_catches(name):
+    caught, output = mutants.verdict(name)
+    assert caught, output
