@@ -303,7 +303,7 @@ class Config(Table):
     objective: dict[str, Any] = _key({}, "coefficients of the method, such as clip_high")
     rewards: dict[str, RewardTable] = _key(
         {},
-        "reward parts by name: math, exact, numeric, format, or your own function as"
+        "reward parts by name: math, exact, format, or your own function as"
         ' "module:function" or "FILE.py:function"; verify and partial for a procedural task;'
         " each a table with weight and options",
     )

@@ -319,7 +319,7 @@ class _Training:
         tokens = float(metrics["completion_tokens"])
         parts = metrics.pop("reward_parts")
         metrics |= {f"reward/{n}": p for n, p in zip(self.run_.weights, parts, strict=True)}
-        metrics.setdefault("kl", metrics["kl_sampler"])
+        metrics.setdefault("kl", metrics.get("approx_kl"))
         metrics |= {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -382,8 +382,16 @@ class _Training:
         }
         summary = self.writer.write_summary(summary)
         self.writer.close()
-        summary["report"] = str(write_report(self.writer.dir)) if jax.process_index() == 0 else None
+        summary["report"] = self._report() if jax.process_index() == 0 else None
         return summary
+
+    def _report(self) -> str | None:
+        """The page of the run; a run that is done does not fail for want of it."""
+        try:
+            return str(write_report(self.writer.dir))
+        except UserError as error:
+            self.echo(f"no report: {error}")
+            return None
 
 
 @contextlib.contextmanager

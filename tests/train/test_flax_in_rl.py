@@ -110,7 +110,7 @@ def test_a_module_is_sampled_and_trained(policy, name, quick_jit):
         log.append(jax.device_get(metrics))
     # The trainer sees the law that the sampler drew from.
     assert log[0]["logprob_diff"] < 1e-5
-    assert log[0]["kl_sampler"] < 1e-8 < log[7]["kl_sampler"]
+    assert log[0]["approx_kl"] < 1e-8 < log[7]["approx_kl"]
     assert all(x["skipped_updates"] == 0 for x in log)
     for part in start.params:
         moved = jax.tree.map(
