@@ -1,0 +1,322 @@
+"""Runs that are stopped, killed or short of room: what is kept, and that going on is exact."""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.metrics import RunWriter, read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.train import loop
+from jrl.train.loop import train
+
+JRL = [sys.executable, "-c", "from jrl.cli import main; main()"]
+ENDLESS = "train.steps=1000000"
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=4", "train.prompts=4"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("rewards={partial={}}", "optimizer.learning_rate=1e-2", "objective={kl_coef=0.01}"),
+    "warmup={steps=60, batch=32, learning_rate=1e-2}",  # groups whose rewards differ
+    *("eval.problems=4", "checkpoint.every=10", "log.samples_every=5"),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+def settings(directory, *changes):
+    return [*TASK, *changes, f"run.dir={json.dumps(str(directory))}"]
+
+
+def go(directory, *changes):
+    """The run in this process: its summary and what it said."""
+    lines = []
+    summary = train(load_config(None, settings(directory, *changes)), echo=lines.append)
+    return summary, lines
+
+
+def start(overrides):
+    """``jrl train`` in a process group of its own, as a terminal has it."""
+    return subprocess.Popen(
+        [*JRL, "train", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+    )
+
+
+def wait_for_step(child, directory, step):
+    """Returns when the run has logged a step."""
+    give_up = time.monotonic() + 240
+    while last_step(directory) < step:
+        assert child.poll() is None, child.stderr.read()
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def steps_logged(directory):
+    return [r["step"] for r in read_jsonl(directory / "metrics.jsonl") if "step" in r]
+
+
+def last_step(directory):
+    return max(steps_logged(directory), default=-1)
+
+
+def checkpoints(directory):
+    return Checkpoints(directory / "checkpoints", 2)
+
+
+def leaves(directory):
+    """Every array of the newest checkpoint, as it lies on disk."""
+    import orbax.checkpoint as ocp
+
+    step = checkpoints(directory).latest_step()
+    state = directory / "checkpoints" / f"{step:08d}" / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        names = reader.metadata(state).item_metadata.tree
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
+        return step, reader.restore(state, restore_args=kinds)
+
+
+def assert_ends_as_unbroken(directory, whole, steps):
+    """The broken run ends bit-equal to an unbroken one, and has logged each step once."""
+    go(whole, f"train.steps={steps}")
+    (step, broken), (same_step, unbroken) = leaves(directory), leaves(whole)
+    assert step == same_step == steps
+    assert broken.keys() == unbroken.keys()
+    assert len(broken) > 20
+    for name, leaf in unbroken.items():
+        assert np.array_equal(leaf, broken[name]), name
+    assert steps_logged(directory) == list(range(1, steps + 1))
+    kept, all_ = (
+        [(s["step"], s["completion"]) for s in read_jsonl(d / "samples.jsonl")]
+        for d in (directory, whole)
+    )
+    assert kept == all_
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number):
+    run = tmp_path / "run"
+    child = start(settings(run, ENDLESS))
+    with child:
+        wait_for_step(child, run, 13)
+        sent = time.monotonic()
+        child.send_signal(number)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert time.monotonic() - sent < 10
+    stopped = checkpoints(run).latest_step()
+    assert stopped == last_step(run) >= 13
+    assert f"stopped after step {stopped}; saved in {run / 'checkpoints'}" in err
+    assert "Traceback" not in err
+    assert not (run / "summary.json").exists()
+    _, lines = go(run, f"train.steps={stopped + 5}")
+    assert f"going on from step {stopped} of {run}" in lines
+    assert_ends_as_unbroken(run, tmp_path / "whole", stopped + 5)
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
+    run = tmp_path / "run"
+    child = start(settings(run, ENDLESS))
+    with child:
+        wait_for_step(child, run, 16)
+        while checkpoints(run).latest_step() is None:
+            time.sleep(0.02)
+        child.kill()
+    assert child.returncode == -signal.SIGKILL
+    saved, logged = checkpoints(run).latest_step(), last_step(run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99999, "los')  # what a kill in the middle of a write leaves
+    _, lines = go(run, f"train.steps={logged + 3}")
+    assert f"going on from step {saved} of {run}" in lines
+    header = read_jsonl(run / "metrics.jsonl")[0]
+    assert [r["step"] for r in header["resumed"]] == [saved]
+    assert_ends_as_unbroken(run, tmp_path / "whole", logged + 3)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
+    run = tmp_path / "run"
+    with start(settings(run, ENDLESS, "checkpoint.every=0")) as child:
+        wait_for_step(child, run, 2)
+        child.kill()
+    assert checkpoints(run).latest_step() is None
+    go(run, "train.steps=3", "checkpoint.every=0")
+    assert steps_logged(run) == [1, 2, 3]
+    assert {s["step"] for s in read_jsonl(run / "samples.jsonl")} == {0, 1, 3}
+
+
+def test_a_signal_is_heard_between_the_steps_of_a_compiled_run(tmp_path):
+    run = tmp_path / "run"
+    overrides = settings(run, ENDLESS, "train.mode=compiled")
+    with start(overrides) as child:
+        wait_for_step(child, run, 10)
+        child.terminate()
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    stopped = checkpoints(run).latest_step()
+    assert stopped == last_step(run)
+    assert stopped % 10 == 0  # the steps between two checkpoints are one program
+
+
+# ---------------------------------------------------------------- no room
+
+
+def test_a_full_disk_does_not_stop_what_can_go_on(tmp_path, capsys):
+    """Every write to the logs fails; the run ends with its summary and its checkpoint."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (run / name).symlink_to("/dev/full")
+    summary, _ = go(run, "train.steps=2")
+    assert summary["steps"] == 2
+    assert json.loads((run / "summary.json").read_text())["steps"] == 2
+    assert checkpoints(run).steps() == [2]
+    err = capsys.readouterr().err
+    assert err.count("No space left on device") == 1
+
+
+def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "report").write_text("in the way")
+    summary, lines = go(run, "train.steps=1")
+    assert (summary["steps"], summary["report"]) == (1, None)
+    assert any(line.startswith("no report: the report cannot be written") for line in lines)
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path, monkeypatch):
+    """From step 15 on no file may grow, as on a full disk; with room again the run goes on."""
+    run = tmp_path / "run"
+    before, write = resource.getrlimit(resource.RLIMIT_FSIZE), RunWriter.write
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def fill(writer, step, metrics):
+        if step == 15:
+            while checkpoints(run).latest_step() != 10:  # written in the background
+                time.sleep(0.02)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        return write(writer, step, metrics)
+
+    # The captured output is a file as well.
+    streams = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
+    with monkeypatch.context() as patch, streams[0], streams[1]:
+        patch.setattr(RunWriter, "write", fill)
+        try:
+            with pytest.raises(UserError, match=r"checkpoint step 20 was not written to") as caught:
+                go(run, "train.steps=25")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "make room there or set another run.dir" in str(caught.value)
+    assert checkpoints(run).steps() == [10]
+    go(run, "train.steps=25")
+    assert_ends_as_unbroken(run, tmp_path / "whole", 25)
+
+
+# ---------------------------------------------------------------- rewards
+
+
+REWARDS = '''
+import os
+import pathlib
+import time
+
+
+def hangs(samples):
+    """1 point, but for the questions about whales it never answers."""
+    while "whale" in samples[0].prompt.text:
+        time.sleep(1)
+    return [1.0] * len(samples)
+
+
+def leaves_its_id(samples):
+    pathlib.Path(__file__).with_name(f"pid-{os.getpid()}").touch()
+    return [1.0] * len(samples)
+'''
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Questions, reward functions and a checkpoint; the overrides of a run on them."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("text")
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model = ModelConfig(
+        vocab_size=32,
+        **{"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32},
+        max_length=64,
+    )
+    hf.save(root / "model", model, transformer(model).init(jax.random.key(0)))
+    backend.save(str(root / "model" / "tokenizer.json"))
+    (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    rows = [{"question": f"how many {what}?", "answer": "5"} for what in ("eels", "whales")]
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+def text_settings(text, run, function, *changes):
+    return [
+        f"model.path={json.dumps(str(text / 'model'))}",
+        f"data.train={json.dumps(str(text / 'data.jsonl'))}",
+        *("data.template=plain", "sampling.group=2", "sampling.max_new_tokens=4"),
+        *("train.prompts=2", "reward_pool.workers=1", "checkpoint.every=0"),
+        "rewards={" + json.dumps(f"{text / 'rewards.py'}:{function}") + "={}}",
+        *changes,
+        f"run.dir={json.dumps(str(run))}",
+    ]
+
+
+def test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up(text, tmp_path):
+    limit = "reward_pool.timeout_seconds=0.5"
+    overrides = text_settings(text, tmp_path / "run", "hangs", limit, "train.steps=2")
+    began = time.monotonic()
+    train(load_config(None, [*overrides, "log.samples_every=1"]), echo=lambda line: None)
+    assert time.monotonic() - began < 120
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert [r["reward_timeouts"] for r in records] == [2, 2]  # one question, a group of two
+    assert [r["reward"] for r in records] == [0.5, 0.5]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {(s["reward"], "whale" in s["prompt"]) for s in samples} == {(1, False), (0, True)}
+
+
+def test_ctrl_c_in_a_terminal_ends_the_reward_workers_too(text, tmp_path):
+    """The signal reaches the whole process group, the workers included."""
+    run = tmp_path / "run"
+    with start(text_settings(text, run, "leaves_its_id", ENDLESS)) as child:
+        wait_for_step(child, run, 2)
+        os.killpg(child.pid, signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "Traceback" not in err
+    assert checkpoints(run).latest_step() == last_step(run)
+    workers = [int(p.name.partition("-")[2]) for p in text.glob("pid-*")]
+    assert workers
+    give_up = time.monotonic() + 10
+    while any(pathlib.Path(f"/proc/{pid}").exists() for pid in workers):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
