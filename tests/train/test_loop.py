@@ -1,4 +1,4 @@
-"""The loop on procedural tasks: what a run leaves behind, and that every way of running it agrees."""
+"""The loop on procedural tasks: what a run leaves behind; every way of running it agrees."""
 
 import json
 import pathlib
@@ -22,9 +22,11 @@ SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, 
 BASE = (
     *("data.task=sequence", "data.difficulty=1", SIZES),
     *("sampling.group=4", "train.prompts=4", "train.steps=3"),
-    *("rewards={verify={}, partial={weight=0.5}}", "optimizer.learning_rate=1e-2"),
+    "rewards={verify={}, partial={weight=0.5}}",
+    # Adam would turn the rounding of gradients next to 0 into whole steps.
+    "optimizer={name='sgd', learning_rate=0.1}",
     *("eval.problems=8", "eval.every=2", "checkpoint.every=2", "log.samples_every=2"),
-    "warmup={steps=2, batch=8}",
+    "warmup={steps=60, batch=32, learning_rate=1e-2}",  # groups whose rewards differ
 )
 TIMES = {"seconds", "tokens_per_second", "compiles"}
 
@@ -162,12 +164,12 @@ def test_every_task_trains(task, tmp_path, no_report):
 
 @pytest.mark.parametrize("method", [m["name"] for m in list_methods() if m["name"] != "sft"])
 def test_every_method_trains_by_name(method, tmp_path, no_report):
-    more = (f"method={method}", "train.steps=2", "eval.every=0", "warmup.steps=0")
+    more = (f"method={method}", "train.steps=2", "eval.every=0")
     ran = Ran(tmp_path / "run", *more)
     assert ran.summary["method"] == method
     assert finite(ran.records)
     assert all(r["skipped_updates"] == 0 for r in ran.records)
-    assert ran.records[-1]["grad_norm"] > 0
+    assert max(r["grad_norm"] for r in ran.records) > 0
     assert ran.records[0]["logprob_diff"] < 1e-5
 
 
