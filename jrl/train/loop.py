@@ -31,7 +31,7 @@ from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.train import setup as build
-from jrl.train.compiled import iterate, make_iteration, warm_start, with_policy
+from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.groups import collect
 from jrl.train.rollout import Draw, Groups, TextSource, samples_of
 from jrl.train.setup import Run
@@ -115,11 +115,12 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
     build.check_trainable(run)
     for split, counts in run.prompt_counts.items():
         echo(f"data.{split}: {counts}")
-    writer = RunWriter(config, mesh=dict(run.mesh.shape))
     with contextlib.ExitStack() as stack:
+        # First, so that a wrong name in [rewards] leaves the run directory free for the right one.
+        pool = None if run.task else stack.enter_context(build.reward_pool(config))
+        writer = RunWriter(config, mesh=dict(run.mesh.shape))
         stack.callback(writer.close)
         stack.enter_context(jax.set_mesh(run.mesh))
-        pool = None if run.task else stack.enter_context(build.reward_pool(config))
         saved = Checkpoints(Path(writer.dir) / "checkpoints", config.checkpoint.keep)
         stack.enter_context(saved)
         compiles = stack.enter_context(CompileCounter())
@@ -144,7 +145,6 @@ class _Training:
         self.evaluator = Evaluator(run, pool)
         self.law = jax.device_put(run.law, replicated(run.mesh))
         self.position = Position()
-        self.after: dict[str, float] = {}
         self.clock = time.perf_counter()
 
     def run(self) -> dict[str, Any]:
@@ -265,15 +265,7 @@ class _Training:
         self, state: TrainState, shardings: TrainState, stopping: threading.Event
     ) -> TrainState:
         config, run = self.config, self.run_
-        iteration = make_iteration(
-            build.make_train_step(run),
-            method=run.method,
-            task=self._task(),
-            network=run.network,
-            weights=run.weights,
-            prompts=config.train.prompts,
-            group=config.sampling.group,
-        )
+        iteration = build.make_train_iteration(run)
         programs: dict[int, Any] = {}
         stops = (config.checkpoint.every, config.eval.every, config.train.steps)
         while (done := int(state.step)) < config.train.steps and not stopping.is_set():

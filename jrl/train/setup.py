@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -31,6 +30,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.draw import Law, make_law
 from jrl.sampling.engine import check_fits, generate
 from jrl.tables import RewardTable
+from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
 from jrl.train.rollout import check_group, task_rollout
 from jrl.train.state import init_state, state_shardings
@@ -251,13 +251,20 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
+    state_layout(run)
+    if config.train.mode == "compiled":
+        make_train_iteration(run)
 
 
 # ---------------------------------------------------------------- the state and the two programs
 
 
-def new_state(run: Run) -> tuple[TrainState, TrainState]:
-    """A state at step 0 on the run's mesh, and its shardings."""
+def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
+    """What makes a state from (key, policy params or None), and where each of its leaves lies.
+
+    Raises:
+      UserError: a weight that the mesh does not divide.
+    """
 
     def make(key: jax.Array, params: Params) -> TrainState:
         return init_state(
@@ -269,15 +276,20 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
             value=run.value,
         )
 
-    key = jax.random.key(run.config.seed)
+    key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
     shapes = jax.eval_shape(make, key, run.params)
-    shardings = state_shardings(shapes, run.mesh, network=run.network, value=run.value)
+    return make, state_shardings(shapes, run.mesh, network=run.network, value=run.value)
+
+
+def new_state(run: Run) -> tuple[TrainState, TrainState]:
+    """A state at step 0 on the run's mesh, and its shardings."""
+    make, shardings = state_layout(run)
     params = run.params
     if params is not None:  # placed leaf by leaf: no device ever holds the whole model
         params = jax.device_put(params, shardings.params["policy"])
     # Donated, because the state copies what it is given.
     make_placed = jax.jit(make, out_shardings=shardings, donate_argnums=1)
-    return make_placed(key, params), shardings
+    return make_placed(jax.random.key(run.config.seed), params), shardings
 
 
 def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> Any:
@@ -325,6 +337,19 @@ def make_train_step(run: Run) -> Step:
     )
 
 
-def part_weights(run: Run) -> jax.Array:
-    """[R] float32: the weights of the reward parts, in their order."""
-    return jnp.array(list(run.weights.values()), jnp.float32)
+def make_train_iteration(run: Run) -> Iterate:
+    """All five hops of a run on a task as a pure function, for compiled runs.
+
+    Raises:
+      UserError: the method has work for the host between the two programs.
+    """
+    assert run.task is not None
+    return make_iteration(
+        make_train_step(run),
+        method=run.method,
+        task=run.task,
+        network=run.network,
+        weights=run.weights,
+        prompts=run.config.train.prompts,
+        group=run.config.sampling.group,
+    )

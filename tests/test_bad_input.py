@@ -1,0 +1,401 @@
+"""What is wrong with the input is said before device work: exit code 2, the thing, the remedy."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.monitoring
+import pytest
+from typer.testing import CliRunner
+
+from jrl.checkpoint import Checkpoints
+from jrl.cli import app
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.train import loop
+
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+ROWS = [{"question": f"how many {what}?", "answer": "5"} for what in ("eels", "whales", "cows")]
+TASK = (
+    "data.task=sorting",
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("train.prompts=4", "eval.problems=4"),
+)
+REWARDS = '''
+def fails(samples, how="raise"):
+    """1 point, until the third prompt."""
+    if samples[0].prompt.id < 2:
+        return [1.0] * len(samples)
+    if how == "raise":
+        raise RuntimeError("no idea")
+    return {"nan": [float("nan")], "length": [1.0, 1.0], "text": "1"}[how]
+'''
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A checkpoint with a tokenizer of letters, questions and reward functions; all is right."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("good")
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    hf.save(root / "model", model, transformer(model).init(jax.random.key(0)))
+    backend.save(str(root / "model" / "tokenizer.json"))
+    (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    write_rows(root / "data.jsonl", ROWS)
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+@pytest.fixture
+def place(good, tmp_path):
+    """A copy of it, to break."""
+    shutil.copytree(good, tmp_path / "in")
+    return tmp_path / "in"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def text(place, *changes):
+    """The overrides of a run on questions."""
+    return [
+        f"model.path={json.dumps(str(place / 'model'))}",
+        f"data.train={json.dumps(str(place / 'data.jsonl'))}",
+        *("data.template=plain", "sampling.group=2", "sampling.max_new_tokens=4"),
+        *("data.shuffle=false", "train.prompts=2", "train.steps=2"),
+        *("rewards={exact={}}", "reward_pool.workers=0"),
+        *changes,
+        f"run.dir={json.dumps(str(place.parent / 'run'))}",
+    ]
+
+
+def task(tmp_path, *changes):
+    """The overrides of a run on a procedural task."""
+    return [*TASK, *changes, f"run.dir={json.dumps(str(tmp_path / 'run'))}"]
+
+
+def jrl(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+COMPILED = []
+PROGRAMS = {f"jit({n})" for n in ("make", "generate", "task_rollout", "step", "iterate")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def listen():
+    """Notes the name of every program that is compiled; single operations have names of theirs."""
+
+    def note(event, seconds, **about):
+        if event.endswith("backend_compile_duration"):
+            COMPILED.append(about["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+def refused(overrides, *said, command="train"):
+    """One message with all of this in it, exit code 2, no program compiled, nothing written."""
+    run = pathlib.Path(json.loads(overrides[-1].removeprefix("run.dir=")))
+    before = (run.exists(), sorted(run.rglob("*")))
+    COMPILED.clear()
+    result = jrl(command, *overrides)
+    assert result.exit_code == 2, result.output
+    for part in said:
+        assert part in result.stderr
+    assert result.stderr.startswith("jrl: error: ")
+    assert "Traceback" not in result.output
+    assert not PROGRAMS & set(COMPILED)
+    assert (run.exists(), sorted(run.rglob("*"))) == before
+    return result.stderr
+
+
+# ---------------------------------------------------------------- configuration
+
+
+SETTINGS = {
+    "unknown key": (["sampling.grup=4"], "unknown key sampling.grup", "sampling.group?"),
+    "unknown table": (["samplng.group=4"], "samplng", "sampling"),
+    "unknown method": (["method=grop"], "method = 'grop'; did you mean 'grpo'?"),
+    "unknown coefficient": (["objective.clip_hi=0.3"], "clip_hi", "clip_high"),
+    "coefficient": (["objective.clip_high=-1"], "grpo.clip_high = -1", "at least 0"),
+    "group of one": (
+        ["sampling.group=1"],
+        *("sampling.group = 1", "'grpo'", "needs at least 2", "reinforce_plus_plus"),
+    ),
+    "greedy": (["sampling.temperature=0"], "sampling.temperature = 0", "above 0"),
+    "unknown task": (["data.task=sortng"], "data.task = 'sortng'; did you mean 'sorting'?"),
+    "difficulty": (["data.difficulty=99"], "data.difficulty = 99"),
+    "task reward": (["rewards.verfy.weight=1"], "'verfy'; did you mean 'verify'?"),
+    "batch": (["mesh.data=3"], "4 prompts cannot be split over", "3 devices", "multiple of 3"),
+    "batch, all devices": (["mesh.fsdp=-1"], "4 prompts cannot", "8 devices", "multiple of 8"),
+    "devices": (["mesh.tensor=9"], "tensor=9 needs 9 devices; there are 8"),
+    "heads": (["mesh.tensor=4"], "'kv_heads' of size 2", "tensor=4", "divisor of 2"),
+    "model size": (["model.config.heads=3"], "kv_heads = 2", "divisor of model.heads = 3"),
+    "model key": (["model.config.embed=3"], "model.config.embed", "embed_dim"),
+    "no model": (["model.config="], "model.path and model.config are both missing"),
+    "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),
+    "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
+    "on the host": (["train.mode=compiled", "method=dapo"], "groups", "train.mode to 'host'"),
+    "resume": (["run.resume=must"], "holds no run", "run.resume = 'must'"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_cannot_be(name, tmp_path):
+    changes, *said = SETTINGS[name]
+    refused(task(tmp_path, *changes), *said)
+
+
+def test_a_file_that_is_no_configuration(tmp_path):
+    (tmp_path / "bad.toml").write_text("seed = 1\n[train\n")
+    result = jrl("train", tmp_path / "bad.toml")
+    assert result.exit_code == 2
+    assert "bad.toml: not valid TOML" in result.stderr
+    assert "line 2" in result.stderr
+
+
+# ---------------------------------------------------------------- model and tokenizer
+
+
+def test_safetensors_missing(place):
+    (place / "model" / "model.safetensors").unlink()
+    refused(text(place), f"{place / 'model'}", "has neither model.safetensors nor")
+
+
+def test_safetensors_truncated(place):
+    path = place / "model" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    refused(text(place), f"{path}", "truncated or not a safetensors file")
+
+
+def test_a_shard_missing(place):
+    path = place / "model" / "model.safetensors"
+    path.rename(path.with_name("model-00001-of-00002.safetensors"))
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-2.safetensors"}}
+    (place / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(text(place), "model-2.safetensors: no such file; the checkpoint is incomplete")
+
+
+def test_weights_and_config_disagree(place):
+    path = place / "model" / "config.json"
+    raw = json.loads(path.read_text())
+    path.write_text(json.dumps(raw | {"intermediate_size": 24}))
+    refused(text(place), "has shape [16, 32], expected [16, 24]", "intermediate_size")
+    path.write_text(json.dumps(raw | {"num_hidden_layers": 2}))
+    refused(text(place), "missing tensors", "layers.1.")
+    path.write_text(json.dumps(raw | {"model_type": "mamba", "architectures": ["Mamba"]}))
+    refused(text(place), "architectures", "Mamba", "Qwen3ForCausalLM")
+
+
+def test_no_such_directory(place):
+    refused(text(place, "model.path=nowhere"), "nowhere")
+
+
+def test_tokenizer_and_vocabulary_disagree(place):
+    path = place / "model" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    raw["model"]["vocab"] |= {f"<{i}>": i for i in range(29, 40)}
+    path.write_text(json.dumps(raw))
+    refused(
+        text(place), "the tokenizer has 40 ids but the model's vocabulary has only 32", "belongs to"
+    )
+
+
+def test_tokenizer_missing(place):
+    (place / "model" / "tokenizer.json").unlink()
+    refused(text(place), "tokenizer.json is missing", "save_pretrained")
+
+
+def test_no_chat_template(place):
+    refused(text(place, "data.template=chat"), "no chat template", "set data.template")
+
+
+# ---------------------------------------------------------------- data
+
+
+DATA = {
+    "empty": ("\n", "the file has no rows"),
+    "malformed": ('{"question": "a?", "answer": "1"}\n\n{"question": oops}\n', "line 3: not valid"),
+    "not an object": (
+        '{"question": "a?", "answer": "1"}\n[1]\n',
+        "line 2: must hold a JSON object",
+    ),
+    "no answer": (
+        '{"question": "a?"}\n',
+        "line 1: there is no field 'answer'; set data.answer_key",
+    ),
+    "empty answer": ('{"question": "a?", "answer": " "}\n', "line 1: answer is empty"),
+    "no question": (
+        '{"ask": "a?", "answer": "1"}\n',
+        "set data.question_key to one of ask, answer",
+    ),
+    "empty question": ('{"question": "", "answer": "1"}\n', "line 1: the prompt is empty"),
+}
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("name", DATA)
+def test_data_that_cannot_be_used(name, split, place):
+    content, said = DATA[name]
+    (place / "broken.jsonl").write_text(content)
+    changed = f"data.{split}={json.dumps(str(place / 'broken.jsonl'))}"
+    refused(text(place, changed), "broken.jsonl", said)
+
+
+def test_answers_that_the_pattern_does_not_find(place):
+    refused(text(place, "data.answer_pattern=#### (.+)"), "line 1: answer has no match", "####")
+
+
+def test_no_such_data(place):
+    refused(text(place, "data.train=none.jsonl"), "'none.jsonl': there is no such file")
+    refused(text(place, "data.train=none.csv"), "'none.csv'; name a FILE.jsonl")
+    refused(text(place, "data.train="), "data.train and data.task are both missing")
+
+
+def test_a_prompt_over_the_limit_is_named(place):
+    refused(
+        text(place, "data.max_prompt_tokens=14"),
+        *("data.jsonl, line 2: the prompt has 16 tokens", "data.max_prompt_tokens is 14"),
+        "data.overlong to drop or truncate",
+    )
+
+
+def test_no_prompt_left(place):
+    limits = ("data.max_prompt_tokens=3", "data.overlong=drop")
+    refused(text(place, *limits), "all 3 prompts are longer", "the longest has 16", "raise it")
+
+
+def test_prompts_and_completions_beyond_the_model(place):
+    refused(text(place, "sampling.max_new_tokens=40"), "sampling.max_new_tokens", "48")
+
+
+@pytest.mark.parametrize("way", ["drop", "truncate"])
+def test_long_prompts_are_counted_and_compile_nothing_more(way, place):
+    COMPILED.clear()
+    result = jrl("train", *text(place, "data.max_prompt_tokens=14", f"data.overlong={way}"))
+    assert result.exit_code == 0, result.output
+    assert {"jit(make)", "jit(generate)", "jit(step)"} <= set(COMPILED)
+    counts = {"drop": "2 prompts of 3 rows; too long: 1 dropped, 0 truncated; longest 16 tokens"}
+    counts["truncate"] = "3 prompts of 3 rows; too long: 0 dropped, 1 truncated; longest 16 tokens"
+    assert f"data.train: {counts[way]}" in result.stdout
+    first, second = read_jsonl(place.parent / "run" / "metrics.jsonl")[1:]
+    assert first["compiles"] == second["compiles"]
+
+
+# ---------------------------------------------------------------- rewards
+
+
+def user_reward(place, name="fails", **options):
+    table = ", ".join(f"{key}={json.dumps(value)}" for key, value in options.items())
+    return f"rewards={{{json.dumps(f'{place}/rewards.py:{name}')}={{{table}}}}}"
+
+
+def test_rewards_that_are_not_there(place):
+    refused(text(place, "rewards={maht={}}"), "'maht'; did you mean 'math'?", "path.py:function")
+    refused(text(place, user_reward(place, "fail")), "has no function 'fail'")
+    refused(text(place, user_reward(place / "x")), "x/rewards.py does not exist")
+    refused(text(place, user_reward(place, hwo="nan")), "'hwo'; did you mean 'how'?")
+    (place / "rewards.py").write_text("import nothing_of_the_kind\n")
+    copy = shutil.copy(place / "rewards.py", place / "other.py")
+    wrong = f"rewards={{{json.dumps(f'{copy}:f')}={{}}}}"
+    refused(text(place, wrong), "other.py: ModuleNotFoundError")
+
+
+FAILURES = {
+    "raise": ("raised RuntimeError: no idea", "line"),
+    "nan": ("returned nan; points must be finite",),
+    "length": ("returned 2 numbers for 1 samples",),
+    "text": ("returned str '1'; return a list with a number a sample",),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_reward_that_fails_is_named_and_what_was_done_is_kept(how, place):
+    """The first step is sound; the second meets the third prompt."""
+    run = place.parent / "run"
+    changes = (user_reward(place, how=how), "checkpoint.every=1")
+    result = jrl("train", *text(place, *changes))
+    assert result.exit_code == 2, result.output
+    for said in FAILURES[how]:
+        assert said in result.stderr
+    assert "rewards.py:fails" in result.stderr
+    assert 'mend the function, or set reward_pool.on_error = "zero"' in result.stderr
+    assert "(prompt 2)" in result.stderr
+    assert [r["step"] for r in read_jsonl(run / "metrics.jsonl")[1:]] == [1]
+    assert Checkpoints(run / "checkpoints", 1).steps() == [1]
+
+
+def test_a_reward_that_fails_may_be_given_0_and_counted(place):
+    changes = (user_reward(place, how="nan"), "reward_pool.on_error=zero")
+    assert jrl("train", *text(place, *changes)).exit_code == 0
+    first, second = read_jsonl(place.parent / "run" / "metrics.jsonl")[1:]
+    assert (first["reward_errors"], first["reward"]) == (0, 1)
+    assert second["reward_errors"] == 2  # the third prompt's group; then the first comes again
+    assert second["reward"] == 0.5
+
+
+# ---------------------------------------------------------------- the run directory
+
+
+def test_a_run_directory_that_holds_another_configuration(tmp_path):
+    whole = jrl("train", *task(tmp_path, "train.steps=1"))
+    assert whole.exit_code == 0, whole.output
+    kept = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    refused(
+        task(tmp_path, "train.steps=1", "seed=1", "optimizer.learning_rate=0.1"),
+        *("holds a run with another configuration", "seed = 0 there, 1 now"),
+        *("optimizer.learning_rate = 1e-06 there, 0.1 now", "name another directory"),
+    )
+    refused(task(tmp_path, "train.steps=1", "run.resume=never"), "holds a run", "'never'")
+    assert kept == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    # The other commands take its settings from there and know its checkpoints.
+    run = tmp_path / "run"
+    for command, *said in (
+        (("eval", run, "--checkpoint", 7), "no checkpoint of step 7", "there are 1"),
+        (("convert", run, tmp_path / "out", "--checkpoint", 7), "no checkpoint of step 7"),
+        (("sample", run, "--prompt", "hi"), "data.task = 'sorting' makes its own prompts"),
+    ):
+        result = jrl(*command)
+        assert result.exit_code == 2, result.output
+        assert all(part in result.stderr for part in said)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_directory_that_is_a_file(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    refused(task(tmp_path), "is a file; name a directory")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_mistake_leaves_the_directory_free_for_the_next_try(tmp_path):
+    """Otherwise the corrected configuration would be refused as another one."""
+    refused(task(tmp_path, "mesh.tensor=4"), "kv_heads")
+    assert not (tmp_path / "run").exists()
+    assert jrl("train", *task(tmp_path, "train.steps=0")).exit_code == 0
+
+
+def test_questions_of_ones_own_are_checked_too(place):
+    changes = ("data.max_prompt_tokens=16", f"data.eval={json.dumps(str(place / 'data.jsonl'))}")
+    overrides = text(place, *changes)
+    long = jrl("sample", *overrides, "--prompt", "how many whales are there in the sea?")
+    assert long.exit_code == 2
+    assert "prompt 1: the prompt has 37 tokens" in long.stderr
+    without = jrl("eval", *text(place))
+    assert without.exit_code == 2
+    assert "data.eval is missing; name a file of held-out prompts" in without.stderr
