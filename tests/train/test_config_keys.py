@@ -1,0 +1,317 @@
+"""Every configuration key is read: changing it changes a number, a program, a file or an error."""
+
+import functools
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.config import describe, load_config
+from jrl.errors import UserError
+from jrl.evaluate import Evaluator, load_policy
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.sampling.draw import log_law
+from jrl.train import loop
+from jrl.train import setup as build
+from jrl.train.loop import train
+from jrl.train.rollout import to_batch
+
+TESTS = pathlib.Path(__file__).parents[1]
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("sampling.group=4", "train.prompts=4", "train.steps=3", "eval.problems=8"),
+    "optimizer={name='sgd', learning_rate=0.1}",
+    *("checkpoint.every=1", "checkpoint.keep=2", "log.samples_every=2"),
+    "warmup={steps=60, batch=32, learning_rate=1e-2}",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A checkpoint with a tokenizer of letters, and questions with two sets of fields."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("keys")
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    config = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    for seed, name in enumerate(("model", "other")):
+        hf.save(root / name, config, transformer(config).init(jax.random.key(seed)))
+        backend.save(str(root / name / "tokenizer.json"))
+        about = {"eos_token": "<stop>", "chat_template": "user {{ messages[-1].content }}"}
+        (root / name / "tokenizer_config.json").write_text(json.dumps(about))
+    for name, animals in (("a", ("eels", "whales", "cows")), ("b", ("cats", "dogs"))):
+        rows = [
+            {"question": f"how many {x}?", "ask": f"any {x}?", "answer": "is 5", "gold": "6"}
+            for x in animals
+        ]
+        path = root / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "rewards.py").write_text(
+        "import os\n\n\ndef process(samples):\n    return [float(os.getpid())] * len(samples)\n"
+    )
+    return root
+
+
+def on_text(place):
+    return (
+        f"model.path={json.dumps(str(place / 'model'))}",
+        f"data.train={json.dumps(str(place / 'a.jsonl'))}",
+        *("data.template=plain", "sampling.group=2", "sampling.max_new_tokens=4"),
+        *("train.prompts=2", "train.steps=1", "checkpoint.every=0", "log.samples_every=1"),
+        *("rewards={exact={}}", "reward_pool.workers=0"),
+    )
+
+
+# ---------------------------------------------------------------- what can be observed
+
+
+def prompts(config):
+    """What is asked and what is the answer."""
+    run = build.setup(config)
+    asked = {
+        s: [(p.text, p.tokens.tolist(), p.answer) for p in ps] for s, ps in run.prompts.items()
+    }
+    return asked, run.prompt_counts
+
+
+def weights(config):
+    """A number that the weights before training decide."""
+    state, _ = build.new_state(build.setup(config))
+    return [float(jnp.abs(x.astype(jnp.float32)).sum()) for x in jax.tree.leaves(state.params)]
+
+
+def programs(config):
+    """The two programs as they are traced, with the shapes of what goes in and out."""
+    run = build.setup(config)
+    make, _ = build.state_layout(run)
+    state = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), run.params)
+    n, group = config.train.prompts, config.sampling.group
+    sample = build.sampler_program(
+        run, split="train", group=group, baselines=run.method.draw.baseline_members
+    )
+    ids = np.arange(n, dtype=np.int32)
+    args = (state.key, state.params["policy"], np.int32(0), ids)
+    if run.task is None:
+        p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
+        args = (jax.eval_shape(lambda: jax.random.key(0)), args[1], p, ids, run.law, args[2], ids)
+        first, rollout = jax.make_jaxpr(sample, return_shape=True)(*args)
+        rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
+    else:
+        first, groups = jax.make_jaxpr(functools.partial(sample, law=run.law), return_shape=True)(
+            *args
+        )
+        rollout, rewards = groups.rollout, groups.rewards
+    batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
+    second = jax.make_jaxpr(build.make_train_step(run))(state, batch, run.law)
+    return [re.sub(r"0x[0-9a-f]+", "", f"{first}\n{second}")]
+
+
+def updates(config):
+    """Two optimiser updates of two weights, by two gradients."""
+    optimizer = build.setup(config).optimizer
+    params = {"w": jnp.array([1.0, -2.0])}
+    state, seen = optimizer.init(params), []
+    for gradient in ([3.0, 4.0], [-1.0, 0.5]):
+        change, state = optimizer.update({"w": jnp.array(gradient)}, state, params)
+        seen += change["w"].tolist()
+    return seen
+
+
+def law(config):
+    """Log-probabilities of five tokens in training."""
+    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
+    return np.asarray(log_law(logits, build.setup(config).law)).tolist()
+
+
+def eval_law(config):
+    """The same in evaluation."""
+    logits = jnp.array([[0.0, 1.0, 2.0, 3.0, -4.0]])
+    return np.asarray(log_law(logits, Evaluator(build.setup(config), None).law)).tolist()
+
+
+def mesh(config):
+    """Devices along each axis."""
+    return dict(build.setup(config).mesh.shape)
+
+
+def shaped(config):
+    """What the run is made of, in numbers."""
+    run = build.setup(config)
+    return run.weights, run.width, run.model, run.epochs
+
+
+def evaluation(config):
+    """What an evaluation of the model before training finds."""
+    run = build.setup(config)
+    with jax.set_mesh(run.mesh):
+        key, params, _ = load_policy(run, None)
+        found = Evaluator(run, None)(key, params)
+    return found.metrics, len(found.samples)
+
+
+def whole_run(config):
+    """What a run writes and says, clocks left out."""
+    lines = []
+    summary = train(config, echo=lines.append)
+    directory = pathlib.Path(config.run.dir)
+    records = read_jsonl(directory / "metrics.jsonl")[1:]
+    clock = {"seconds", "tokens_per_second"}
+    return {
+        "records": [{k: v for k, v in r.items() if k not in clock} for r in records],
+        "samples": [(s["step"], s["prompt"]) for s in read_jsonl(directory / "samples.jsonl")],
+        "checkpoints": sorted(p.name for p in (directory / "checkpoints").iterdir()),
+        "one program": len({r["seconds"] for r in records}) < len(records),
+        "warm start": [line for line in lines if line.startswith("warm start")],
+        "steps": summary["steps"],
+        "pid": re.findall(r"rewards.py:process': ([\d.]+)", str(records)),
+    }
+
+
+# ---------------------------------------------------------------- the table
+
+EVALS = ("eval.samples=2", "eval.temperature=1.0")
+ADAM = ("optimizer={name='adamw', learning_rate=0.1, weight_decay=0.1}",)
+ON_TASK = {
+    "method": (programs, "method=rloo"),
+    "seed": (weights, "seed=1"),
+    "model.config": (shaped, "model.config.mlp_dim=48"),
+    "model.dtype": (programs, "model.dtype=bfloat16"),
+    "model.param_dtype": (programs, "model.param_dtype=bfloat16"),
+    "model.remat": (programs, "model.remat=full"),
+    "value.kind": (programs, "value.kind=network", "method=ppo"),
+    "data.task": (programs, "data.task=sorting", "data.difficulty="),
+    "data.difficulty": (programs, "data.difficulty=2"),
+    "sampling.group": (programs, "sampling.group=6"),
+    "sampling.temperature": (law, "sampling.temperature=0.5"),
+    "sampling.top_k": (law, "sampling.top_k=2"),
+    "sampling.top_p": (law, "sampling.top_p=0.5"),
+    "sampling.min_p": (law, "sampling.min_p=0.5"),
+    "objective": (programs, "objective.clip_high=0.4"),
+    "rewards": (shaped, "rewards.partial.weight=2.0"),
+    "optimizer.name": (updates, "optimizer.name=adam"),
+    "optimizer.learning_rate": (updates, "optimizer.learning_rate=0.2"),
+    "optimizer.schedule": (updates, "optimizer.schedule=linear"),
+    "optimizer.warmup_steps": (updates, "optimizer.warmup_steps=2"),
+    "optimizer.weight_decay": (updates, "optimizer.weight_decay=0.2", *ADAM),
+    "optimizer.b1": (updates, "optimizer.b1=0.5", *ADAM),
+    "optimizer.b2": (updates, "optimizer.b2=0.5", *ADAM),
+    "optimizer.eps": (updates, "optimizer.eps=0.1", *ADAM),
+    "optimizer.clip_norm": (updates, "optimizer.clip_norm=0.1"),
+    "train.steps": (whole_run, "train.steps=2"),
+    "train.prompts": (programs, "train.prompts=8"),
+    "train.epochs": (programs, "train.epochs=3"),
+    "train.minibatches": (programs, "train.minibatches=2"),
+    "train.microbatches": (programs, "train.microbatches=2"),
+    "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3"),
+    "warmup.steps": (whole_run, "warmup.steps=30"),
+    "warmup.learning_rate": (whole_run, "warmup.learning_rate=2e-2"),
+    "warmup.batch": (whole_run, "warmup.batch=16"),
+    "eval.every": (whole_run, "eval.every=2"),
+    "eval.problems": (evaluation, "eval.problems=4"),
+    "eval.samples": (evaluation, "eval.samples=3", *EVALS),
+    "eval.temperature": (eval_law, "eval.temperature=2.0", *EVALS),
+    "eval.pass_k": (evaluation, "eval.pass_k=[1, 2]", *EVALS),
+    "checkpoint.every": (whole_run, "checkpoint.every=0"),
+    "checkpoint.keep": (whole_run, "checkpoint.keep=3"),
+    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
+    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "log.samples_every": (whole_run, "log.samples_every=3"),
+    "log.samples": (whole_run, "log.samples=3"),
+}
+ON_TEXT = {
+    "model.path": (weights, "model.path=PLACE/other"),
+    "data.train": (prompts, "data.train=PLACE/b.jsonl"),
+    "data.eval": (prompts, "data.eval=PLACE/b.jsonl"),
+    "data.question_key": (prompts, "data.question_key=ask"),
+    "data.answer_key": (prompts, "data.answer_key=gold"),
+    "data.answer_pattern": (prompts, "data.answer_pattern=is (.+)"),
+    "data.system": (prompts, "data.system=be brief"),
+    "data.template": (prompts, "data.template=chat"),
+    "data.max_prompt_tokens": (prompts, "data.max_prompt_tokens=14"),
+    "data.overlong": (prompts, "data.overlong=drop", "data.max_prompt_tokens=14"),
+    "data.tfds_dir": (prompts, "data.tfds_dir=PLACE/elsewhere", "data.train=tfds:gsm8k"),
+    "data.shuffle": (whole_run, "data.shuffle=false"),
+    "sampling.max_new_tokens": (programs, "sampling.max_new_tokens=5"),
+    "reward_pool.workers": (
+        *(whole_run, "reward_pool.workers=1", 'rewards={"PLACE/rewards.py:process"={}}'),
+    ),
+}
+ELSEWHERE = {
+    "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
+    "run.resume": "test_metrics.py::test_resume_never_and_must",
+    "reward_pool.timeout_seconds": (
+        "train/test_interrupts.py::test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up"
+    ),
+    "reward_pool.on_error": (
+        "test_bad_input.py::test_a_reward_that_fails_may_be_given_0_and_counted"
+    ),
+    "log.tensorboard": "test_sinks.py::test_tensorboard_events_are_written",
+    "log.wandb": "test_sinks.py::test_wandb_gets_the_numbers_and_a_resumed_run_stays_one_run",
+}
+
+
+def test_the_table_is_whole():
+    """A new key needs an entry here, and a removed one loses it."""
+    tables = [*ON_TASK, *ON_TEXT, *ELSEWHERE]
+    assert len(tables) == len(set(tables))
+    assert set(tables) == {key.name for key in describe()}
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_the_test_elsewhere_is_there_and_names_the_key(key):
+    path, _, name = ELSEWHERE[key].partition("::")
+    text = (TESTS / path).read_text()
+    assert f"def {name}(" in text
+    assert key in text
+
+
+@pytest.fixture(scope="module")
+def observe(tmp_path_factory):
+    """What a configuration leads to, or the error that it is; each one looked at once."""
+
+    @functools.cache
+    def look(observer, overrides):
+        directory = tmp_path_factory.mktemp("run") / "run"
+        more = [f"run.dir={json.dumps(str(directory))}"] if observer is whole_run else []
+        try:
+            return observer(load_config(None, [*overrides, *more]))
+        except UserError as error:
+            return str(error)
+
+    return look
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+@pytest.mark.parametrize("key", [*ON_TASK, *ON_TEXT])
+def test_a_change_shows(key, place, observe):
+    observer, change, *more = (ON_TASK | ON_TEXT)[key]
+    base = [*(on_text(place) if key in ON_TEXT else TASK), *more]
+    change = change.replace("PLACE", str(place))
+    base = tuple(x.replace("PLACE", str(place)) for x in base)
+    assert change.partition("=")[0].startswith(key)
+    before, after = observe(observer, base), observe(observer, (*base, change))
+    assert before != after
+    assert isinstance(after, str) == (key in ("data.max_prompt_tokens", "data.tfds_dir")), after
+
+
+@pytest.mark.parametrize("observer", [programs, updates, law, weights])
+def test_without_a_change_nothing_shows(observer):
+    """What the table relies on: two looks at one configuration see the same."""
+    config = load_config(None, TASK)
+    assert observer(config) == observer(config)
