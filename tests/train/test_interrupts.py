@@ -1,11 +1,8 @@
 """Runs that are stopped, killed or short of room: what is kept, and that going on is exact."""
 
-import contextlib
-import io
 import json
 import os
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
@@ -17,15 +14,14 @@ import pytest
 
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
-from jrl.errors import UserError
-from jrl.metrics import RunWriter, read_jsonl
+from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.train import loop
 from jrl.train.loop import train
 
-JRL = [sys.executable, "-c", "from jrl.cli import main; main()"]
+JRL = "from jrl.cli import main; main()"
 ENDLESS = "train.steps=1000000"
 TASK = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=4", "train.prompts=4"),
@@ -52,10 +48,10 @@ def go(directory, *changes):
     return summary, lines
 
 
-def start(overrides):
+def start(overrides, script=JRL):
     """``jrl train`` in a process group of its own, as a terminal has it."""
     return subprocess.Popen(
-        [*JRL, "train", *overrides],
+        [sys.executable, "-c", script, "train", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -205,30 +201,38 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeyp
     assert any(line.startswith("no report: the report cannot be written") for line in lines)
 
 
-def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path, monkeypatch):
-    """From step 15 on no file may grow, as on a full disk; with room again the run goes on."""
+FULL = """
+import resource, signal, time
+from jrl.checkpoint import Checkpoints
+from jrl.cli import main
+from jrl.metrics import RunWriter
+
+write = RunWriter.write
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def fill(writer, step, metrics):
+    if step == 15:  # no file may grow any more, which fails as a full disk does
+        while Checkpoints(writer.dir / "checkpoints", 1).latest_step() != 10:
+            time.sleep(0.02)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    return write(writer, step, metrics)
+
+RunWriter.write = fill
+main()
+"""
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path):
+    """The disk is full from step 15 on; with room again the run goes on."""
     run = tmp_path / "run"
-    before, write = resource.getrlimit(resource.RLIMIT_FSIZE), RunWriter.write
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    def fill(writer, step, metrics):
-        if step == 15:
-            while checkpoints(run).latest_step() != 10:  # written in the background
-                time.sleep(0.02)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-        return write(writer, step, metrics)
-
-    # The captured output is a file as well.
-    streams = (contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()))
-    with monkeypatch.context() as patch, streams[0], streams[1]:
-        patch.setattr(RunWriter, "write", fill)
-        try:
-            with pytest.raises(UserError, match=r"checkpoint step 20 was not written to") as caught:
-                go(run, "train.steps=25")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "make room there or set another run.dir" in str(caught.value)
+    with start(settings(run, "train.steps=25"), FULL) as child:
+        _, err = child.communicate(timeout=120)
+    assert child.returncode == 2, err
+    assert f"checkpoint step 20 was not written to {run / 'checkpoints'}" in err
+    assert "earlier steps are as they were; make room there or set another run.dir" in err
+    assert "Traceback" not in err
     assert checkpoints(run).steps() == [10]
+    assert last_step(run) == 14
     go(run, "train.steps=25")
     assert_ends_as_unbroken(run, tmp_path / "whole", 25)
 
