@@ -139,8 +139,13 @@ def config_hash(config: Config) -> str:
 
 
 def may_differ(key: str) -> bool:
-    """Whether a run may go on with another value of this dotted key: ``run.*``, ``train.steps``."""
-    return key.startswith("run.") or key == "train.steps"
+    """Whether a run may go on with another value of this dotted key.
+
+    Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
+    when; and ``train.steps``, the end of the run.
+    """
+    free = ("run.", "log.", "checkpoint.", "mesh.", "reward_pool.")
+    return key.startswith(free) or key in ("train.steps", "eval.every")
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -156,7 +156,7 @@ class Evaluator:
 
     Args:
       run: from ``setup``.
-      pool: the reward functions, for a run on text; a completion is right when the first of them
+      pool: the reward functions, for a run on text; a completion is right when ``run.judge``
         gives at least one point. None when there is nothing to judge by.
     """
 
@@ -190,10 +190,11 @@ class Evaluator:
           params: the policy's.
         """
         groups = (self._task if self.run.task is not None else self._text)(key, params)
-        correct = groups.rewards[:, :, 0] >= 1
         names = self.run.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0}
+        judge = list(names).index(self.run.judge) if self.run.judge in names else 0
+        correct = np.asarray(groups.rewards)[:, :, judge] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
         answers: Any = None
         if self.run.task is None:
@@ -243,15 +244,19 @@ class Evaluator:
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
-    """The root key, the policy and its step, from a run's checkpoint or as before training.
+    """The root key, the policy and its step: from a run's checkpoint, or as before training.
 
     Args:
       run: from ``setup``.
-      checkpoint: a training step; None for the newest, or for the start where there is none.
+      checkpoint: a training step; None for the newest.
+
+    Raises:
+      UserError: ``run.dir`` holds a run but no such checkpoint.
     """
     state, _ = build.new_state(run)
     directory = Path(run.config.run.dir or "") / "checkpoints"
-    if run.config.run.dir is None or (checkpoint is None and not directory.exists()):
+    began = (directory.parent / "config.toml").exists()
+    if run.config.run.dir is None or (checkpoint is None and not began):
         return state.key, state.params["policy"], 0
     wanted = {"step": state.step, "key": state.key, "params": {"policy": state.params["policy"]}}
     found, _ = Checkpoints(directory, 1).restore(wanted, checkpoint, subset=True)

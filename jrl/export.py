@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from jrl.config import Config
+from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.train import setup as build
@@ -24,8 +25,10 @@ def export_run(config: Config, directory: Path, *, checkpoint: int | None = None
       The directory.
 
     Raises:
-      UserError: no such checkpoint, or the directory cannot be written.
+      UserError: no such checkpoint, or the directory holds something or cannot be written.
     """
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} exists and is not empty; name a new directory")
     run = build.setup(config)
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, checkpoint)

@@ -10,6 +10,7 @@ Numbers in JSON are finite: NaN and infinity are written as null. Failing to log
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -29,7 +30,10 @@ from jrl.config import Config, config_hash, dump, flatten, load_config, may_diff
 from jrl.errors import UserError
 from jrl.sinks import open_sinks
 
-_PACKAGES = ("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy")
+_PACKAGES = (
+    *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
+    "math-verify",  # with it or without, the math reward is another checker
+)
 
 
 def ratio(total: Any, count: Any) -> jax.Array:
@@ -297,9 +301,10 @@ class RunWriter:
         try:
             call(*args)
         except Exception as error:
-            if not self._warned:
-                print(f"jrl: warning: logging to {self.dir} fails: {error}", file=sys.stderr)
-                print("jrl: warning: training goes on without it", file=sys.stderr)
+            with contextlib.suppress(OSError):  # standard error may lie on the same full disk
+                if not self._warned:
+                    print(f"jrl: warning: logging to {self.dir} fails: {error}", file=sys.stderr)
+                    print("jrl: warning: training goes on without it", file=sys.stderr)
             self._warned = True
 
 
@@ -342,6 +347,12 @@ def check_run_dir(config: Config) -> bool:
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and not may_differ(key)
     ]
+    falls = new["optimizer.schedule"] != "constant"
+    if falls and old["train.steps"] != new["train.steps"]:
+        differing.append(
+            f"  train.steps = {old['train.steps']} there, {new['train.steps']} now: the learning "
+            f"rate falls to its end ({new['optimizer.schedule']}), so another end is another run"
+        )
     if differing:
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run with another configuration; name another"

@@ -229,6 +229,11 @@ class EvalTable(Table):
     problems: int = _key(512, "at most this many held-out problems", ge=1)
     samples: int = _key(1, "completions per problem", ge=1)
     temperature: float = _key(0.0, "softmax temperature in evaluation", ge=0)
+    reward: str | None = _key(
+        None,
+        "the reward part that says what is right, with 1 point or more; verify for a task, else"
+        " math or exact, or the only part there is",
+    )
     pass_k: tuple[int, ...] = _key((1,), "the k of pass@k to report", strict=False)
 
     @model_validator(mode="after")
@@ -337,6 +342,9 @@ def _source_conflicts(config: Config) -> Iterator[str]:
     if data.task is not None and (data.train is not None or data.eval is not None):
         key = "data.train" if data.train is not None else "data.eval"
         yield f"data.task = {data.task!r} and {key} are both given; remove one"
+    for key in ("system", "answer_pattern", "tfds_dir"):
+        if data.task is not None and (value := getattr(data, key)) is not None:
+            yield f"data.{key} = {value!r} is not read with data.task = {data.task!r}; remove one"
     if data.task is None and data.train is not None:
         if config.train.mode == "compiled":
             yield "train.mode = 'compiled' needs data.task; for data.train set train.mode to 'host'"
@@ -364,7 +372,7 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
         yield (
             f"a microbatch of {train.microbatch_prompts} prompts cannot be split over mesh.data *"
             f" mesh.fsdp = {shards} devices; make train.prompts = {train.prompts} a multiple of"
-            f" {parts}"
+            f" {parts}, or lower train.microbatches = {train.microbatches}"
         )
 
 

@@ -165,7 +165,7 @@ class Batch(struct.PyTreeNode):
 
     def score(self) -> Array:
         """[N, G] float32, points: the weighted sum of the reward parts."""
-        return jnp.einsum("ngr,r->ng", self.rewards, self.reward_weights)
+        return (self.rewards * self.reward_weights[None, None]).sum(-1)
 
 
 class TrainState(struct.PyTreeNode):

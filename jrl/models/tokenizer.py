@@ -134,6 +134,7 @@ class FileTokenizer:
 
     Attributes:
       vocab_size: one more than the highest id.
+      base_vocab_size: the same without added tokens.
       eos_id: the id of ``eos_token``.
       pad_id: the id of ``pad_token``; ``eos_id`` when there is none.
       stop_ids: ``eos_id`` first, then the further ids of generation_config.json.
@@ -154,6 +155,7 @@ class FileTokenizer:
         self._backend = backend
         self._source = source
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.base_vocab_size = 1 + max(backend.get_vocab(with_added_tokens=False).values())
         self.eos_id = stop_ids[0]
         self.stop_ids = stop_ids
         self.pad_id = pad_id
@@ -263,14 +265,30 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises UserError when the tokenizer has ids that the model has no embedding for.
+    """Raises UserError when the tokenizer writes ids that the model has no embedding for.
 
-    A smaller tokenizer is fine: checkpoints often pad their embeddings.
+    A smaller tokenizer is fine: checkpoints often pad their embeddings. So are added tokens past
+    the end that text does not use, as Gemma 3 has one for images; ``check_ids`` finds used ones.
     """
-    if tokenizer.vocab_size > vocab_size:
+    base = getattr(tokenizer, "base_vocab_size", tokenizer.vocab_size)
+    if base > vocab_size:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has only "
-            f"{vocab_size}; use the tokenizer that belongs to the checkpoint"
+            f"the tokenizer has {base} ids but the model's vocabulary has only {vocab_size}; use "
+            "the tokenizer that belongs to the checkpoint"
+        )
+    if max(tokenizer.stop_ids) >= vocab_size:
+        raise UserError(
+            f"the tokenizer ends a text with id {max(tokenizer.stop_ids)} but the model's "
+            f"vocabulary has only {vocab_size} ids; use the checkpoint's own tokenizer"
+        )
+
+
+def check_ids(largest: int, vocab_size: int, where: str) -> None:
+    """Raises UserError when a prompt holds an id that the model has no embedding for."""
+    if largest >= vocab_size:
+        raise UserError(
+            f"{where}: a prompt holds token id {largest} but the model's vocabulary has only "
+            f"{vocab_size} ids; an added token of the tokenizer was never given an embedding"
         )
 
 

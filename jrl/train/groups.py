@@ -46,8 +46,9 @@ def collect(
 
     Returns:
       (batch on the mesh, the groups in it, the new cursor). With an editor, ``counts`` of the
-      groups gains rounds, groups_kept (fraction of those drawn) and groups_missing (places left
-      without a kept group when the rounds ran out; a dropped one stands there, masked out).
+      groups gains reward (points, over all groups drawn, kept or not), rounds, groups_kept
+      (fraction of those drawn) and groups_missing (places left without a kept group when the rounds
+      ran out; a dropped one stands there, masked out).
     """
     editor = method.groups
     version = np.int32(step)
@@ -69,7 +70,10 @@ def collect(
     # Kept groups first, in the order drawn; dropped ones only where too few were kept.
     order = np.argsort(~kept, kind="stable")[:prompts]
     live = kept[order]
+    drawn = groups.rollout.baseline == 0
+    scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
     counts = groups.counts | {
+        "reward": float(scores[drawn].mean()),
         "rounds": float(rounds),
         "groups_kept": float(kept.mean()),
         "groups_missing": float(prompts - live.sum()),

@@ -124,7 +124,9 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
         saved = Checkpoints(Path(writer.dir) / "checkpoints", config.checkpoint.keep)
         stack.enter_context(saved)
         compiles = stack.enter_context(CompileCounter())
-        return _Training(run, writer, saved, compiles, pool, echo).run()
+        state, shardings = build.new_state(run)
+        run = run._replace(params=None)  # the checkpoint's copy on the host is done with
+        return _Training(run, writer, saved, compiles, pool, echo).run(state, shardings)
 
 
 class _Training:
@@ -147,9 +149,8 @@ class _Training:
         self.position = Position()
         self.clock = time.perf_counter()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, state: TrainState, shardings: TrainState) -> dict[str, Any]:
         """From the state to the summary."""
-        state, shardings = build.new_state(self.run_)
         state = self._begin(state)
         steps = self.config.train.steps
         with (

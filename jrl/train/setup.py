@@ -23,7 +23,7 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head, value_network
-from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
+from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
@@ -57,6 +57,7 @@ class Run(NamedTuple):
       optimizer: from optax.
       law: what is drawn from and trained.
       weights: reward part -> weight.
+      judge: the reward part that says whether a completion is right.
       epochs: passes over each step's batch.
       params: the checkpoint's weights on the host, or None to draw them.
     """
@@ -75,6 +76,7 @@ class Run(NamedTuple):
     optimizer: optax.GradientTransformation
     law: Law
     weights: dict[str, float]
+    judge: str
     epochs: int
     params: Params
 
@@ -92,6 +94,9 @@ def setup(config: Config) -> Run:
     tokenizer, model, params = _model(config, task)
     network = transformer(model, remat=config.model.remat)
     prompts, counts = ({}, {}) if task else _prompts(config, tokenizer)
+    for split, listed in prompts.items():
+        largest = max((int(p.tokens.max()) for p in listed), default=0)
+        check_ids(largest, model.vocab_size, f"data.{split}")
     width = task.prompt_tokens if task else _width(prompts)
     check_fits(network, width, _max_new_tokens(config, task))
     kinds = {"head": value_head, "network": value_network}
@@ -114,6 +119,7 @@ def setup(config: Config) -> Run:
         optimizer=optimizer(config.optimizer.learning_rate),
         law=_law(config),
         weights=_weights(config, task),
+        judge=_judge(config, task),
         epochs=epochs,
         params=params,
     )
@@ -230,6 +236,24 @@ def _weights(config: Config, task: Task | None) -> dict[str, float]:
     return {name: table.weight for name, table in config.rewards.items()}
 
 
+def _judge(config: Config, task: Task | None) -> str:
+    """The reward part that accuracy is measured by."""
+    chosen = config.eval.reward
+    names = ["verify"] if task else list(_weights(config, task))
+    if chosen is not None:
+        if chosen not in names:
+            raise choose("eval.reward", chosen, names)
+        return chosen
+    checkers = [name for name in names if name in ("math", "exact")]
+    found = checkers if len(checkers) == 1 else names
+    if len(found) > 1:
+        raise UserError(
+            "eval.reward is missing: several reward parts could say what is right; name one of "
+            + ", ".join(names)
+        )
+    return found[0]
+
+
 def reward_pool(config: Config) -> RewardPool:
     """The reward functions of a run on text."""
     tables = config.rewards or {"math": RewardTable()}
@@ -246,6 +270,11 @@ def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
     check_group(config.method, run.method.min_group, config.sampling.group)
+    if all_methods()[config.method].family == "supervised":
+        raise UserError(
+            f"method = {config.method!r} learns from given answers, not from the policy's own "
+            "samples; use warmup.steps with a task, or solution_batch and make_step in a script"
+        )
     if config.sampling.temperature == 0:
         raise UserError(
             "sampling.temperature = 0 draws the same completion for every member of a group; "

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import batch_sharding, replicated
+from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     combine_terms,
     compute_advantages,
@@ -145,9 +146,8 @@ def make_step(
             terms, sums = policy_loss(objective, stats, batch, advantages, method)
             terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
             mean = combine_terms(objective, terms, method)
-            return mean, sums | _drift(stats, batch) | {
-                "loss": (mean, jnp.float32(1 / microbatches))
-            }
+            share = {"loss": (mean, jnp.float32(1 / microbatches))}
+            return mean, _drift(stats, batch) | sums | share
 
         grad = jax.grad(loss, has_aux=True)
         if microbatches == 1:
@@ -202,17 +202,24 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
 
 
 def _drift(stats: Stats, batch: Batch) -> Pairs:
-    """logprob_diff: the mean absolute difference between policy and sampler, nats, (sum, count).
+    """How far the policy is from the sampler and from the reference, as (sum, count).
 
-    Before the first update of a step it is what the sampler and the trainer disagree by, and
-    should be rounding.
+    Returns:
+      logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats; before
+        the first update of a step it is what the two disagree by, and should be rounding.
+      kl: the k3 estimate of KL(policy, reference), nats a token, where there is a reference.
     """
-    if "sampler_logprobs" not in stats:  # supervised examples were drawn by nobody
-        return {}
     live = batch.mask & batch.members[:, :, None]
-    difference = jnp.abs(stats["logprobs"] - stats["sampler_logprobs"])
-    total = jax.lax.stop_gradient(jnp.where(live, difference, 0)).sum()
-    return {"logprob_diff": (total, live.sum(dtype=jnp.float32))}
+    count = live.sum(dtype=jnp.float32)
+    now = jax.lax.stop_gradient(stats["logprobs"])
+    pairs = {}
+    if "sampler_logprobs" in stats:  # supervised examples were drawn by nobody
+        difference = jnp.abs(now - stats["sampler_logprobs"])
+        pairs["logprob_diff"] = (jnp.where(live, difference, 0).sum(), count)
+    if "ref_logprobs" in stats:
+        divergence = k3(now.reshape(-1), stats["ref_logprobs"].reshape(-1))
+        pairs["kl"] = (jnp.where(live.reshape(-1), divergence, 0).sum(), count)
+    return pairs
 
 
 def check_value(objective: Objective, value: ValueNetwork | None) -> None:

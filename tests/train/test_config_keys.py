@@ -161,6 +161,11 @@ def evaluation(config):
     return found.metrics, len(found.samples)
 
 
+def judge(config):
+    """The reward part that accuracy is measured by."""
+    return build.setup(config).judge
+
+
 def whole_run(config):
     """What a run writes and says, clocks left out."""
     lines = []
@@ -232,6 +237,7 @@ ON_TASK = {
 }
 ON_TEXT = {
     "model.path": (weights, "model.path=PLACE/other"),
+    "eval.reward": (judge, "eval.reward=format", "rewards={math={}, format={pattern='x'}}"),
     "data.train": (prompts, "data.train=PLACE/b.jsonl"),
     "data.eval": (prompts, "data.eval=PLACE/b.jsonl"),
     "data.question_key": (prompts, "data.question_key=ask"),

@@ -100,6 +100,7 @@ def test_refilling_until_the_batch_is_full(listed):
     assert groups.rollout.tokens[:, 0, 0].tolist() == kept
     assert bool(batch.members.all())
     assert groups.counts == {
+        "reward": pytest.approx(52.888889, rel=1e-6),  # of all 12 groups drawn
         "timeouts": 3.0,
         "rounds": 3.0,
         "groups_kept": pytest.approx(5 / 12),

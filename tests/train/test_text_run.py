@@ -297,7 +297,7 @@ def test_transformers_reads_the_export_and_agrees(base, place, tmp_path):
     assert max(jax.tree.leaves(moved)) > 1e-4  # what was exported is what was trained
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("keep")
-    with pytest.raises(UserError, match="is not a checkpoint; choose another directory"):
+    with pytest.raises(UserError, match="exists and is not empty"):
         export_run(config, tmp_path / "mine")
 
 
