@@ -163,7 +163,7 @@ def evaluation(config):
 
 def judge(config):
     """The reward part that accuracy is measured by."""
-    return build.setup(config).judge
+    return (build.setup(config).judge,)
 
 
 def whole_run(config):
