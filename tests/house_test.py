@@ -7,6 +7,7 @@ functions and compares with something the library did not compute, or with itsel
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from functools import cache, partial
@@ -26,12 +27,17 @@ from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.draw import make_law
+from jrl.sampling.engine import generate
+from jrl.tables import OptimizerTable
+from jrl.train.compiled import held_out
 from jrl.train.groups import collect
 from jrl.train.loop import fit, train
-from jrl.train.rollout import task_rollout, to_batch
+from jrl.train.optimizer import make_optimizer
+from jrl.train.rollout import TextSource, task_rollout, to_batch
 from jrl.train.score import score
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
+from jrl.types import Prompt, stream
 
 LIBRARY = Path(jrl.__file__).parent
 TASK = get_task("arithmetic", difficulty=2)  # prompts and answers of several lengths
@@ -54,7 +60,16 @@ class World:
     """A mesh, a state on it, and the two programs compiled for it."""
 
     def __init__(
-        self, *, devices=1, tensor=1, learning_rate=1.0, law=None, spy=None, seed=0, **split
+        self,
+        *,
+        devices=1,
+        tensor=1,
+        learning_rate=1.0,
+        method=METHOD,
+        law=None,
+        spy=None,
+        seed=0,
+        **split,
     ):
         self.mesh = make_mesh(
             {"fsdp": devices // tensor, "tensor": tensor}, jax.devices()[:devices]
@@ -69,14 +84,14 @@ class World:
         make = partial(
             init_state,
             network=self.network,
-            objective=METHOD.objective,
+            objective=method.objective,
             optimizer=self.optimizer,
         )
         key = jax.random.key(seed)
         self.shardings = state_shardings(jax.eval_shape(make, key), self.mesh, network=self.network)
         self.state = jax.jit(make, out_shardings=self.shardings)(key)
         self.step = make_step(
-            network=self.network, objective=METHOD.objective, optimizer=self.optimizer, **split
+            network=self.network, objective=method.objective, optimizer=self.optimizer, **split
         )
         self.compiled = compile_step(self.step, self.shardings, self.mesh)
         self.sample = jax.jit(
@@ -95,7 +110,7 @@ class World:
             draw=self.sample,
             prompts=PROMPTS,
             weights=np.array(list(WEIGHTS.values()), np.float32),
-            method=METHOD,
+            method=method,
             mesh=self.mesh,
         )
 
@@ -113,10 +128,10 @@ class World:
             )
         return state, log
 
-    def groups(self, step=0):
+    def groups(self, step=0, prompts=PROMPTS):
         """The groups that the first prompts give at a step."""
         with jax.set_mesh(self.mesh):
-            ids = np.arange(PROMPTS, dtype=np.int32)
+            ids = np.arange(prompts, dtype=np.int32)
             return self.sample(self.state.key, self.state.params["policy"], np.int32(step), ids)
 
 
@@ -168,18 +183,19 @@ def test_1_few_frames_from_fit_to_the_network():
 
 
 def test_2_few_files_run_in_a_step():
-    w, batch, files = World(), some_batch(), set()
+    w, batch, names = World(), some_batch(), set()
 
-    def watch(frame, event, argument):
-        name = Path(frame.f_code.co_filename)
-        if event == "call" and name.is_relative_to(LIBRARY):
-            files.add(name.relative_to(LIBRARY).as_posix())
+    def watch(frame, event, argument):  # called when a Python function is
+        names.add(frame.f_code.co_filename)
 
-    sys.setprofile(watch)
+    before = sys.gettrace()
+    sys.settrace(watch)
     try:
-        w.compiled.lower(w.state, batch, w.law)  # tracing runs what the step is made of
+        w.compiled.trace(w.state, batch, w.law)  # tracing runs what the step is made of
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
+    own = [Path(name) for name in names if Path(name).is_relative_to(LIBRARY)]
+    files = {path.relative_to(LIBRARY).as_posix() for path in own}
     assert {"train/step.py", "models/transformer.py", "objectives/policy.py"} <= files
     assert len(files) <= 14, sorted(files)
 
@@ -207,6 +223,9 @@ def test_4_shardings_stay():
     state, _ = w.fit(1)
     after = jax.tree.map(lambda x: x.sharding, state)
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, before, after))
+    # The old state has given its buffers to the new one: a step needs no room for both.
+    assert all(x.is_deleted() for x in jax.tree.leaves(w.state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def test_5_no_transfers_in_a_step():
@@ -230,13 +249,56 @@ def test_6_draws_differ_by_step_and_repeat_by_seed():
     _, repeated = World(learning_rate=0.0).fit(2)
     for (_, a), (_, b) in zip(log, repeated, strict=True):
         assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
+    # The second step goes on where the first one ended.
+    one, two = ({tuple(row) for row in rollout.prompt_tokens} for _, rollout in log)
+    assert len(one - two) >= PROMPTS - 1
 
 
-@pytest.mark.parametrize(
+class PointsById:
+    """Stands for a pool of reward functions: each completion gets its prompt's number."""
+
+    def scores(self, samples, *, group):
+        return np.array([[s.prompt.id] for s in samples], np.float32), {}
+
+
+def text_source(w, texts, seed=None):
+    """The prompts as a run on text reads them."""
+    tokens = [np.array(TASK.tokenizer.encode(text), np.int32) for text in texts]
+    prompts = [Prompt(i, text, tokens[i], "") for i, text in enumerate(texts)]
+    program = partial(
+        generate,
+        network=w.network,
+        group=GROUP,
+        max_new_tokens=TASK.completion_tokens,
+        stop_tokens=(TASK.stop_id,),
+    )
+    pool, width = PointsById(), TASK.prompt_tokens
+    return TextSource(prompts, width, seed, jax.jit(program), w.law, pool, TASK.tokenizer)
+
+
+def test_6_draws_for_prompts_in_text_differ_by_step_and_repeat():
+    w = World()
+    source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)])
+    places = np.arange(PROMPTS, dtype=np.int32)
+
+    def tokens(step, key=w.state.key):
+        return source.draw(key, w.state.params["policy"], np.int32(step), places).rollout.tokens
+
+    first, second = tokens(0), tokens(1)
+    assert not np.array_equal(first, second)
+    assert np.array_equal(first, tokens(0))
+    assert not np.array_equal(first, tokens(0, World(seed=1).state.key))
+    assert len({tuple(row) for row in first[0]}) > 1
+
+
+LAWS = pytest.mark.parametrize(
     "knobs",
     [{}, {"temperature": 0.6, "top_k": 12, "top_p": 0.9, "min_p": 0.02}],
     ids=["plain", "truncated"],
 )
+
+
+@LAWS
 def test_7_trainer_logprobs_equal_the_samplers(knobs):
     w = World(law=make_law(**knobs))
     groups = w.groups()
@@ -251,21 +313,80 @@ def test_7_trainer_logprobs_equal_the_samplers(knobs):
     assert len(set(np.asarray(batch.prompt_lengths).tolist())) > 1
 
 
+def numpy_law(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """[V] probabilities of one token in float64, written down from the definitions."""
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    order = np.argsort(-weights)[: top_k or None]
+    probs = weights[order] / weights[order].sum()
+    order = order[np.cumsum(probs) - probs < top_p]
+    order = order[weights[order] >= min_p * weights.max()]
+    law = np.zeros(len(logits))
+    law[order] = weights[order] / weights[order].sum()
+    return law
+
+
+def unpadded(rollout):
+    """Each sequence without a gap: tokens, positions, segments [B, L]; places before [B, T]."""
+    n, g, t = rollout.tokens.shape
+    width = rollout.prompt_tokens.shape[1] + t
+    tokens, segments = np.zeros((2, n * g, width), np.int32)
+    for row in range(n * g):
+        i, j = divmod(row, g)
+        whole = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]].tolist()
+        whole += rollout.tokens[i, j, : rollout.lengths[i, j]].tolist()
+        tokens[row, : len(whole)], segments[row, : len(whole)] = whole, 1
+    positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
+    before = np.repeat(rollout.prompt_lengths, g)[:, None] - 1 + np.arange(t)
+    return tokens, positions, segments, before
+
+
+@LAWS
+def test_7_the_sampler_draws_from_the_law_by_definition(knobs):
+    w = World(law=make_law(**knobs))
+    rollout = jax.device_get(w.groups(prompts=256).rollout)
+    *inputs, before = unpadded(rollout)
+
+    @jax.jit
+    def all_logits(params, before):
+        hidden, _ = w.network.hidden(params, *inputs)
+        return w.network.logits(params, jnp.take_along_axis(hidden, before[:, :, None], axis=1))
+
+    logits = np.asarray(all_logits(w.state.params["policy"], before))
+    live = rollout.mask.reshape(len(logits), -1)
+    drawn = rollout.tokens.reshape(live.shape)[live]
+    laws = np.array([numpy_law(x, **knobs) for x in logits[live]])
+    chances = laws[np.arange(len(drawn)), drawn]
+    assert np.abs(np.log(chances) - rollout.sampler_logprobs.reshape(live.shape)[live]).max() < 1e-4
+    # Chi-square over the vocabulary; its mean is at most its number of terms.
+    expected, seen = laws.sum(axis=0), np.bincount(drawn, minlength=TASK.vocab_size)
+    often = expected > 5
+    terms = often.sum()
+    statistic = ((seen - expected) ** 2 / np.where(often, expected, 1))[often].sum()
+    assert statistic < terms + 5 * np.sqrt(2 * terms)
+    assert live.sum() > 2000
+    assert terms > 10
+
+
+def group_relative(batch):
+    """[N, G] float64, GRPO's advantages by their definition."""
+    rewards = np.asarray(batch.rewards, np.float64) @ np.array(list(WEIGHTS.values()))
+    spread = rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6
+    return (rewards - rewards.mean(axis=1, keepdims=True)) / spread
+
+
 def test_8_gradient_at_ratio_one_is_reinforce():
     batch = some_batch()
     batch = jax.tree.map(lambda x: x[:4], batch.replace(reward_weights=None)).replace(
         reward_weights=batch.reward_weights
     )
     params, ours = gradient(batch)
-    rewards = np.asarray(batch.rewards, np.float64) @ np.array(list(WEIGHTS.values()))
-    mean = rewards.mean(axis=1, keepdims=True)
-    advantages = (rewards - mean) / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+    advantages = group_relative(batch)
     network = transformer(CONFIG)
 
     def reinforce(params):
         """Each sequence alone, unpadded, through the whole softmax."""
         total = 0.0
-        for i in range(len(rewards)):
+        for i in range(len(advantages)):
             prompt = batch.prompt_tokens[i, : batch.prompt_lengths[i]]
             for j in range(GROUP):
                 n = int(batch.lengths[i, j])
@@ -275,21 +396,112 @@ def test_8_gradient_at_ratio_one_is_reinforce():
                 law = jax.nn.log_softmax(network.logits(params, hidden))[0]
                 logprobs = law[jnp.arange(len(prompt) - 1, len(prompt) + n - 1), tokens[0, -n:]]
                 total += -advantages[i, j] * logprobs.mean()
-        return total / rewards.size
+        return total / advantages.size
 
     reference = jax.device_get(jax.jit(jax.grad(reinforce))(params))
     assert max(np.abs(x).max() for x in jax.tree.leaves(reference)) > 1e-2
     assert_close(ours, reference, 1e-5)
 
 
-@pytest.mark.parametrize("split", [{"microbatches": 2}, {"microbatches": 4}, {"devices": 8}])
-def test_9_the_gradient_does_not_depend_on_the_split(split):
-    batch = some_batch()
-    # Rows of unlike lengths, so that a mean of means would show.
-    mask = np.asarray(batch.mask).copy()
+def off_policy_loss(params, reference, inputs, batch, advantages, low, high, coef):
+    """Clipped surrogate and k3 by their definitions; how many tokens were clipped above, below."""
+    network, (*laid, before) = transformer(CONFIG), inputs
+
+    def logprobs(params):
+        hidden, _ = network.hidden(params, *laid)
+        law = jax.nn.log_softmax(network.logits(params, hidden))
+        drawn = batch.tokens.reshape(before.shape)
+        return law[jnp.arange(len(before))[:, None], before, drawn].reshape(batch.tokens.shape)
+
+    now = logprobs(params)
+    ratio = jnp.exp(now - batch.stats["sampler_logprobs"])
+    gain = advantages[:, :, None] * ratio
+    least = jnp.minimum(gain, advantages[:, :, None] * jnp.clip(ratio, 1 - low, 1 + high))
+    behind = logprobs(reference) - now
+    losses = jnp.where(batch.mask, -least + coef * (jnp.exp(behind) - behind - 1), 0)
+    clipped = (least < gain) & batch.mask
+    sides = jnp.stack([(clipped & (ratio > 1)).sum(), (clipped & (ratio < 1)).sum()])
+    return (losses.sum(-1) / batch.mask.sum(-1)).mean(), sides
+
+
+def test_8_off_policy_step_equals_a_hand_written_loop():
+    low, high, coef, rate, parts = 0.1, 0.3, 0.1, 0.5, 2
+    method = get_method("grpo", clip_low=low, clip_high=high, kl_coef=coef)
+    w = World(method=method, learning_rate=rate, epochs=2, minibatches=parts)
+    noise = np.random.default_rng(1).uniform(-0.3, 0.3, some_batch().tokens.shape)
+    sampler = some_batch().stats["sampler_logprobs"] + noise.astype(np.float32)
+    batch = some_batch().replace(stats={"sampler_logprobs": sampler})
+    reference = World(seed=1).state.params["policy"]
+    start = w.state.replace(ref_params=jax.tree.map(jnp.copy, reference))
+    params, root = jax.device_get((start.params["policy"], start.key))
+    with jax.set_mesh(w.mesh):
+        state, _ = w.compiled(start, place_batch(batch, w.mesh), w.law)
+
+    advantages = group_relative(batch).astype(np.float32)
+    slope = jax.jit(jax.grad(partial(off_policy_loss, low=low, high=high, coef=coef), has_aux=True))
+    rows, sides = batch.replace(reward_weights=None), np.zeros(2)
+    for epoch in range(2):
+        key = jax.random.fold_in(stream(root, "train", 0), epoch)
+        order = np.asarray(jax.random.permutation(key, PROMPTS))
+        for chosen in order.reshape(parts, -1):
+            part = jax.tree.map(lambda x: x[chosen], rows)  # noqa: B023
+            grads, counts = slope(params, reference, unpadded(part), part, advantages[chosen])
+            params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+            sides += counts
+    assert sides.min() >= 5  # clipped above, and below
+    assert_close(state.params["policy"], params, 1e-5)
+
+
+def judged(prompt, completion):
+    """(verify, partial) of one completion in text, by Python's own arithmetic."""
+    left, sign, right = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt).groups()
+    value = int(left) + int(right) if sign == "+" else int(left) - int(right)
+    pieces = re.findall("<[a-z]+>|.", completion)
+    answer = [*str(value), "<stop>"]
+    same = sum(a == b for a, b in zip(pieces, answer, strict=False))
+    return float(pieces == answer), same / max(len(pieces), len(answer))
+
+
+def test_8_rewards_are_of_their_own_problem():
+    groups = jax.device_get(World().groups(prompts=256))
+    text = partial(TASK.tokenizer.decode, skip_special=False)
+    rollout = groups.rollout
+    for i, row in enumerate(rollout.tokens):
+        prompt = text(rollout.prompt_tokens[i, : rollout.prompt_lengths[i]])
+        for j, tokens in enumerate(row):
+            points = judged(prompt, text(tokens[: rollout.lengths[i, j]]))
+            assert np.allclose(groups.rewards[i, j], points, atol=1e-6)
+    assert (groups.rewards[:, :, 1] > 0).sum() > 10
+    # Prompts in text: the pool's points are the numbers of the prompts.
+    w = World()
+    source = text_source(w, [f"{i}-{2 * i}=" for i in range(PROMPTS)], seed=3)
+    for first in (0, PROMPTS):
+        places = first + np.arange(PROMPTS, dtype=np.int32)
+        groups = source.draw(w.state.key, w.state.params["policy"], np.int32(0), places)
+        numbers = [prompt.id for prompt in groups.subject]
+        assert sorted(numbers) == list(range(PROMPTS))  # an epoch sees every prompt once
+        assert np.array_equal(groups.rewards[:, :, 0], np.repeat([numbers], GROUP, axis=0).T)
+        for i, number in enumerate(numbers):
+            length = groups.rollout.prompt_lengths[i]
+            assert text(groups.rollout.prompt_tokens[i, :length]) == f"{number}-{2 * number}="
+
+
+@cache
+def whole_gradient():
+    """A batch with rows of unlike lengths, so that a mean of means would show; its gradient."""
+    mask = np.asarray(some_batch().mask).copy()
     mask[::2, 1:] = False
-    batch = batch.replace(mask=mask)
-    _, whole = gradient(batch)
+    batch = some_batch().replace(mask=mask)
+    return batch, gradient(batch)[1]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{"microbatches": 2}, {"microbatches": 4}, {"devices": 8}, {"devices": 8, "tensor": 2}],
+    ids=str,
+)
+def test_9_the_gradient_does_not_depend_on_the_split(split):
+    batch, whole = whole_gradient()
     _, parts = gradient(batch, **split)
     assert_close(parts, whole, 1e-6)
 
@@ -330,3 +542,34 @@ def saved_leaves(run):
         names = reader.metadata(newest).item_metadata.tree
         kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
         return reader.restore(newest, restore_args=kinds)
+
+
+def test_10_held_out_problems_are_never_trained_on():
+    def identity(tokens, length):
+        """Two numbers and a sign; sums in either order count as the same problem."""
+        text = TASK.tokenizer.decode(tokens[:length])
+        left, sign, right = re.fullmatch(r"(\d+)([+-])(\d+)=", text).groups()
+        pair = (int(left), int(right))
+        return sign, (tuple(sorted(pair)) if sign == "+" else pair)
+
+    w = World()
+    evaluate = jax.jit(partial(held_out, task=TASK, network=w.network, problems=128))
+    groups = evaluate(w.state.key, w.state.params["policy"], w.law)
+    rollout = jax.device_get(groups.rollout)
+    held = set(map(identity, rollout.prompt_tokens, rollout.prompt_lengths))
+    assert len(held) > 100
+    draw = partial(TASK.generate, split="train")
+    problems = jax.device_get(jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(2), 4096)))
+    assert held.isdisjoint(map(identity, problems.tokens, problems.length))
+    trained = jax.device_get(w.groups(prompts=256).rollout)
+    assert held.isdisjoint(map(identity, trained.prompt_tokens, trained.prompt_lengths))
+
+
+def test_10_clip_norm_bounds_the_gradient():
+    table = OptimizerTable(name="sgd", b1=0.0, clip_norm=0.5, schedule="constant")
+    optimizer = make_optimizer(table, 1)(1.0)
+    for size, bound in ((10.0, 0.5), (0.25, 0.25)):
+        grads = {"a": jnp.array([0.6 * size, 0.0]), "b": jnp.array([[-0.8 * size]])}
+        changes, _ = optimizer.update(grads, optimizer.init(grads), grads)
+        norm = np.sqrt(sum(np.square(x).sum() for x in jax.tree.leaves(changes)))
+        assert abs(norm - bound) < 1e-6

@@ -147,6 +147,96 @@ MUTANTS = {
         "            self.position = Position(**extra)\n",
         "            self.position = Position(**(extra | {'cursor': 0}))\n",
     ),
+    "a state that is copied, not donated": Mutant(
+        4,
+        "train/step.py",
+        "        donate_argnums=0,\n",
+        "",
+    ),
+    "a constant sampling key for prompts in text": Mutant(
+        6,
+        "train/rollout.py",
+        'stream(key, "sample", step)',
+        'stream(key, "sample", 0)',
+    ),
+    "the same prompts at every step": Mutant(
+        6,
+        "train/groups.py",
+        "    cursor += prompts\n    if editor",
+        "    if editor",
+    ),
+    "a cursor that the loop forgets": Mutant(
+        6,
+        "train/loop.py",
+        "step=i, cursor=cursor)",
+        "step=i, cursor=0)",
+    ),
+    "a biased draw": Mutant(
+        7,
+        "sampling/engine.py",
+        "jax.random.uniform(jax.random.fold_in(k, t)))",
+        "jax.random.uniform(jax.random.fold_in(k, t)) ** 2)",
+    ),
+    "a temperature that nobody reads": Mutant(
+        7,
+        "sampling/draw.py",
+        "jnp.where(greedy, 1.0, temperature), greedy",
+        "jnp.where(greedy, 1.0, 1.0), greedy",
+    ),
+    "the upper clip on the wrong side": Mutant(
+        8,
+        "objectives/surrogates.py",
+        "    above = (advantages > 0) &",
+        "    above = (advantages < 0) &",
+    ),
+    "a divergence that is rewarded": Mutant(
+        8,
+        "objectives/regularizers.py",
+        "        return divergence(stats",
+        "        return -divergence(stats",
+    ),
+    "a reference that moves along": Mutant(
+        8,
+        "train/step.py",
+        'of({"policy": state.ref_params}',
+        'of({"policy": state.params["policy"]}',
+    ),
+    "epochs that reuse the first gradient": Mutant(
+        8,
+        "train/step.py",
+        "_gradient(carry[0], part",
+        "_gradient(state.params, part",
+    ),
+    "the same minibatch every time": Mutant(
+        8,
+        "train/step.py",
+        "(order, part * (n // minibatches)",
+        "(order, 0 * part",
+    ),
+    "rewards of other problems": Mutant(
+        8,
+        "train/rollout.py",
+        "        problems, rollout.tokens, rollout.lengths\n",
+        "        jax.tree.map(lambda x: x[::-1], problems), rollout.tokens, rollout.lengths\n",
+    ),
+    "rewards of other prompts in text": Mutant(
+        8,
+        "train/rollout.py",
+        "prompt=chosen[i // g]",
+        "prompt=chosen[i % n]",
+    ),
+    "evaluation on problems trained on": Mutant(
+        10,
+        "train/compiled.py",
+        '        split="eval",\n',
+        '        split="train",\n',
+    ),
+    "a gradient that is not clipped": Mutant(
+        10,
+        "train/optimizer.py",
+        "        if not table.clip_norm:\n",
+        "        if True:\n",
+    ),
 }
 
 
