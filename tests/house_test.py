@@ -355,7 +355,7 @@ def test_7_the_sampler_draws_from_the_law_by_definition(knobs):
     live = rollout.mask.reshape(len(logits), -1)
     drawn = rollout.tokens.reshape(live.shape)[live]
     laws = np.array([numpy_law(x, **knobs) for x in logits[live]])
-    chances = laws[np.arange(len(drawn)), drawn]
+    chances = np.maximum(laws[np.arange(len(drawn)), drawn], 1e-30)
     assert np.abs(np.log(chances) - rollout.sampler_logprobs.reshape(live.shape)[live]).max() < 1e-4
     # Chi-square over the vocabulary; its mean is at most its number of terms.
     expected, seen = laws.sum(axis=0), np.bincount(drawn, minlength=TASK.vocab_size)
