@@ -41,10 +41,14 @@ STATISTICS: Mapping[str, str] = {
     "sampler_logprobs": "log-probability under the law that the token was drawn from",
     "proximal_logprobs": "log-probability under the policy at the start of the training step",
     "ref_logprobs": "log-probability under the reference policy",
+    "teacher_logprobs": "log-probability under the teacher, a frozen policy of its own",
     "rollout_values": "the value estimates at the start of the training step",
+    "rollout_entropy": "entropy of the policy's law at the token at the start of the training step",
     "returns": "the targets of the value network, written by the advantage",
+    "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
-"""What a per-token statistic means. All in nats, except values and returns, in points."""
+"""What a per-token statistic means. All in nats, except values and returns, in points, and
+"external". A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
 class StopReason(enum.IntEnum):
@@ -131,7 +135,11 @@ class Batch(struct.PyTreeNode):
       baseline: [N, G] bool, True for a greedy baseline member (``members`` is False there).
       truncated: [N, G] bool, True where the sampler stopped at the length limit.
       stats: per-token statistics, each [N, G, T] float32; ``sampler_logprobs`` at least, for RL.
-      ids: integer labels by name, [N], [N, G] or [N, G, T] int32 (prompt, turn, step, stratum).
+      ids: integer labels by name, [N], [N, G] or [N, G, T] int32: "prompt" the identity of the
+        problem; "lot" [N, G] a random number of each member, fresh in every step, for transforms
+        that choose at random; and whatever the environment recorded ("turn", "step", "state",
+        "stratum", "node"). A transform that finds no such label treats a completion as one turn,
+        one step, one stratum.
     """
 
     prompt_tokens: Array
@@ -175,7 +183,8 @@ class TrainState(struct.PyTreeNode):
       step: [] int32, training steps done; also the policy's version.
       params: {"policy": tree, and "value": tree when the objective needs values}.
       opt_state: the optax state of ``params``.
-      ref_params: the reference policy's tree, or None when nothing needs it.
+      frozen: policies that are read and not trained, by name: "ref" the reference, "teacher";
+        only those that the objective needs.
       method: the objective's own state (trackers, controllers); () when it keeps none.
       key: [2] uint32, the data of the run's root key; every use has a ``stream`` of its own. Raw,
         because jit keeps a second entry for a typed key that comes back from it (JAX 0.10, 0.12).
@@ -184,12 +193,12 @@ class TrainState(struct.PyTreeNode):
     step: Array
     params: Params
     opt_state: Any
-    ref_params: Params
+    frozen: dict[str, Params]
     method: Any
     key: Array
 
 
-STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup")
+STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup", "lot")
 """What random numbers are drawn for; each use has a stream of keys of its own."""
 
 
@@ -212,6 +221,30 @@ def stream(key: Array, name: str, index: Array | int) -> Array:
 # ---------------------------------------------------------------- what an algorithm is made of
 
 
+class Statistic(NamedTuple):
+    """A per-token statistic that a part of an objective brings along; the scoring pass computes it.
+
+    Attributes:
+      name: how ``stats`` names it.
+      apply: with ``over`` "vocabulary", a function of ONE token: (laws, token [] int32) -> []
+        float32, where ``laws`` maps the name of each policy in ``policies`` to the [V] float32
+        log-probabilities of its law before the token, temperature and truncation included (a token
+        that a truncation removed has -inf), and "logits" to the [V] raw logits of the policy.
+        With ``over`` "hidden", a function of ONE sequence: (hidden [T, D], mask [T]) -> [T], where
+        ``hidden`` are the last layer's states from which the tokens were predicted.
+      policies: of "policy", "ref", "teacher" and other frozen ones; "policy" carries gradient.
+      over: "vocabulary" or "hidden".
+      start: False to compute it under the parameters being trained, with gradient; True to compute
+        it once, at the start of the training step and without gradient, for transforms to read.
+    """
+
+    name: str
+    apply: Callable[..., Array]
+    policies: tuple[str, ...] = ("policy",)
+    over: str = "vocabulary"
+    start: bool = False
+
+
 class Transform(NamedTuple):
     """A step of computing advantages: an ``(init, apply)`` pair over all groups of a batch.
 
@@ -220,11 +253,13 @@ class Transform(NamedTuple):
       apply: (advantages [N, G] or [N, G, T], batch, state) -> (advantages, batch, state). The batch
         comes back because a transform may edit masks or add statistics (``returns``).
       needs: names of the statistics that ``batch.stats`` must hold.
+      statistics: those of them that it brings along, with ``start`` set.
     """
 
     init: Callable[[], Any]
     apply: Callable[[Array, Batch, Any], tuple[Array, Batch, Any]]
     needs: frozenset[str] = frozenset()
+    statistics: tuple[Statistic, ...] = ()
 
 
 class Surrogate(NamedTuple):
@@ -235,16 +270,20 @@ class Surrogate(NamedTuple):
         metrics are [T] arrays by name, averaged over live tokens by the caller. With
         ``over="group"`` every array has a leading [G] and the losses are [G, T].
       needs: names of the statistics read besides ``logprobs``.
-      over: "sequence" or "group".
+      over: "sequence", or "group" for losses that compare the members of a group (pairs, lists).
+        The rows of the aggregate are then groups: ``sequence_sum`` is the mean over groups.
+      statistics: those that it brings along.
     """
 
     apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]
     needs: frozenset[str] = frozenset({"sampler_logprobs"})
     over: str = "sequence"
+    statistics: tuple[Statistic, ...] = ()
 
 
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
-"""(losses [B, T], mask [B, T]) -> (sum [], count []) float32; both add up over microbatches."""
+"""(losses [B, T], mask [B, T]) -> (sum [], count []) float32; both add up over microbatches.
+A row is a sequence, or a group [B = N, G * T] when the surrogate is one over groups."""
 
 
 class Regularizer(NamedTuple):
@@ -257,7 +296,8 @@ class Regularizer(NamedTuple):
       init: () -> state.
       update: (state, metrics) -> state, once after each training step.
       needs: names of the statistics read.
-      aggregate: None to use the objective's.
+      aggregate: None to use the objective's. Its rows are always sequences.
+      statistics: those that it brings along.
     """
 
     name: str
@@ -267,6 +307,7 @@ class Regularizer(NamedTuple):
     update: Callable[[Any, Mapping[str, Array]], Any] = lambda state, metrics: state
     needs: frozenset[str] = frozenset()
     aggregate: Aggregate | None = None
+    statistics: tuple[Statistic, ...] = ()
 
 
 class Objective(NamedTuple):
@@ -287,12 +328,26 @@ class Objective(NamedTuple):
     @property
     def needs(self) -> frozenset[str]:
         """Names of every per-token statistic that some part reads."""
-        parts: tuple[Transform | Surrogate | Regularizer, ...] = (
-            self.advantage,
-            self.surrogate,
-            *self.regularizers,
-        )
-        return frozenset().union(*(part.needs for part in parts))
+        names = {statistic.name for statistic in self.statistics}
+        return frozenset(names).union(*(part.needs for part in self._parts))
+
+    @property
+    def statistics(self) -> tuple[Statistic, ...]:
+        """The statistics that the parts bring along, each name once."""
+        brought = [statistic for part in self._parts for statistic in part.statistics]
+        return tuple({statistic.name: statistic for statistic in brought}.values())
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of the policies that are read and not trained: "ref", "teacher", ..."""
+        own = {"sampler", "proximal"}
+        ending = "_logprobs"
+        names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
+        return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
+
+    @property
+    def _parts(self) -> tuple[Transform | Surrogate | Regularizer, ...]:
+        return (self.advantage, self.surrogate, *self.regularizers)
 
     def init(self) -> Any:
         """The state of all parts, a pytree kept in ``TrainState.method``."""

@@ -18,6 +18,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jrl.errors import UserError, choose
@@ -30,9 +31,15 @@ class Draw(NamedTuple):
 
     Attributes:
       baseline_members: greedy completions, flagged in ``Rollout.baseline`` and never trained on.
+      demonstrations: solutions that the data gives, as the group's last members; the statistic
+        "external" is 1 on their tokens, their ``sampler_logprobs`` are 0 and mean nothing, and
+        their rewards are those that the reward functions give them.
+      own: False to draw nothing at all and train on the demonstrations alone (supervised methods).
     """
 
     baseline_members: int = 0
+    demonstrations: int = 0
+    own: bool = True
 
 
 def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
@@ -86,9 +93,17 @@ class Schedule(NamedTuple):
 
     Attributes:
       epochs: passes over a batch before the next one is drawn.
+      refresh_ref: every so many steps the reference becomes a copy of the policy (iterated DPO,
+        self-play, mirror descent); 0 for never.
+      ref_decay: after every step the reference is this much of itself and the rest the policy, an
+        exponential moving average; 1 leaves it as it is.
+      reset_optimizer: True to start the optimiser's moments anew whenever the reference is renewed.
     """
 
     epochs: int = 1
+    refresh_ref: int = 0
+    ref_decay: float = 1.0
+    reset_optimizer: bool = False
 
 
 def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:
@@ -112,6 +127,8 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       min_group: the least group size with which the advantage says anything.
+      waits: what a run of the whole method still lacks, such as tool environments; "" when nothing.
+        The objective trains all the same.
     """
 
     objective: Objective
@@ -121,6 +138,7 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     min_group: int = 1
+    waits: str = ""
 
     @property
     def value(self) -> bool:
@@ -136,6 +154,14 @@ class Method(NamedTuple):
         return ("objective", *(name for name in names if fields[name] != defaults[name]))
 
 
+def state_kept(objective: Objective) -> list[str]:
+    """Which parts of an objective keep state from step to step: "advantage", a regularizer."""
+    state = objective.init()
+    kept = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
+    parts = zip(objective.regularizers, state["regularizers"], strict=True)
+    return kept + [part.name for part, inner in parts if jax.tree.leaves(inner)]
+
+
 class Published:
     """A method's function together with its paper; calling it checks the coefficients.
 
@@ -144,13 +170,20 @@ class Published:
       paper: the exact title.
       arxiv: the arXiv id, or None for work that is not there.
       family: the kind of method.
+      identities: what the paper states and the tests hold the method to, beside its reference.
       coefficients: the arguments, by name.
     """
 
     def __init__(
-        self, build: Callable[..., Method], paper: str, arxiv: str | None, family: str
+        self,
+        build: Callable[..., Method],
+        paper: str,
+        arxiv: str | None,
+        family: str,
+        identities: tuple[str, ...] = (),
     ) -> None:
         functools.update_wrapper(self, build)
+        self.identities = identities
         self.name: str = build.__name__
         self.paper = paper
         self.arxiv = arxiv
@@ -191,6 +224,9 @@ class Published:
             "seams": list(method.seams),
             "needs": sorted(method.objective.needs),
             "min_group": method.min_group,
+            "state": state_kept(method.objective),
+            "waits": method.waits,
+            "identities": list(self.identities),
             "coefficients": [
                 {
                     "name": c.name,
@@ -204,7 +240,7 @@ class Published:
 
 
 def published(
-    *, paper: str, family: str, arxiv: str | None = None
+    *, paper: str, family: str, arxiv: str | None = None, identities: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Method]], Published]:
     """Decorates a function that returns a ``Method``; see ``Published``.
 
@@ -214,5 +250,6 @@ def published(
       paper: the exact title.
       family: the kind of method.
       arxiv: the arXiv id, or None for work that is not there.
+      identities: one short sentence each, such as "at length one it is GRPO"; each has a test.
     """
-    return lambda build: Published(build, paper, arxiv, family)
+    return lambda build: Published(build, paper, arxiv, family, identities)

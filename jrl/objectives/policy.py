@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from jrl.errors import UserError
 from jrl.objectives.kl import k3
 from jrl.objectives.transforms import per_token, trained
-from jrl.types import STATISTICS, Aggregate, Array, Batch, Objective, Stats
+from jrl.types import (
+    STATISTICS,
+    Aggregate,
+    Array,
+    Batch,
+    Objective,
+    Regularizer,
+    Stats,
+    Surrogate,
+)
 
 Pair = tuple[Array, Array]
 """(sum [], count []) float32."""
@@ -50,7 +59,8 @@ def compute_advantages(
       UserError: when a statistic that a transform needs is not in ``batch.stats``.
     """
     batch.check()
-    _require(objective.advantage.needs, batch.stats, "the advantage")
+    brought = {statistic.name for statistic in objective.advantage.statistics}
+    _require(objective.advantage.needs | brought, batch.stats, "the advantage")
     score = batch.score()
     metrics = _score_metrics(score, batch.members)
     values, batch, inner = objective.advantage.apply(score, batch, state["advantage"])
@@ -98,11 +108,10 @@ def policy_loss(
     advantages = jax.lax.stop_gradient(jnp.where(live, advantages, 0))
 
     surrogate = objective.surrogate
-    reads = {name: stats[name] for name in sorted(surrogate.needs | {"logprobs"})}
-    over_prompts = jax.vmap(surrogate.apply)
-    lifted = over_prompts if surrogate.over == "group" else jax.vmap(jax.vmap(surrogate.apply))
-    losses, per_token_metrics = lifted(reads, advantages, live)
-    terms = {"surrogate": _aggregate(objective.aggregate, losses, live)}
+    over_groups = surrogate.over == "group"
+    lifted = jax.vmap(surrogate.apply) if over_groups else jax.vmap(jax.vmap(surrogate.apply))
+    losses, per_token_metrics = lifted(_reads(surrogate, stats), advantages, live)
+    terms = {"surrogate": _aggregate(objective.aggregate, losses, live, over_groups)}
     if "sampler_logprobs" in stats:
         # Every method is watched, also those whose surrogate has no ratio.
         drift = k3(stats["sampler_logprobs"], stats["logprobs"])
@@ -110,8 +119,7 @@ def policy_loss(
     metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
     finite = jnp.isfinite(losses)
     for regularizer in objective.regularizers:
-        reads = {name: stats[name] for name in sorted(regularizer.needs | {"logprobs"})}
-        values = jax.vmap(jax.vmap(regularizer.value))(reads, live)
+        values = jax.vmap(jax.vmap(regularizer.value))(_reads(regularizer, stats), live)
         aggregate = regularizer.aggregate or objective.aggregate
         terms[regularizer.name] = _aggregate(aggregate, values, live)
         metrics[regularizer.name] = _live_mean(values, live)
@@ -132,7 +140,8 @@ def term_counts(objective: Objective, batch: Batch) -> dict[str, Array]:
     """
     live = trained(batch)
     zeros = jnp.zeros(live.shape, jnp.float32)
-    counts = {"surrogate": _aggregate(objective.aggregate, zeros, live)[1]}
+    over_groups = objective.surrogate.over == "group"
+    counts = {"surrogate": _aggregate(objective.aggregate, zeros, live, over_groups)[1]}
     for regularizer in objective.regularizers:
         aggregate = regularizer.aggregate or objective.aggregate
         counts[regularizer.name] = _aggregate(aggregate, zeros, live)[1]
@@ -174,10 +183,16 @@ def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array])
     return {**state, "regularizers": inner}
 
 
-def _aggregate(aggregate: Aggregate, losses: Array, live: Array) -> Pair:
-    """Applies an aggregate to [N, G, T], as [B, T] with B = N * G."""
+def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
+    """What a part is given: the log-probabilities, what it needs and what it brings along."""
+    names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
+    return {name: stats[name] for name in sorted(names)}
+
+
+def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bool = False) -> Pair:
+    """Applies an aggregate to [N, G, T]: rows are sequences [N * G, T], or groups [N, G * T]."""
     chex.assert_equal_shape([losses, live])
-    rows = (-1, live.shape[-1])
+    rows = (live.shape[0], -1) if over_groups else (-1, live.shape[-1])
     return aggregate(losses.reshape(rows), live.reshape(rows))
 
 
