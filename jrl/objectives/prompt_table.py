@@ -1,0 +1,107 @@
+"""State kept for each prompt from step to step, in a table of fixed size.
+
+    table = empty(slots, blank)                       # in a transform's init
+    before, known = read(table, ids, blank)           # what is stored, or blank
+    table = write(table, ids, after, live)            # once a step
+
+A prompt's place is its id modulo the number of slots, and the place is tagged with the id: a prompt
+that finds another's tag starts from ``blank``, and takes the place over when it is written. With as
+many slots as the data has prompts (ids from 0) nothing is ever lost. Nothing here depends on the
+order of the rows, and everything works under ``jit`` and sharding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.types import Array, Batch
+
+NOBODY = jnp.iinfo(jnp.int32).min
+"""The tag of a place that no prompt has taken; not an id."""
+
+
+class PromptTable(NamedTuple):
+    """What is known about the prompts seen lately.
+
+    Attributes:
+      ids: [slots] int32, whose place it is; ``NOBODY`` where nobody's.
+      values: a pytree of [slots, ...] arrays.
+    """
+
+    ids: Array
+    values: Any
+
+
+def empty(slots: int, blank: Any) -> PromptTable:
+    """A table in which no prompt is known.
+
+    Args:
+      slots: places, at least 1.
+      blank: a pytree of arrays or numbers: the values of one prompt never seen.
+    """
+    values = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * slots), blank)
+    return PromptTable(jnp.full(slots, NOBODY, jnp.int32), values)
+
+
+def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
+    """The values of each prompt.
+
+    Args:
+      table: from ``empty`` or ``write``.
+      ids: [N] int32.
+      blank: as given to ``empty``.
+
+    Returns:
+      values, a pytree of [N, ...], ``blank`` for a prompt that is not known; and known [N] bool.
+
+    >>> table = write(empty(2, 0.0), jnp.array([3]), jnp.array([5.0]), jnp.array([True]))
+    >>> values, known = read(table, jnp.array([3, 1, 0]), 0.0)
+    >>> values.tolist(), known.tolist()
+    ([5.0, 0.0, 0.0], [True, False, False])
+    """
+    chex.assert_rank(ids, 1)
+    places = ids % table.ids.shape[0]
+    known = table.ids[places] == ids
+
+    def one(stored: Array, start: Any) -> Array:
+        here = stored[places]
+        flags = known.reshape(-1, *(1,) * (here.ndim - 1))
+        return jnp.where(flags, here, jnp.asarray(start, here.dtype)[None])
+
+    return jax.tree.map(one, table.values, blank), known
+
+
+def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTable:
+    """The table with the values of these prompts in it.
+
+    Args:
+      table: from ``empty`` or ``write``.
+      ids: [N] int32. Of different prompts with one place, the greatest id gets it.
+      values: a pytree of [N, ...] arrays. Rows of the same prompt must hold equal values: put
+        them together first (``objectives.segments``).
+      live: [N] bool, False for rows that are not written.
+    """
+    chex.assert_rank([ids, live], 1)
+    chex.assert_equal_shape([ids, live])
+    slots = table.ids.shape[0]
+    places = ids % slots
+    winner = jax.ops.segment_max(jnp.where(live, ids, NOBODY), places, num_segments=slots)
+    # Losers are sent past the end, where writes are dropped.
+    target = jnp.where(live & (winner[places] == ids), places, slots)
+
+    def one(stored: Array, new: Array) -> Array:
+        return stored.at[target].set(new.astype(stored.dtype), mode="drop")
+
+    return PromptTable(one(table.ids, ids), jax.tree.map(one, table.values, values))
+
+
+def prompt_ids(batch: Batch) -> Array | None:
+    """[N] int32, the identities of the batch's problems; None when nobody recorded them.
+
+    A transform that finds None takes every prompt for a new one and stores nothing.
+    """
+    return batch.ids.get("prompt")
