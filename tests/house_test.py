@@ -438,7 +438,7 @@ def test_8_off_policy_step_equals_a_hand_written_loop():
     sampler = some_batch().stats["sampler_logprobs"] + noise.astype(np.float32)
     batch = some_batch().replace(stats={"sampler_logprobs": sampler})
     reference = World(seed=1).state.params["policy"]
-    start = w.state.replace(ref_params=jax.tree.map(jnp.copy, reference))
+    start = w.state.replace(frozen={"ref": jax.tree.map(jnp.copy, reference)})
     params, root = jax.device_get((start.params["policy"], start.key))
     with jax.set_mesh(w.mesh):
         state, _ = w.compiled(start, place_batch(batch, w.mesh), w.law)

@@ -32,7 +32,7 @@ class State(struct.PyTreeNode):
     step: jax.Array
     params: dict
     opt_state: object
-    ref_params: object
+    frozen: dict
     method: object
     key: jax.Array
 
@@ -50,7 +50,7 @@ def make_state(mesh=None, seed=0):
         step=jnp.int32(7),
         params=params,
         opt_state=optax.adamw(optax.constant_schedule(1e-3)).init(params),
-        ref_params=None,
+        frozen={},
         method={
             "advantage": (),
             "regularizers": (Tracker(jnp.float32(0.1), jnp.int32(3)),),
@@ -214,8 +214,8 @@ def test_a_mismatch_names_the_leaf(tmp_path):
         checkpoints.restore(policy(b=jnp.zeros(8)))
     with pytest.raises(UserError, match="params.policy.c is not in the checkpoint"):
         checkpoints.restore(policy(c=jnp.zeros(8)))
-    with pytest.raises(UserError, match="ref_params.w is not in the checkpoint"):
-        checkpoints.restore(template.replace(ref_params={"w": jnp.zeros(1)}))
+    with pytest.raises(UserError, match="frozen.ref.w is not in the checkpoint"):
+        checkpoints.restore(template.replace(frozen={"ref": {"w": jnp.zeros(1)}}))
     with pytest.raises(UserError, match="key<rbg>"):
         checkpoints.restore(template.replace(key=jax.random.key(0, impl="rbg")))
 

@@ -268,5 +268,7 @@ def with_policy(
 ) -> TrainState:
     """The state with another policy from step 0: fresh moments, the reference refreshed too."""
     params = state.params | {"policy": policy}
-    ref = None if state.ref_params is None else jax.tree.map(jnp.copy, policy)
-    return state.replace(params=params, opt_state=optimizer.init(params), ref_params=ref)
+    frozen = state.frozen
+    if "ref" in frozen:
+        frozen = frozen | {"ref": jax.tree.map(jnp.copy, policy)}
+    return state.replace(params=params, opt_state=optimizer.init(params), frozen=frozen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,8 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
 from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
+
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def init_state(
@@ -21,6 +26,7 @@ def init_state(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
+    frozen: Mapping[str, Params] = NONE,
 ) -> TrainState:
     """A state at step 0.
 
@@ -31,10 +37,16 @@ def init_state(
       objective: says whether a reference policy is kept, and what state of its own.
       optimizer: any optax transformation.
       value: the value network, for objectives that need values.
+      frozen: policies to be read and not trained, by name; those that the objective does not need
+        are left out. "ref", where it is needed and not given, starts as a copy of the policy.
 
     Returns:
-      The state. The reference policy, where the objective needs one, starts as a copy.
+      The state.
+
+    Raises:
+      UserError: the objective needs a frozen policy that is not given.
     """
+    check_frozen(objective, frozen)
     policy_key, value_key, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     trained = {
@@ -42,20 +54,45 @@ def init_state(
     }
     if value is not None:
         trained["value"] = value.init(value_key)
-    needs_ref = "ref_logprobs" in objective.needs
+    # Buffers of their own: the state is donated, and a buffer cannot be donated twice.
+    kept = {
+        name: jax.tree.map(jnp.copy, frozen.get(name, trained["policy"]))
+        for name in sorted(objective.frozen)
+    }
     return TrainState(
         step=jnp.int32(0),
         params=trained,
         opt_state=optimizer.init(trained),
-        # A buffer of its own: the state is donated, and a buffer cannot be donated twice.
-        ref_params=jax.tree.map(jnp.copy, trained["policy"]) if needs_ref else None,
+        frozen=kept,
         method=objective.init(),
         key=jax.random.key_data(root),
     )
 
 
+def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
+    """Raises UserError when an objective reads a frozen policy that nobody gives.
+
+    Args:
+      objective: what to train with.
+      given: by name; the reference need not be among them.
+      method: the method's name, for the message.
+    """
+    for name in sorted(objective.frozen - {"ref", *given}):
+        reader = f"method = {method!r}" if method else "the objective"
+        key = "model.teacher" if name == "teacher" else f"frozen.{name}"
+        raise UserError(
+            f"{reader} reads a frozen policy {name!r} that is not there; set {key} = DIR, a "
+            f"checkpoint or a run directory (in a script: init_state(frozen={{{name!r}: params}}))"
+        )
+
+
 def state_shardings(
-    state: TrainState, mesh: Mesh, *, network: Network, value: ValueNetwork | None = None
+    state: TrainState,
+    mesh: Mesh,
+    *,
+    network: Network,
+    value: ValueNetwork | None = None,
+    networks: Mapping[str, Network] = NONE,
 ) -> TrainState:
     """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
 
@@ -64,6 +101,7 @@ def state_shardings(
       mesh: from ``mesh.make_mesh``.
       network: the policy.
       value: the value network, if the state has one.
+      networks: those of frozen policies that are not like the policy, by name.
 
     Returns:
       A tree like ``state`` of ``NamedSharding``.
@@ -80,7 +118,10 @@ def state_shardings(
         step=everywhere,
         params=params,
         opt_state=_like_params(state.opt_state, state.params, params, everywhere),
-        ref_params=None if state.ref_params is None else params["policy"],
+        frozen={
+            name: tree_shardings(mesh, networks.get(name, network).axes(), tree)
+            for name, tree in state.frozen.items()
+        },
         method=jax.tree.map(lambda _: everywhere, state.method),
         key=everywhere,
     )

@@ -123,9 +123,9 @@ def make_step(
         if start:
             scored = of(state.params, frozenset(start.values()))
             stats |= {name: scored[source] for name, source in start.items()}
-        if "ref_logprobs" in objective.needs:
-            scored = of({"policy": state.ref_params}, frozenset({"logprobs"}))
-            stats["ref_logprobs"] = scored["logprobs"]
+        for name in sorted(state.frozen):
+            scored = of({"policy": state.frozen[name]}, frozenset({"logprobs"}))
+            stats[f"{name}_logprobs"] = scored["logprobs"]
         return jax.lax.stop_gradient(stats)
 
     live = frozenset({"logprobs", "entropy", "values"})

@@ -257,8 +257,8 @@ def test_with_policy_starts_afresh(network):
     policy = network.init(jax.random.key(9))
     out = with_policy(used, policy, optimizer)
     assert out.params["policy"] is policy
-    assert_close(out.ref_params, policy, 0)
-    assert out.ref_params["embed"].unsafe_buffer_pointer() != (
+    assert_close(out.frozen["ref"], policy, 0)
+    assert out.frozen["ref"]["embed"].unsafe_buffer_pointer() != (
         policy["embed"].unsafe_buffer_pointer()
     )
     assert_close(out.opt_state, state.opt_state, 0)

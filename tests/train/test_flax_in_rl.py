@@ -122,4 +122,4 @@ def test_a_module_is_sampled_and_trained(policy, name, quick_jit):
     else:
         assert log[0]["kl"] == pytest.approx(0, abs=1e-7)
         assert log[7]["kl"] > 1e-6
-        assert jax.tree.structure(state.ref_params) == jax.tree.structure(state.params["policy"])
+        assert jax.tree.structure(state.frozen["ref"]) == jax.tree.structure(state.params["policy"])

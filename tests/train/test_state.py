@@ -27,7 +27,7 @@ def test_a_fresh_state(network, params):
     assert set(state.params) == {"policy"}
     assert jax.tree.all(jax.tree.map(np.array_equal, state.params["policy"], params))
     assert jax.tree.leaves(state.params["policy"])[0] is not jax.tree.leaves(params)[0]
-    assert state.ref_params is None
+    assert state.frozen == {}
     assert not jnp.array_equal(state.key, KEY)
     mu = state.opt_state[0].mu["policy"]
     assert jax.tree.structure(mu) == jax.tree.structure(params)
@@ -54,7 +54,7 @@ def test_weights_at_random_follow_the_key(network):
 def test_the_reference_is_a_copy_of_its_own(network, params):
     state = init_state(KEY, params, network=network, objective=WITH_REF, optimizer=optax.sgd(1.0))
     for a, b in zip(
-        jax.tree.leaves(state.ref_params), jax.tree.leaves(state.params["policy"]), strict=True
+        jax.tree.leaves(state.frozen["ref"]), jax.tree.leaves(state.params["policy"]), strict=True
     ):
         assert np.array_equal(a, b)
         assert a.unsafe_buffer_pointer() != b.unsafe_buffer_pointer()
@@ -80,7 +80,7 @@ def test_moments_lie_with_their_weights(network, optimizer, value):
     shardings = state_shardings(shapes, mesh, network=network, value=value)
     assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
     assert shardings.params["policy"]["embed"].shard_shape((19, 16)) == (19, 4)
-    assert shardings.ref_params == shardings.params["policy"]
+    assert shardings.frozen["ref"] == shardings.params["policy"]
     # Every leaf of the optimiser's state shaped like a weight of that name lies like it.
     placed = {
         jax.tree_util.keystr(path): (leaf.shape, where)

@@ -164,8 +164,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(rich, batch):
     assert metrics["nonfinite_rewards"] == pytest.approx(1 / 10)
     assert not np.isfinite(metrics["grad_norm"])
     for a, b in zip(
-        jax.tree.leaves((after.params, after.opt_state, after.ref_params)),
-        jax.tree.leaves((state.params, state.opt_state, state.ref_params)),
+        jax.tree.leaves((after.params, after.opt_state, after.frozen)),
+        jax.tree.leaves((state.params, state.opt_state, state.frozen)),
         strict=True,
     ):
         assert np.array_equal(a, b)
@@ -228,7 +228,7 @@ def test_divergence_from_the_reference(rich, batch, params):
     assert first.method["regularizers"][0] == pytest.approx(0.5 * 0.9, rel=1e-5)
     second, metrics = step(first, batch, LAW)
     assert metrics["kl"] > 1e-6
-    assert_close(second.ref_params, params, 0)
+    assert_close(second.frozen["ref"], params, 0)
     error = np.clip(float(metrics["kl"]) / 0.02 - 1, -0.2, 0.2)
     expected = 0.45 * (1 + 0.5 * error)
     assert second.method["regularizers"][0] == pytest.approx(expected, rel=1e-5)
