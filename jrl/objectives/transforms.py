@@ -57,6 +57,7 @@ def chain(*transforms: Transform) -> Transform:
         init=lambda: tuple(transform.init() for transform in transforms),
         apply=apply,
         needs=frozenset().union(*(transform.needs for transform in transforms)),
+        statistics=tuple(s for transform in transforms for s in transform.statistics),
     )
 
 
