@@ -45,10 +45,14 @@ STATISTICS: Mapping[str, str] = {
     "rollout_values": "the value estimates at the start of the training step",
     "rollout_entropy": "entropy of the policy's law at the token at the start of the training step",
     "returns": "the targets of the value network, written by the advantage",
+    "shift": "what a preference loss subtracts from a log-ratio, written by a transform",
+    "token_weight": "how much a token counts in its sequence's mean, written by a transform",
+    "pair_weight": "how far the order of a pair is trusted, in [0, 1], written by a transform",
+    "step_end": "1 at the last token of each reasoning step, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
-"external". A part of an objective may bring further ones along, each a ``Statistic``."""
+those said to be weights or marks. A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
 class StopReason(enum.IntEnum):
@@ -268,7 +272,8 @@ class Surrogate(NamedTuple):
     Attributes:
       apply: (stats, advantages [T], mask [T]) -> (losses [T], metrics), for ONE sequence; the
         metrics are [T] arrays by name, averaged over live tokens by the caller. With
-        ``over="group"`` every array has a leading [G] and the losses are [G, T].
+        ``over="group"`` every array has a leading [G] and the losses are [G, T]. A metric without
+        the last axes, such as the [] accuracy of a pair, is averaged over sequences or groups.
       needs: names of the statistics read besides ``logprobs``.
       over: "sequence", or "group" for losses that compare the members of a group (pairs, lists).
         The rows of the aggregate are then groups: ``sequence_sum`` is the mean over groups.

@@ -91,7 +91,8 @@ def policy_loss(
 
     Returns:
       terms: "surrogate" and one entry for each regularizer: (sum, count). Not scaled.
-      metrics: (sum, count) by name, over live tokens: those of the surrogate; ``approx_kl``, the k3
+      metrics: (sum, count) by name, over live tokens: those of the surrogate (numbers of a whole
+        sequence or group are counted once for each that has a live token); ``approx_kl``, the k3
         estimate of KL(sampler || policy), nats; the mean of each regularizer under its name; and
         ``nonfinite``, the fraction of live tokens whose loss is NaN or infinite. A NaN also makes
         the term NaN.
@@ -197,6 +198,8 @@ def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bo
 
 
 def _live_mean(values: Array, live: Array) -> Pair:
+    """Over live tokens; over sequences [N, G] or groups [N] with one, when that is what is given."""
+    live = live.any(axis=tuple(range(values.ndim, live.ndim)))
     values = jax.lax.stop_gradient(values).astype(jnp.float32)
     return jnp.where(live, values, 0).sum(), live.sum(dtype=jnp.float32)
 
