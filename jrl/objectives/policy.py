@@ -198,7 +198,7 @@ def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bo
 
 
 def _live_mean(values: Array, live: Array) -> Pair:
-    """Over live tokens; over sequences [N, G] or groups [N] with one, when that is what is given."""
+    """Over live tokens; of values [N, G] or [N], over the sequences or groups that have one."""
     live = live.any(axis=tuple(range(values.ndim, live.ndim)))
     values = jax.lax.stop_gradient(values).astype(jnp.float32)
     return jnp.where(live, values, 0).sum(), live.sum(dtype=jnp.float32)
