@@ -21,7 +21,7 @@ import optax
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.methods.base import Method
+from jrl.methods.base import Method, Schedule
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups, task_rollout, to_batch
 from jrl.train.state import init_state
@@ -247,7 +247,7 @@ def make_run(
                 objective=method.objective,
                 optimizer=rate,
                 value=value,
-                **({"epochs": method.schedule.epochs} | dict(splits or {})),
+                **(schedule_arguments(method.schedule) | dict(splits or {})),
             ),
             method=method,
             task=task,
@@ -261,6 +261,11 @@ def make_run(
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
+
+
+def schedule_arguments(schedule: Schedule) -> dict[str, Any]:
+    """A method's schedule as arguments of ``make_step``."""
+    return schedule._asdict()
 
 
 def with_policy(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,9 +12,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
-from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
-
-NONE: Mapping[str, Any] = MappingProxyType({})
+from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
 
 
 def init_state(
@@ -26,7 +23,7 @@ def init_state(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
-    frozen: Mapping[str, Params] = NONE,
+    frozen: Mapping[str, Params] = NOTHING,
 ) -> TrainState:
     """A state at step 0.
 
@@ -92,7 +89,7 @@ def state_shardings(
     *,
     network: Network,
     value: ValueNetwork | None = None,
-    networks: Mapping[str, Network] = NONE,
+    networks: Mapping[str, Network] = NOTHING,
 ) -> TrainState:
     """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
 
