@@ -51,10 +51,10 @@ STATISTICS: Mapping[str, str] = {
     "shift": "what a preference loss subtracts from a log-ratio, written by a transform",
     "token_weight": "how much a token counts in its sequence's mean, written by a transform",
     "pair_weight": "how far the order of a pair is trusted, in [0, 1], written by a transform",
-    "step_end": "1 at the last token of each reasoning step, written by a transform",
     "entropy_low": "least entropy that a smoothing term lets pass, written by a transform",
     "entropy_high": "greatest entropy that a smoothing term lets pass, written by a transform",
     "entropy_smoothing": "weight of the smoothing term at the token, written by a transform",
+    "pair_share": "what one preference pair of the group counts for, written by the advantage",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
