@@ -59,8 +59,6 @@ STATISTICS: Mapping[str, str] = {
     "item": "number of the token's item in a list, written by a transform",
     "step": "number of the token's reasoning step, written by a transform",
     "lot": "24 random bits of the member, fresh in every step, written by a transform",
-    "attention_distance": "how far back the token looks, in tokens, averaged over local heads",
-    "attention_influence": "mean attention that later tokens pay to it, over global heads",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and

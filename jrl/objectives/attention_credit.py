@@ -1,10 +1,14 @@
 """Which tokens the model's own attention marks as planning and as anchoring, and credit for them.
 
-``attention_distance`` and ``attention_influence`` make the statistics from attention weights; the
-transform reads them and never sees a network.
+A ``Statistic`` over "attention" is a function of ONE sequence: (weights [H, T, L], lags [T, L],
+mask [T]) -> [T]. Row t of ``weights`` is what completion token t attends to, over the columns of
+the whole sequence, the last T of which are the completion; ``lags`` says how many tokens back a
+column is, below 0 for what the token does not see. H counts the heads of the chosen layers.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import chex
 import jax
@@ -12,75 +16,110 @@ import jax.numpy as jnp
 
 from jrl.errors import choose
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Statistic, Transform
 
 RULES = ("local", "global", "coupled")
 """Amplify planning tokens, anchors, or anchors that share with the planning token before them."""
 
 
-def head_spans(weights: Array, live: Array) -> Array:
-    """How far back each attention head looks on average, by which heads are local or global.
+def head_spans(weights: Array, lags: Array, mask: Array) -> Array:
+    """How far back each attention head looks on average: the short are local, the long global.
 
     Args:
-      weights: [H, L, L] float32, row t the weights of token t over tokens s <= t.
-      live: [L] bool.
+      weights: [H, T, L] float32.
+      lags: [T, L] int32, tokens.
+      mask: [T] bool.
 
     Returns:
       [H] float32, tokens.
     """
-    chex.assert_rank([weights, live], [3, 1])
-    reach = jnp.where(live[None, :], (weights * _lags(live.shape[0])[None]).sum(axis=2), 0)
-    return reach.sum(axis=1) / jnp.maximum(live.sum(), 1)
+    chex.assert_rank([weights, lags, mask], [3, 2, 1])
+    reach = (weights * jnp.expand_dims(jnp.maximum(lags, 0), 0)).sum(axis=2)
+    live = jnp.expand_dims(mask, 0)
+    return jnp.where(live, reach, 0).sum(axis=1) / jnp.maximum(mask.sum(), 1)
 
 
-def attention_distance(weights: Array, live: Array, window: int) -> Array:
+def attention_distance(
+    weights: Array, lags: Array, mask: Array, *, window: int, heads: float = 1.0
+) -> Array:
     """Windowed average attention distance: how far back a token looks, capped at the window.
 
-        WAAD_t = mean over heads of sum_s a[t, s] min(t - s, window)
+        WAAD_t = mean over local heads of sum_s a[t, s] min(t - s, window)
 
     Args:
-      weights: [H, L, L] float32, those of local heads.
-      live: [L] bool.
+      weights: [H, T, L] float32.
+      lags: [T, L] int32, tokens.
+      mask: [T] bool.
       window: tokens.
+      heads: the fraction of heads, those of the shortest spans, that are local.
 
     Returns:
-      [L] float32, tokens; 0 where not live.
+      [T] float32, tokens; 0 where not live.
 
     >>> weights = jnp.array([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
-    >>> attention_distance(weights, jnp.ones(3, bool), 1).tolist()
+    >>> lags = jnp.array([[0, -1, -2], [1, 0, -1], [2, 1, 0]])
+    >>> attention_distance(weights, lags, jnp.ones(3, bool), window=1).tolist()
     [0.0, 0.5, 1.0]
     """
-    chex.assert_rank([weights, live], [3, 1])
-    capped = jnp.minimum(_lags(live.shape[0]), window)
-    return jnp.where(live, (weights * capped[None]).sum(axis=2).mean(axis=0), 0)
+    local = _chosen_heads(head_spans(weights, lags, mask), heads)
+    capped = jnp.expand_dims(jnp.clip(lags, 0, window), 0)
+    return jnp.where(mask, local @ (weights * capped).sum(axis=2), 0)
 
 
-def attention_influence(weights: Array, live: Array, nearest: int, farthest: int) -> Array:
+def attention_influence(
+    weights: Array, lags: Array, mask: Array, *, nearest: int, farthest: int, heads: float = 1.0
+) -> Array:
     """Future attention influence: the mean attention that a token gets from later ones.
 
-        FAI_s = mean over heads, and over live t with nearest <= t - s <= farthest, of a[t, s]
+        FAI_s = mean over global heads, and over live t, nearest <= t - s <= farthest, of a[t, s]
 
     Args:
-      weights: [H, L, L] float32, those of global heads.
-      live: [L] bool.
+      weights: [H, T, L] float32.
+      lags: [T, L] int32, tokens.
+      mask: [T] bool.
       nearest: tokens, at least 1.
       farthest: tokens.
+      heads: the fraction of heads, those of the longest spans, that are global.
 
     Returns:
-      [L] float32; 0 where not live, and where no later token is in range.
+      [T] float32; 0 where not live, and where no later token is in range.
 
     >>> weights = jnp.array([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
-    >>> attention_influence(weights, jnp.ones(3, bool), 1, 9).tolist()
+    >>> lags = jnp.array([[0, -1, -2], [1, 0, -1], [2, 1, 0]])
+    >>> every = jnp.ones(3, bool)
+    >>> attention_influence(weights, lags, every, nearest=1, farthest=9).tolist()
     [0.75, 0.0, 0.0]
     """
-    chex.assert_rank([weights, live], [3, 1])
-    lags = _lags(live.shape[0])
-    later = (lags >= nearest) & (lags <= farthest) & live[:, None]
-    total = jnp.where(later, weights.mean(axis=0), 0).sum(axis=0)
-    return jnp.where(live, total / jnp.maximum(later.sum(axis=0), 1), 0)
+    broad = _chosen_heads(-head_spans(weights, lags, mask), heads)
+    own = weights.shape[2] - mask.shape[0]
+    lags = lags[:, own:]
+    later = (lags >= nearest) & (lags <= farthest) & jnp.expand_dims(mask, 1)
+    paid = jnp.tensordot(broad, weights[:, :, own:], axes=1)
+    total = jnp.where(later, paid, 0).sum(axis=0)
+    return jnp.where(mask, total / jnp.maximum(later.sum(axis=0), 1), 0)
+
+
+def rhythm_statistics(
+    window: int, nearest: int, farthest: int, heads: float
+) -> tuple[Statistic, Statistic]:
+    """The two statistics, named "attention_distance" and "attention_influence".
+
+    Args:
+      window: tokens, as in ``attention_distance``.
+      nearest: tokens, as in ``attention_influence``.
+      farthest: tokens, as in ``attention_influence``.
+      heads: the fraction of heads that are local, and the fraction that are global.
+    """
+    distance = partial(attention_distance, window=window, heads=heads)
+    influence = partial(attention_influence, nearest=nearest, farthest=farthest, heads=heads)
+    return (
+        Statistic("attention_distance", distance, over="attention", start=True),
+        Statistic("attention_influence", influence, over="attention", start=True),
+    )
 
 
 def amplify_rhythm(
+    statistics: tuple[Statistic, Statistic],
     rule: str = "coupled",
     *,
     factor: float = 1.5,
@@ -95,6 +134,7 @@ def amplify_rhythm(
     anchor is among the top ``fraction`` of the influence.
 
     Args:
+      statistics: those of ``rhythm_statistics``.
       rule: of ``RULES``. "coupled": an anchor that does not plan, with a planning token at most
         ``reach`` live tokens before it that looks farther back than it does, gives ``shared`` of
         its bonus to the nearest of these.
@@ -105,7 +145,7 @@ def amplify_rhythm(
       positive_only: True to leave advantages below 0 as they are.
 
     Returns:
-      A transform to [N, G, T] that reads "attention_distance" and "attention_influence".
+      A transform to [N, G, T] that brings and reads the two statistics.
 
     Raises:
       UserError: for another ``rule``.
@@ -137,13 +177,14 @@ def amplify_rhythm(
             factors = jnp.where(values < 0, 1, factors)
         return values * factors, batch
 
-    return stateless(apply, frozenset({"attention_distance", "attention_influence"}))
+    return stateless(apply)._replace(statistics=statistics)
 
 
-def _lags(length: int) -> Array:
-    """[L, L] int32: t - s."""
-    at = jnp.arange(length)
-    return at[:, None] - at[None, :]
+def _chosen_heads(spans: Array, fraction: float) -> Array:
+    """[H] float32: equal weights that sum to 1 over the heads of the least spans, ties included."""
+    count = max(1, round(fraction * spans.shape[0]))
+    chosen = (spans <= jnp.sort(spans)[count - 1]).astype(jnp.float32)
+    return chosen / jnp.maximum(chosen.sum(), 1)
 
 
 def _top(values: Array, live: Array, fraction: float) -> Array:

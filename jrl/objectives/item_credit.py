@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jrl.errors import choose
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std
+from jrl.objectives.surrogates import clipped_ratio
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
 GAINS = ("tail", "own")
 """What a rank is credited with: the discounted gain from it on, or its own relevance."""
@@ -82,6 +83,34 @@ def rank_advantages(
         return credit, batch.replace(stats=stats)
 
     return stateless(apply)
+
+
+def clipped_item_ratio(clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
+    """The clipped surrogate with one ratio for each item, the geometric mean of its tokens'.
+
+        s_k = exp(mean over tokens of item k of log rho_t)
+        loss_t = -min(s_k A_t, clip(s_k, 1 - clip_low, 1 + clip_high) A_t)
+
+    Args:
+      clip_low: how far below 1 the ratio counts, at least 0.
+      clip_high: how far above 1 the ratio counts, at least 0.
+
+    Returns:
+      A surrogate that reads the statistic "item", the number of each token's item.
+    """
+    clipped = clipped_ratio(clip_low, clip_high)
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        chex.assert_rank([advantages, mask], 1)
+        item = stats["item"]
+        same = (jnp.expand_dims(item, 0) == jnp.expand_dims(item, 1)) & jnp.expand_dims(mask, 0)
+        log_ratio = jnp.where(mask, stats["logprobs"] - stats["sampler_logprobs"], 0)
+        total = jnp.where(same, jnp.expand_dims(log_ratio, 0), 0).sum(axis=1)
+        mean = total / jnp.maximum(same.sum(axis=1), 1)
+        shown = {"logprobs": mean, "sampler_logprobs": jnp.zeros_like(mean)}
+        return clipped.apply(shown, advantages, mask)
+
+    return Surrogate(apply, frozenset({"sampler_logprobs", "item"}))
 
 
 def _stop_tokens(batch: Batch) -> Array:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import choose
-from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.outcomes import correct, pass_rate
+from jrl.objectives.surrogates import bounded_exp
 from jrl.objectives.transforms import per_token, stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
@@ -85,7 +85,7 @@ def nft(level: str = "token", floor: float = 1.0) -> Surrogate:
         log_ratio = stats["logprobs"] - stats["sampler_logprobs"]
         if level == "sequence":
             log_ratio = jnp.broadcast_to(jnp.where(mask, log_ratio, 0).sum(), mask.shape)
-        ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        ratio = bounded_exp(log_ratio)
         rate = stats["pass_rate"]
         rest = (1 - rate * ratio) / (1 - rate)
         held = jax.lax.stop_gradient(jnp.maximum(rest, floor))

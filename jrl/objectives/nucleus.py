@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.surrogates import clipped_ratio
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Statistic, Stats, Surrogate, Transform
 
@@ -96,16 +97,14 @@ def clipped_nucleus_ratio(
       clip_low: how far below 1 the ratio counts, at least 0.
       clip_high: how far above 1 the ratio counts, at least 0.
     """
+    clipped = clipped_ratio(clip_low, clip_high)
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        chex.assert_rank([advantages, mask], 1)
-        log_ratio = stats["nucleus_logprob"] - stats["rollout_nucleus_logprob"]
-        ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-        below = (advantages < 0) & (ratio < 1 - clip_low)
-        above = (advantages > 0) & (ratio > 1 + clip_high)
-        kept = jnp.where(below, 1 - clip_low, jnp.where(above, 1 + clip_high, ratio))
-        metrics = {"ratio": ratio, "clip_fraction_low": below, "clip_fraction_high": above}
-        return -kept * advantages, {k: v.astype(jnp.float32) for k, v in metrics.items()}
+        laws = {
+            "logprobs": stats["nucleus_logprob"],
+            "sampler_logprobs": stats["rollout_nucleus_logprob"],
+        }
+        return clipped.apply(laws, advantages, mask)
 
     return Surrogate(apply, frozenset(), statistics=statistics)
 
@@ -114,7 +113,7 @@ def against_policy(transform: Transform, name: str) -> Transform:
     """A transform that reads ``ref_logprobs``, made to read those of another frozen policy."""
     read = f"{name}_logprobs"
 
-    def apply(values, batch, state):  # type: ignore[no-untyped-def]
+    def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         given = batch.stats.get("ref_logprobs")
         shown = batch.replace(stats={**batch.stats, "ref_logprobs": batch.stats[read]})
         values, shown, state = transform.apply(values, shown, state)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import choose
-from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.surrogates import bounded_exp, clipped_ratio
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Surrogate, Transform
 
@@ -55,7 +55,7 @@ def masked_reinforce(
         if level == "geometric":
             mean = jnp.where(mask, log_ratio, 0).sum() / jnp.maximum(mask.sum(), 1)
             log_ratio = jnp.broadcast_to(mean, mask.shape)
-        ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+        ratio = bounded_exp(log_ratio)
         # Stated as what is left out: a NaN fails every comparison, stays in, and shows.
         above, below = ratio > 1 + high, ratio < 1 - low
         out = jnp.zeros(mask.shape, bool)
@@ -96,8 +96,7 @@ def exponential_weight(temperature: float) -> Transform:
     """Multiplies each advantage A by exp(A / temperature), the exponent held within 20 nats."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        exponent = jnp.clip(values / temperature, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return values * jnp.exp(exponent), batch
+        return values * bounded_exp(values / temperature), batch
 
     return stateless(apply)
 
@@ -199,25 +198,20 @@ def multiple_importance(
     Returns:
       A surrogate that reads "external", "proximal_logprobs" and "uniform_probability".
     """
+    clipped = clipped_ratio(clip_low, clip_high)
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask], 1)
         external = stats["external"] > 0.5
-        own = stats["logprobs"] - jnp.where(external, 0, stats["sampler_logprobs"])
-        ratio = jnp.exp(jnp.clip(own, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-        below = (advantages < 0) & (ratio < 1 - clip_low)
-        above = (advantages > 0) & (ratio > 1 + clip_high)
-        kept = jnp.where(below, 1 - clip_low, jnp.where(above, 1 + clip_high, ratio))
-        now = jnp.exp(jnp.minimum(stats["logprobs"], LOG_RATIO_LIMIT))
-        old = jnp.exp(jnp.minimum(stats["proximal_logprobs"], LOG_RATIO_LIMIT))
+        below = jnp.where(external, stats["logprobs"], stats["sampler_logprobs"])
+        shown = {"logprobs": stats["logprobs"], "sampler_logprobs": below}
+        own, metrics = clipped.apply(shown, advantages, mask)
+        now = bounded_exp(stats["logprobs"])
+        old = bounded_exp(stats["proximal_logprobs"])
         mixture = 2 * now / (1.5 * old + stats["uniform_probability"] / 2)
         rarity = jnp.maximum(1 - jax.lax.stop_gradient(now), 0) ** focus
-        factor = jnp.where(external, mixture * rarity, kept)
-        metrics = {
-            "ratio": jnp.where(external, mixture, ratio),
-            "clip_fraction": (below | above) & ~external,
-        }
-        return -factor * advantages, {k: v.astype(jnp.float32) for k, v in metrics.items()}
+        losses = jnp.where(external, -mixture * rarity * advantages, own)
+        return losses, {**metrics, "ratio": jnp.where(external, mixture, metrics["ratio"])}
 
     needs = frozenset({"external", "sampler_logprobs", "proximal_logprobs", "uniform_probability"})
     return Surrogate(apply, needs)

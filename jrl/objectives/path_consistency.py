@@ -63,8 +63,8 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
         drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
         here = jnp.arange(mask.shape[0])
         if level == "token":
-            own, starts, share = drift, mask, 1.0
-            last = here
+            own, starts, last = drift, mask, here
+            share = jnp.ones((), drift.dtype)
         else:
             label = jnp.zeros(mask.shape) if level == "response" else stats["step"]
             seg = segments.segments(mask, label.astype(jnp.int32))

@@ -1,4 +1,4 @@
-"""Rankings: the Plackett-Luce law over orders of a group, utilities of an order, lists of items."""
+"""The Plackett-Luce law over the orders of a group, and the utility of an order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import choose
-from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.transforms import per_token, stateless
 from jrl.types import Array, Batch, Stats, Surrogate, Transform
 
@@ -169,37 +168,3 @@ def _scores(kind: str, stats: Stats, mask: Array) -> Array:
         return total / jnp.maximum(mask.sum(axis=1), 1)
     last = mask & (jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1] == 1)
     return jnp.where(last, stats["values"], 0).sum(axis=1)
-
-
-# ---------------------------------------------------------------- lists of items in a completion
-
-
-def clipped_item_ratio(clip_low: float = 0.2, clip_high: float = 0.2) -> Surrogate:
-    """The clipped surrogate with one ratio for each item, the geometric mean of its tokens'.
-
-        s_k = exp(mean over tokens of item k of log rho_t)
-        loss_t = -min(s_k A_t, clip(s_k, 1 - clip_low, 1 + clip_high) A_t)
-
-    Args:
-      clip_low: how far below 1 the ratio counts, at least 0.
-      clip_high: how far above 1 the ratio counts, at least 0.
-
-    Returns:
-      A surrogate that reads the statistic "item", the number of each token's item.
-    """
-
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        chex.assert_rank([advantages, mask], 1)
-        item = stats["item"]
-        same = (jnp.expand_dims(item, 0) == jnp.expand_dims(item, 1)) & jnp.expand_dims(mask, 0)
-        log_ratio = jnp.where(mask, stats["logprobs"] - stats["sampler_logprobs"], 0)
-        total = jnp.where(same, jnp.expand_dims(log_ratio, 0), 0).sum(axis=1)
-        mean = total / jnp.maximum(same.sum(axis=1), 1)
-        ratio = jnp.exp(jnp.clip(mean, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-        below = (advantages < 0) & (ratio < 1 - clip_low)
-        above = (advantages > 0) & (ratio > 1 + clip_high)
-        kept = jnp.where(below, 1 - clip_low, jnp.where(above, 1 + clip_high, ratio))
-        metrics = {"ratio": ratio, "clip_fraction_low": below, "clip_fraction_high": above}
-        return -kept * advantages, {k: v.astype(jnp.float32) for k, v in metrics.items()}
-
-    return Surrogate(apply, frozenset({"sampler_logprobs", "item"}))
