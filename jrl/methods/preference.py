@@ -218,6 +218,16 @@ def simpo(beta: Positive = 2.0, gamma: NonNegative = 1.0) -> Method:
     return pair_method(loss, lambda side: beta * side.mean, ())
 
 
+def orpo_loss(lambda_: float) -> pairs.PairLoss:
+    """The loss of ``orpo``."""
+
+    def loss(chosen: Side, rejected: Side) -> Array:
+        odds = pairs.log_odds(chosen.mean) - pairs.log_odds(rejected.mean)
+        return -chosen.mean + lambda_ * pairs.softplus(-odds)
+
+    return loss
+
+
 @published(
     paper="ORPO: Monolithic Preference Optimization without Reference Model",
     arxiv="2403.07691",
@@ -235,12 +245,7 @@ def orpo(lambda_: NonNegative = 0.1) -> Method:
 
     Departures: P is held 1e-6 below 1, in logarithms.
     """
-
-    def loss(chosen: Side, rejected: Side) -> Array:
-        odds = pairs.log_odds(chosen.mean) - pairs.log_odds(rejected.mean)
-        return -chosen.mean + lambda_ * pairs.softplus(-odds)
-
-    return pair_method(loss, lambda side: lambda_ * side.mean, ())
+    return pair_method(orpo_loss(lambda_), lambda side: lambda_ * side.mean, ())
 
 
 @published(

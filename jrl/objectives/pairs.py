@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.objectives.kl import LOG_RATIO_LIMIT
-from jrl.objectives.members import Members, over_group
+from jrl.objectives.members import GroupLoss, Members, over_group
 from jrl.types import Array, Stats, Surrogate
 
 sigmoid = jax.nn.sigmoid
@@ -72,6 +72,11 @@ def pair(loss: PairLoss, reward: Reward, needs: Iterable[str] = ("ref_logprobs",
       ``accuracy`` (1 where the margin is above 0), ``margin`` (the chosen completion's implicit
       reward minus the rejected one's), ``chosen_reward`` and ``rejected_reward``.
     """
+    return over_group(pair_of_group(loss, reward, needs), needs)
+
+
+def pair_of_group(loss: PairLoss, reward: Reward, needs: Iterable[str]) -> GroupLoss:
+    """``pair`` as a function of ``Members``, to add terms to."""
     needs = frozenset(needs)
 
     def of_group(group: Members) -> tuple[Array, Stats]:
@@ -80,7 +85,7 @@ def pair(loss: PairLoss, reward: Reward, needs: Iterable[str] = ("ref_logprobs",
         value = jnp.where(gap > 0, loss(chosen, rejected), jnp.where(jnp.isnan(gap), gap, 0))
         return value, preference_metrics(reward(chosen), reward(rejected))
 
-    return over_group(of_group, needs)
+    return of_group
 
 
 def preference_metrics(chosen: Array, rejected: Array) -> Stats:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.objectives.comparisons import comparable, extremes
+from jrl.objectives.comparisons import best_and_worst, comparable, extremes
 from jrl.objectives.shifts import START, sums, write
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Transform
@@ -156,6 +156,41 @@ def certainty(minimum: float = 0.0) -> Transform:
 
 def _entropy(p: Array) -> Array:
     return -xlogy(p, p) - xlogy(1 - p, 1 - p)
+
+
+def length_cost(points: float) -> Transform:
+    """Takes ``points`` from the score for each trained token."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(scores, 2)
+        return scores - points * batch.mask.sum(axis=2), batch
+
+    return stateless(apply)
+
+
+RATIONALE = 1
+"""``ids["stratum"]`` of a member that explains the pair instead of answering the prompt."""
+
+
+def pair_and_rationale() -> Transform:
+    """Leaves the best and the worst answer of each group and the rationales beside them.
+
+    A rationale is a member whose ``ids["stratum"]`` is ``RATIONALE``. Writes "pair_weight": 1 on
+    the two answers, 0 on rationales. A group whose answers have no gap is left out whole.
+    """
+    choose_two = best_and_worst()
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        kinds = batch.ids.get("stratum", jnp.zeros(batch.members.shape, jnp.int32))
+        rationale = kinds == RATIONALE
+        answers = batch.replace(members=batch.members & ~rationale)
+        _, answers, _ = choose_two.apply(scores, answers, ())
+        some = answers.members.any(axis=1, keepdims=True)
+        kept = answers.members | (rationale & batch.members & some)
+        batch = batch.replace(members=kept)
+        return scores, write(batch, "pair_weight", (~rationale).astype(jnp.float32))
+
+    return stateless(apply)
 
 
 def nearest_to_goal() -> Transform:
