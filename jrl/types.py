@@ -59,6 +59,8 @@ STATISTICS: Mapping[str, str] = {
     "item": "number of the token's item in a list, written by a transform",
     "step": "number of the token's reasoning step, written by a transform",
     "lot": "24 random bits of the member, fresh in every step, written by a transform",
+    "positive": "weight of a good completion's token in a likelihood term, written by a transform",
+    "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
