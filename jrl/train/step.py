@@ -49,7 +49,7 @@ Pairs = dict[str, tuple[Array, Array]]
 Step = Callable[[TrainState, Batch, Law], tuple[TrainState, Metrics]]
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """What a step is made of; see ``make_step``."""
 
     network: Network
@@ -103,12 +103,12 @@ def make_step(
     """
     check_value(objective, value)
     check_vocabularies(network, networks)
-    parts = _Parts(network, objective, optimizer, value, networks, minibatches, microbatches)
+    parts = Parts(network, objective, optimizer, value, networks, minibatches, microbatches)
 
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
         batch = batch.check()
         check_split(batch.tokens.shape[0], minibatches, microbatches)
-        batch = _complete(parts, state, batch, law)
+        batch = complete(parts, state, batch, law)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
 
@@ -140,7 +140,7 @@ def make_step(
     return step
 
 
-def _complete(parts: _Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
+def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
     """The batch with everything that is the same during the step: lots, start statistics."""
     objective = parts.objective
     stats, ids = dict(batch.stats), dict(batch.ids)
@@ -175,6 +175,28 @@ def _complete(parts: _Parts, state: TrainState, batch: Batch, law: Law) -> Batch
     return batch.replace(stats=stats | jax.lax.stop_gradient(start))
 
 
+def live_statistics(parts: Parts, params: Params, batch: Batch, law: Law) -> Stats:
+    """The statistics that carry gradient, of a batch or a microbatch.
+
+    Args:
+      parts: of the step.
+      params: those being trained and those of the frozen policies, by name.
+      batch: as ``complete`` and the advantage left it.
+      law: scalars.
+    """
+    objective = parts.objective
+    return score(
+        params,
+        batch,
+        law,
+        network=parts.network,
+        value=parts.value,
+        want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}),
+        statistics=tuple(s for s in objective.statistics if not s.start),
+        networks=parts.networks,
+    )
+
+
 def draw_lots(key: Array, n: int, g: int) -> Array:
     """[N, G] int32, at least 0: a number of each member that depends on its place alone."""
 
@@ -186,7 +208,7 @@ def draw_lots(key: Array, n: int, g: int) -> Array:
 
 
 def _gradient(
-    parts: _Parts,
+    parts: Parts,
     params: Params,
     frozen: Params,
     part: tuple[Batch, Array],
@@ -197,21 +219,10 @@ def _gradient(
     batch, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
     counts = term_counts(objective, batch)
-    want = frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"})
-    statistics = tuple(s for s in objective.statistics if not s.start)
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
         batch, advantages = rows
-        stats = batch.stats | score(
-            params | frozen,
-            batch,
-            law,
-            network=parts.network,
-            value=parts.value,
-            want=want,
-            statistics=statistics,
-            networks=parts.networks,
-        )
+        stats = batch.stats | live_statistics(parts, params | frozen, batch, law)
         terms, sums = policy_loss(objective, stats, batch, advantages, method)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
