@@ -240,6 +240,7 @@ class Evaluator:
             join(*(d.rewards for d in draws)),
             [prompt for d in draws for prompt in d.subject][:total],
             {},
+            jax.tree.map(join, *(d.ids for d in draws)),
         )
 
 

@@ -91,6 +91,11 @@ class DataTable(Table):
     answer_pattern: str | None = _key(
         None, "regular expression whose first group is the final answer inside the answer field"
     )
+    solution_key: str | None = _key(
+        None,
+        "field that holds a worked solution, for methods that train on demonstrations; the whole"
+        " answer field when not set",
+    )
     system: str | None = _key(None, "system message put before the question")
     template: str = _key(
         "chat",
@@ -342,7 +347,7 @@ def _source_conflicts(config: Config) -> Iterator[str]:
     if data.task is not None and (data.train is not None or data.eval is not None):
         key = "data.train" if data.train is not None else "data.eval"
         yield f"data.task = {data.task!r} and {key} are both given; remove one"
-    for key in ("system", "answer_pattern", "tfds_dir"):
+    for key in ("system", "answer_pattern", "solution_key", "tfds_dir"):
         if data.task is not None and (value := getattr(data, key)) is not None:
             yield f"data.{key} = {value!r} is not read with data.task = {data.task!r}; remove one"
     if data.task is None and data.train is not None:

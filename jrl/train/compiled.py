@@ -77,10 +77,14 @@ def make_iteration(
             split="train",
             parts=tuple(weights),
             network=network,
-            group=group,
+            group=group if method.draw.own else 0,
             baseline_members=method.draw.baseline_members,
+            demonstrations=method.draw.demonstrations,
         )
-        return step(state, to_batch(groups.rollout, groups.rewards, part_weights), law)
+        batch = to_batch(
+            groups.rollout, groups.rewards, part_weights, groups.ids, own=method.draw.own
+        )
+        return step(state, batch, law)
 
     return iteration
 

@@ -241,10 +241,7 @@ class _Training:
 
     def _source(self) -> Draw:
         config, run = self.config, self.run_
-        baselines = run.method.draw.baseline_members
-        program = build.sampler_program(
-            run, split="train", group=config.sampling.group, baselines=baselines
-        )
+        program = build.train_sampler(run)
         if run.task is not None:
             return partial(program, law=self.law)
         return TextSource(
@@ -255,6 +252,8 @@ class _Training:
             law=self.law,
             pool=self.pool,
             tokenizer=run.tokenizer,
+            demonstrations=run.method.draw.demonstrations,
+            max_new_tokens=config.sampling.max_new_tokens,
         ).draw
 
     def _task(self) -> Task:
@@ -312,7 +311,8 @@ class _Training:
         tokens = float(metrics["completion_tokens"])
         parts = metrics.pop("reward_parts")
         metrics |= {f"reward/{n}": p for n, p in zip(self.run_.weights, parts, strict=True)}
-        metrics.setdefault("kl", metrics.get("approx_kl"))
+        if "approx_kl" in metrics:  # not in supervised training, which draws nothing
+            metrics.setdefault("kl", metrics["approx_kl"])
         metrics |= {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,

@@ -93,7 +93,7 @@ def setup(config: Config) -> Run:
     check_batch(config, batch_shards(mesh))
     tokenizer, model, params = _model(config, task)
     network = transformer(model, remat=config.model.remat)
-    prompts, counts = ({}, {}) if task else _prompts(config, tokenizer)
+    prompts, counts = ({}, {}) if task else _prompts(config, tokenizer, method)
     for split, listed in prompts.items():
         largest = max((int(p.tokens.max()) for p in listed), default=0)
         check_ids(largest, model.vocab_size, f"data.{split}")
@@ -176,13 +176,21 @@ def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig, Params]
 
 
 def _prompts(
-    config: Config, tokenizer: Tokenizer
+    config: Config, tokenizer: Tokenizer, method: Method
 ) -> tuple[dict[str, list[Prompt]], dict[str, PromptCounts]]:
     """Training and held-out prompts, tokenized."""
     data = config.data
     if data.train is None:
         raise UserError(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
+        )
+    solution_key = None
+    if method.draw.demonstrations:
+        solution_key = data.solution_key or data.answer_key
+    elif data.solution_key is not None:
+        raise UserError(
+            f"data.solution_key = {data.solution_key!r} is not read by method = "
+            f"{config.method!r}, which trains on no demonstrations; remove it"
         )
     prompts: dict[str, list[Prompt]] = {}
     counts: dict[str, PromptCounts] = {}
@@ -197,6 +205,7 @@ def _prompts(
             question_key=data.question_key,
             answer_key=data.answer_key,
             answer_pattern=data.answer_pattern,
+            solution_key=solution_key if split == "train" else None,
             system=data.system,
             template=data.template,
             max_prompt_tokens=data.max_prompt_tokens,
@@ -269,12 +278,7 @@ def reward_pool(config: Config) -> RewardPool:
 def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
-    check_group(config.method, run.method.min_group, config.sampling.group)
-    if all_methods()[config.method].family == "supervised":
-        raise UserError(
-            f"method = {config.method!r} learns from given answers, not from the policy's own "
-            "samples; use warmup.steps with a task, or solution_batch and make_step in a script"
-        )
+    check_group(config.method, run.method, config.sampling.group)
     if config.sampling.temperature == 0:
         raise UserError(
             "sampling.temperature = 0 draws the same completion for every member of a group; "
@@ -321,8 +325,28 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     return make_placed(jax.random.key(run.config.seed), params), shardings
 
 
-def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text."""
+def train_sampler(run: Run) -> Any:
+    """Program 1 of a training step, compiled; None where the method draws nothing from text."""
+    draw = run.method.draw
+    group = run.config.sampling.group if draw.own else 0
+    if run.task is None and not group:
+        return None
+    return sampler_program(
+        run,
+        split="train",
+        group=group,
+        baselines=draw.baseline_members,
+        demonstrations=draw.demonstrations,
+    )
+
+
+def sampler_program(
+    run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
+) -> Any:
+    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text.
+
+    Demonstrations in text are joined to the groups on the host, by ``TextSource``.
+    """
     everywhere = replicated(run.mesh)
     if run.task is not None:
         on_task = partial(
@@ -333,6 +357,7 @@ def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> 
             network=run.network,
             group=group,
             baseline_members=baselines,
+            demonstrations=demonstrations,
         )
         return jax.jit(on_task)
     on_text = partial(

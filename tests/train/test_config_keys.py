@@ -81,7 +81,8 @@ def prompts(config):
     """What is asked and what is the answer."""
     run = build.setup(config)
     asked = {
-        s: [(p.text, p.tokens.tolist(), p.answer) for p in ps] for s, ps in run.prompts.items()
+        s: [(p.text, p.tokens.tolist(), p.answer, np.array(p.solution).tolist()) for p in ps]
+        for s, ps in run.prompts.items()
     }
     return asked, run.prompt_counts
 
@@ -97,10 +98,8 @@ def programs(config):
     run = build.setup(config)
     make, _ = build.state_layout(run)
     state = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), run.params)
-    n, group = config.train.prompts, config.sampling.group
-    sample = build.sampler_program(
-        run, split="train", group=group, baselines=run.method.draw.baseline_members
-    )
+    n = config.train.prompts
+    sample = build.train_sampler(run)
     ids = np.arange(n, dtype=np.int32)
     args = (state.key, state.params["policy"], np.int32(0), ids)
     if run.task is None:
@@ -243,6 +242,7 @@ ON_TEXT = {
     "data.question_key": (prompts, "data.question_key=ask"),
     "data.answer_key": (prompts, "data.answer_key=gold"),
     "data.answer_pattern": (prompts, "data.answer_pattern=is (.+)"),
+    "data.solution_key": (prompts, "data.solution_key=ask", "method=sft"),
     "data.system": (prompts, "data.system=be brief"),
     "data.template": (prompts, "data.template=chat"),
     "data.max_prompt_tokens": (prompts, "data.max_prompt_tokens=14"),
