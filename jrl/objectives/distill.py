@@ -1,4 +1,4 @@
-"""Learning from another law: divergences over the vocabulary or the sampled token, demonstrations.
+"""Learning from another law: divergences over the vocabulary or of the sampled token.
 
 A divergence is written once, as a function of two [V] vectors of log-probabilities, the student's
 and the teacher's. ``divergence`` makes a ``Statistic`` of one, to be minimised as the loss itself
@@ -254,31 +254,6 @@ def teacher_reward_to_go(normalise: bool = True) -> Transform:
         return jnp.where(live, later, 0), batch
 
     return stateless(apply, frozenset({"sampler_logprobs", "teacher_logprobs"}))
-
-
-def imitate_external(inner: Surrogate) -> Surrogate:
-    """Demonstrations are imitated, the policy's own samples get another surrogate.
-
-    On tokens that are ``external`` the loss is -A log pi, with no ratio, for they have no sampler;
-    A is what a transform made the demonstration worth, 0 for those not learned from.
-
-    Args:
-      inner: a surrogate over sequences, for the other tokens. It is shown a ratio of 1 on external
-        ones.
-    """
-
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        chex.assert_rank([advantages, mask], 1)
-        external = stats["external"] > 0
-        logprobs = stats["logprobs"]
-        own = dict(stats)
-        for name in ("sampler_logprobs", "proximal_logprobs"):
-            if name in own:
-                own[name] = jnp.where(external, jax.lax.stop_gradient(logprobs), own[name])
-        losses, metrics = inner.apply(own, advantages, mask & ~external)
-        return jnp.where(external, -advantages * logprobs, losses), metrics
-
-    return inner._replace(apply=apply, needs=inner.needs | {"external"})
 
 
 def _teacher_gap(batch: Batch) -> Array:
