@@ -225,7 +225,7 @@ class _Training:
         else:
             gather = partial(
                 collect,
-                draw=self._source(),
+                draw=build.with_rewards(run, self._source()),
                 prompts=config.train.prompts,
                 weights=np.array(list(run.weights.values()), np.float32),
                 method=run.method,
@@ -371,7 +371,7 @@ class _Training:
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        if self.evaluator.available:
+        if self.evaluator.available and build.trains_policy(self.run_):
             found = self.evaluator(state.key, state.params["policy"])
             self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
             metrics |= found.metrics
@@ -381,8 +381,8 @@ class _Training:
         """Last evaluation, summary and report."""
         after = self._evaluate(state)
         position, before = self.position, self.position.before or {}
-        # of held-out problems; of held-out pairs where there is nothing to solve
-        name = "accuracy" if self.evaluator.available else "pair_accuracy"
+        # of held-out problems; of held-out pairs in a run on pairs
+        name = "accuracy" if self.measure is None else "pair_accuracy"
         summary = {
             "accuracy_before": before.get(name),
             "accuracy_after": after.get(name),

@@ -23,7 +23,6 @@ from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.heads import value_head, value_network
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -41,12 +40,13 @@ from jrl.train.policies import (
     run_shape,
     run_task,
 )
-from jrl.train.rollout import check_group, task_rollout
+from jrl.train.reward_model import NAME, VALUES, ModelReward, load_reward_model, with_model_points
+from jrl.train.rollout import Draw, check_group, task_rollout
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
 from jrl.types import Network, Params, Prompt, TrainState, ValueNetwork
 
-TASK_REWARDS = ("verify", "partial")
+TASK_REWARDS = ("verify", "partial", NAME)
 
 
 class Run(NamedTuple):
@@ -70,6 +70,7 @@ class Run(NamedTuple):
       law: what is drawn from and trained.
       weights: reward part -> weight.
       judge: the reward part that says whether a completion is right.
+      reward_model: the trained one behind the reward part "model", or None.
       epochs: passes over each step's batch.
       params: the checkpoint's weights on the host, or None to draw them.
     """
@@ -91,6 +92,7 @@ class Run(NamedTuple):
     law: Law
     weights: dict[str, float]
     judge: str
+    reward_model: ModelReward | None
     epochs: int
     params: Params
 
@@ -123,8 +125,7 @@ def setup(config: Config) -> Run:
     check_vocabularies(network, networks)
     for each in (network, *networks.values()):
         check_fits(each, width, _max_new_tokens(config, task))
-    kinds = {"head": value_head, "network": value_network}
-    value = kinds[config.value.kind](network) if method.value else None
+    value = VALUES[config.value.kind](network) if method.value else None
     epochs = config.train.epochs or method.schedule.epochs
     updates = epochs * config.train.minibatches
     optimizer = make_optimizer(config.optimizer, config.train.steps, updates)
@@ -146,6 +147,7 @@ def setup(config: Config) -> Run:
         law=_law(config),
         weights=_weights(config, task),
         judge=_judge(config, task),
+        reward_model=load_reward_model(config, mesh),
         epochs=epochs,
         params=params,
     )
@@ -293,11 +295,19 @@ def _weights(config: Config, task: Task | None) -> dict[str, float]:
 def _judge(config: Config, task: Task | None) -> str:
     """The reward part that accuracy is measured by."""
     chosen = config.eval.reward
-    names = ["verify"] if task else list(_weights(config, task))
+    # A reward model says which of two is better, not what is right.
+    names = ["verify"] if task else [name for name in _weights(config, task) if name != NAME]
     if chosen is not None:
         if chosen not in names:
             raise choose("eval.reward", chosen, names)
         return chosen
+    if not names:
+        if config.data.eval is not None:
+            raise UserError(
+                "rewards.model alone does not say what is right; add [rewards.math] with "
+                "weight = 0 to measure accuracy, or remove data.eval"
+            )
+        return NAME
     checkers = [name for name in names if name in ("math", "exact")]
     found = checkers if len(checkers) == 1 else names
     if len(found) > 1:
@@ -309,12 +319,13 @@ def _judge(config: Config, task: Task | None) -> str:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The reward functions of a run on text."""
-    tables = config.rewards or {"math": RewardTable()}
+    """The reward functions of a run on text; a reward model is none of them."""
+    tables = {n: t for n, t in config.rewards.items() if n != NAME}
+    tables = tables if config.rewards else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
         {name: make_reward(name, **table.options) for name, table in tables.items()},
-        workers=pool.workers,
+        workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
         on_error=pool.on_error,
     )
@@ -427,6 +438,18 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     return made(jax.random.key(run.config.seed), params)
 
 
+def trains_policy(run: Run) -> bool:
+    """Whether what is trained can answer at all; a reward model's trunk cannot."""
+    return all_methods()[run.config.method].family != "reward_model"
+
+
+def with_rewards(run: Run, draw: Draw) -> Draw:
+    """A draw whose groups have every reward part of the run, that of a reward model included."""
+    if run.reward_model is None:
+        return draw
+    return with_model_points(draw, run.reward_model, list(run.weights).index(NAME))
+
+
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
@@ -455,7 +478,7 @@ def sampler_program(
             task_rollout,
             task=run.task,
             split=split,
-            parts=tuple(run.weights) if split == "train" else ("verify",),
+            parts=tuple(n for n in run.weights if n != NAME) if split == "train" else ("verify",),
             network=run.network,
             group=group,
             baseline_members=baselines,
@@ -501,6 +524,11 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
+    if run.reward_model is not None:
+        raise UserError(
+            "train.mode = 'compiled' and rewards.model are both given: a reward model scores "
+            "between the two programs; set train.mode to 'host'"
+        )
     return make_iteration(
         make_train_step(run),
         method=run.method,
