@@ -44,13 +44,10 @@ def init_state(
       UserError: the objective needs a frozen policy that is not given.
     """
     check_frozen(objective, frozen)
-    policy_key, value_key, root = jax.random.split(key, 3)
-    # A copy: the state is donated, and the caller's arrays must outlive it.
-    trained = {
-        "policy": network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
-    }
+    root, policy = init_policy(key, params, network=network)
+    trained = {"policy": policy}
     if value is not None:
-        trained["value"] = value.init(value_key)
+        trained["value"] = value.init(jax.random.split(key, 3)[1])
     # Buffers of their own: the state is donated, and a buffer cannot be donated twice.
     kept = {
         name: jax.tree.map(jnp.copy, frozen.get(name, trained["policy"]))
@@ -62,8 +59,16 @@ def init_state(
         opt_state=optimizer.init(trained),
         frozen=kept,
         method=objective.init(),
-        key=jax.random.key_data(root),
+        key=root,
     )
+
+
+def init_policy(key: Array, params: Params | None = None, *, network: Network) -> Any:
+    """The root key's data and the policy's tree of a state at step 0; see ``init_state``."""
+    policy_key, _, root = jax.random.split(key, 3)
+    # A copy: the state is donated, and the caller's arrays must outlive it.
+    policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    return jax.random.key_data(root), policy
 
 
 def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:

@@ -175,20 +175,16 @@ def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
     return batch.replace(stats=stats | jax.lax.stop_gradient(start))
 
 
-def live_statistics(parts: Parts, params: Params, batch: Batch, law: Law) -> Stats:
-    """The statistics that carry gradient, of a batch or a microbatch.
+def live_statistics(parts: Parts) -> Callable[[Params, Batch, Law], Stats]:
+    """What computes the statistics that carry gradient, of a batch or a microbatch.
 
-    Args:
-      parts: of the step.
-      params: those being trained and those of the frozen policies, by name.
-      batch: as ``complete`` and the advantage left it.
-      law: scalars.
+    Returns:
+      (params, batch, law) -> statistics. The params are those being trained and those of the
+      frozen policies, by name; the batch is as ``complete`` and the advantage left it.
     """
     objective = parts.objective
-    return score(
-        params,
-        batch,
-        law,
+    return partial(
+        score,
         network=parts.network,
         value=parts.value,
         want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}),
@@ -218,11 +214,11 @@ def _gradient(
     """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
     batch, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
-    counts = term_counts(objective, batch)
+    counts, live = term_counts(objective, batch), live_statistics(parts)
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
         batch, advantages = rows
-        stats = batch.stats | live_statistics(parts, params | frozen, batch, law)
+        stats = batch.stats | live(params | frozen, batch, law)
         terms, sums = policy_loss(objective, stats, batch, advantages, method)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
@@ -272,6 +268,12 @@ def _renew_reference(
 ) -> TrainState:
     """The state after a step, its reference drawn towards the policy or replaced by it."""
     policy, ref = state.params["policy"], state.frozen["ref"]
+    renewed = refresh_ref or ref_decay != 1
+    if renewed and jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, ref):
+        raise UserError(
+            "the method renews the reference from the policy, and the reference that is given is "
+            "of another shape; leave model.reference out"
+        )
     if ref_decay != 1:
 
         def mix(old: Array, new: Array) -> Array:
