@@ -322,7 +322,8 @@ def goal_conditioned(
       template: how a prompt names the score to reach.
 
     >>> given = {"prompt": "p", "chosen": "a", "rejected": "b"}
-    >>> two = goal_conditioned({**given, "chosen_score": 9, "rejected_score": 4}, "{prompt} {score}")
+    >>> scored = {**given, "chosen_score": 9, "rejected_score": 4}
+    >>> two = goal_conditioned(scored, "{prompt} {score}")
     >>> [(pair["prompt"], pair["chosen"], pair["rejected"]) for pair in two]
     [('p 9', 'a', 'b'), ('p 4', 'b', 'a')]
     """

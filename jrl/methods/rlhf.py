@@ -1,6 +1,6 @@
-"""Reinforcement learning from human feedback with a reward model: PPO and what papers add to it.
+"""Reinforcement learning from human feedback: PPO on a reward model, and what papers add to it.
 
-The reward model is a reward function, trained by ``bradley_terry``. Notation as in ``actor_critic``.
+The reward model is a reward function, trained by ``bradley_terry``. Notation as in ``ppo``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def mpo(
     """DPO on easy pairs first; then PPO on hard prompts, with the DPO model as the reference.
 
     "Mixed Preference Optimization: Reinforcement Learning with Data Selection and Better Reference
-    Model" (arXiv:2403.19443): a reward model's gap |r(y_w) - r(y_l)| parts the pairs at a threshold.
+    Model" (arXiv:2403.19443): a threshold on a reward model's |r(y_w) - r(y_l)| parts the pairs.
 
         stage "dpo"   -log sigmoid( beta h(y_w) - beta h(y_l) ) where the gap is above it
         stage "ppo"   PPO with reward r - ``kl_coef`` log(pi / pi_ref) where it is not

@@ -1,4 +1,4 @@
-"""A group of equivalent demonstrations preferred to inequivalent ones, beside on-policy learning."""
+"""Equivalent demonstrations preferred to inequivalent ones, beside on-policy learning."""
 
 from __future__ import annotations
 
