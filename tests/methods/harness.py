@@ -148,7 +148,7 @@ def as_batch(d, **changes):
     batch = Batch(
         prompt_tokens=jnp.zeros((n, 2), jnp.int32),
         prompt_lengths=jnp.ones(n, jnp.int32),
-        tokens=jnp.zeros((n, g, t), jnp.int32),
+        tokens=jnp.asarray(getattr(d, "tokens", np.zeros((n, g, t))), jnp.int32),
         lengths=jnp.asarray(d.lengths, jnp.int32),
         mask=jnp.asarray(d.mask),
         rewards=jnp.asarray(d.rewards, jnp.float32).reshape(n, g, -1),
