@@ -141,14 +141,14 @@ def adaptive_teacher(beta: float, beta2: float) -> Statistic:
     """
 
     def apply(laws: dict[str, Array], token: Array) -> Array:
-        dpo, reverse = laws["dpo"], laws["reverse_dpo"]
+        dpo, reverse = (jax.lax.stop_gradient(laws[name]) for name in ("dpo", "reverse_dpo"))
         weight = beta2 * 2 * distill.total_variation(dpo, reverse) + 1e-3
         # A token that one of the laws leaves out says nothing about the direction.
         known = jnp.isfinite(dpo) & jnp.isfinite(reverse)
         step = jnp.where(known, dpo - jnp.where(known, reverse, 0), 0)
         step = jnp.clip(step, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         teacher = jax.nn.log_softmax(dpo + weight * step)
-        teacher = jax.lax.stop_gradient(jnp.where(jnp.isnan(dpo + reverse), jnp.nan, teacher))
+        teacher = jnp.where(jnp.isnan(dpo + reverse), jnp.nan, teacher)
         return beta / weight * distill.reverse_kl(laws["policy"], teacher)
 
     return Statistic(f"adaptive_teacher_{beta}_{beta2}", apply, ("policy", "dpo", "reverse_dpo"))
