@@ -12,7 +12,6 @@ the ratio clip already holds.
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from jrl.objectives.transforms import per_token, stateless, trained
@@ -87,12 +86,12 @@ def _first(order: Array, open_to: Array, count: Array, batch: Batch) -> Array:
 
 def _token_lots(batch: Batch) -> Array:
     """[N, G, T] uint32: a random number of each token, from its member's "lot" and its place."""
-    members, places = batch.members, jnp.arange(batch.mask.shape[2])
+    members = batch.members
     default = jnp.arange(members.size).reshape(members.shape)
-    lots = batch.ids.get("lot", default)
-
-    def of_member(lot: Array) -> Array:
-        key = jax.random.key(lot)
-        return jax.vmap(lambda place: jax.random.bits(jax.random.fold_in(key, place)))(places)
-
-    return jax.vmap(jax.vmap(of_member))(lots)
+    lots = jnp.expand_dims(batch.ids.get("lot", default), 2).astype(jnp.uint32)
+    places = jnp.arange(batch.mask.shape[2], dtype=jnp.uint32)[None, None]
+    # The lot is random; mixing the place into its bits (MurmurHash3's last rounds) is enough.
+    bits = lots ^ (places * jnp.uint32(0x9E3779B9))
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)

@@ -261,7 +261,7 @@ def gae(
     """
 
     def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
-        own = decay
+        own: float | Array = decay
         if length_scale is not None:
             own = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
         advantages, returns = group.gae(rewards, estimates, mask, discount, own)

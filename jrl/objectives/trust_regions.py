@@ -188,7 +188,9 @@ def marked_penalty(
 
     def loss(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> tuple[Array, Stats]:
         ratio = bounded_exp(log_ratio)
-        losses = -ratio * advantages + coef * stats[mark] * jnp.abs(log_ratio)
+        # On-policy the penalty's slope is 0 by choice: JAX would take that of one side.
+        moved = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
+        losses = -ratio * advantages + coef * stats[mark] * moved
         return losses, {"ratio": ratio, "marked": stats[mark]}
 
     plain = ratio_surrogate(loss, correction)
