@@ -143,7 +143,7 @@ class JudgedEvaluator:
             objective=run.method.objective,
             optimizer=optax.identity(),
             value=run.value,
-            networks={},
+            networks=run.networks,
             minibatches=train.minibatches,
             microbatches=train.microbatches,
         )

@@ -120,7 +120,7 @@ def task_rollout(
             raise choose("rewards", part, judges)
 
     def judge(problem: Any, tokens: Array, length: Array) -> Array:
-        return jnp.stack([judges[part](problem, tokens, length) for part in parts])
+        return jnp.array([judges[part](problem, tokens, length) for part in parts], jnp.float32)
 
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
