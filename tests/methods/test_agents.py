@@ -70,8 +70,8 @@ def test_gigpo_without_deviations_is_the_papers():
 def test_where_no_state_is_seen_twice_it_is_grpo():
     d = ragged(1, ids=("step",))
     other = copy.deepcopy(d)
+    n, g = d.rewards.shape
     # every step in a state of its own
-    n, g, t = d.mask.shape
     other.ids["state"] = np.arange(n * g).reshape(n, g, 1) * 10 + d.ids["step"]
     expected = run(grpo(), d)
     for numbers in (d, other):

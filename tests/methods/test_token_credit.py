@@ -55,7 +55,7 @@ def test_with_all_tokens_kept_it_is_dapo():
 
 
 def test_a_nan_entropy_is_not_taken_for_a_small_one():
-    d = ragged(0)
+    d = ragged(4)
     n, i, ts = next(s for s in sequences(d) if standard(d, *s[:2]))
     at = n, i, ts[0]
     d.rollout_entropy[at] = np.nan
