@@ -115,3 +115,18 @@ def test_the_tracked_quantiles_settle_on_those_of_the_scores():
 def test_levels_in_the_wrong_order_are_refused():
     with pytest.raises(UserError, match=r"level_low = 0\.9; give a number below 0\.8"):
         riskpo(level_low=0.9)
+
+
+def test_tracked_quantiles_alone_see_a_bundle_whose_papers_are_all_alike():
+    d = ragged(5, 2, 3, 1)
+    d.members[:] = True
+    d.rewards[:] = 0.25
+    state = Quantiles(jnp.float32(0.0), jnp.float32(0.4), jnp.int32(3))
+    for quantiles, shifted, expected in (
+        ("batch", True, 0.0),
+        ("track", True, (0.25 - 0.4) / 0.6 / 2.5),
+        ("track", False, 0.25 / 0.6 / 2.5),
+    ):
+        transform = bundled_risk(size=1, quantiles=quantiles, shifted=shifted)
+        got, *_ = transform.apply(jnp.asarray(d.rewards, jnp.float32), as_batch(d), state)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
