@@ -191,12 +191,13 @@ def test_advantages_fall_with_the_entropy_of_the_answers(shape, expected):
     d.members[:] = True
     d.ids["answer"] = np.array([[3, 3, 8, 8]])  # log 2 of at most log 4
     scale = scale_by_answer_entropy(0.5, shape, 3.0)
-    values, *_ = scale.apply(jnp.ones((1, 4)), as_batch(d), ())
+    values, *_ = jax.jit(scale.apply)(jnp.ones((1, 4)), as_batch(d), ())
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
 def test_one_difficulty_for_the_whole_batch_is_that_of_its_mean_accuracy():
     d = ragged(1, 3, 4, 1)
-    values, *_ = scale_by_difficulty(over="batch").apply(jnp.ones((3, 4)), as_batch(d), ())
+    scale = scale_by_difficulty(over="batch")
+    values, *_ = jax.jit(scale.apply)(jnp.ones((3, 4)), as_batch(d), ())
     weight = np.exp(1 - d.rewards[d.members].mean())
     np.testing.assert_allclose(np.asarray(values)[d.members], weight, rtol=1e-5)

@@ -66,7 +66,7 @@ def test_a_linear_fall_meets_the_exponential_one_at_both_ends():
     d = ragged(4)
     with_probabilities(d, None)
     d.rollout_entropy[0] = -d.proximal_logprobs[0]  # no change of entropy in the first group
-    advantages = jnp.asarray(np.where(d.members, d.rewards, 0), jnp.float32)
+    advantages = jnp.asarray(d.rewards, jnp.float32)
     weights = {}
     for falloff in ("linear", "exponential"):
         transform = weigh_by_entropy_change(0.6, 0.02, falloff)
