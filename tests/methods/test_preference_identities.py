@@ -78,7 +78,6 @@ PEERS = {
     "dpo.robust": ("robust_dpo", {"noise": 0.1}, 1),
     "dpo.aot": ("aot", {}, 1),
     "dpo.aot_unpaired": ("aot", {"pairing": "unpaired"}, 1),
-    "dpo.bco_pair": ("bco", {}, 1),
     "dpo.sigmoid_norm": ("ddpo", {"gamma": 1.0}, 1),
     # TRL adds the two losses of a pair; the method's is the mean over completions.
     "dpo.sppo_hard": (
@@ -113,6 +112,15 @@ def test_the_penalty_of_orpo_is_trls():
     without, flat = run(get_method("orpo", lambda_=0.0), d)
     assert with_odds - without == pytest.approx(loss, abs=1e-6)
     np.testing.assert_allclose(slope["logprobs"] - flat["logprobs"], gradient, atol=2e-6)
+
+
+def test_bco_without_its_running_mean_is_trls():
+    loss, gradient = peer("dpo.bco_pair")
+    d = trl_batch()
+    d.proximal_logprobs = d.ref_logprobs.copy()  # where the mean log-ratio starts from 0
+    got, gradients = run(get_method("bco"), d)
+    assert got == pytest.approx(loss, rel=2e-5)
+    np.testing.assert_allclose(gradients["logprobs"], gradient, rtol=2e-4, atol=2e-6)
 
 
 def test_kto_at_a_given_divergence_is_trls():
@@ -278,7 +286,7 @@ def test_an_even_game_gives_exactly_nothing():
 
 
 def test_nash_md_without_a_divergence_is_reinforce_on_the_win_rate():
-    d = ragged(0)
+    d = ragged(1)
     plain = get_method("reinforce")
     assert_same(get_method("nash_md", tau=0.0), before(plain, win_rates(less=0.5)), d)
 
