@@ -17,6 +17,7 @@ import pytest
 from table import FAST, example
 
 from jrl.data.tasks import get_task
+from jrl.errors import UserError
 from jrl.methods import all_methods
 from jrl.methods.base import keep_all, same_rewards
 from jrl.models.config import ModelConfig
@@ -213,7 +214,19 @@ OTHERWISE = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+def out_of_reach(name):
+    """Whether a method reads what no network gives: such a run is refused."""
+    return any(statistic.over == "attention" for statistic in example(name).objective.statistics)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if out_of_reach(name)])
+def test_what_no_network_gives_is_refused_and_said(name):
+    assert "attention" in example(name).waits
+    with pytest.raises(UserError, match="attention"):
+        train(name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not out_of_reach(name)])
 def test_twenty_steps_stay_finite_and_move_the_right_way(name):
     before, after, metrics = train(name)
     for i, noted in enumerate(metrics):
@@ -238,7 +251,8 @@ def representatives():
     for name in NAMES:
         method = example(name)
         on_host = {"prompts", "rewards", "groups"} & set(method.seams)
-        if method.draw.own and not on_host and method.objective.frozen <= {"ref"}:
+        alone = not on_host and method.objective.frozen <= {"ref"}
+        if method.draw.own and alone and not out_of_reach(name):
             found.setdefault(all_methods()[name].family, name)
     return found
 
