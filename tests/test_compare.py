@@ -1,0 +1,154 @@
+"""Comparisons: the statistics against known numbers, and one small comparison from end to end."""
+
+import json
+
+import numpy as np
+import pytest
+import scipy.stats
+from typer.testing import CliRunner
+
+from jrl.cli import app
+from jrl.compare import compare, interquartile_mean, stratified_interval, write_comparison
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl
+
+TINY = (
+    *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("sampling.group=4", "train.prompts=4", "train.steps=2", "eval.problems=16"),
+    "warmup={steps=20, batch=16, learning_rate=1e-2}",
+    "optimizer={name='sgd', learning_rate=2.0}",
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 10, 50])
+def test_the_interquartile_mean_is_the_trimmed_mean(size):
+    scores = np.random.default_rng(size).normal(size=size)
+    assert interquartile_mean(scores) == pytest.approx(scipy.stats.trim_mean(scores, 0.25))
+
+
+def test_an_outlier_does_not_move_it():
+    assert interquartile_mean(np.array([0.4, 0.5, 0.6, 0.5, 99.0])) == pytest.approx(1.6 / 3)
+
+
+@pytest.mark.parametrize(
+    ("scores", "value", "low", "high"),
+    [
+        # What rliable 1.2.0 gives for the same scores, 50,000 resamples, 95 %.
+        ([[0.1, 0.5], [0.2, 0.9], [0.4, 0.4], [0.3, 0.8], [0.9, 0.6]], 0.5, 0.35, 0.7333),
+        ([[0.1], [0.2], [0.4], [0.3], [0.9], [0.35], [0.41]], 0.332, 0.21, 0.582),
+    ],
+)
+def test_the_interval_is_that_of_rliable(scores, value, low, high):
+    found = stratified_interval(np.array(scores), seed=0, resamples=50_000)
+    assert found == pytest.approx((value, low, high), abs=0.02)  # the ends are on a grid
+
+
+def test_runs_are_resampled_within_their_task():
+    """Tasks that every run scores alike leave nothing uncertain, however far apart they are."""
+    scores = np.array([[0.0, 1.0, 0.4]] * 4)
+    assert stratified_interval(scores, seed=0).low == stratified_interval(scores, seed=0).high
+    narrow = stratified_interval(np.array([[0.2], [0.4], [0.6], [0.8]]), seed=0, confidence=0.5)
+    wide = stratified_interval(np.array([[0.2], [0.4], [0.6], [0.8]]), seed=0)
+    assert wide.low < narrow.low < narrow.value < narrow.high < wide.high
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    out = tmp_path_factory.mktemp("compare") / "out"
+    lines = []
+    config = load_config(None, [*TINY, "seed=3"])
+    table = compare(
+        config,
+        methods=["rloo", "reinforce"],
+        tasks=["sequence"],
+        seeds=2,
+        out=out,
+        echo=lines.append,
+    )
+    return config, out, table, lines
+
+
+def test_a_comparison_leaves_results_table_and_plot(small):
+    _, out, table, lines = small
+    rows = read_jsonl(out / "results.jsonl")
+    assert [(r["task"], r["method"], r["seed"]) for r in rows] == [
+        ("sequence", method, seed) for method in ("rloo", "reinforce") for seed in (3, 4)
+    ]
+    assert all(len(r["reward"]) == 2 and r["skipped_updates"] == 0 for r in rows)
+    assert json.loads((out / "comparison.json").read_text()) == table
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    text = (out / "comparison.md").read_text()
+    for name in ("rloo", "reinforce"):
+        scores = [r["accuracy_after"] for r in rows if r["method"] == name]
+        assert table["methods"][name]["sequence"]["value"] == pytest.approx(np.mean(scores))
+        assert f"| {name} | {np.mean(scores):.3f} [" in text
+    assert any("rloo" in line for line in lines)
+
+
+def test_all_methods_begin_at_one_warm_start_and_see_the_same_problems(small):
+    rows = read_jsonl(small[1] / "results.jsonl")
+    by_method = {
+        method: [(r["accuracy_before"], r["reward"][0]) for r in rows if r["method"] == method]
+        for method in ("rloo", "reinforce")
+    }
+    assert (
+        by_method["rloo"] == by_method["reinforce"]
+    )  # the first rewards are those of the warm start
+    assert by_method["rloo"][0] != by_method["rloo"][1]
+    assert rows[0]["reward"][1] != rows[2]["reward"][1]
+
+
+def test_the_table_is_sorted_with_the_best_first(small, tmp_path):
+    config = small[0]
+    rows = [
+        {"task": t, "method": m, "seed": s, "accuracy_before": 0.1, "accuracy_after": a + s / 100}
+        | {"reward": [0.0, a]}
+        for t in ("x", "y")
+        for m, a in (("worse", 0.2), ("better", 0.6))
+        for s in range(3)
+    ]
+    table = write_comparison(tmp_path, rows, config)
+    assert list(table["methods"]) == ["better", "worse"]
+    found = table["methods"]["better"]["all"]
+    assert found["value"] == pytest.approx(0.61)
+    assert found["low"] <= found["value"] <= found["high"]
+
+
+def refused(tmp_path, *changes, methods=("grpo",), tasks=("sequence",), seeds=2):
+    with pytest.raises(UserError) as caught:
+        compare(
+            load_config(None, [*TINY, *changes]),
+            methods=list(methods),
+            tasks=list(tasks),
+            seeds=seeds,
+            out=tmp_path / "out",
+        )
+    assert not (tmp_path / "out").exists()
+    return str(caught.value)
+
+
+def test_what_cannot_be_compared_is_refused_by_name_before_anything_runs(tmp_path):
+    message = refused(tmp_path, methods=("grpo", "dapo", "grbo"))
+    assert "dapo: train.mode = 'compiled': the method edits groups on the host" in message
+    assert "grbo: " in message
+    assert "grpo: " not in message
+    assert "--methods grpo,grpo: name one or more, each once" in refused(
+        tmp_path, methods=("grpo", "grpo")
+    )
+    assert "--task sequence:hard; write NAME" in refused(tmp_path, tasks=("sequence:hard",))
+    assert "--seeds 1: an interval needs at least 2" in refused(tmp_path, seeds=1)
+    assert "objective.clip_high: every method" in refused(tmp_path, "objective.clip_high=0.3")
+
+
+def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
+    config, out, *_ = small
+    run = CliRunner().invoke(app, ["compare", str(config.run.dir), "--out", str(out)])
+    assert run.exit_code == 2
+    run = CliRunner().invoke(
+        app, ["compare", "configs/tiny.toml", "--out", str(out), "data.task=", "data.difficulty="]
+    )
+    assert "data.task is missing; name procedural tasks with --task" in run.output
+    run = CliRunner().invoke(app, ["compare", "configs/tiny.toml", "--out", str(out)])
+    assert "holds a comparison already; name a new directory" in run.output
