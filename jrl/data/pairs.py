@@ -196,6 +196,7 @@ def pairs_of_samples(
 
     Returns:
       One {"prompt", "chosen", "rejected"} for each prompt with such two; ties go to the earliest.
+      Empty completions are passed over.
 
     >>> drawn = [("5", 0.0), ("4", 1.0)]
     >>> samples = [{"prompt": "2+2=", "completion": c, "reward": r} for c, r in drawn]
@@ -204,7 +205,8 @@ def pairs_of_samples(
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for sample in samples:
-        groups.setdefault(sample["prompt"], []).append(sample)
+        if sample["completion"].strip():
+            groups.setdefault(sample["prompt"], []).append(sample)
     pairs = []
     for prompt, members in groups.items():
         best = max(members, key=lambda s: s["reward"])

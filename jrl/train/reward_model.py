@@ -56,9 +56,7 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     given = options.pop("path", None)
     if not isinstance(given, str) or options:
         wrong = f"unknown keys {', '.join(options)}" if options else f"path = {given!r}"
-        raise UserError(
-            f"rewards.model: {wrong}; it takes path, a run directory, and weight"
-        )
+        raise UserError(f"rewards.model: {wrong}; it takes path, a run directory, and weight")
     directory = Path(given)
     if not (directory / "config.toml").exists():
         raise UserError(

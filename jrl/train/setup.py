@@ -249,11 +249,18 @@ def _judged(
                 tokenizer,
                 system=data.system,
                 template="plain" if task else data.template,
-                max_prompt_tokens=task.prompt_tokens if task else data.max_prompt_tokens,
-                max_completion_tokens=_max_new_tokens(config, task),
+                max_prompt_tokens=_at_most(task and task.prompt_tokens, data.max_prompt_tokens),
+                max_completion_tokens=_at_most(
+                    task and task.completion_tokens, config.sampling.max_new_tokens
+                ),
                 overlong=data.overlong,
             )
     return judged, counts
+
+
+def _at_most(of_task: int | None, of_config: int) -> int:
+    """The lower of two limits, tokens."""
+    return of_config if of_task is None else min(of_task, of_config)
 
 
 def _tokens(judged: Judged) -> Sequence[Any]:
