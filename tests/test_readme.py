@@ -57,7 +57,7 @@ def test_every_command_is_listed_and_no_other():
     assert sorted(listed) == sorted(get_command(app).commands)
 
 
-@pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/"])
+@pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/", "benchmarks/"])
 def test_paths_exist(name):
     paths = set(re.findall(rf"`({name}[\w./-]+)`", README)) | {name}
     assert all((ROOT / path).exists() for path in paths), paths
@@ -65,7 +65,9 @@ def test_paths_exist(name):
 
 def test_configurations_and_overrides_load():
     commands = re.findall(r"jrl train (configs/\S+\.toml)([^\n`]*)", README)
-    assert {config for config, _ in commands} == {"configs/tiny.toml", "configs/gsm8k.toml"}
+    assert {config for config, _ in commands} == {
+        *("configs/tiny.toml", "configs/gsm8k.toml", "configs/dpo.toml")
+    }
     for config, overrides in commands:
         load_config(ROOT / config, re.findall(r"[\w.]+=[\w./]+", overrides))
 
