@@ -197,7 +197,7 @@ class _Start:
         assert task is not None
 
         def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, run.params)
+            state = make(key, run.params, {})
             policy = state.params["policy"]
             if warmup.steps:
                 policy, _ = warm_start(
@@ -235,7 +235,7 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
     iteration = build.make_train_iteration(run)
 
     def train(key: Array, policy: Params) -> tuple[Params, Any]:
-        state, curves = iterate(iteration, make(key, policy), run.law, run.config.train.steps)
+        state, curves = iterate(iteration, make(key, policy, {}), run.law, run.config.train.steps)
         return state.params["policy"], curves
 
     policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
