@@ -64,6 +64,8 @@ def numbers(name, seed=0, spread=0.3, reward=1.0):
     rewards = rng.choice([0.0, 0.25, 1.0], (N, g)) * reward
     rewards[3] = rewards[3, 0]  # equal rewards
     drawn = np.minimum(rng.normal(-1.5, 0.4, (N, g, T)), -0.01)
+    if spread > 1:  # ratios far above 1 need tokens that the sampler found unlikely
+        drawn -= np.abs(spread * rng.normal(size=drawn.shape)) * (rng.random(drawn.shape) < 0.5)
 
     def near():
         return np.minimum(drawn + spread * rng.normal(size=drawn.shape), -1e-3)
