@@ -235,6 +235,41 @@ def methods(
         _console().print(table)
 
 
+@app.command(short_help="Train several methods side by side.", no_args_is_help=True)
+def compare(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="Configuration file.")],
+    overrides: Overrides = None,
+    methods: Annotated[
+        str, typer.Option(help="Methods, separated by commas; each at its defaults.")
+    ] = "grpo,rloo",
+    seeds: Annotated[int, typer.Option(help="Runs of each method, side by side.", min=2)] = 5,
+    steps: Annotated[int | None, typer.Option(help="Training steps.", min=1)] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Procedural tasks, NAME or NAME:DIFFICULTY, separated by commas."),
+    ] = None,
+    out: Annotated[str, typer.Option(help="New directory to write to.")] = "comparison",
+) -> None:
+    """Train methods on procedural tasks, several seeds each, and compare what comes out.
+
+    The seeds of a method run as one program, and all methods begin at the same warm start. Writes
+    results.jsonl, comparison.md, .json and .png: interquartile means with bootstrap intervals.
+
+    Example: jrl compare configs/tiny.toml --methods grpo,rloo --steps 60 --task sorting,arithmetic
+    """
+    changes = [*(overrides or ()), *([] if steps is None else [f"train.steps={steps}"])]
+    chosen = _read(config, changes)
+    tasks = task if task is not None else chosen.data.task
+    if tasks is None:
+        raise UserError("data.task is missing; name procedural tasks with --task")
+    from jrl.compare import compare as run_comparison
+
+    names = [name.strip() for name in methods.split(",")]
+    places = [name.strip() for name in tasks.split(",")]
+    run_comparison(chosen, methods=names, tasks=places, seeds=seeds, out=Path(out), echo=typer.echo)
+    typer.echo((Path(out) / "comparison.md").read_text(encoding="utf-8").rstrip())
+
+
 @app.command("show-config", short_help="Print a whole configuration.", cls=_WithKeys)
 def show_config(
     config: Annotated[

@@ -225,8 +225,9 @@ class Evaluator:
             pool=self.pool,
             tokenizer=self.run.tokenizer,
         )
+        draw = source.draw if self.pool is None else build.with_rewards(self.run, source.draw)
         draws = [
-            source.draw(
+            draw(
                 stream(key, "eval", 0),
                 params,
                 np.int32(0),
@@ -240,6 +241,7 @@ class Evaluator:
             join(*(d.rewards for d in draws)),
             [prompt for d in draws for prompt in d.subject][:total],
             {},
+            jax.tree.map(join, *(d.ids for d in draws)),
         )
 
 
@@ -253,12 +255,15 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     Raises:
       UserError: ``run.dir`` holds a run but no such checkpoint.
     """
-    state, _ = build.new_state(run)
     directory = Path(run.config.run.dir or "") / "checkpoints"
     began = (directory.parent / "config.toml").exists()
     if run.config.run.dir is None or (checkpoint is None and not began):
-        return state.key, state.params["policy"], 0
-    wanted = {"step": state.step, "key": state.key, "params": {"policy": state.params["policy"]}}
+        return *build.new_policy(run), 0
+    wanted = {
+        "step": jax.ShapeDtypeStruct((), np.int32),
+        "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
+        "params": {"policy": build.policy_layout(run)},
+    }
     found, _ = Checkpoints(directory, 1).restore(wanted, checkpoint, subset=True)
     return found["key"], found["params"]["policy"], int(found["step"])
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.errors import UserError
 
@@ -123,7 +123,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec(("batch",)))
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Over how many parts the leading axis of a batch is divided."""
     return int(np.prod([mesh.shape[a] for a in RULES["batch"]]))
 

@@ -62,6 +62,14 @@ class ModelTable(Table):
         "sizes of a new model with random weights (vocab_size, layers, embed_dim, heads, kv_heads,"
         " head_dim, mlp_dim, ...); instead of path",
     )
+    teacher: str | None = _key(
+        None,
+        "policy to learn from, for methods that have a teacher: a Hugging Face checkpoint or a run"
+        " directory, of any size but with the policy's vocabulary",
+    )
+    reference: str | None = _key(
+        None, "reference policy, same forms; a copy of the policy as it starts when not set"
+    )
     dtype: DType = _key("float32", "type that activations are computed in")
     param_dtype: DType = _key("float32", "type that weights and optimizer state are kept in")
     remat: Literal["none", "full", "dots"] = _key(
@@ -73,7 +81,9 @@ class ValueTable(Table):
     """The value network, for methods that have one."""
 
     kind: Literal["head", "network"] = _key(
-        "head", "a linear head on the policy's last layer, or a network of its own"
+        "head",
+        "a linear head on the policy's last layer, or a network of its own, which starts from the"
+        " weights of model.path where there are some",
     )
 
 
@@ -86,10 +96,21 @@ class DataTable(Table):
     )
     train: str | None = _key(None, "training prompts: FILE.jsonl, FILE.parquet or tfds:NAME/SPLIT")
     eval: str | None = _key(None, "held-out prompts, same forms")
+    pairs: str | None = _key(
+        None,
+        "judged completions instead of prompts, same forms; a record holds chosen and rejected;"
+        " prompt, completion and label; or prompt, responses and scores, each text or messages",
+    )
+    eval_pairs: str | None = _key(None, "held-out judged completions, same forms")
     question_key: str = _key("question", "field of a record that holds the question")
     answer_key: str = _key("answer", "field of a record that holds the answer")
     answer_pattern: str | None = _key(
         None, "regular expression whose first group is the final answer inside the answer field"
+    )
+    solution_key: str | None = _key(
+        None,
+        "field that holds a worked solution, for methods that train on demonstrations; the whole"
+        " answer field when not set",
     )
     system: str | None = _key(None, "system message put before the question")
     template: str = _key(
@@ -303,6 +324,9 @@ class Config(Table):
     run: RunTable = _key(RunTable(), "")
     model: ModelTable = _key(ModelTable(), "")
     value: ValueTable = _key(ValueTable(), "")
+    frozen: dict[str, str] = _key(
+        {}, "directories of further policies that a method reads and does not train, by name"
+    )
     data: DataTable = _key(DataTable(), "")
     sampling: SamplingTable = _key(SamplingTable(), "")
     objective: dict[str, Any] = _key({}, "coefficients of the method, such as clip_high")
@@ -342,9 +366,13 @@ def _source_conflicts(config: Config) -> Iterator[str]:
     if data.task is not None and (data.train is not None or data.eval is not None):
         key = "data.train" if data.train is not None else "data.eval"
         yield f"data.task = {data.task!r} and {key} are both given; remove one"
-    for key in ("system", "answer_pattern", "tfds_dir"):
+    for key in ("system", "answer_pattern", "solution_key", "tfds_dir"):
         if data.task is not None and (value := getattr(data, key)) is not None:
             yield f"data.{key} = {value!r} is not read with data.task = {data.task!r}; remove one"
+    if data.eval_pairs is not None and data.pairs is None:
+        yield f"data.eval_pairs = {data.eval_pairs!r} needs data.pairs to train on"
+    if data.pairs is not None:
+        yield from _pair_conflicts(config)
     if data.task is None and data.train is not None:
         if config.train.mode == "compiled":
             yield "train.mode = 'compiled' needs data.task; for data.train set train.mode to 'host'"
@@ -353,6 +381,23 @@ def _source_conflicts(config: Config) -> Iterator[str]:
                 f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
                 " set it to 0"
             )
+
+
+def _pair_conflicts(config: Config) -> Iterator[str]:
+    """What says something about sampling, of which there is none with ``data.pairs``."""
+    data, sampling = config.data, config.sampling
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if value is not None:
+            yield f"data.pairs = {data.pairs!r} and {key} are both given; remove one"
+    if config.train.mode == "compiled":
+        yield "train.mode = 'compiled' samples from data.task; for data.pairs set it to 'host'"
+    if config.rewards:
+        names = ", ".join(f"rewards.{name}" for name in config.rewards)
+        yield f"{names}: data.pairs holds its own scores; remove {names}"
+    if (sampling.top_k, sampling.top_p, sampling.min_p) != (0, 1, 0):
+        yield (
+            "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
+        )
 
 
 def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:

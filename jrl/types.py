@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import chex
@@ -33,6 +34,8 @@ Params = Any
 """A nested dict of arrays."""
 Stats = dict[str, Array]
 """Per-token statistics by name, each ``[..., T]`` float32; see ``STATISTICS``."""
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+"""What is by name, where there is none."""
 
 STATISTICS: Mapping[str, str] = {
     "logprobs": "log-probability of the token under the policy being trained; carries gradient",
@@ -48,11 +51,20 @@ STATISTICS: Mapping[str, str] = {
     "shift": "what a preference loss subtracts from a log-ratio, written by a transform",
     "token_weight": "how much a token counts in its sequence's mean, written by a transform",
     "pair_weight": "how far the order of a pair is trusted, in [0, 1], written by a transform",
-    "step_end": "1 at the last token of each reasoning step, written by a transform",
+    "entropy_low": "least entropy that a smoothing term lets pass, written by a transform",
+    "entropy_high": "greatest entropy that a smoothing term lets pass, written by a transform",
+    "entropy_smoothing": "weight of the smoothing term at the token, written by a transform",
+    "pair_share": "what one preference pair of the group counts for, written by the advantage",
+    "pass_rate": "fraction of right answers in the group, written by a transform",
+    "item": "number of the token's item in a list, written by a transform",
+    "step": "number of the token's reasoning step, written by a transform",
+    "lot": "24 random bits of the member, fresh in every step, written by a transform",
+    "positive": "weight of a good completion's token in a likelihood term, written by a transform",
+    "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
-those said to be weights or marks. A part of an objective may bring further ones along, each a ``Statistic``."""
+weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
 class StopReason(enum.IntEnum):
@@ -75,6 +87,8 @@ class Prompt:
       tokens: [p] int32, the prompt's token ids; p differs from prompt to prompt.
       answer: what a reward function needs to judge a completion.
       meta: further fields of the source, passed to reward functions untouched.
+      solution: [s] int32, the token ids of a completion that the data gives, its end-of-text token
+        included; None where none was asked for.
     """
 
     id: int
@@ -82,6 +96,7 @@ class Prompt:
     tokens: np.ndarray
     answer: Any
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    solution: np.ndarray | None = None
 
 
 class Rollout(struct.PyTreeNode):
@@ -92,9 +107,11 @@ class Rollout(struct.PyTreeNode):
       prompt_lengths: [N] int32, tokens; at least 1.
       tokens: [N, G, T] int32, completion tokens from column 0; past ``lengths`` any value.
       lengths: [N, G] int32, completion tokens present, the stop token included.
-      mask: [N, G, T] bool, True where the policy drew the token (False for tool output, padding).
+      mask: [N, G, T] bool, True where the policy drew the token or a demonstration gave it (False
+        for tool output, padding).
       sampler_logprobs: [N, G, T] float32, nats, under the law actually drawn from; 0 outside mask.
-      versions: [N, G, T] int32, steps: the policy version that drew each token; -1 outside mask.
+      versions: [N, G, T] int32, steps: the policy version that drew each token; -1 where no policy
+        drew it: outside mask, and in demonstrations.
       stop: [N, G] int32, a ``StopReason``.
       baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
     """
@@ -144,6 +161,8 @@ class Batch(struct.PyTreeNode):
         that choose at random; and whatever the environment recorded ("turn", "step", "state",
         "stratum", "node"). A transform that finds no such label treats a completion as one turn,
         one step, one stratum.
+      notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
+        ``compute_advantages`` moves them to its metrics, so that the batch that goes on has none.
     """
 
     prompt_tokens: Array
@@ -158,6 +177,7 @@ class Batch(struct.PyTreeNode):
     truncated: Array
     stats: Stats = struct.field(default_factory=dict)
     ids: dict[str, Array] = struct.field(default_factory=dict)
+    notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
 
     def check(self) -> Batch:
         """Asserts the shapes and dtypes above; works on tracers. Returns self."""
@@ -255,7 +275,7 @@ class Transform(NamedTuple):
     Attributes:
       init: () -> state, a pytree; ``()`` for a transform that keeps nothing.
       apply: (advantages [N, G] or [N, G, T], batch, state) -> (advantages, batch, state). The batch
-        comes back because a transform may edit masks or add statistics (``returns``).
+        comes back because a transform may edit masks, add statistics (``returns``) or ``notes``.
       needs: names of the statistics that ``batch.stats`` must hold.
       statistics: those of them that it brings along, with ``start`` set.
     """

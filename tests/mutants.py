@@ -131,8 +131,8 @@ MUTANTS = {
     "a mean of means over microbatches": Mutant(
         9,
         "train/step.py",
-        "            terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}\n",
-        "            terms = {k: (t, c * microbatches) for k, (t, c) in terms.items()}\n",
+        "        terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}\n",
+        "        terms = {k: (t, c * microbatches) for k, (t, c) in terms.items()}\n",
     ),
     "moments forgotten on resume": Mutant(
         10,
@@ -198,14 +198,14 @@ MUTANTS = {
     "a reference that moves along": Mutant(
         8,
         "train/step.py",
-        'of({"policy": state.ref_params}',
-        'of({"policy": state.params["policy"]}',
+        "state.params | state.frozen,",
+        'state.params | {"ref": state.params["policy"]},',
     ),
     "epochs that reuse the first gradient": Mutant(
         8,
         "train/step.py",
-        "_gradient(carry[0], part",
-        "_gradient(state.params, part",
+        "_gradient(parts, carry[0], ",
+        "_gradient(parts, state.params, ",
     ),
     "the same minibatch every time": Mutant(
         8,

@@ -35,7 +35,16 @@ def test_every_check_has_a_mutant():
     assert len(mutants.MUTANTS) >= 10
 
 
-@pytest.mark.parametrize("name", mutants.MUTANTS)
+def _one_a_check_first():
+    """All names; those after the first of each check take long and are left to ``-m slow``."""
+    seen = set()
+    for name, mutant in mutants.MUTANTS.items():
+        marks = [pytest.mark.slow] if mutant.check in seen else []
+        seen.add(mutant.check)
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _one_a_check_first())
 def test_the_house_test_catches(name):
     caught, output = mutants.verdict(name)
     assert caught, output

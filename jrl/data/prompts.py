@@ -48,6 +48,7 @@ def build_prompts(
     question_key: str = "question",
     answer_key: str | None = "answer",
     answer_pattern: str | None = None,
+    solution_key: str | None = None,
     system: str | None = None,
     template: str = "chat",
     max_prompt_tokens: int,
@@ -63,6 +64,8 @@ def build_prompts(
       answer_pattern: a regular expression whose first group is the final answer inside the answer
         field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
         commas between its digits are removed. None takes the field as it is.
+      solution_key: the field that holds a completion to learn from, or None; its whole text and
+        the tokenizer's end-of-text token become ``Prompt.solution``.
       system: a system message, or None. Without a chat template it stands before the question, a
         blank line between.
       template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
@@ -107,7 +110,8 @@ def build_prompts(
             ids = ids[-max_prompt_tokens:]
             text = tokenizer.decode(ids, skip_special=False)
         meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
-        prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta))
+        solution = None if solution_key is None else _solution(row, solution_key, where, tokenizer)
+        prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
     if not prompts:
         raise UserError(
             f"all {len(source)} prompts are longer than data.max_prompt_tokens = "
@@ -161,6 +165,14 @@ def _answer(row: dict[str, Any], key: str, pattern: str | None, where: str) -> A
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         raise UserError(f"{where}: {key} is empty; every row needs an answer to judge by")
     return answer
+
+
+def _solution(row: dict[str, Any], key: str, where: str, tokenizer: Tokenizer) -> np.ndarray:
+    """[s] int32: the tokens of a completion that the row gives, the end-of-text token last."""
+    text = str(_field(row, key, where, "data.solution_key"))
+    if not text.strip():
+        raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
+    return np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
 
 
 def _text(question: str, tokenizer: Tokenizer, system: str | None, template: str) -> str:

@@ -6,10 +6,9 @@ rho_t the ratio of token t under the policy being trained to the one it was draw
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
-from jrl.methods.base import Method, Schedule, published, refill
+from jrl.methods.base import Method, published, refill
 from jrl.methods.domains import (
     AboveOne,
     AtLeastOne,
@@ -24,31 +23,24 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
-from jrl.objectives import advantages, aggregates, regularizers, surrogates, transforms
-from jrl.objectives.surrogates import named_correction
-from jrl.types import Objective, Regularizer, Transform
+from jrl.methods.parts import CENTRED, against_others, clipped, kl_term, normalised
+from jrl.objectives import aggregates, normalizers, transforms, trust_regions
 
 FAMILY = "group_relative"
-
-
-def _normalised(eps: float, ddof: int) -> Transform:
-    return transforms.per_group(partial(advantages.group_mean_std, eps=eps, ddof=ddof))
-
-
-def _kl(kind: str, coef: float) -> tuple[Regularizer, ...]:
-    """No term, and no reference policy, when the coefficient is 0."""
-    return () if is_zero(coef) else (regularizers.kl_in_loss(kind, coef),)
+ON_POLICY = "on-policy its gradient is that of REINFORCE with the same advantages"
 
 
 @published(
     paper="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
     arxiv="2402.03300",
     family=FAMILY,
+    identities=(ON_POLICY,),
 )
 def grpo(
     clip_low: NonNegative = 0.2,
     clip_high: NonNegative = 0.2,
     dual_clip: AboveOne | None = None,
+    off_policy_limit: Positive | None = None,
     kl_coef: NonNegative = 0.0,
     kl_kind: KlInLoss = "k3",
     eps: Positive = 1e-6,
@@ -69,23 +61,18 @@ def grpo(
     Departures: beta (``kl_coef``) is 0, as in most later work, and then no reference policy is
     kept; the paper trains with 0.04. The two clip bounds are separate arguments; the paper does not
     give their value, 0.2 is PPO's. ``eps`` is added to the deviation, which is the sample's
-    (``ddof=1``); the paper does not say which. ``dual_clip`` and ``correction`` are not in the
-    paper; see ``objectives.surrogates``.
+    (``ddof=1``); the paper does not say which. ``dual_clip``, ``correction`` and
+    ``off_policy_limit`` are not in the paper; see ``objectives.surrogates`` and, for the last,
+    ``objectives.trust_regions.mask_off_policy``.
     """
-    return Method(
-        Objective(
-            advantage=_normalised(eps, ddof),
-            surrogate=surrogates.clipped_ratio(
-                clip_low,
-                clip_high,
-                dual_clip=dual_clip,
-                correction=named_correction(correction, correction_cap),
-            ),
-            aggregate=aggregates.sequence_mean,
-            regularizers=_kl(kl_kind, kl_coef),
-        ),
-        schedule=Schedule(epochs),
-        min_group=2,
+    surrogate = clipped(clip_low, clip_high, correction, correction_cap, dual_clip)
+    if off_policy_limit is not None:
+        surrogate = trust_regions.mask_off_policy(surrogate, off_policy_limit)
+    return against_others(
+        normalised(eps, ddof),
+        surrogate,
+        regularizers=kl_term(kl_kind, kl_coef),
+        epochs=epochs,
     )
 
 
@@ -93,6 +80,7 @@ def grpo(
     paper="Understanding R1-Zero-Like Training: A Critical Perspective",
     arxiv="2503.20783",
     family=FAMILY,
+    identities=(ON_POLICY,),
 )
 def dr_grpo(
     max_tokens: Count,
@@ -114,17 +102,12 @@ def dr_grpo(
     Departures: the formula of the paper has no divisor; its code divides by the completion limit,
     as here. Completions without a trained token are not counted in G.
     """
-    return Method(
-        Objective(
-            advantage=transforms.per_group(advantages.mean_centred),
-            surrogate=surrogates.clipped_ratio(
-                clip_low, clip_high, correction=named_correction(correction, correction_cap)
-            ),
-            aggregate=aggregates.constant_norm(max_tokens),
-            regularizers=_kl(kl_kind, kl_coef),
-        ),
-        schedule=Schedule(epochs),
-        min_group=2,
+    return against_others(
+        CENTRED,
+        clipped(clip_low, clip_high, correction, correction_cap),
+        aggregates.constant_norm(max_tokens),
+        kl_term(kl_kind, kl_coef),
+        epochs,
     )
 
 
@@ -132,6 +115,7 @@ def dr_grpo(
     paper="DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
     arxiv="2503.14476",
     family=FAMILY,
+    identities=("at equal clips it is token-mean GRPO", ON_POLICY),
 )
 def dapo(
     max_tokens: Count,
@@ -168,25 +152,28 @@ def dapo(
     steps = [transforms.mask_truncated()] if mask_truncated else []
     if not is_zero(overlong_scale):
         steps.append(transforms.overlong_penalty(max_tokens, buffer, overlong_scale))
-    return Method(
-        Objective(
-            advantage=transforms.chain(*steps, _normalised(eps, ddof)),
-            surrogate=surrogates.clipped_ratio(
-                clip_low, clip_high, correction=named_correction(correction, correction_cap)
-            ),
-            aggregate=aggregates.token_mean,
-        ),
+    return against_others(
+        transforms.chain(*steps, normalised(eps, ddof)),
+        clipped(clip_low, clip_high, correction, correction_cap),
+        aggregates.token_mean,
+        epochs=epochs,
         groups=refill(min_std, max_rounds),
-        schedule=Schedule(epochs),
-        min_group=2,
     )
 
 
-@published(paper="Group Sequence Policy Optimization", arxiv="2507.18071", family=FAMILY)
-def gspo(
-    clip_low: NonNegative = 3e-4,
-    clip_high: NonNegative = 4e-4,
-    gradient: Annotated[str, Choice(("sequence", "token"))] = "sequence",
+@published(
+    paper="BNPO: Beta Normalization Policy Optimization",
+    arxiv="2506.02864",
+    family=FAMILY,
+    identities=(
+        "where the groups' means do not vary it is Dr. GRPO's advantage",
+        "with normalise=group it is token-mean GRPO",
+    ),
+)
+def bnpo(
+    normalise: Annotated[str, Choice(("beta", "group"))] = "beta",
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
     kl_coef: NonNegative = 0.0,
     kl_kind: KlInLoss = "k3",
     eps: Positive = 1e-6,
@@ -195,69 +182,64 @@ def gspo(
     correction_cap: AtLeastOne = 2.0,
     epochs: Count = 1,
 ) -> Method:
-    """GRPO with one ratio a completion: the geometric mean of its tokens' ratios, clipped.
+    """Advantages scaled by the density of a Beta law fitted to the batch, and a token mean.
 
-    "Group Sequence Policy Optimization" (arXiv:2507.18071):
+    "BNPO: Beta Normalization Policy Optimization" (arXiv:2506.02864), p being a group's mean reward
+    and a, b the Beta law with the mean and variance that p has over the batch's groups:
 
-        s_i = exp(1/|y_i| sum_t log rho_t)
-        loss = -1/G sum_i min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
+        A_i = (r_i - p) / f(p; 1 + a / 3, 1 + b / 3)
+        loss = -1/(sum_i |o_i|) sum_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
 
-    with A_i as in GRPO and the paper's clip bounds. ``gradient="token"`` is its GSPO-token. |y_i|
-    counts trained tokens. Departures: ``eps`` and ``ddof`` as in ``grpo``; ``correction`` is not in
-    the paper.
+    Rewards are to lie in [0, 1]. Departures: a, b come from the batch at hand, by moments, with
+    a + b of at most 300; one score is normalised, not each part of it as in the paper's
+    decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
+    ``normalise="group"``.
     """
-    return Method(
-        Objective(
-            advantage=_normalised(eps, ddof),
-            surrogate=surrogates.clipped_sequence_ratio(
-                clip_low,
-                clip_high,
-                gradient=gradient,
-                correction=named_correction(correction, correction_cap),
-            ),
-            aggregate=aggregates.sequence_mean,
-            regularizers=_kl(kl_kind, kl_coef),
-        ),
-        schedule=Schedule(epochs),
-        min_group=2,
+    beta = normalise == "beta"
+    return against_others(
+        normalizers.beta_normalised() if beta else normalised(eps, ddof),
+        clipped(clip_low, clip_high, correction, correction_cap),
+        aggregates.token_mean,
+        kl_term(kl_kind, kl_coef),
+        epochs,
     )
 
 
 @published(
-    paper="MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
-    arxiv="2506.13585",
+    paper="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL "
+    "Optimization",
+    arxiv="2601.05242",
     family=FAMILY,
+    identities=("with one reward part it is GRPO, its advantages normalised over the batch",),
 )
-def cispo(
-    clip_low: NonNegative = 1.0,
-    clip_high: NonNegative = 4.0,
+def gdpo(
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
+    kl_coef: NonNegative = 0.0,
+    kl_kind: KlInLoss = "k3",
     eps: Positive = 1e-6,
     ddof: Ddof = 1,
     correction: CorrectionName = "none",
     correction_cap: AtLeastOne = 2.0,
     epochs: Count = 1,
 ) -> Method:
-    """REINFORCE with clipped importance weights: no token ever loses its gradient to clipping.
+    """GRPO with every reward part normalised in its group before the parts are added up.
 
-    CISPO of "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention"
-    (arXiv:2506.13585):
+    "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization" (arXiv:2601.05242), with r_k the parts and w_k their weights:
 
-        loss = -1/(sum_i |o_i|) sum_i sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_i log pi_t
+        S_i = sum_k w_k (r_ik - mean(r_k)) / std(r_k),   A_i = (S_i - mean(S)) / std(S)
 
-    with A_i as in GRPO. The paper sets no lower bound (``clip_low`` 1 does that) and tunes the
-    upper one without giving it; the default, weights up to 5, is the upper bound that TRL's
-    documentation takes from "The Art of Scaling Reinforcement Learning Compute for LLMs"
-    (arXiv:2510.13786). Departures: ``eps`` and ``ddof`` as in ``grpo``; the dynamic sampling and
-    length penalty that the paper borrows from DAPO are not part of it.
+    the first over the group, the second over the batch's completions; then the loss of GRPO.
+    Departures: ``eps`` is added to each part's deviation and 1e-8 to the batch's variance, both
+    deviations as in ``grpo``; the paper does not give them.
     """
-    return Method(
-        Objective(
-            advantage=_normalised(eps, ddof),
-            surrogate=surrogates.cispo(
-                clip_low, clip_high, correction=named_correction(correction, correction_cap)
-            ),
-            aggregate=aggregates.token_mean,
+    return against_others(
+        transforms.chain(
+            normalizers.decoupled_parts(eps=eps, ddof=ddof),
+            transforms.whiten("sequences", ddof=ddof),
         ),
-        schedule=Schedule(epochs),
-        min_group=2,
+        clipped(clip_low, clip_high, correction, correction_cap),
+        regularizers=kl_term(kl_kind, kl_coef),
+        epochs=epochs,
     )

@@ -15,19 +15,15 @@ from jrl.methods.domains import (
     CorrectionName,
     Count,
     Fraction,
+    KlInLoss,
     KlInReward,
     NonNegative,
-    is_zero,
 )
+from jrl.methods.parts import CENTRED, against_others, clipped, kl_penalty, kl_term
 from jrl.objectives import advantages, aggregates, surrogates, transforms
-from jrl.objectives.surrogates import named_correction
-from jrl.types import Array, Batch, Objective, Transform
+from jrl.types import Array, Batch, Objective
 
 FAMILY = "reinforce"
-
-
-def _sequence_kl(kind: str, coef: float) -> tuple[Transform, ...]:
-    return () if is_zero(coef) else (transforms.kl_in_reward(kind, coef, level="sequence"),)
 
 
 @published(
@@ -35,6 +31,7 @@ def _sequence_kl(kind: str, coef: float) -> tuple[Transform, ...]:
     "Feedback in LLMs",
     arxiv="2402.14740",
     family=FAMILY,
+    identities=("it is REINFORCE with group-mean baseline, times G / (G - 1)",),
 )
 def rloo(kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
     """REINFORCE on whole completions, each against the mean of the group's others.
@@ -47,15 +44,13 @@ def rloo(kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
 
     Departures: beta (``kl_coef``) is 0 unless given; the divergence is that of the sampler's law.
     """
-    return Method(
-        Objective(
-            advantage=transforms.chain(
-                *_sequence_kl(kl_kind, kl_coef), transforms.per_group(advantages.leave_one_out)
-            ),
-            surrogate=surrogates.reinforce(),
-            aggregate=aggregates.sequence_sum,
+    return against_others(
+        transforms.chain(
+            *kl_penalty(kl_kind, kl_coef, "sequence"),
+            transforms.per_group(advantages.leave_one_out),
         ),
-        min_group=2,
+        surrogates.reinforce(),
+        aggregates.sequence_sum,
     )
 
 
@@ -86,18 +81,52 @@ def reinforce_plus_plus(
     from the authors' OpenRLHF, as do the population deviation and the 1e-8 added to its square.
     The clip is that of the paper's first version; bounds too wide to reach leave its last one.
     """
-    penalty = [] if is_zero(kl_coef) else [transforms.kl_in_reward(kl_kind, kl_coef)]
     return Method(
         Objective(
             advantage=transforms.chain(
-                *penalty, transforms.reward_to_go(discount), transforms.whiten("tokens")
+                *kl_penalty(kl_kind, kl_coef),
+                transforms.reward_to_go(discount),
+                transforms.whiten("tokens"),
             ),
-            surrogate=surrogates.clipped_ratio(
-                clip_low, clip_high, correction=named_correction(correction, correction_cap)
-            ),
+            surrogate=clipped(clip_low, clip_high, correction, correction_cap),
             aggregate=aggregates.token_mean,
         ),
         schedule=Schedule(epochs),
+    )
+
+
+@published(
+    paper="REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization",
+    arxiv="2501.03262",
+    family=FAMILY,
+    identities=("on-policy its gradient is that of REINFORCE with the same advantages",),
+)
+def reinforce_plus_plus_baseline(
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
+    kl_coef: NonNegative = 0.0,
+    kl_kind: KlInLoss = "k2",
+    correction: CorrectionName = "none",
+    correction_cap: AtLeastOne = 2.0,
+    epochs: Count = 1,
+) -> Method:
+    """REINFORCE++ against the mean of the prompt's completions, normalised over the whole batch.
+
+    The form for several samples a prompt of "REINFORCE++: Stabilizing Critic-Free Policy
+    Optimization with Global Normalization" (arXiv:2501.03262):
+
+        A_i = r_i - mean of the group,    then (A - mean) / std over the batch's tokens
+        loss = -mean over tokens of min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i) + beta k2
+
+    Departures: beta (``kl_coef``) is 0 unless given; population deviation and 1e-8 as in
+    ``reinforce_plus_plus``.
+    """
+    return against_others(
+        transforms.chain(CENTRED, transforms.whiten("tokens")),
+        clipped(clip_low, clip_high, correction, correction_cap),
+        aggregates.token_mean,
+        kl_term(kl_kind, kl_coef),
+        epochs,
     )
 
 
@@ -125,7 +154,7 @@ def remax(kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
     return Method(
         Objective(
             advantage=transforms.chain(
-                *_sequence_kl(kl_kind, kl_coef),
+                *kl_penalty(kl_kind, kl_coef, "sequence"),
                 transforms.per_group(advantages.greedy_baseline, _members_and_baseline),
             ),
             surrogate=surrogates.reinforce(),

@@ -87,6 +87,94 @@ def leave_one_out(rewards: Array, members: Array) -> Array:
     return mean_centred(rewards, members) * (live / jnp.maximum(live - 1, 1))
 
 
+def mean_scaled(rewards: Array, members: Array) -> Array:
+    """Each member's reward over the mean reward of its group, minus 1.
+
+    The advantage of MaxRL, "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710), for
+    rewards of 0 and 1: summed against the score function it is the mean score function of the right
+    completions less that of all.
+
+    Args:
+      rewards: [G] float, points, not negative. One group.
+      members: [G] bool, True where the member counts.
+
+    Returns:
+      [G] float, a pure number. Sums to zero. 0 for members that are not live, and for a group whose
+      mean reward is not above 0 (no success, nothing to imitate).
+
+    >>> mean_scaled(jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.ones(4, bool)).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    """
+    centred = mean_centred(rewards, members)
+    mean = jnp.sum(rewards, where=members) / jnp.maximum(members.sum(), 1)
+    # The comparison is false for a NaN, which then stays one.
+    return jnp.where(mean <= 0, 0, centred / jnp.where(mean <= 0, 1, mean))
+
+
+def length_weighted_centred(rewards: Array, members: Array, lengths: Array) -> Array:
+    """Each member's reward minus the mean reward of its group, weighted by length.
+
+    The optimal baseline of OPO, "On-Policy RL with Optimal Reward Baseline" (arXiv:2505.23585),
+    under its assumption that a completion's squared score function grows with its length.
+
+    Args:
+      rewards: [G] float, points. One group.
+      members: [G] bool, True where the member counts.
+      lengths: [G] float or int, trained tokens.
+
+    Returns:
+      [G] float, points. 0 for members that are not live, for a group with one live member, and
+      exactly 0 when all live rewards are equal.
+
+    >>> lengths = jnp.array([3.0, 1.0])
+    >>> length_weighted_centred(jnp.array([1.0, 0.0]), jnp.ones(2, bool), lengths).tolist()
+    [0.25, -0.75]
+    """
+    _check_group(rewards, members)
+    lowest = jnp.min(rewards, where=members, initial=jnp.inf)
+    shifted = jnp.where(members, rewards - lowest, 0)
+    weights = jnp.where(members, lengths, 0)
+    baseline = (weights * shifted).sum() / jnp.maximum(weights.sum(), 1)
+    return jnp.where(members & (members.sum() > 1), shifted - baseline, _kept_nan(shifted))
+
+
+def optimal_token_baseline(
+    returns: Array, energy: Array, mask: Array, *, lone_tail: bool = False
+) -> Array:
+    """Returns minus, at each place of a group, their mean weighted by the energy spent so far.
+
+    "The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv:2602.07078):
+
+        A_t = G_t - sum_i G_it W_it / sum_i W_it,  W_t = sum over live s <= t of w_s
+
+    over the members that are live at place t, with w the squared norm of a token's score function
+    with respect to the logits (or a stand-in for it).
+
+    Args:
+      returns: [G, T] float, points, the rewards to come at each token. One group.
+      energy: [G, T] float, w, not negative.
+      mask: [G, T] bool, True where live.
+      lone_tail: what a token gets at whose place no other member is live: True its return, as in
+        verl, False 0.
+
+    Returns:
+      [G, T] float, points. 0 where not live; exactly 0 where all returns of a place are equal.
+    """
+    chex.assert_rank([returns, energy, mask], 2)
+    chex.assert_equal_shape([returns, energy, mask])
+    live = mask.sum(axis=0, keepdims=True)
+    spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0), axis=1), 0)
+    # Where nothing was spent by anybody, all weigh the same.
+    none = spent.sum(axis=0, keepdims=True) <= 0
+    weights = jnp.where(none, mask, spent)
+    lowest = jnp.min(returns, axis=0, keepdims=True, where=mask, initial=jnp.inf)
+    shifted = jnp.where(mask, returns - lowest, 0)
+    total = jnp.where(live > 0, weights.sum(axis=0, keepdims=True), 1)
+    baseline = (weights * shifted).sum(axis=0, keepdims=True) / total
+    alone = returns if lone_tail else _kept_nan(shifted)
+    return jnp.where(mask, jnp.where(live > 1, shifted - baseline, alone), 0)
+
+
 def greedy_baseline(rewards: Array, members: Array, baseline: Array) -> Array:
     """Each member's reward minus the reward of the group's greedily drawn completion.
 
@@ -155,7 +243,7 @@ def reward_to_go(rewards: Array, mask: Array, discount: float = 1.0) -> Array:
 
 
 def gae(
-    rewards: Array, values: Array, mask: Array, discount: float, decay: float
+    rewards: Array, values: Array, mask: Array, discount: float, decay: float | Array
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates and the returns that the values are trained towards.
 
@@ -208,3 +296,8 @@ def _check_group(rewards: Array, members: Array) -> None:
     chex.assert_rank([rewards, members], 1)
     chex.assert_equal_shape([rewards, members])
     chex.assert_type([rewards, members], [float, bool])
+
+
+def _kept_nan(values: Array) -> Array:
+    """0, but NaN where a value is: what stands for a value that is not used must not hide one."""
+    return jnp.where(jnp.isnan(values), values, 0)

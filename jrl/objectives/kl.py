@@ -34,52 +34,33 @@ clamped ratio is zero."""
 def k1(logprobs: Array, ref_logprobs: Array) -> Array:
     """The log-ratio itself: unbiased, of either sign; its mean gradient as a loss is zero.
 
-    Args:
-      logprobs: [T] float, nats, under the policy that drew the tokens.
-      ref_logprobs: [T] float, nats.
-
-    Returns:
-      [T] float, nats. Not masked.
+    Arguments and result as for every estimator: the log-probabilities [...] float, nats, of tokens
+    under the policy p that drew them and under q, and [...] float, nats, not masked.
 
     >>> k1(jnp.array([-1.0]), jnp.array([-3.0])).tolist()
     [2.0]
     """
-    _check(logprobs, ref_logprobs)
-    return logprobs - ref_logprobs
+    return _log_ratio(logprobs, ref_logprobs)
 
 
 def k2(logprobs: Array, ref_logprobs: Array) -> Array:
     """Half the squared log-ratio: biased, never negative; its gradient is that of KL(p || q).
 
-    Args:
-      logprobs: [T] float, nats, under the policy that drew the tokens.
-      ref_logprobs: [T] float, nats.
-
-    Returns:
-      [T] float, nats. Not masked.
-
     >>> k2(jnp.array([-1.0]), jnp.array([-3.0])).tolist()
     [2.0]
     """
-    _check(logprobs, ref_logprobs)
-    return jnp.square(logprobs - ref_logprobs) / 2
+    return jnp.square(_log_ratio(logprobs, ref_logprobs)) / 2
 
 
 def k3(logprobs: Array, ref_logprobs: Array) -> Array:
     """exp(-d) - 1 + d: unbiased, never negative; its gradient is that of KL(q || p).
 
-    Args:
-      logprobs: [T] float, nats, under the policy that drew the tokens.
-      ref_logprobs: [T] float, nats.
-
-    Returns:
-      [T] float, nats. Not masked. The log-ratio is clamped to ``LOG_RATIO_LIMIT``.
+    The log-ratio d is clamped to ``LOG_RATIO_LIMIT``.
 
     >>> [round(x, 4) for x in k3(jnp.array([-1.0, -1.0]), jnp.array([-1.0, -2.0])).tolist()]
     [0.0, 0.3679]
     """
-    _check(logprobs, ref_logprobs)
-    d = jnp.clip(logprobs - ref_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = jnp.clip(_log_ratio(logprobs, ref_logprobs), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return jnp.expm1(-d) + d
 
 
@@ -132,6 +113,7 @@ class AdaptiveCoef(NamedTuple):
         return (coef * (1 + self.rate * error)).astype(jnp.float32)
 
 
-def _check(logprobs: Array, ref_logprobs: Array) -> None:
+def _log_ratio(logprobs: Array, ref_logprobs: Array) -> Array:
     chex.assert_equal_shape([logprobs, ref_logprobs])
     chex.assert_type([logprobs, ref_logprobs], float)
+    return logprobs - ref_logprobs

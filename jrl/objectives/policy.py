@@ -53,7 +53,7 @@ def compute_advantages(
       state: the new state.
       metrics: ``advantage_mean`` and ``advantage_std`` over trained tokens, ``zero_std_groups`` the
         fraction of groups of two or more whose live scores are all equal, ``nonfinite_rewards``
-        the fraction of live members whose score is NaN or infinite.
+        the fraction of live members whose score is NaN or infinite; and the transforms' ``notes``.
 
     Raises:
       UserError: when a statistic that a transform needs is not in ``batch.stats``.
@@ -64,6 +64,8 @@ def compute_advantages(
     score = batch.score()
     metrics = _score_metrics(score, batch.members)
     values, batch, inner = objective.advantage.apply(score, batch, state["advantage"])
+    metrics = jax.lax.stop_gradient(batch.notes) | metrics
+    batch = batch.replace(notes={})
     chex.assert_type(values, float)
     live = trained(batch)
     advantages = jnp.where(live, per_token(values, batch), 0).astype(jnp.float32)
@@ -93,7 +95,8 @@ def policy_loss(
       terms: "surrogate" and one entry for each regularizer: (sum, count). Not scaled.
       metrics: (sum, count) by name, over live tokens: those of the surrogate (numbers of a whole
         sequence or group are counted once for each that has a live token); ``approx_kl``, the k3
-        estimate of KL(sampler || policy), nats; the mean of each regularizer under its name; and
+        estimate of KL(sampler || policy), nats, over tokens that the policy drew; the mean of each
+        regularizer under its name; and
         ``nonfinite``, the fraction of live tokens whose loss is NaN or infinite. A NaN also makes
         the term NaN.
 
@@ -113,11 +116,11 @@ def policy_loss(
     lifted = jax.vmap(surrogate.apply) if over_groups else jax.vmap(jax.vmap(surrogate.apply))
     losses, per_token_metrics = lifted(_reads(surrogate, stats), advantages, live)
     terms = {"surrogate": _aggregate(objective.aggregate, losses, live, over_groups)}
+    metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
     if "sampler_logprobs" in stats:
         # Every method is watched, also those whose surrogate has no ratio.
         drift = k3(stats["sampler_logprobs"], stats["logprobs"])
-        per_token_metrics = {"approx_kl": drift, **per_token_metrics}
-    metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
+        metrics = {"approx_kl": _live_mean(drift, drawn(batch)), **metrics}
     finite = jnp.isfinite(losses)
     for regularizer in objective.regularizers:
         values = jax.vmap(jax.vmap(regularizer.value))(_reads(regularizer, stats), live)
@@ -127,6 +130,12 @@ def policy_loss(
         finite = finite & jnp.isfinite(values)
     metrics["nonfinite"] = _live_mean(~finite, live)
     return terms, metrics
+
+
+def drawn(batch: Batch) -> Array:
+    """[N, G, T] bool: the trained tokens that the policy drew, those of demonstrations left out."""
+    live = trained(batch)
+    return live & (batch.stats["external"] == 0) if "external" in batch.stats else live
 
 
 def term_counts(objective: Objective, batch: Batch) -> dict[str, Array]:
@@ -198,7 +207,7 @@ def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bo
 
 
 def _live_mean(values: Array, live: Array) -> Pair:
-    """Over live tokens; over sequences [N, G] or groups [N] with one, when that is what is given."""
+    """Over live tokens; of values [N, G] or [N], over the sequences or groups that have one."""
     live = live.any(axis=tuple(range(values.ndim, live.ndim)))
     values = jax.lax.stop_gradient(values).astype(jnp.float32)
     return jnp.where(live, values, 0).sum(), live.sum(dtype=jnp.float32)

@@ -43,7 +43,7 @@ def empty(slots: int, blank: Any) -> PromptTable:
       slots: places, at least 1.
       blank: a pytree of arrays or numbers: the values of one prompt never seen.
     """
-    values = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * slots), blank)
+    values = jax.tree.map(lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x))).copy(), blank)
     return PromptTable(jnp.full(slots, NOBODY, jnp.int32), values)
 
 

@@ -107,3 +107,26 @@ def value_loss(
 
     needs = frozenset({"values", "returns"} | (set() if clip is None else {"rollout_values"}))
     return Regularizer("value_loss", value, lambda state: coef, needs=needs, aggregate=aggregate)
+
+
+def positive_nll(coef: float = 0.1, *, aggregate: Aggregate | None = None) -> Regularizer:
+    """``coef`` times the mean negative log-probability of the tokens of good completions.
+
+    The positive-example language-model loss of "VAPO: Efficient and Reliable Reinforcement Learning
+    for Advanced Reasoning Tasks" (arXiv:2504.05118). It reads the statistic "positive" that
+    ``normalizers.mark_positive`` writes, with which a token mean is the mean over those tokens.
+
+    Args:
+      coef: mu of the paper, per nat.
+      aggregate: None to use the objective's, which has to be ``token_mean``.
+
+    Returns:
+      A regularizer named "positive_nll".
+    """
+
+    def value(stats: Stats, mask: Array) -> Array:
+        chex.assert_rank(mask, 1)
+        return -stats["logprobs"] * stats["positive"]
+
+    needs = frozenset({"positive"})
+    return Regularizer("positive_nll", value, lambda state: coef, needs=needs, aggregate=aggregate)

@@ -23,11 +23,11 @@ class Segments(NamedTuple):
     """Which items belong together.
 
     Attributes:
-      index: [...] int32, a dense number for each item's segment; meaningless where not live.
+      number: [...] int32, a dense number for each item's segment; meaningless where not live.
       live: [...] bool, True for items that count.
     """
 
-    index: Array
+    number: Array
     live: Array
 
 
@@ -126,7 +126,7 @@ def quantile(values: Array, seg: Segments, q: Array | float) -> Array:
     [1.5, 1.5, 1.5]
     """
     size = values.size
-    index, live = seg.index.reshape(size), seg.live.reshape(size)
+    index, live = seg.number.reshape(size), seg.live.reshape(size)
     flat = jnp.where(live, values.reshape(size), 0).astype(jnp.float32)
     ordered = flat[jnp.lexsort([flat, index, ~live])]
     # Dense indices grow in the order of this sort, so that a segment starts where the smaller ones
@@ -146,19 +146,19 @@ def _sum(values: Array, seg: Segments) -> Array:
     """[items] by segment index."""
     size = values.size
     kept = jnp.where(seg.live, values, 0).astype(jnp.float32).reshape(size)
-    return jax.ops.segment_sum(kept, seg.index.reshape(size), num_segments=size)
+    return jax.ops.segment_sum(kept, seg.number.reshape(size), num_segments=size)
 
 
 def _least(values: Array, seg: Segments) -> Array:
     size = values.size
     kept = jnp.where(seg.live, values, jnp.inf).astype(jnp.float32).reshape(size)
-    least = jax.ops.segment_min(kept, seg.index.reshape(size), num_segments=size)
+    least = jax.ops.segment_min(kept, seg.number.reshape(size), num_segments=size)
     return jnp.where(least == jnp.inf, 0, least)
 
 
 def _spread(by_segment: Array, seg: Segments) -> Array:
     """Each item's own segment's number; 0 where not live."""
-    return jnp.where(seg.live, by_segment[seg.index], 0)
+    return jnp.where(seg.live, by_segment[seg.number], 0)
 
 
 def _at_least_1(seg: Segments) -> Array:

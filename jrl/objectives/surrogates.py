@@ -13,7 +13,7 @@ policy and the sampler with an importance weight that carries no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -22,6 +22,9 @@ import jax.numpy as jnp
 from jrl.errors import choose
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.types import Array, Stats, Surrogate
+
+RatioLoss = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
+"""(log_ratio [T], advantages [T], mask [T], stats) -> (losses [T], metrics), of one sequence."""
 
 
 class Correction(NamedTuple):
@@ -45,11 +48,12 @@ class Correction(NamedTuple):
         """[T] float32, the weight of each token; no gradient passes through it."""
         log_weight = stats["proximal_logprobs"] - stats["sampler_logprobs"]
         if self.level != "token":
-            total = jnp.where(mask, log_weight, 0).sum()
-            if self.level == "geometric":
-                total = total / jnp.maximum(mask.sum(), 1)
+            geometric = self.level == "geometric"
+            total = (
+                live_mean(log_weight, mask) if geometric else jnp.where(mask, log_weight, 0).sum()
+            )
             log_weight = jnp.broadcast_to(total, mask.shape)
-        weight = jax.lax.stop_gradient(_exp(log_weight))
+        weight = jax.lax.stop_gradient(bounded_exp(log_weight))
         if self.kind == "none":
             return jnp.where(jnp.isnan(weight), weight, 1)
         if self.kind == "truncate":
@@ -62,12 +66,16 @@ CORRECTIONS: dict[str, Callable[[float], Correction | None]] = {
     "none": lambda cap: None,
     "proximal": lambda cap: Correction("none"),
     "tis": lambda cap: Correction("truncate", "token", 0.0, cap),
-    "sequence_tis": lambda cap: Correction("truncate", "sequence", 0.0, cap),
+    "mis": lambda cap: Correction("mask", "token", 0.0, cap),
     "icepop": lambda cap: Correction("mask", "token", 1 / cap, cap),
+    "sequence_tis": lambda cap: Correction("truncate", "sequence", 0.0, cap),
     "sequence_mis": lambda cap: Correction("mask", "sequence", 0.0, cap),
+    "geometric_mis": lambda cap: Correction("mask", "geometric", 1 / cap, cap),
 }
-"""By name, from the greatest weight. "tis": truncated importance sampling; "icepop": tokens whose
-weight leaves [1 / cap, cap] are dropped; "sequence_mis": sequences whose weight exceeds it are."""
+"""By name, from the greatest weight. "tis": truncated importance sampling; "mis": masked, tokens
+whose weight exceeds the cap are dropped; "icepop": those whose weight leaves [1 / cap, cap] are;
+"sequence_tis", "sequence_mis": the same with the weight of the whole sequence; "geometric_mis":
+sequences are dropped whose tokens' geometric mean leaves [1 / cap, cap]."""
 
 
 def named_correction(name: str, cap: float) -> Correction | None:
@@ -111,12 +119,10 @@ def clipped_ratio(
     [-1.2, 1.6487]
     """
 
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        log_ratio = _log_ratio(stats, correction)
-        losses, metrics = _clipped(_exp(log_ratio), advantages, clip_low, clip_high, dual_clip)
-        return _corrected(losses, metrics, stats, mask, correction)
+    def loss(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        return _clipped(bounded_exp(log_ratio), advantages, clip_low, clip_high, dual_clip)
 
-    return Surrogate(_checked(apply), _needs(correction))
+    return ratio_surrogate(loss, correction)
 
 
 def clipped_sequence_ratio(
@@ -146,18 +152,15 @@ def clipped_sequence_ratio(
     if gradient not in ("sequence", "token"):
         raise choose("gradient", gradient, ("sequence", "token"))
 
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        log_ratio = _log_ratio(stats, correction)
-        mean = jnp.where(mask, log_ratio, 0).sum() / jnp.maximum(mask.sum(), 1)
-        ratio = jnp.broadcast_to(_exp(mean), mask.shape)
+    def loss(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> tuple[Array, Stats]:
+        ratio = jnp.broadcast_to(bounded_exp(live_mean(log_ratio, mask)), mask.shape)
         if gradient == "token":
             logprobs = stats["logprobs"]
             one = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
             ratio = jax.lax.stop_gradient(ratio) * one
-        losses, metrics = _clipped(ratio, advantages, clip_low, clip_high, None)
-        return _corrected(losses, metrics, stats, mask, correction)
+        return _clipped(ratio, advantages, clip_low, clip_high, None)
 
-    return Surrogate(_checked(apply), _needs(correction))
+    return ratio_surrogate(loss, correction)
 
 
 def cispo(
@@ -176,19 +179,17 @@ def cispo(
       correction: None for ratios against the sampler.
     """
 
-    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        log_ratio = jax.lax.stop_gradient(_log_ratio(stats, correction))
-        ratio = _exp(log_ratio)
+    def loss(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> tuple[Array, Stats]:
+        ratio = jax.lax.stop_gradient(bounded_exp(log_ratio))
         weight = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
         metrics = {
             "ratio": ratio,
             "clip_fraction_low": ratio < 1 - clip_low,
             "clip_fraction_high": ratio > 1 + clip_high,
         }
-        losses = -weight * advantages * stats["logprobs"]
-        return _corrected(losses, metrics, stats, mask, correction)
+        return -weight * advantages * stats["logprobs"], metrics
 
-    return Surrogate(_checked(apply), _needs(correction))
+    return ratio_surrogate(loss, correction)
 
 
 def reinforce() -> Surrogate:
@@ -205,7 +206,7 @@ def reinforce() -> Surrogate:
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         return -advantages * stats["logprobs"], {}
 
-    return Surrogate(_checked(apply), frozenset())
+    return Surrogate(checked(apply), frozenset())
 
 
 def nll() -> Surrogate:
@@ -214,10 +215,44 @@ def nll() -> Surrogate:
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         return -stats["logprobs"], {}
 
-    return Surrogate(_checked(apply), frozenset())
+    return Surrogate(checked(apply), frozenset())
 
 
-def _checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Callable:
+def ratio_surrogate(loss: RatioLoss, correction: Correction | None = None) -> Surrogate:
+    """A surrogate from its loss as a function of log-ratios: all that PPO's relatives differ in.
+
+    Args:
+      loss: (log_ratio [T] nats, advantages [T], mask [T], stats) -> (losses [T], metrics), the
+        ratios not clamped (``bounded_exp`` does that).
+      correction: None for ratios against the sampler; else they are against the policy at the start
+        of the training step, and the losses are multiplied by the correction's weight.
+    """
+    against = "sampler_logprobs" if correction is None else "proximal_logprobs"
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        losses, metrics = loss(stats["logprobs"] - stats[against], advantages, mask, stats)
+        if correction is not None:
+            weight = correction.weight(stats, mask)
+            losses = losses * weight
+            metrics = {**metrics, "correction_weight": weight}
+        return losses, {name: value.astype(jnp.float32) for name, value in metrics.items()}
+
+    return Surrogate(checked(apply), frozenset({"sampler_logprobs", against}))
+
+
+def bounded_exp(log_ratio: Array) -> Array:
+    """Exp with its argument clamped to ``LOG_RATIO_LIMIT``; NaN stays NaN."""
+    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def live_mean(values: Array, mask: Array) -> Array:
+    """[] float32: the mean of [T] values under the mask, 0 where nothing is live."""
+    return jnp.where(mask, values, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+def checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Callable:
+    """The ``apply`` of one sequence with its shapes and types asserted."""
+
     def check_then_apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask, stats["logprobs"]], 1)
         chex.assert_equal_shape([advantages, mask, *stats.values()])
@@ -225,23 +260,6 @@ def _checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Cal
         return apply(stats, advantages, mask)
 
     return check_then_apply
-
-
-def _needs(correction: Correction | None) -> frozenset[str]:
-    if correction is None:
-        return frozenset({"sampler_logprobs"})
-    return frozenset({"sampler_logprobs", "proximal_logprobs"})
-
-
-def _log_ratio(stats: Stats, correction: Correction | None) -> Array:
-    """[T] nats, not clamped: ``_exp`` does that."""
-    against = "sampler_logprobs" if correction is None else "proximal_logprobs"
-    return stats["logprobs"] - stats[against]
-
-
-def _exp(log_ratio: Array) -> Array:
-    """Exp with its argument clamped to ``LOG_RATIO_LIMIT``; NaN stays NaN."""
-    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def _clipped(
@@ -260,13 +278,3 @@ def _clipped(
         kept = jnp.where(beyond, dual, kept)
         metrics["clip_fraction_dual"] = beyond
     return -kept * advantages, metrics
-
-
-def _corrected(
-    losses: Array, metrics: Stats, stats: Stats, mask: Array, correction: Correction | None
-) -> tuple[Array, Stats]:
-    if correction is not None:
-        weight = correction.weight(stats, mask)
-        losses = losses * weight
-        metrics = {**metrics, "correction_weight": weight}
-    return losses, {name: value.astype(jnp.float32) for name, value in metrics.items()}

@@ -239,21 +239,37 @@ def reward_to_go(discount: float = 1.0) -> Transform:
     return stateless(apply)
 
 
-def gae(discount: float = 1.0, decay: float = 0.95) -> Transform:
+def gae(
+    discount: float = 1.0,
+    decay: float = 0.95,
+    *,
+    value_decay: float | None = None,
+    length_scale: float | None = None,
+) -> Transform:
     """Generalised advantage estimates; writes the value network's targets to ``returns``.
 
     Args:
       discount: the factor for one live token, in [0, 1].
       decay: lambda, in [0, 1].
+      value_decay: lambda of the value network's targets, when it is another one.
+      length_scale: alpha of a lambda by length, max(0, 1 - 1 / (alpha l)) for l live tokens, in
+        place of ``decay``: the length-adaptive estimates of "VAPO: Efficient and Reliable
+        Reinforcement Learning for Advanced Reasoning Tasks" (arXiv:2504.05118).
 
     Returns:
       A transform to [N, G, T] that reads ``rollout_values`` and adds ``batch.stats["returns"]``.
     """
 
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
-            return group.gae(rewards, estimates, mask, discount, decay)
+    def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
+        own: float | Array = decay
+        if length_scale is not None:
+            own = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
+        advantages, returns = group.gae(rewards, estimates, mask, discount, own)
+        if value_decay is not None:
+            _, returns = group.gae(rewards, estimates, mask, discount, value_decay)
+        return advantages, returns
 
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         advantages, returns = jax.vmap(jax.vmap(one))(
             token_rewards(values, batch), batch.stats["rollout_values"], trained(batch)
         )

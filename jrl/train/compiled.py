@@ -21,12 +21,21 @@ import optax
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.methods.base import Method
+from jrl.methods.base import Method, Schedule
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups, task_rollout, to_batch
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step
-from jrl.types import Array, Batch, Network, Params, TrainState, ValueNetwork, stream
+from jrl.types import (
+    NOTHING,
+    Array,
+    Batch,
+    Network,
+    Params,
+    TrainState,
+    ValueNetwork,
+    stream,
+)
 
 Hyperparameters = Mapping[str, Array | float]
 Iterate = Callable[[TrainState, Law], tuple[TrainState, Metrics]]
@@ -77,10 +86,14 @@ def make_iteration(
             split="train",
             parts=tuple(weights),
             network=network,
-            group=group,
+            group=group if method.draw.own else 0,
             baseline_members=method.draw.baseline_members,
+            demonstrations=method.draw.demonstrations,
         )
-        return step(state, to_batch(groups.rollout, groups.rewards, part_weights), law)
+        batch = to_batch(
+            groups.rollout, groups.rewards, part_weights, groups.ids, own=method.draw.own
+        )
+        return step(state, batch, law)
 
     return iteration
 
@@ -191,6 +204,8 @@ def make_run(
     group: int,
     weights: Mapping[str, float],
     value: ValueNetwork | None = None,
+    frozen: Mapping[str, Params] = NOTHING,
+    networks: Mapping[str, Network] = NOTHING,
     splits: Mapping[str, int] | None = None,
     warmup: Mapping[str, Any] | None = None,
     eval_problems: int = 512,
@@ -207,6 +222,8 @@ def make_run(
       group: G.
       weights: reward part -> weight.
       value: the value network, for methods that need one.
+      frozen: policies that the method reads and does not train, by name, such as "teacher".
+      networks: those of them that are not like the policy.
       splits: epochs, minibatches, microbatches of ``make_step``.
       warmup: steps, batch and learning_rate of ``warm_start``; None for none.
       eval_problems: held-out problems of the two evaluations.
@@ -230,13 +247,18 @@ def make_run(
         if "temperature" in hyperparameters:
             law = law.replace(temperature=jnp.asarray(hyperparameters["temperature"], jnp.float32))
         state = init_state(
-            key, network=network, objective=method.objective, optimizer=rate, value=value
+            key,
+            network=network,
+            objective=method.objective,
+            optimizer=rate,
+            value=value,
+            frozen=frozen,
         )
         if warmup is not None:
             policy, _ = warm_start(
                 state.key, state.params["policy"], task=task, network=network, **warmup
             )
-            state = with_policy(state, policy, rate)
+            state = with_policy(state, policy, rate, keep_ref="ref" in frozen)
         accuracy = partial(
             held_out, law=make_law(0.0), task=task, network=network, problems=eval_problems
         )
@@ -247,7 +269,8 @@ def make_run(
                 objective=method.objective,
                 optimizer=rate,
                 value=value,
-                **({"epochs": method.schedule.epochs} | dict(splits or {})),
+                networks=networks,
+                **(_arguments(method.schedule) | dict(splits or {})),
             ),
             method=method,
             task=task,
@@ -263,12 +286,28 @@ def make_run(
     return run
 
 
+def _arguments(schedule: Schedule) -> dict[str, Any]:
+    """A method's schedule as arguments of ``make_step``."""
+    return schedule._asdict()
+
+
 def with_policy(
-    state: TrainState, policy: Params, optimizer: optax.GradientTransformation
+    state: TrainState,
+    policy: Params,
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_ref: bool = False,
 ) -> TrainState:
-    """The state with another policy from step 0: fresh moments, the reference refreshed too."""
+    """The state with another policy from step 0: fresh moments, the reference refreshed too.
+
+    Args:
+      state: at step 0.
+      policy: its new tree.
+      optimizer: that of the state.
+      keep_ref: the reference was given, so it stays as it is.
+    """
     params = state.params | {"policy": policy}
     frozen = state.frozen
-    if "ref" in frozen:
+    if "ref" in frozen and not keep_ref:
         frozen = frozen | {"ref": jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=optimizer.init(params), frozen=frozen)

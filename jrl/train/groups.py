@@ -56,8 +56,7 @@ def collect(
     groups = _edit(method, draw(key, params, version, places))
     cursor += prompts
     if editor.keep is keep_all:
-        batch = to_batch(groups.rollout, groups.rewards, weights)
-        return place_batch(batch, mesh), groups, cursor
+        return place_batch(_batch(method, groups, weights), mesh), groups, cursor
     groups = _to_host(groups)
     kept = _keep(editor, groups, weights)
     rounds = 1
@@ -79,10 +78,14 @@ def collect(
         "groups_missing": float(prompts - live.sum()),
     }
     groups = _take(groups, order)._replace(counts=counts)
-    batch = to_batch(groups.rollout, groups.rewards, weights)
+    batch = _batch(method, groups, weights)
     mask = np.asarray(batch.mask) & live[:, None, None]
     members = np.asarray(batch.members) & live[:, None]
     return place_batch(batch.replace(mask=mask, members=members), mesh), groups, cursor
+
+
+def _batch(method: Method, groups: Groups, weights: Any) -> Batch:
+    return to_batch(groups.rollout, groups.rewards, weights, groups.ids, own=method.draw.own)
 
 
 def _edit(method: Method, groups: Groups) -> Groups:
@@ -100,9 +103,9 @@ def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
 
 
 def _to_host(groups: Groups) -> Groups:
-    rollout, rewards = jax.device_get((groups.rollout, groups.rewards))
+    rollout, rewards, ids = jax.device_get((groups.rollout, groups.rewards, groups.ids))
     subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
-    return groups._replace(rollout=rollout, rewards=rewards, subject=subject)
+    return groups._replace(rollout=rollout, rewards=rewards, subject=subject, ids=ids)
 
 
 def _join(a: Groups, b: Groups) -> Groups:
@@ -111,11 +114,14 @@ def _join(a: Groups, b: Groups) -> Groups:
 
     subject = a.subject + b.subject if isinstance(a.subject, list) else both(a.subject, b.subject)
     counts = {k: a.counts.get(k, 0) + b.counts.get(k, 0) for k in a.counts | b.counts}
-    return Groups(both(a.rollout, b.rollout), both(a.rewards, b.rewards), subject, counts)
+    return Groups(
+        both(a.rollout, b.rollout), both(a.rewards, b.rewards), subject, counts, both(a.ids, b.ids)
+    )
 
 
 def _take(groups: Groups, rows: np.ndarray) -> Groups:
     pick = lambda tree: jax.tree.map(lambda x: x[rows], tree)  # noqa: E731
     many = isinstance(groups.subject, list)
     subject = [groups.subject[i] for i in rows] if many else pick(groups.subject)
-    return Groups(pick(groups.rollout), pick(groups.rewards), subject, groups.counts)
+    rollout, rewards, ids = pick((groups.rollout, groups.rewards, groups.ids))
+    return Groups(rollout, rewards, subject, groups.counts, ids)

@@ -33,6 +33,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.train import setup as build
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.groups import collect
+from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
 from jrl.train.rollout import Draw, Groups, TextSource, samples_of
 from jrl.train.setup import Run
 from jrl.train.step import Metrics, Step
@@ -113,11 +114,14 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
     enable_compile_cache()
     run = build.setup(config)
     build.check_trainable(run)
-    for split, counts in run.prompt_counts.items():
+    if run.method.waits:
+        echo(f"{config.method}: the objective alone is trained; {run.method.waits}")
+    for split, counts in run.data_counts.items():
         echo(f"data.{split}: {counts}")
     with contextlib.ExitStack() as stack:
         # First, so that a wrong name in [rewards] leaves the run directory free for the right one.
-        pool = None if run.task else stack.enter_context(build.reward_pool(config))
+        unread = run.task is not None or run.judged
+        pool = None if unread else stack.enter_context(build.reward_pool(config))
         writer = RunWriter(config, mesh=dict(run.mesh.shape))
         stack.callback(writer.close)
         stack.enter_context(jax.set_mesh(run.mesh))
@@ -145,6 +149,15 @@ class _Training:
         self.checkpoints, self.compiles = checkpoints, compiles
         self.config = run.config
         self.evaluator = Evaluator(run, pool)
+        self.source: JudgedSource | None = None
+        self.measure: JudgedEvaluator | None = None
+        if run.judged:
+            sizes = sizes_of(*run.judged.values())
+            seed = self.config.seed if self.config.data.shuffle else None
+            prompts = self.config.train.prompts
+            self.source = JudgedSource(run.judged["pairs"], sizes, prompts, seed, run.mesh)
+            if "eval_pairs" in run.judged:
+                self.measure = JudgedEvaluator(run, sizes)
         self.law = jax.device_put(run.law, replicated(run.mesh))
         self.position = Position()
         self.clock = time.perf_counter()
@@ -194,7 +207,7 @@ class _Training:
                 out_shardings=(jax.tree.map(lambda x: x.sharding, state.params["policy"]), None),
             )
             policy, losses = warm(state.key, state.params["policy"])
-            state = with_policy(state, policy, run.optimizer)
+            state = with_policy(state, policy, run.optimizer, keep_ref="ref" in run.networks)
             self.echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
         before = self._evaluate(state)
         self.position = self.position._replace(before=before)
@@ -206,14 +219,18 @@ class _Training:
         self, state: TrainState, shardings: TrainState, stopping: threading.Event
     ) -> TrainState:
         config, run = self.config, self.run_
-        gather = partial(
-            collect,
-            draw=self._source(),
-            prompts=config.train.prompts,
-            weights=np.array(list(run.weights.values()), np.float32),
-            method=run.method,
-            mesh=run.mesh,
-        )
+        gather: Collect
+        if self.source is not None:
+            gather = self.source.collect
+        else:
+            gather = partial(
+                collect,
+                draw=build.with_rewards(run, self._source()),
+                prompts=config.train.prompts,
+                weights=np.array(list(run.weights.values()), np.float32),
+                method=run.method,
+                mesh=run.mesh,
+            )
 
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
@@ -221,9 +238,8 @@ class _Training:
             self._after_step(done, state, metrics | groups.counts, cursor)
             every = config.log.samples_every
             if every and (done == 1 or done % every == 0):
-                records = samples_of(
-                    groups, run.tokenizer, run.task, run.weights, config.log.samples
-                )
+                task = None if run.judged else run.task
+                records = samples_of(groups, run.tokenizer, task, run.weights, config.log.samples)
                 self.writer.write_samples(done, records)
             self._save_if_due(done, state)
             return stopping.is_set()
@@ -241,10 +257,7 @@ class _Training:
 
     def _source(self) -> Draw:
         config, run = self.config, self.run_
-        baselines = run.method.draw.baseline_members
-        program = build.sampler_program(
-            run, split="train", group=config.sampling.group, baselines=baselines
-        )
+        program = build.train_sampler(run)
         if run.task is not None:
             return partial(program, law=self.law)
         return TextSource(
@@ -255,6 +268,8 @@ class _Training:
             law=self.law,
             pool=self.pool,
             tokenizer=run.tokenizer,
+            demonstrations=run.method.draw.demonstrations,
+            max_new_tokens=config.sampling.max_new_tokens,
         ).draw
 
     def _task(self) -> Task:
@@ -312,7 +327,11 @@ class _Training:
         tokens = float(metrics["completion_tokens"])
         parts = metrics.pop("reward_parts")
         metrics |= {f"reward/{n}": p for n, p in zip(self.run_.weights, parts, strict=True)}
-        metrics.setdefault("kl", metrics.get("approx_kl"))
+        if self.source is not None:  # the scores are the data's, and say nothing about the policy
+            for name in ("reward", "reward_std", "reward/score", "zero_std_groups"):
+                metrics.pop(name, None)
+        if "approx_kl" in metrics:  # not in supervised training, which draws nothing
+            metrics.setdefault("kl", metrics["approx_kl"])
         metrics |= {
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
@@ -332,7 +351,7 @@ class _Training:
             self._save(state)
             self.checkpoints.wait()
             raise NonFinite(
-                f"step {done}: the gradient is not finite (reward {record['reward']}, loss "
+                f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
                 f"{record['loss']}); its update was left out and the state saved in "
                 f"{self.checkpoints.directory}. Look for NaN rewards in samples.jsonl, or lower "
                 "optimizer.learning_rate or optimizer.clip_norm"
@@ -351,19 +370,22 @@ class _Training:
         self.checkpoints.save(int(state.step), state, extra=self.position._asdict())
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
-        if not self.evaluator.available:
-            return {}
-        found = self.evaluator(state.key, state.params["policy"])
-        self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
-        return found.metrics
+        metrics: dict[str, float] = {}
+        if self.evaluator.available and build.trains_policy(self.run_):
+            found = self.evaluator(state.key, state.params["policy"])
+            self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
+            metrics |= found.metrics
+        return metrics if self.measure is None else metrics | self.measure(state)
 
     def _finish(self, state: TrainState) -> dict[str, Any]:
         """Last evaluation, summary and report."""
         after = self._evaluate(state)
         position, before = self.position, self.position.before or {}
+        # of held-out problems; of held-out pairs in a run on pairs
+        name = "accuracy" if self.measure is None else "pair_accuracy"
         summary = {
-            "accuracy_before": before.get("accuracy"),
-            "accuracy_after": after.get("accuracy"),
+            "accuracy_before": before.get(name),
+            "accuracy_after": after.get(name),
             "steps": int(state.step),
             "train_seconds": position.seconds,
             "tokens_per_second": position.tokens / max(position.seconds, 1e-9),

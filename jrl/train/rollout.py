@@ -20,11 +20,12 @@ from jrl.data.prompts import pad_prompts
 from jrl.data.sources import order
 from jrl.data.tasks import Task
 from jrl.errors import UserError, choose
+from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.draw import Law
 from jrl.sampling.engine import generate
-from jrl.types import Array, Batch, Network, Params, Prompt, Rollout, StopReason, stream
+from jrl.types import NOTHING, Array, Batch, Network, Params, Prompt, Rollout, StopReason, stream
 
 
 class Groups(NamedTuple):
@@ -36,12 +37,14 @@ class Groups(NamedTuple):
       subject: what the prompts were about: the task's problems (a pytree with N rows) or a list of
         N ``Prompt``.
       counts: numbers by name, such as reward functions that ran out of time.
+      ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
     """
 
     rollout: Rollout
     rewards: Any
     subject: Any
     counts: dict[str, float]
+    ids: dict[str, Any]
 
 
 Draw = Callable[[Array, Params, Any, Any], Groups]
@@ -64,6 +67,7 @@ def task_rollout(
     network: Network,
     group: int,
     baseline_members: int = 0,
+    demonstrations: int = 0,
 ) -> Groups:
     """Problems, completions and rewards in one program; the same function in every mode.
 
@@ -79,8 +83,9 @@ def task_rollout(
       split: "train" or "eval".
       parts: reward parts, of "verify" and "partial".
       network: the policy.
-      group: members drawn from the law.
+      group: members drawn from the law; 0 draws nothing at all.
       baseline_members: further members drawn greedily.
+      demonstrations: last members, each the task's own solution.
 
     Returns:
       The groups; their subject is the problems, with N rows.
@@ -88,32 +93,97 @@ def task_rollout(
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
     problem_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
     problems = jax.vmap(lambda k: task.generate(k, split))(problem_keys)
-    rollout = generate(
-        stream(key, sample, step),
-        params,
-        problems.tokens,
-        problems.length,
-        law,
-        step,
-        ids,
-        network=network,
-        group=group,
-        max_new_tokens=task.completion_tokens,
-        stop_tokens=(task.stop_id,),
-        baseline_members=baseline_members,
-    )
+    members = []
+    if group:
+        drawn = generate(
+            stream(key, sample, step),
+            params,
+            problems.tokens,
+            problems.length,
+            law,
+            step,
+            ids,
+            network=network,
+            group=group,
+            max_new_tokens=task.completion_tokens,
+            stop_tokens=(task.stop_id,),
+            baseline_members=baseline_members,
+        )
+        members.append(drawn)
+    if demonstrations:
+        solutions = jax.vmap(partial(_solution, task))(problems)
+        members.append(given(problems.tokens, problems.length, *solutions, demonstrations))
+    rollout = join_members(members)
     judges = {"verify": task.verify, "partial": task.partial}
     for part in parts:
         if part not in judges:
             raise choose("rewards", part, judges)
 
     def judge(problem: Any, tokens: Array, length: Array) -> Array:
-        return jnp.stack([judges[part](problem, tokens, length) for part in parts])
+        return jnp.array([judges[part](problem, tokens, length) for part in parts], jnp.float32)
 
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
     )
-    return Groups(rollout, rewards, problems, {})
+    return Groups(rollout, rewards, problems, {}, {"prompt": ids})
+
+
+def _solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
+    """ONE problem's solution: tokens [T], length [] with the stop token, whether it has one."""
+    tokens, length = task.solution(problem)
+    at = jnp.arange(tokens.shape[0])
+    bare = (tokens[length - 1] != task.stop_id) & (length < tokens.shape[0])
+    tokens = jnp.where(bare & (at == length), task.stop_id, tokens)
+    length = (length + bare).astype(jnp.int32)
+    return tokens, length, tokens[length - 1] == task.stop_id
+
+
+# ---------------------------------------------------------------- demonstrations
+
+
+def given(
+    prompt_tokens: Any, prompt_lengths: Any, tokens: Any, lengths: Any, whole: Any, count: int
+) -> Rollout:
+    """Completions that the data gives, as a rollout that no policy drew: their versions are -1.
+
+    Args:
+      prompt_tokens: [N, P] int32.
+      prompt_lengths: [N] int32.
+      tokens: [N, T] int32, on the host or the device.
+      lengths: [N] int32, tokens.
+      whole: [N] bool, False where the completion had to be cut.
+      count: members of each group, all alike.
+    """
+    xp: Any = np if isinstance(tokens, np.ndarray) else jnp
+    n, t = tokens.shape
+
+    def members(x: Any) -> Any:
+        return xp.repeat(x[:, None], count, axis=1)
+
+    stop = xp.where(whole, int(StopReason.STOP_TOKEN), int(StopReason.LENGTH))
+    return Rollout(
+        prompt_tokens=prompt_tokens,
+        prompt_lengths=prompt_lengths,
+        tokens=members(tokens),
+        lengths=members(lengths),
+        mask=members(xp.arange(t)[None] < lengths[:, None]),
+        sampler_logprobs=xp.zeros((n, count, t), np.float32),
+        versions=xp.full((n, count, t), -1, np.int32),
+        stop=members(stop.astype(np.int32)),
+        baseline=xp.zeros((n, count), bool),
+    ).check()
+
+
+def join_members(rollouts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of the same prompts as one, the members of each after those of the one before."""
+    if len(rollouts) == 1:
+        return rollouts[0]
+    xp: Any = np if isinstance(rollouts[0].tokens, np.ndarray) else jnp
+    bare = [r.replace(prompt_tokens=None, prompt_lengths=None) for r in rollouts]
+    joined = jax.tree.map(lambda *parts: xp.concatenate(parts, axis=1), *bare)
+    return joined.replace(
+        prompt_tokens=rollouts[0].prompt_tokens, prompt_lengths=rollouts[0].prompt_lengths
+    )
 
 
 # ---------------------------------------------------------------- prompts in text
@@ -126,33 +196,44 @@ class TextSource(NamedTuple):
       prompts: all of them, in the source's order.
       width: P, tokens.
       seed: of the order, or None for the source's own order.
-      program: ``jax.jit`` of ``generate`` with its keyword arguments bound.
+      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.
       law: scalars.
       pool: the reward functions; None gives every completion 0 points.
       tokenizer: turns completions into text for them.
+      demonstrations: last members of each group, each the prompt's own solution.
+      max_new_tokens: T, where a solution is cut.
     """
 
     prompts: Sequence[Prompt]
     width: int
     seed: int | None
-    program: Callable[..., Rollout]
+    program: Callable[..., Rollout] | None
     law: Law
     pool: RewardPool | None
     tokenizer: Tokenizer
+    demonstrations: int = 0
+    max_new_tokens: int = 0
 
     def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
         """See ``Draw``."""
         chosen = [self.prompts[i] for i in place(self.seed, positions, len(self.prompts))]
         tokens, lengths = pad_prompts(chosen, self.width)
-        sample_key = stream(key, "sample", step)
-        rollout = self.program(sample_key, params, tokens, lengths, self.law, step, positions)
-        return self.judge(chosen, jax.device_get(rollout))
+        members = []
+        if self.program is not None:
+            sample_key = stream(key, "sample", step)
+            drawn = self.program(sample_key, params, tokens, lengths, self.law, step, positions)
+            members.append(jax.device_get(drawn))
+        if self.demonstrations:
+            solutions = pad_solutions(chosen, self.max_new_tokens)
+            members.append(given(tokens, lengths, *solutions, self.demonstrations))
+        return self.judge(chosen, join_members(members))
 
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
         """Rewards of completions, all reward functions at once."""
         n, g, _ = rollout.tokens.shape
+        ids = {"prompt": np.array([prompt.id for prompt in chosen], np.int32)}
         if self.pool is None:
-            return Groups(rollout, np.zeros((n, g, 1), np.float32), chosen, {})
+            return Groups(rollout, np.zeros((n, g, 1), np.float32), chosen, {}, ids)
         texts = completions(rollout, self.tokenizer)
         samples = [
             Sample(
@@ -164,7 +245,29 @@ class TextSource(NamedTuple):
             for i in range(n * g)
         ]
         scores, counts = self.pool.scores(samples, group=g)
-        return Groups(rollout, scores.reshape(n, g, -1), chosen, counts)
+        return Groups(rollout, scores.reshape(n, g, -1), chosen, counts, ids)
+
+
+def pad_solutions(
+    prompts: Sequence[Prompt], size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The prompts' own solutions as arrays: tokens [N, size], lengths [N], whole [N] bool.
+
+    Raises:
+      UserError: a prompt has none.
+    """
+    tokens = np.zeros((len(prompts), size), np.int32)
+    lengths = np.zeros(len(prompts), np.int32)
+    whole = np.zeros(len(prompts), bool)
+    for i, prompt in enumerate(prompts):
+        if prompt.solution is None:
+            raise UserError(
+                f"prompt {prompt.id} has no solution to learn from; name the field that holds it "
+                "in data.solution_key"
+            )
+        lengths[i], whole[i] = min(len(prompt.solution), size), len(prompt.solution) <= size
+        tokens[i, : lengths[i]] = prompt.solution[:size]
+    return tokens, lengths, whole
 
 
 def place(seed: int | None, positions: np.ndarray, size: int) -> list[int]:
@@ -192,7 +295,10 @@ def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
 def samples_of(
     groups: Groups, tokenizer: Any, task: Task | None, weights: Mapping[str, float], count: int
 ) -> list[dict[str, Any]]:
-    """The first ``count`` completions as records for people, with the reward parts by name.
+    """Some completions of several prompts as records for people, with the reward parts by name.
+
+    At least two members a prompt where there are, from the first to the last, so that a greedy
+    baseline or a demonstration is among them.
 
     Args:
       groups: from a draw.
@@ -203,9 +309,11 @@ def samples_of(
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
     n, g, _ = rollout.tokens.shape
+    each = min(g, max(2, -(-count // n)))
+    members = np.linspace(0, g - 1, each).round().astype(int).tolist()
+    places = [(row, member) for row in range(n) for member in members]
     records = []
-    for i in range(min(count, n * g)):
-        row, member = divmod(i, g)
+    for row, member in places[:count]:
         if task is not None:
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
@@ -223,6 +331,7 @@ def samples_of(
                 "length": length,
                 "member": member,
                 "baseline": bool(rollout.baseline[row, member]),
+                "demonstration": bool(external(rollout)[row, member].any()),
             }
         )
     return records
@@ -231,14 +340,31 @@ def samples_of(
 # ---------------------------------------------------------------- groups to batch
 
 
-def to_batch(rollout: Rollout, rewards: Array, weights: Array) -> Batch:
+def external(rollout: Rollout) -> Any:
+    """[N, G, T] bool: the tokens that are trained on and that no policy drew."""
+    return rollout.mask & (rollout.versions < 0)
+
+
+def to_batch(
+    rollout: Rollout,
+    rewards: Array,
+    weights: Array,
+    ids: Mapping[str, Array] = NOTHING,
+    *,
+    own: bool = True,
+) -> Batch:
     """What the training step reads; pure, so that compiled runs use it too.
 
     Args:
       rollout: from the sampler.
       rewards: [N, G, R] float32, points.
       weights: [R] float32.
+      ids: of ``Groups``.
+      own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
     """
+    stats = {"external": external(rollout).astype(np.float32)}
+    if own:
+        stats["sampler_logprobs"] = rollout.sampler_logprobs
     members = ~rollout.baseline
     return Batch(
         prompt_tokens=rollout.prompt_tokens,
@@ -251,15 +377,19 @@ def to_batch(rollout: Rollout, rewards: Array, weights: Array) -> Batch:
         members=members,
         baseline=rollout.baseline,
         truncated=rollout.stop == StopReason.LENGTH,
-        stats={"sampler_logprobs": rollout.sampler_logprobs},
+        stats=stats,
+        ids=dict(ids),
     )
 
 
-def check_group(method_name: str, min_group: int, group: int) -> None:
-    """Raises UserError when a group-relative method is given groups too small to compare in."""
-    if group < min_group:
+def check_group(name: str, method: Method, group: int) -> None:
+    """Raises UserError when a method that compares members is given groups too small for it."""
+    draw = method.draw
+    members = (group if draw.own else 0) + draw.demonstrations
+    needed = max(method.min_group, 2 if method.objective.surrogate.over == "group" else 1)
+    if members < needed:
         raise UserError(
-            f"sampling.group = {group}: method {method_name!r} compares the samples of one prompt "
-            f"and needs at least {min_group}; raise sampling.group or choose a method without a "
-            "group baseline, such as reinforce_plus_plus or ppo"
+            f"sampling.group = {group}: method {name!r} compares the samples of one prompt "
+            f"and needs at least {needed} of them; raise sampling.group or choose a method without "
+            "a group baseline, such as reinforce_plus_plus or ppo"
         )

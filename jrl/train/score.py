@@ -6,18 +6,18 @@ a chunk of them at a time, forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jrl.mesh import constrain
-from jrl.sampling.draw import Law, token_logprobs
-from jrl.types import Array, Batch, Network, Params, Stats, ValueNetwork
+from jrl.mesh import batch_shards, constrain
+from jrl.sampling.draw import Law, log_law, token_logprobs
+from jrl.types import NOTHING, Array, Batch, Network, Params, Statistic, Stats, ValueNetwork
 
 _LOGITS_AT_ONCE = 2**24
-"""Logits held at a time, in numbers (64 MiB of float32); more rows are walked in chunks."""
+"""Logits that a device holds at a time, in numbers (64 MiB of float32); more go in chunks."""
 
 
 class Rows(NamedTuple):
@@ -59,46 +59,88 @@ def rows(batch: Batch) -> Rows:
 
 def head_statistics(
     params: Params,
-    hidden: Array,
+    hidden: dict[str, Array],
     tokens: Array,
     *,
-    network: Network,
+    networks: Mapping[str, Network],
     law: Law,
-    entropy: bool,
+    want: frozenset[str],
+    statistics: tuple[Statistic, ...] = (),
 ) -> Stats:
-    """Log-probabilities (and entropy) of tokens from the hidden states before them.
+    """Statistics of tokens that are read from the laws before them, in chunks.
 
     Args:
-      params: the policy's.
-      hidden: [B, T, D], the state before each token.
+      params: a tree for each policy.
+      hidden: for each policy [B, T, D], the state before each token; D is the policy's own.
       tokens: [B, T] int32.
-      network: the policy.
+      networks: the network of each policy.
       law: scalars.
-      entropy: whether "entropy" is wanted.
+      want: of "logprobs", "entropy", and "NAME_logprobs" of the other policies.
+      statistics: those over the vocabulary.
 
     Returns:
-      "logprobs" and perhaps "entropy", [B, T] float32, nats. ``[B, T, V]`` is never held when it
-      is large: chunks of tokens are recomputed in the backward pass.
+      What is wanted and each statistic, [B, T] float32. ``[B, T, V]`` is never held when it is
+      large: the laws of all policies exist for one chunk of tokens at a time, and are made again
+      in the backward pass.
     """
-    b, t, _ = hidden.shape
-    chunk = max(1, min(t, _LOGITS_AT_ONCE // (b * network.vocab_size)))
+    b, t = tokens.shape
+    read = {policy for statistic in statistics for policy in statistic.policies}
+    # At temperature 0 training scores the law of temperature 1, as ``token_logprobs`` does.
+    warm = law.replace(temperature=jnp.where(law.temperature > 0, law.temperature, 1.0))
 
-    def score(chunk_hidden: Array, chunk_tokens: Array) -> Stats:
-        c = chunk_tokens.shape[1]
-        logits = network.logits(params, chunk_hidden)
-        stats = token_logprobs(
-            logits.reshape(b * c, -1), chunk_tokens.reshape(b * c), law, entropy=entropy
-        )
-        return {name: x.reshape(b, c) for name, x in stats.items()}
+    def score(hidden: dict[str, Array], tokens: Array) -> Stats:
+        flat = tokens.reshape(-1)
+        stats: Stats = {}
+        laws: Stats = {}
+        for policy, states in hidden.items():
+            logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
+            own = policy == "policy"
+            name = "logprobs" if own else f"{policy}_logprobs"
+            entropy = own and "entropy" in want
+            if name in want or entropy:
+                found = token_logprobs(logits, flat, law, entropy=entropy)
+                stats |= found | {name: found["logprobs"]}
+            if policy in read:
+                laws[policy] = log_law(logits, warm)
+                laws |= {"logits": logits} if own else {}
+        for statistic in statistics:
+            shown = {n: laws[n] for n in statistic.policies}
+            shown |= {"logits": laws["logits"]} if "policy" in shown else {}
+            stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
+        names = want | {statistic.name for statistic in statistics}
+        stats = {name: x for name, x in stats.items() if name in names}
+        return {n: x.astype(jnp.float32).reshape(tokens.shape) for n, x in stats.items()}
 
-    if chunk == t:
+    size = max(networks[policy].vocab_size for policy in hidden) * len(hidden)
+    parts, chunk = _chunks(b, t, _LOGITS_AT_ONCE // size)
+    if parts == 1 and chunk == t:
         return score(hidden, tokens)
-    pad = -t % chunk
-    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0)))
-    tokens = jnp.pad(tokens, ((0, 0), (0, pad)))
-    split = lambda x: jnp.moveaxis(x.reshape(b, -1, chunk, *x.shape[2:]), 1, 0)  # noqa: E731
-    stats = jax.lax.map(lambda xs: jax.checkpoint(score)(*xs), (split(hidden), split(tokens)))
-    return {k: jnp.moveaxis(x, 0, 1).reshape(b, -1)[:, :t] for k, x in stats.items()}
+
+    def tiles(x: Array) -> Array:
+        x = jnp.pad(x, ((0, 0), (0, -t % chunk), *((0, 0),) * (x.ndim - 2)))
+        # Strided, so that every device walks over rows of its own.
+        x = x.reshape(b // parts, parts, -1, chunk, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 2).reshape(-1, b // parts, chunk, *x.shape[4:])
+
+    def whole(x: Array) -> Array:
+        x = x.reshape(parts, -1, b // parts, chunk)
+        return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
+
+    run = jax.checkpoint(score)
+    stats = jax.lax.map(lambda xs: run(*xs), jax.tree.map(tiles, (hidden, tokens)))
+    return jax.tree.map(whole, stats)
+
+
+def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
+    """Into how many parts rows are dealt and how many columns go at once, for ``room`` tokens.
+
+    The room is a device's, and so are the rows counted, since a batch is divided over devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = 1 if mesh.empty else batch_shards(mesh)
+    own = rows // shards if rows % shards == 0 else rows
+    parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= room or d == own))
+    return parts, max(1, min(columns, room // (own // parts)))
 
 
 @jax.named_scope("score")
@@ -110,40 +152,74 @@ def score(
     network: Network,
     value: ValueNetwork | None,
     want: frozenset[str],
+    statistics: tuple[Statistic, ...] = (),
+    networks: Mapping[str, Network] = NOTHING,
 ) -> Stats:
     """Statistics of a batch's completion tokens under ``params``.
 
     Args:
-      params: {"policy": tree, and "value": tree when "values" is wanted}.
+      params: {"policy": tree, "value": tree when "values" is wanted, and a tree for each frozen
+        policy that is read, by its name}.
       batch: groups of completions.
       law: scalars; the law that the tokens were drawn from.
       network: the policy.
       value: the value network, when "values" is wanted.
-      want: of "logprobs", "entropy", "values".
+      want: of "logprobs", "entropy", "values", and "NAME_logprobs" of frozen policies.
+      statistics: further ones.
+      networks: those of frozen policies that are not like the policy, by name.
 
     Returns:
-      The wanted statistics, [N, G, T] float32; what lies outside ``batch.mask`` is meaningless.
+      The wanted statistics and the further ones, [N, G, T] float32; what lies outside
+      ``batch.mask`` is meaningless. Only the policies that are read go through their networks.
     """
     n, g, t = batch.tokens.shape
     laid = rows(batch)
     tokens = constrain(laid.tokens, "batch", None)
-    hidden, _ = network.hidden(params["policy"], tokens, laid.positions, laid.segments)
+    laws = tuple(s for s in statistics if s.over == "vocabulary")
+    heads, bodies = _readers(want, statistics)
+    hidden = {}
+    for name in bodies:
+        trunk = networks.get(name, network).hidden
+        hidden[name], _ = trunk(params[name], tokens, laid.positions, laid.segments)
+    place = laid.before[:, :, None]
+    before = {name: jnp.take_along_axis(x, place, axis=1) for name, x in hidden.items()}
     stats: Stats = {}
-    if want & {"logprobs", "entropy"}:
-        at = jnp.take_along_axis(hidden, laid.before[:, :, None], axis=1)
+    if heads:
         stats |= head_statistics(
-            params["policy"],
-            at,
+            params,
+            {name: before[name] for name in heads},
             batch.tokens.reshape(n * g, t),
-            network=network,
+            networks={name: networks.get(name, network) for name in heads},
             law=law,
-            entropy="entropy" in want,
+            want=want,
+            statistics=laws,
         )
+    for statistic in statistics:
+        if statistic.over == "hidden":
+            live = batch.mask.reshape(n * g, t)
+            stats[statistic.name] = jax.vmap(statistic.apply)(before[statistic.policies[0]], live)
     if "values" in want:
         assert value is not None, "an objective that needs values is built with a value network"
-        values = value.apply(params["value"], hidden, laid.tokens, laid.positions, laid.segments)
+        policy = hidden["policy"]
+        values = value.apply(params["value"], policy, laid.tokens, laid.positions, laid.segments)
         stats["values"] = jnp.take_along_axis(values, laid.before, axis=1)
-    return {k: v.reshape(n, g, t) for k, v in stats.items() if k in want}
+    wanted = want | {statistic.name for statistic in statistics}
+    return {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
+
+
+def _readers(
+    want: frozenset[str], statistics: tuple[Statistic, ...]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The policies whose laws are read, and those whose hidden states are."""
+    names = want - {"values"}
+    own = {"policy"} if names & {"logprobs", "entropy"} else set()
+    heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
+    for statistic in statistics:
+        if statistic.over == "vocabulary":
+            heads |= set(statistic.policies)
+    bodies = heads | {policy for statistic in statistics for policy in statistic.policies}
+    bodies |= {"policy"} if "values" in want else set()
+    return tuple(sorted(heads)), tuple(sorted(bodies))
 
 
 def split(batch: Batch, parts: int) -> Batch:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from jrl.config import Config, check_batch, from_table
+from jrl.config import Config, check_batch
+from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
-from jrl.data.tasks import Task, get_task
+from jrl.data.tasks import Task
 from jrl.errors import UserError, choose
-from jrl.mesh import batch_shards, make_mesh, replicated
+from jrl.mesh import batch_shards, make_mesh, replicated, tree_shardings
 from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.heads import value_head, value_network
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -32,12 +32,21 @@ from jrl.sampling.engine import check_fits, generate
 from jrl.tables import RewardTable
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
-from jrl.train.rollout import check_group, task_rollout
-from jrl.train.state import init_state, state_shardings
-from jrl.train.step import Step, compile_step, make_step
+from jrl.train.policies import (
+    check_named,
+    frozen_directories,
+    frozen_params,
+    frozen_shape,
+    run_shape,
+    run_task,
+)
+from jrl.train.reward_model import NAME, VALUES, ModelReward, load_reward_model, with_model_points
+from jrl.train.rollout import Draw, check_group, task_rollout
+from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
+from jrl.train.step import Step, check_vocabularies, compile_step, make_step
 from jrl.types import Network, Params, Prompt, TrainState, ValueNetwork
 
-TASK_REWARDS = ("verify", "partial")
+TASK_REWARDS = ("verify", "partial", NAME)
 
 
 class Run(NamedTuple):
@@ -49,15 +58,19 @@ class Run(NamedTuple):
       model: the policy's shape.
       network: the policy.
       value: the value network, or None.
+      networks: the frozen policies that the configuration names and the method reads, by name.
       tokenizer: the model's, or the task's.
       task: the procedural task, or None.
-      prompts: training and held-out prompts in text; empty with a task.
+      prompts: training and held-out prompts in text; empty with a task or with pairs.
+      judged: training and held-out judged completions, "pairs" and "eval_pairs"; empty without.
+      data_counts: what became of the records of each file.
       width: P, tokens.
       method: what to train with.
       optimizer: from optax.
       law: what is drawn from and trained.
       weights: reward part -> weight.
       judge: the reward part that says whether a completion is right.
+      reward_model: the trained one behind the reward part "model", or None.
       epochs: passes over each step's batch.
       params: the checkpoint's weights on the host, or None to draw them.
     """
@@ -67,16 +80,19 @@ class Run(NamedTuple):
     model: ModelConfig
     network: Network
     value: ValueNetwork | None
+    networks: dict[str, Network]
     tokenizer: Any
     task: Task | None
     prompts: dict[str, list[Prompt]]
-    prompt_counts: dict[str, PromptCounts]
+    judged: dict[str, list[Judged]]
+    data_counts: dict[str, PromptCounts | JudgedCounts]
     width: int
     method: Method
     optimizer: optax.GradientTransformation
     law: Law
     weights: dict[str, float]
     judge: str
+    reward_model: ModelReward | None
     epochs: int
     params: Params
 
@@ -87,20 +103,29 @@ def setup(config: Config) -> Run:
     Raises:
       UserError: naming the key, the value and what would do, before any step runs.
     """
-    task = _task(config)
+    task = run_task(config)
     method = _method(config, task)
     mesh = make_mesh(config.mesh.model_dump())
     check_batch(config, batch_shards(mesh))
     tokenizer, model, params = _model(config, task)
     network = transformer(model, remat=config.model.remat)
-    prompts, counts = ({}, {}) if task else _prompts(config, tokenizer)
-    for split, listed in prompts.items():
-        largest = max((int(p.tokens.max()) for p in listed), default=0)
-        check_ids(largest, model.vocab_size, f"data.{split}")
-    width = task.prompt_tokens if task else _width(prompts)
-    check_fits(network, width, _max_new_tokens(config, task))
-    kinds = {"head": value_head, "network": value_network}
-    value = kinds[config.value.kind](network) if method.value else None
+    judged, counts = _judged(config, tokenizer, task)
+    prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
+    if task is None and not judged:
+        prompts, prompt_counts = _prompts(config, tokenizer, method)
+        counts |= prompt_counts
+    texts = {split: [p.tokens for p in listed] for split, listed in prompts.items()}
+    texts |= {split: [x for j in listed for x in _tokens(j)] for split, listed in judged.items()}
+    for split, arrays in texts.items():
+        check_ids(max((int(x.max()) for x in arrays), default=0), model.vocab_size, f"data.{split}")
+    lengths = [len(p.tokens) for listed in prompts.values() for p in listed]
+    lengths += [len(j.prompt) for listed in judged.values() for j in listed]
+    width = task.prompt_tokens if task else _width(lengths)
+    networks = _frozen_networks(config, method)
+    check_vocabularies(network, networks)
+    for each in (network, *networks.values()):
+        check_fits(each, width, _max_new_tokens(config, task))
+    value = VALUES[config.value.kind](network) if method.value else None
     epochs = config.train.epochs or method.schedule.epochs
     updates = epochs * config.train.minibatches
     optimizer = make_optimizer(config.optimizer, config.train.steps, updates)
@@ -110,35 +135,40 @@ def setup(config: Config) -> Run:
         model=model,
         network=network,
         value=value,
+        networks=networks,
         tokenizer=tokenizer,
         task=task,
         prompts=prompts,
-        prompt_counts=counts,
+        judged=judged,
+        data_counts=counts,
         width=width,
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
         law=_law(config),
         weights=_weights(config, task),
         judge=_judge(config, task),
+        reward_model=load_reward_model(config, mesh),
         epochs=epochs,
         params=params,
     )
 
 
-def _task(config: Config) -> Task | None:
-    if config.data.task is None:
-        return None
-    knobs = {} if config.data.difficulty is None else {"difficulty": config.data.difficulty}
-    return get_task(config.data.task, **knobs)
-
-
 def _method(config: Config, task: Task | None) -> Method:
-    """The method; one that counts against the length limit is told it unless it was given."""
+    """The method, told the length limit and the number of steps unless they were given."""
     coefficients = dict(config.objective)
+    known = {"max_tokens": _max_new_tokens(config, task), "total_steps": config.train.steps}
     asks = all_methods().get(config.method)
-    if asks is not None and "max_tokens" in asks.coefficients:
-        coefficients.setdefault("max_tokens", _max_new_tokens(config, task))
+    for name, number in known.items():
+        if asks is not None and name in asks.coefficients:
+            coefficients.setdefault(name, number)
     return get_method(config.method, **coefficients)
+
+
+def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
+    """The frozen policies that are named and read, each of its own size."""
+    needed = method.objective.frozen
+    names = [name for name in frozen_directories(config) if name in needed]
+    return {name: transformer(frozen_shape(config, name)) for name in names}
 
 
 def _law(config: Config) -> Law:
@@ -152,37 +182,33 @@ def _max_new_tokens(config: Config, task: Task | None) -> int:
 
 def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig, Params]:
     """Tokenizer, shape, and weights when a checkpoint is named."""
-    choice = config.model
-    types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
-    if choice.path is not None:
-        directory = Path(choice.path)
-        tokenizer = task.tokenizer if task else load_tokenizer(directory)
-        shape = hf.read_config(directory)
-        check_vocab(tokenizer, shape.vocab_size)
-        shape, params = hf.load(directory, dtype=choice.param_dtype)
-        return tokenizer, dataclasses.replace(shape, **types), params
-    if task is None:
-        raise UserError(
-            "model.path is missing: training on data.train needs a checkpoint directory with a "
-            "tokenizer; for a model from random weights name a procedural task in data.task"
-        )
-    if choice.config is None:
-        raise UserError("model.path and model.config are both missing; give one of them")
-    length = task.prompt_tokens + task.completion_tokens
-    sizes = {"vocab_size": task.vocab_size, "max_length": length} | types | choice.config
-    shape = from_table("model.config", ModelConfig, sizes)
-    check_vocab(task.tokenizer, shape.vocab_size)
-    return task.tokenizer, shape, None
+    shape, choice = run_shape(config, task), config.model
+    if choice.path is None:
+        assert task is not None, "sizes without a checkpoint are those of a task's model"
+        return task.tokenizer, shape, None
+    directory = Path(choice.path)
+    tokenizer = task.tokenizer if task else load_tokenizer(directory)
+    check_vocab(tokenizer, shape.vocab_size)
+    _, params = hf.load(directory, dtype=choice.param_dtype)
+    return tokenizer, shape, params
 
 
 def _prompts(
-    config: Config, tokenizer: Tokenizer
+    config: Config, tokenizer: Tokenizer, method: Method
 ) -> tuple[dict[str, list[Prompt]], dict[str, PromptCounts]]:
     """Training and held-out prompts, tokenized."""
     data = config.data
     if data.train is None:
         raise UserError(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
+        )
+    solution_key = None
+    if method.draw.demonstrations:
+        solution_key = data.solution_key or data.answer_key
+    elif data.solution_key is not None:
+        raise UserError(
+            f"data.solution_key = {data.solution_key!r} is not read by method = "
+            f"{config.method!r}, which trains on no demonstrations; remove it"
         )
     prompts: dict[str, list[Prompt]] = {}
     counts: dict[str, PromptCounts] = {}
@@ -197,12 +223,41 @@ def _prompts(
             question_key=data.question_key,
             answer_key=data.answer_key,
             answer_pattern=data.answer_pattern,
+            solution_key=solution_key if split == "train" else None,
             system=data.system,
             template=data.template,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong,
         )
     return prompts, counts
+
+
+def _judged(
+    config: Config, tokenizer: Tokenizer, task: Task | None
+) -> tuple[dict[str, list[Judged]], dict[str, Any]]:
+    """Training and held-out judged completions, tokenized; empty without ``data.pairs``.
+
+    With a procedural task they are texts of that task, which gives tokenizer and lengths.
+    """
+    data = config.data
+    judged: dict[str, list[Judged]] = {}
+    counts: dict[str, Any] = {}
+    for split, spec in (("pairs", data.pairs), ("eval_pairs", data.eval_pairs)):
+        if spec is not None:
+            judged[split], counts[split] = build_judged(
+                open_source(spec, tfds_dir=data.tfds_dir),
+                tokenizer,
+                system=data.system,
+                template="plain" if task else data.template,
+                max_prompt_tokens=task.prompt_tokens if task else data.max_prompt_tokens,
+                max_completion_tokens=_max_new_tokens(config, task),
+                overlong=data.overlong,
+            )
+    return judged, counts
+
+
+def _tokens(judged: Judged) -> Sequence[Any]:
+    return (judged.prompt, *judged.completions)
 
 
 def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
@@ -219,14 +274,15 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
     return prompts
 
 
-def _width(prompts: dict[str, list[Prompt]]) -> int:
+def _width(lengths: Sequence[int]) -> int:
     """P: the longest prompt, rounded up to 16 so that a few more rows change no program."""
-    longest = max(len(p.tokens) for split in prompts.values() for p in split)
-    return -(-longest // 16) * 16
+    return -(-max(lengths) // 16) * 16
 
 
 def _weights(config: Config, task: Task | None) -> dict[str, float]:
     """Reward part -> weight."""
+    if config.data.pairs is not None:
+        return {"score": 1.0}
     if not config.rewards:
         return {"verify": 1.0} if task else {"math": 1.0}
     if task:
@@ -239,11 +295,19 @@ def _weights(config: Config, task: Task | None) -> dict[str, float]:
 def _judge(config: Config, task: Task | None) -> str:
     """The reward part that accuracy is measured by."""
     chosen = config.eval.reward
-    names = ["verify"] if task else list(_weights(config, task))
+    # A reward model says which of two is better, not what is right.
+    names = ["verify"] if task else [name for name in _weights(config, task) if name != NAME]
     if chosen is not None:
         if chosen not in names:
             raise choose("eval.reward", chosen, names)
         return chosen
+    if not names:
+        if config.data.eval is not None:
+            raise UserError(
+                "rewards.model alone does not say what is right; add [rewards.math] with "
+                "weight = 0 to measure accuracy, or remove data.eval"
+            )
+        return NAME
     checkers = [name for name in names if name in ("math", "exact")]
     found = checkers if len(checkers) == 1 else names
     if len(found) > 1:
@@ -255,26 +319,47 @@ def _judge(config: Config, task: Task | None) -> str:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The reward functions of a run on text."""
-    tables = config.rewards or {"math": RewardTable()}
+    """The reward functions of a run on text; a reward model is none of them."""
+    tables = {n: t for n, t in config.rewards.items() if n != NAME}
+    tables = tables if config.rewards else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
         {name: make_reward(name, **table.options) for name, table in tables.items()},
-        workers=pool.workers,
+        workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
         on_error=pool.on_error,
     )
 
 
+def check_judged(run: Run) -> None:
+    """Raises UserError when a method cannot learn from the judged completions of a run."""
+    config, method = run.config, run.method
+    if "sampler_logprobs" in method.objective.needs or method.draw.demonstrations:
+        raise UserError(
+            f"method = {config.method!r} does not learn from data.pairs: it reads what the policy "
+            "drew, or demonstrations; choose a preference method such as dpo, a reward model such "
+            "as bradley_terry, or give data.train instead"
+        )
+    compares = method.objective.surrogate.over == "group"
+    needed = max(method.min_group, 2 if compares else 1)
+    largest = max(len(j.completions) for j in run.judged["pairs"])
+    if largest < needed:
+        raise UserError(
+            f"method = {config.method!r} compares {needed} completions of one prompt, and "
+            f"data.pairs = {config.data.pairs!r} has one in each record; choose a method of "
+            "labelled completions such as kto"
+        )
+
+
 def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
-    check_group(config.method, run.method.min_group, config.sampling.group)
-    if all_methods()[config.method].family == "supervised":
-        raise UserError(
-            f"method = {config.method!r} learns from given answers, not from the policy's own "
-            "samples; use warmup.steps with a task, or solution_batch and make_step in a script"
-        )
+    if run.judged:
+        check_judged(run)
+    else:
+        check_group(config.method, run.method, config.sampling.group)
+    check_frozen(run.method.objective, run.networks, config.method)
+    check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
         raise UserError(
             "sampling.temperature = 0 draws the same completion for every member of a group; "
@@ -289,25 +374,35 @@ def check_trainable(run: Run) -> None:
 
 
 def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
-    """What makes a state from (key, policy params or None), and where each of its leaves lies.
+    """What makes a state from (key, policy params or None, frozen), and where its leaves lie.
 
     Raises:
       UserError: a weight that the mesh does not divide.
     """
 
-    def make(key: jax.Array, params: Params) -> TrainState:
-        return init_state(
+    def make(key: jax.Array, params: Params, frozen: dict[str, Params]) -> TrainState:
+        state = init_state(
             key,
             params,
             network=run.network,
             objective=run.method.objective,
             optimizer=run.optimizer,
             value=run.value,
+            frozen=frozen,
         )
+        if params is None or run.value is None or run.config.value.kind != "network":
+            return state
+        trunk = jax.tree.map(jnp.copy, state.params["policy"])
+        value = state.params["value"] | {"trunk": trunk}
+        return state.replace(params=state.params | {"value": value})
 
     key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
-    shapes = jax.eval_shape(make, key, run.params)
-    return make, state_shardings(shapes, run.mesh, network=run.network, value=run.value)
+    frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
+    shapes = jax.eval_shape(make, key, run.params, frozen)
+    shardings = state_shardings(
+        shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
+    )
+    return make, shardings
 
 
 def new_state(run: Run) -> tuple[TrainState, TrainState]:
@@ -316,23 +411,78 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     params = run.params
     if params is not None:  # placed leaf by leaf: no device ever holds the whole model
         params = jax.device_put(params, shardings.params["policy"])
+    frozen = {
+        name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
+        for name in run.networks
+    }
     # Donated, because the state copies what it is given.
-    make_placed = jax.jit(make, out_shardings=shardings, donate_argnums=1)
-    return make_placed(jax.random.key(run.config.seed), params), shardings
+    make_placed = jax.jit(make, out_shardings=shardings, donate_argnums=(1, 2))
+    return make_placed(jax.random.key(run.config.seed), params, frozen), shardings
 
 
-def sampler_program(run: Run, *, split: str, group: int, baselines: int = 0) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text."""
+def policy_layout(run: Run) -> Params:
+    """The shapes of the policy's weights, each with where it lies on the run's mesh."""
+    shapes = jax.eval_shape(run.network.init, jax.random.key(0))
+    where = tree_shardings(run.mesh, run.network.axes(), shapes)
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
+    )
+
+
+def new_policy(run: Run) -> tuple[jax.Array, Params]:
+    """The root key and the policy of ``new_state``, without the rest of a state."""
+    where = jax.tree.map(lambda x: x.sharding, policy_layout(run))
+    params = run.params if run.params is None else jax.device_put(run.params, where)
+    make = partial(init_policy, network=run.network)
+    made = jax.jit(make, out_shardings=(replicated(run.mesh), where), donate_argnums=1)
+    return made(jax.random.key(run.config.seed), params)
+
+
+def trains_policy(run: Run) -> bool:
+    """Whether what is trained can answer at all; a reward model's trunk cannot."""
+    return all_methods()[run.config.method].family != "reward_model"
+
+
+def with_rewards(run: Run, draw: Draw) -> Draw:
+    """A draw whose groups have every reward part of the run, that of a reward model included."""
+    if run.reward_model is None:
+        return draw
+    return with_model_points(draw, run.reward_model, list(run.weights).index(NAME))
+
+
+def train_sampler(run: Run) -> Any:
+    """Program 1 of a training step, compiled; None where the method draws nothing from text."""
+    draw = run.method.draw
+    group = run.config.sampling.group if draw.own else 0
+    if run.task is None and not group:
+        return None
+    return sampler_program(
+        run,
+        split="train",
+        group=group,
+        baselines=draw.baseline_members,
+        demonstrations=draw.demonstrations,
+    )
+
+
+def sampler_program(
+    run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
+) -> Any:
+    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text.
+
+    Demonstrations in text are joined to the groups on the host, by ``TextSource``.
+    """
     everywhere = replicated(run.mesh)
     if run.task is not None:
         on_task = partial(
             task_rollout,
             task=run.task,
             split=split,
-            parts=tuple(run.weights) if split == "train" else ("verify",),
+            parts=tuple(n for n in run.weights if n != NAME) if split == "train" else ("verify",),
             network=run.network,
             group=group,
             baseline_members=baselines,
+            demonstrations=demonstrations,
         )
         return jax.jit(on_task)
     on_text = partial(
@@ -360,9 +510,10 @@ def make_train_step(run: Run) -> Step:
         objective=run.method.objective,
         optimizer=run.optimizer,
         value=run.value,
-        epochs=run.epochs,
+        networks=run.networks,
         minibatches=train.minibatches,
         microbatches=train.microbatches,
+        **run.method.schedule._replace(epochs=run.epochs)._asdict(),
     )
 
 
@@ -373,6 +524,11 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
+    if run.reward_model is not None:
+        raise UserError(
+            "train.mode = 'compiled' and rewards.model are both given: a reward model scores "
+            "between the two programs; set train.mode to 'host'"
+        )
     return make_iteration(
         make_train_step(run),
         method=run.method,

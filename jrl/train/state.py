@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,9 +12,7 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
-from jrl.types import Array, Network, Objective, Params, TrainState, ValueNetwork
-
-NONE: Mapping[str, Any] = MappingProxyType({})
+from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
 
 
 def init_state(
@@ -26,7 +23,7 @@ def init_state(
     objective: Objective,
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
-    frozen: Mapping[str, Params] = NONE,
+    frozen: Mapping[str, Params] = NOTHING,
 ) -> TrainState:
     """A state at step 0.
 
@@ -47,13 +44,10 @@ def init_state(
       UserError: the objective needs a frozen policy that is not given.
     """
     check_frozen(objective, frozen)
-    policy_key, value_key, root = jax.random.split(key, 3)
-    # A copy: the state is donated, and the caller's arrays must outlive it.
-    trained = {
-        "policy": network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
-    }
+    root, policy = init_policy(key, params, network=network)
+    trained = {"policy": policy}
     if value is not None:
-        trained["value"] = value.init(value_key)
+        trained["value"] = value.init(jax.random.split(key, 3)[1])
     # Buffers of their own: the state is donated, and a buffer cannot be donated twice.
     kept = {
         name: jax.tree.map(jnp.copy, frozen.get(name, trained["policy"]))
@@ -65,8 +59,16 @@ def init_state(
         opt_state=optimizer.init(trained),
         frozen=kept,
         method=objective.init(),
-        key=jax.random.key_data(root),
+        key=root,
     )
+
+
+def init_policy(key: Array, params: Params | None = None, *, network: Network) -> Any:
+    """The root key's data and the policy's tree of a state at step 0; see ``init_state``."""
+    policy_key, _, root = jax.random.split(key, 3)
+    # A copy: the state is donated, and the caller's arrays must outlive it.
+    policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    return jax.random.key_data(root), policy
 
 
 def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
@@ -92,7 +94,7 @@ def state_shardings(
     *,
     network: Network,
     value: ValueNetwork | None = None,
-    networks: Mapping[str, Network] = NONE,
+    networks: Mapping[str, Network] = NOTHING,
 ) -> TrainState:
     """Where each leaf of a state lies on a mesh; optimiser moments lie with their weights.
 

@@ -8,9 +8,9 @@ state donated and its shardings pinned, so that step 2 runs the executable of st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     combine_terms,
     compute_advantages,
+    drawn,
     policy_loss,
     term_counts,
     update_state,
@@ -30,6 +31,7 @@ from jrl.objectives.policy import (
 from jrl.sampling.draw import Law
 from jrl.train.score import in_parts, score, split
 from jrl.types import (
+    NOTHING,
     Array,
     Batch,
     Network,
@@ -47,15 +49,31 @@ Pairs = dict[str, tuple[Array, Array]]
 Step = Callable[[TrainState, Batch, Law], tuple[TrainState, Metrics]]
 
 
+class Parts(NamedTuple):
+    """What a step is made of; see ``make_step``."""
+
+    network: Network
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    value: ValueNetwork | None
+    networks: Mapping[str, Network]
+    minibatches: int
+    microbatches: int
+
+
 def make_step(
     *,
     network: Network,
     objective: Objective,
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
+    networks: Mapping[str, Network] = NOTHING,
     epochs: int = 1,
     minibatches: int = 1,
     microbatches: int = 1,
+    refresh_ref: int = 0,
+    ref_decay: float = 1.0,
+    reset_optimizer: bool = False,
 ) -> Step:
     """A training step as a pure function of (state, batch, law).
 
@@ -64,10 +82,15 @@ def make_step(
       objective: what to maximise.
       optimizer: any optax transformation; sees the gradient of the mean loss.
       value: the value network, when the objective needs values.
+      networks: those of frozen policies that are not like the policy, by name.
       epochs: passes over the batch.
       minibatches: optimiser updates an epoch; prompts are dealt to them at random each epoch.
       microbatches: parts that a minibatch's gradient is summed over, to bound memory. The result
-        does not depend on it: sums and counts travel, and are divided once.
+        does not depend on it: sums and counts travel, and are divided once. The sum is float32.
+      refresh_ref: every so many steps the reference becomes a copy of the policy; 0 for never.
+      ref_decay: after every step the reference is this much of itself and the rest the policy.
+      reset_optimizer: the optimiser's moments start anew whenever the reference is refreshed; the
+        learning rate's schedule goes on.
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
@@ -75,23 +98,25 @@ def make_step(
       the objective's own state stays as it was, too.
 
     Raises:
-      UserError: the objective needs values and there is no value network; when called, a batch
-        that minibatches and microbatches do not divide.
+      UserError: the objective needs values and there is no value network, or reads a policy of
+        another vocabulary; when called, a batch that minibatches and microbatches do not divide.
     """
     check_value(objective, value)
+    check_vocabularies(network, networks)
+    parts = Parts(network, objective, optimizer, value, networks, minibatches, microbatches)
 
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
         batch = batch.check()
         check_split(batch.tokens.shape[0], minibatches, microbatches)
-        batch = batch.replace(stats=batch.stats | _frozen_statistics(state, batch, law))
+        batch = complete(parts, state, batch, law)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
 
         def update(carry: Any, index: Array) -> tuple[Any, Pairs]:
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
-            grads, sums = _gradient(carry[0], part, method, law)
-            return _apply_gradient(carry, grads, sums)
+            grads, sums = _gradient(parts, carry[0], state.frozen, part, method, law)
+            return _apply_gradient(optimizer, carry, grads, sums)
 
         carry = (state.params, state.opt_state)
         (params, opt_state), updates = jax.lax.scan(update, carry, jnp.arange(epochs * minibatches))
@@ -108,78 +133,173 @@ def make_step(
             opt_state=opt_state,
             method=method,
         )
+        if "ref" in state.frozen:
+            state = _renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
         return state, metrics
 
-    def _frozen_statistics(state: TrainState, batch: Batch, law: Law) -> Stats:
-        """What the objective needs of policies that do not change during the step."""
-
-        def of(params: Params, want: frozenset[str]) -> Stats:
-            scoring = partial(score, params, law=law, network=network, value=value, want=want)
-            return in_parts(scoring, batch, minibatches * microbatches)
-
-        stats: Stats = {}
-        renamed = {"proximal_logprobs": "logprobs", "rollout_values": "values"}
-        start = {name: source for name, source in renamed.items() if name in objective.needs}
-        if start:
-            scored = of(state.params, frozenset(start.values()))
-            stats |= {name: scored[source] for name, source in start.items()}
-        for name in sorted(state.frozen):
-            scored = of({"policy": state.frozen[name]}, frozenset({"logprobs"}))
-            stats[f"{name}_logprobs"] = scored["logprobs"]
-        return jax.lax.stop_gradient(stats)
-
-    live = frozenset({"logprobs", "entropy", "values"})
-    want = (objective.needs & live) | {"logprobs"}
-
-    def _gradient(
-        params: Params, part: tuple[Batch, Array], method: Any, law: Law
-    ) -> tuple[Params, Pairs]:
-        """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
-        batch, advantages = part
-        counts = term_counts(objective, batch)
-
-        def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
-            batch, advantages = rows
-            stats = batch.stats | score(
-                params, batch, law, network=network, value=value, want=frozenset(want)
-            )
-            terms, sums = policy_loss(objective, stats, batch, advantages, method)
-            terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
-            mean = combine_terms(objective, terms, method)
-            share = {"loss": (mean, jnp.float32(1 / microbatches))}
-            return mean, _drift(stats, batch) | sums | share
-
-        grad = jax.grad(loss, has_aux=True)
-        if microbatches == 1:
-            return grad(params, (batch, advantages))
-
-        def add(total: Any, rows: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, grad(params, rows)), None
-
-        split_advantages = jnp.moveaxis(
-            advantages.reshape(-1, microbatches, *advantages.shape[1:]), 1, 0
-        )
-        parts = (split(batch, microbatches), split_advantages)
-        shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], parts))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.scan(add, zeros, parts)[0]
-
-    def _apply_gradient(
-        carry: tuple[Params, Any], grads: Params, sums: Pairs
-    ) -> tuple[tuple[Params, Any], Pairs]:
-        """One optimiser update, left out when the gradient is not finite."""
-        params, opt_state = carry
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm)
-        changes, moved = optimizer.update(grads, opt_state, params)
-        new = (optax.apply_updates(params, changes), moved)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, carry)
-        return kept, sums | {
-            "grad_norm": (norm, jnp.float32(1)),
-            "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),
-        }
-
     return step
+
+
+def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
+    """The batch with everything that is the same during the step: lots, start statistics."""
+    objective = parts.objective
+    stats, ids = dict(batch.stats), dict(batch.ids)
+    if "lot" not in ids:
+        ids["lot"] = draw_lots(stream(state.key, "lot", state.step), *batch.tokens.shape[:2])
+    if "external" in objective.needs:
+        stats.setdefault("external", jnp.zeros(batch.tokens.shape, jnp.float32))
+    batch = batch.replace(stats=stats, ids=ids)
+    renamed = {
+        "proximal_logprobs": "logprobs",
+        "rollout_values": "values",
+        "rollout_entropy": "entropy",
+    }
+    names = {name: source for name, source in renamed.items() if name in objective.needs}
+    frozen = {f"{name}_logprobs" for name in objective.frozen} & objective.needs
+    statistics = tuple(s for s in objective.statistics if s.start)
+    if not (names or frozen or statistics):
+        return batch
+    scoring = partial(
+        score,
+        state.params | state.frozen,
+        law=law,
+        network=parts.network,
+        value=parts.value,
+        want=frozenset(names.values()) | frozen,
+        statistics=statistics,
+        networks=parts.networks,
+    )
+    found = in_parts(scoring, batch, parts.minibatches * parts.microbatches)
+    start = {name: found[source] for name, source in names.items()}
+    start |= {name: found[name] for name in {*frozen, *(s.name for s in statistics)}}
+    return batch.replace(stats=stats | jax.lax.stop_gradient(start))
+
+
+def live_statistics(parts: Parts) -> Callable[[Params, Batch, Law], Stats]:
+    """What computes the statistics that carry gradient, of a batch or a microbatch.
+
+    Returns:
+      (params, batch, law) -> statistics. The params are those being trained and those of the
+      frozen policies, by name; the batch is as ``complete`` and the advantage left it.
+    """
+    objective = parts.objective
+    return partial(
+        score,
+        network=parts.network,
+        value=parts.value,
+        want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}),
+        statistics=tuple(s for s in objective.statistics if not s.start),
+        networks=parts.networks,
+    )
+
+
+def draw_lots(key: Array, n: int, g: int) -> Array:
+    """[N, G] int32, at least 0: a number of each member that depends on its place alone."""
+
+    def lot(row: Array, member: Array) -> Array:
+        own = jax.random.fold_in(jax.random.fold_in(key, row), member)
+        return (jax.random.bits(own) >> 1).astype(jnp.int32)
+
+    return jax.vmap(jax.vmap(lot, (None, 0)), (0, None))(jnp.arange(n), jnp.arange(g))
+
+
+def _gradient(
+    parts: Parts,
+    params: Params,
+    frozen: Params,
+    part: tuple[Batch, Array],
+    method: Any,
+    law: Law,
+) -> tuple[Params, Pairs]:
+    """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
+    batch, advantages = part
+    objective, microbatches = parts.objective, parts.microbatches
+    counts, live = term_counts(objective, batch), live_statistics(parts)
+
+    def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
+        batch, advantages = rows
+        stats = batch.stats | live(params | frozen, batch, law)
+        terms, sums = policy_loss(objective, stats, batch, advantages, method)
+        terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
+        mean = combine_terms(objective, terms, method)
+        share = {"loss": (mean, jnp.float32(1 / microbatches))}
+        return mean, _drift(stats, batch) | sums | share
+
+    grad = jax.grad(loss, has_aux=True)
+    if microbatches == 1:
+        return grad(params, (batch, advantages))
+
+    def add(total: Any, rows: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, grad(params, rows)), None
+
+    shape = (-1, microbatches, *advantages.shape[1:])
+    split_parts = split(batch, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
+    shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+    total, _ = jax.lax.scan(add, zeros, split_parts)
+    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, shapes)
+
+
+def _apply_gradient(
+    optimizer: optax.GradientTransformation,
+    carry: tuple[Params, Any],
+    grads: Params,
+    sums: Pairs,
+) -> tuple[tuple[Params, Any], Pairs]:
+    """One optimiser update, left out when the gradient is not finite."""
+    params, opt_state = carry
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm)
+    changes, moved = optimizer.update(grads, opt_state, params)
+    new = (optax.apply_updates(params, changes), moved)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, carry)
+    return kept, sums | {
+        "grad_norm": (norm, jnp.float32(1)),
+        "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),
+    }
+
+
+def _renew_reference(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    refresh_ref: int,
+    ref_decay: float,
+    reset_optimizer: bool,
+) -> TrainState:
+    """The state after a step, its reference drawn towards the policy or replaced by it."""
+    policy, ref = state.params["policy"], state.frozen["ref"]
+    renewed = refresh_ref or ref_decay != 1
+    if renewed and jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, ref):
+        raise UserError(
+            "the method renews the reference from the policy, and the reference that is given is "
+            "of another shape; leave model.reference out"
+        )
+    if ref_decay != 1:
+
+        def mix(old: Array, new: Array) -> Array:
+            old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
+            return (ref_decay * old32 + (1 - ref_decay) * new32).astype(old.dtype)
+
+        ref = jax.tree.map(mix, ref, policy)
+    if refresh_ref:
+        due = state.step % refresh_ref == 0
+        ref = jax.tree.map(lambda old, new: jnp.where(due, new, old), ref, policy)
+        if reset_optimizer:
+            state = state.replace(opt_state=_reset(optimizer, state, due))
+    return state.replace(frozen=state.frozen | {"ref": ref})
+
+
+def _reset(optimizer: optax.GradientTransformation, state: TrainState, due: Array) -> Any:
+    """The optimiser's state, fresh where ``due``; where its schedule stands is not forgotten."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def choose(fresh: Any, old: Any) -> Any:
+        return old if is_schedule(old) else jnp.where(due, fresh, old)
+
+    fresh = optimizer.init(state.params)
+    return jax.tree.map(choose, fresh, state.opt_state, is_leaf=is_schedule)
 
 
 def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
@@ -205,8 +325,9 @@ def _drift(stats: Stats, batch: Batch) -> Pairs:
     """How far the policy is from the sampler and from the reference, as (sum, count).
 
     Returns:
-      logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats; before
-        the first update of a step it is what the two disagree by, and should be rounding.
+      logprob_diff: the mean absolute difference from the sampler's log-probabilities, nats, over
+        tokens that the policy drew; before the first update of a step it is what the two disagree
+        by, and should be rounding.
       kl: the k3 estimate of KL(policy, reference), nats a token, where there is a reference.
     """
     live = batch.mask & batch.members[:, :, None]
@@ -214,8 +335,9 @@ def _drift(stats: Stats, batch: Batch) -> Pairs:
     now = jax.lax.stop_gradient(stats["logprobs"])
     pairs = {}
     if "sampler_logprobs" in stats:  # supervised examples were drawn by nobody
-        difference = jnp.abs(now - stats["sampler_logprobs"])
-        pairs["logprob_diff"] = (jnp.where(live, difference, 0).sum(), count)
+        own, difference = drawn(batch), jnp.abs(now - stats["sampler_logprobs"])
+        total = jnp.where(own, difference, 0).sum()
+        pairs["logprob_diff"] = (total, own.sum(dtype=jnp.float32))
     if "ref_logprobs" in stats:
         divergence = k3(now.reshape(-1), stats["ref_logprobs"].reshape(-1))
         pairs["kl"] = (jnp.where(live.reshape(-1), divergence, 0).sum(), count)
@@ -229,6 +351,16 @@ def check_value(objective: Objective, value: ValueNetwork | None) -> None:
             "value = None: the objective needs a value network; pass value_head(network) or "
             "value_network(network)"
         )
+
+
+def check_vocabularies(network: Network, networks: Mapping[str, Network]) -> None:
+    """Raises UserError when a frozen policy does not share the policy's vocabulary."""
+    for name, other in networks.items():
+        if other.vocab_size != network.vocab_size:
+            raise UserError(
+                f"the frozen policy {name!r} has a vocabulary of {other.vocab_size} and the policy "
+                f"one of {network.vocab_size}; choose one with the policy's tokenizer"
+            )
 
 
 def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
@@ -254,14 +386,18 @@ def batch_metrics(batch: Batch) -> Metrics:
       reward and reward_std (points; the latter inside groups, averaged over them), reward_parts
       ([R], unweighted), length (tokens), truncated (fraction), completion_tokens and, for drawn
       completions, entropy (nats a token, estimated by the drawn tokens' own log-probabilities).
+      Demonstrations count as tokens; beside the policy's own members they count in nothing else.
     """
+    live, own = batch.mask & batch.members[:, :, None], drawn(batch)
     members, scores = batch.members, batch.score()
+    if "external" in batch.stats:
+        given = ((batch.stats["external"] != 0) & live).any(-1)
+        members = jnp.where((members & ~given).any(), members & ~given, members)
     count = jnp.maximum(members.sum(), 1)
     size = members.sum(1)
     mean = jnp.where(members, scores, 0).sum(1) / jnp.maximum(size, 1)
     squares = jnp.where(members, jnp.square(scores - mean[:, None]), 0).sum(1)
     deviation = jnp.sqrt(squares / jnp.maximum(size, 1))
-    live = batch.mask & members[:, :, None]
     metrics = {
         "reward": jnp.where(members, scores, 0).sum() / count,
         "reward_std": deviation.sum() / jnp.maximum((size > 0).sum(), 1),
@@ -271,8 +407,8 @@ def batch_metrics(batch: Batch) -> Metrics:
         "completion_tokens": live.sum(dtype=jnp.float32),
     }
     if "sampler_logprobs" in batch.stats:
-        drawn = jnp.where(live, batch.stats["sampler_logprobs"], 0)
-        metrics["entropy"] = -drawn.sum() / jnp.maximum(live.sum(), 1)
+        entropies = jnp.where(own, batch.stats["sampler_logprobs"], 0)
+        metrics["entropy"] = -entropies.sum() / jnp.maximum(own.sum(), 1)
     return metrics
 
 

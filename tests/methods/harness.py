@@ -36,6 +36,7 @@ The pieces, for identities and special cases:
     batch = as_batch(d)                            # the same numbers as the library's record
     loss, grads = loss_and_gradient(method, batch, live_statistics(method, d))
     one, two = run(method, d), run(other, d)       # the two lines above in one
+    advantages = advantages_of(method, d)          # [N, G, T]
 
 The program is compiled once for each method VALUE and shape: keep the method in a variable (or
 call ``check`` once) rather than building it anew for every batch. A compilation is most of a test's
@@ -148,7 +149,7 @@ def as_batch(d, **changes):
     batch = Batch(
         prompt_tokens=jnp.zeros((n, 2), jnp.int32),
         prompt_lengths=jnp.ones(n, jnp.int32),
-        tokens=jnp.zeros((n, g, t), jnp.int32),
+        tokens=jnp.asarray(getattr(d, "tokens", np.zeros((n, g, t))), jnp.int32),
         lengths=jnp.asarray(d.lengths, jnp.int32),
         mask=jnp.asarray(d.mask),
         rewards=jnp.asarray(d.rewards, jnp.float32).reshape(n, g, -1),
@@ -188,6 +189,13 @@ def loss_and_gradient(method, batch, stats, state=None):
 def run(method, d, wrt=("logprobs",)):
     """``loss_and_gradient`` of the numbers ``d``."""
     return loss_and_gradient(method, as_batch(d), live_statistics(method, d, wrt))
+
+
+def advantages_of(method, d):
+    """The advantages of every token [N, G, T], as ``compute_advantages`` returns them."""
+    objective = method.objective
+    compute = jax.jit(lambda batch: compute_advantages(objective, batch, objective.init())[0])
+    return np.asarray(compute(as_batch(d)), np.float64)
 
 
 def central_differences(loss, point, where, step=1e-6):

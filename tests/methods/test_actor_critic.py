@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from harness import check, ragged, run
 
 from jrl.methods import get_method
 from jrl.objectives import compute_advantages
@@ -106,3 +107,90 @@ def test_ppo_asks_for_a_value_network_and_others_do_not():
     assert {"values", "rollout_values", "returns"} <= get_method("ppo").objective.needs
     assert "entropy" not in get_method("ppo").objective.needs
     assert "entropy" in get_method("ppo", entropy_coef=0.1).objective.needs
+
+
+# ---------------------------------------------------------------- VAPO, A2C, AWR
+
+
+def vapo_loss(d, frozen, alpha=0.5, clip=(0.2, 0.28), c1=0.5, mu=0.1):
+    total, count, right = 0.0, 0, []
+    for (i, j), steps in live_tokens(d).items():
+        decay = max(1 - 1 / (alpha * len(steps)), 0)
+        v = [d.rollout_values[i, j, k] for k in steps] + [0.0]
+        r = [0.0] * (len(steps) - 1) + [d.rewards[i, j]]
+        delta = [r[k] + v[k + 1] - v[k] for k in range(len(steps))]
+        for k, place in enumerate(steps):
+            at = (i, j, place)
+            a = sum(decay ** (s - k) * delta[s] for s in range(k, len(steps)))
+            ratio = np.exp(np.clip(d.logprobs[at] - d.sampler_logprobs[at], -20, 20))
+            total -= min(ratio * a, min(max(ratio, 1 - clip[0]), 1 + clip[1]) * a)
+            total += c1 * 0.5 * (d.values[at] - d.rewards[i, j]) ** 2
+            count += 1
+            right += [d.logprobs[at]] if d.rewards[i, j] > 0 else []
+    return total / max(count, 1) - mu * sum(right) / max(len(right), 1)
+
+
+def a2c_loss(d, frozen):
+    total, count = 0.0, 0
+    for (i, j), steps in live_tokens(d).items():
+        for k, place in enumerate(steps):
+            at = (i, j, place)
+            target = 0.9 ** (len(steps) - 1 - k) * d.rewards[i, j]
+            total -= (target - d.rollout_values[at]) * d.logprobs[at]
+            total += 0.5 * 0.5 * (target - d.values[at]) ** 2 - 0.01 * d.entropy[at]
+            count += 1
+    return total / max(count, 1)
+
+
+def awr_loss(d, frozen, beta=0.5, cap=3.0):
+    advantages, returns = estimates(d, beta=0.0, discount=1.0, decay=0.8, whiten=False)
+    total = 0.0
+    for at, a in advantages.items():
+        total -= min(np.exp(a / beta), cap) * d.logprobs[at]
+        total += 0.5 * 0.5 * (returns[at] - d.values[at]) ** 2
+    return total / max(len(advantages), 1)
+
+
+CASES = {
+    "vapo": (vapo_loss, {"length_scale": 0.5}, ("logprobs", "values")),
+    "a2c": (a2c_loss, {"discount": 0.9}, ("logprobs", "values", "entropy")),
+    "awr": (
+        awr_loss,
+        {"temperature": 0.5, "weight_cap": 3.0, "gae_lambda": 0.8},
+        ("logprobs", "values"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradients_of_the_others_equal_the_paper(name):
+    reference, coefficients, wrt = CASES[name]
+    check(get_method(name, **coefficients), reference, wrt=wrt)
+
+
+def test_the_value_targets_of_vapo_are_the_scores(make_batch):
+    d = ragged(3)
+    objective = get_method("vapo").objective
+    _, batch, _, _ = compute_advantages(objective, make_batch(d), objective.init())
+    expected = np.where(d.live, d.rewards[..., None], 0)
+    np.testing.assert_allclose(batch.stats["returns"], expected, atol=1e-5)
+
+
+def test_on_policy_a2c_has_the_gradient_of_ppo():
+    d = ragged(4)
+    d.logprobs = d.sampler_logprobs.copy()
+    same = {"gae_lambda": 0.9, "entropy_coef": 0.01}
+    wrt = ("logprobs", "values", "entropy")
+    _, one = run(get_method("a2c", **same), d, wrt)
+    _, two = run(get_method("ppo", whiten=False, value_clip=None, **same), d, wrt)
+    for name in wrt:
+        assert np.abs(one[name]).max() > 1e-4
+        np.testing.assert_allclose(one[name], two[name], atol=1e-6)
+
+
+def test_as_the_temperature_grows_the_gradient_of_awr_becomes_that_of_likelihood():
+    d = ragged(5)
+    _, hot = run(get_method("awr", temperature=1e6), d)
+    _, sft = run(get_method("sft"), d)
+    assert np.abs(sft["logprobs"]).max() > 0.01
+    np.testing.assert_allclose(hot["logprobs"], sft["logprobs"], atol=1e-6)

@@ -4,10 +4,21 @@ A reference takes the batch's numbers, the log-probabilities to differentiate an
 them that stands wherever the paper stops the gradient; the gradient is a central difference.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import (
+    assert_matches,
+    check,
+    members_of,
+    numbers,
+    ragged,
+    sequences,
+    tokens_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,21 +36,6 @@ few = settings(max_examples=5, deadline=None, derandomize=True)
 
 
 # ---------------------------------------------------------------- references
-
-
-def members_of(d, n):
-    return [i for i in range(d.members.shape[1]) if d.members[n, i]]
-
-
-def tokens_of(d, n, i):
-    return [t for t in range(d.mask.shape[2]) if d.mask[n, i, t]]
-
-
-def sequences(d):
-    """(prompt, member, its live tokens) of every live member with a live token."""
-    n_prompts, n_members, _ = d.mask.shape
-    every = [(n, i) for n in range(n_prompts) for i in range(n_members) if d.members[n, i]]
-    return [(n, i, tokens_of(d, n, i)) for n, i in every if tokens_of(d, n, i)]
 
 
 def normalised(d, rewards, eps=1e-6):
@@ -224,6 +220,85 @@ def reinforce_batch_loss(d, lp, frozen):
     return total / max(len(sequences(d)), 1)
 
 
+def grpo_mis_loss(d, lp, frozen, cap=1.2):
+    a, total = normalised(d, d.rewards), 0.0
+    for n, i, tokens in sequences(d):
+        for t in tokens:
+            at = (n, i, t)
+            weight = np.exp(d.proximal_logprobs[at] - d.sampler_logprobs[at])
+            loss = ppo_token(ratio_at(d, lp, at, "proximal_logprobs"), a[n, i])
+            total += (weight if weight <= cap else 0.0) * loss / len(tokens)
+    return total / max(len(sequences(d)), 1)
+
+
+def grpo_geometric_mis_loss(d, lp, frozen, cap=1.2):
+    a, total = normalised(d, d.rewards), 0.0
+    for n, i, tokens in sequences(d):
+        gaps = [d.proximal_logprobs[n, i, t] - d.sampler_logprobs[n, i, t] for t in tokens]
+        weight = np.exp(sum(gaps) / len(gaps))
+        weight = weight if 1 / cap <= weight <= cap else 0.0
+        for t in tokens:
+            loss = ppo_token(ratio_at(d, lp, (n, i, t), "proximal_logprobs"), a[n, i])
+            total += weight * loss / len(tokens)
+    return total / max(len(sequences(d)), 1)
+
+
+def grpo_off_policy_loss(d, lp, frozen, limit=0.1):
+    a, total = normalised(d, d.rewards), 0.0
+    for n, i, tokens in sequences(d):
+        moved = np.mean([d.sampler_logprobs[n, i, t] - frozen[n, i, t] for t in tokens])
+        if a[n, i] < 0 and moved > limit:
+            continue
+        losses = [ppo_token(ratio_at(d, lp, (n, i, t)), a[n, i]) for t in tokens]
+        total += sum(losses) / len(tokens)
+    return total / max(len(sequences(d)), 1)
+
+
+def bnpo_loss(d, lp, frozen):
+    p = {n: np.mean([d.rewards[n, i] for i in members_of(d, n)]) for n in range(len(d.rewards))}
+    p = {n: mean for n, mean in p.items() if members_of(d, n)}
+    mean, variance = (f(list(p.values())) for f in (np.mean, np.var))
+    alpha = beta = 1.0
+    if variance > 0:
+        both = min(mean * (1 - mean) / variance - 1, 300)
+        alpha, beta = 1 + mean * both / 3, 1 + (1 - mean) * both / 3
+    log_b = math.lgamma(alpha) + math.lgamma(beta) - math.lgamma(alpha + beta)
+    total, count = 0.0, 0
+    for n, i, tokens in sequences(d):
+        q = min(max(p[n], 1e-6), 1 - 1e-6)
+        density = np.exp((alpha - 1) * np.log(q) + (beta - 1) * np.log(1 - q) - log_b)
+        a = (d.rewards[n, i] - p[n]) / np.clip(density, np.exp(-20), np.exp(20))
+        total += sum(ppo_token(ratio_at(d, lp, (n, i, t)), a) for t in tokens)
+        count += len(tokens)
+    return total / max(count, 1)
+
+
+def two_parts(d, rng):
+    """Two reward parts, of weight 1 each; one of them the same for a whole group."""
+    parts = numbers(rng, *d.rewards.shape, 2)
+    parts[0, :, 1] = parts[0, 0, 1]
+    d.rewards = parts
+
+
+def gdpo_loss(d, lp, frozen):
+    score = sum(normalised(d, d.rewards[..., k]) for k in range(d.rewards.shape[2]))
+    live = [score[at] for at in zip(*np.nonzero(d.members), strict=True)]
+    mean = np.mean(live)
+    deviation = np.sqrt(np.sum((live - mean) ** 2) / max(len(live) - 1, 1) + 1e-8)
+    total = 0.0
+    for n, i, tokens in sequences(d):
+        a = (score[n, i] - mean) / deviation
+        losses = [ppo_token(ratio_at(d, lp, (n, i, t)), a) for t in tokens]
+        total += sum(losses) / len(tokens)
+    return total / max(len(sequences(d)), 1)
+
+
+def zeros_and_ones(d, rng):
+    d.rewards = (rng.random(d.rewards.shape) < [[0.3], [0.6], [0.5]][: len(d.rewards)]) * 1.0
+
+
+PREPARE = {"gdpo": two_parts, "bnpo": zeros_and_ones}
+
 CASES = {
     "grpo": (grpo_loss, "grpo", {}),
     "grpo with k3": (lambda d, lp, f: grpo_loss(d, lp, f, 0.04), "grpo", {"kl_coef": 0.04}),
@@ -239,6 +314,19 @@ CASES = {
         "grpo",
         {"correction": "sequence_mis", "correction_cap": 1.2},
     ),
+    "grpo with masked weights": (
+        grpo_mis_loss,
+        "grpo",
+        {"correction": "mis", "correction_cap": 1.2},
+    ),
+    "grpo with geometric masks": (
+        grpo_geometric_mis_loss,
+        "grpo",
+        {"correction": "geometric_mis", "correction_cap": 1.2},
+    ),
+    "grpo without far sequences": (grpo_off_policy_loss, "grpo", {"off_policy_limit": 0.1}),
+    "bnpo": (bnpo_loss, "bnpo", {}),
+    "gdpo": (gdpo_loss, "gdpo", {}),
     "dr_grpo": (dr_grpo_loss, "dr_grpo", {"max_tokens": 7}),
     "dapo": (
         dapo_loss,
@@ -265,69 +353,26 @@ CASES = {
 }
 
 
-def central_difference(loss, point, step=1e-6):
-    gradient = np.zeros_like(point)
-    for at in np.ndindex(point.shape):
-        up, down = point.copy(), point.copy()
-        up[at] += step
-        down[at] -= step
-        gradient[at] = (loss(up) - loss(down)) / (2 * step)
-    return gradient
-
-
-def assert_matches(reference, method, d, batch, run):
-    value, gradients = run(method, batch, d)
-    expected = reference(d, d.logprobs, d.logprobs)
-    slope = central_difference(lambda lp: reference(d, lp, d.logprobs), d.logprobs)
-    scale = max(1.0, np.abs(slope).max())
-    np.testing.assert_allclose(value, expected, rtol=2e-5, atol=2e-5 * scale)
-    np.testing.assert_allclose(gradients["logprobs"], slope, rtol=2e-4, atol=2e-5 * scale)
+def harnessed(reference):
+    """The reference as the harness calls it."""
+    return lambda d, frozen: reference(d, d.logprobs, frozen.logprobs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradient_equal_the_paper(case, make_ragged, make_batch, loss_and_gradients):
+def test_loss_and_gradient_equal_the_paper(case):
     reference, name, coefficients = CASES[case]
-    for seed, spread in ((0, 0.3), (1, 0.05), (2, 3.0)):
-        d = make_ragged(seed, spread=spread, baseline=name == "remax")
-        assert d.live.any()
-        method = get_method(name, **coefficients)
-        assert_matches(reference, method, d, make_batch(d), loss_and_gradients)
+    method = get_method(name, **coefficients)
+    check(method, harnessed(reference), baseline=name == "remax", prepare=PREPARE.get(name))
 
 
 @few
 @given(shape=shapes, seed=st.integers(0, 10**6), case=st.sampled_from(sorted(CASES)))
-def test_any_shape_equals_the_paper(shape, seed, case, make_ragged, make_batch, loss_and_gradients):
+def test_any_shape_equals_the_paper(shape, seed, case):
     reference, name, coefficients = CASES[case]
-    d = make_ragged(seed, *shape, baseline=name == "remax")
-    method = get_method(name, **coefficients)
-    assert_matches(reference, method, d, make_batch(d), loss_and_gradients)
-
-
-# ---------------------------------------------------------------- guards
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c != "reinforce"])
-def test_extreme_but_finite_numbers_give_finite_losses(
-    case, make_ragged, make_batch, loss_and_gradients
-):
-    _, name, coefficients = CASES[case]
-    d = make_ragged(5, baseline=name == "remax")
-    d.logprobs = np.where(np.arange(5) % 2, -1e4, -1e-4) * np.ones_like(d.logprobs)
-    d.sampler_logprobs = np.where(np.arange(5) % 3, -5e3, -1e-6) * np.ones_like(d.logprobs)
-    d.rewards = d.rewards * 1e6
-    value, gradients = loss_and_gradients(get_method(name, **coefficients), make_batch(d), d)
-    assert np.isfinite(value)
-    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_nan_reward_comes_out_as_nan(case, make_ragged, make_batch, loss_and_gradients):
-    _, name, coefficients = CASES[case]
-    d = make_ragged(0, baseline=name == "remax")
-    n, i, _ = sequences(d)[0]
-    d.rewards[n, i] = np.nan
-    value, _ = loss_and_gradients(get_method(name, **coefficients), make_batch(d), d)
-    assert np.isnan(value)
+    d = ragged(seed, *shape, baseline=name == "remax")
+    if name in PREPARE:
+        PREPARE[name](d, np.random.default_rng(seed))
+    assert_matches(get_method(name, **coefficients), harnessed(reference), d)
 
 
 # ---------------------------------------------------------------- identities
@@ -384,13 +429,55 @@ def test_dapo_at_equal_clips_is_token_mean_grpo(make_ragged, make_batch, loss_an
     np.testing.assert_allclose(g_one["logprobs"], g_two["logprobs"], atol=1e-6)
 
 
+def test_bnpo_with_group_normalisation_is_token_mean_grpo(
+    make_ragged, make_batch, loss_and_gradients
+):
+    d = make_ragged(7)
+    grpo = replaced(get_method("grpo"), aggregate=aggregates.token_mean)
+    one, _ = loss_and_gradients(get_method("bnpo", normalise="group"), make_batch(d), d)
+    two, _ = loss_and_gradients(grpo, make_batch(d), d)
+    assert one == pytest.approx(two, abs=1e-6)
+
+
+def test_where_the_groups_means_do_not_vary_bnpo_has_the_advantage_of_dr_grpo(make_ragged):
+    d = make_ragged(7)
+    d.members[:] = True
+    d.rewards = np.array([[1.0, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]])
+    advantages = [
+        advantages_of(get_method(name, **more), d)
+        for name, more in (("bnpo", {}), ("dr_grpo", {"max_tokens": 5}))
+    ]
+    assert np.abs(advantages[0]).max() == pytest.approx(0.5)
+    np.testing.assert_allclose(*advantages, atol=1e-6)
+
+
+def test_with_one_reward_part_gdpo_is_grpo_normalised_over_the_batch(make_ragged):
+    d = make_ragged(8)
+    ours = advantages_of(get_method("gdpo"), d)
+    plain = advantages_of(get_method("grpo"), d)
+    rows = d.members[..., None] & d.live
+    scale = ours[rows] / np.where(plain[rows] == 0, 1, plain[rows])
+    some = plain[rows] != 0
+    # Over the batch the mean is 0 already, so that only one scale is left.
+    assert some.any()
+    np.testing.assert_allclose(scale[some], scale[some][0], rtol=1e-4)
+
+
+def test_rloo_is_the_group_mean_baseline_times_g_over_g_less_one(make_ragged):
+    d = make_ragged(9)
+    ours = advantages_of(get_method("rloo"), d)
+    centred = advantages_of(get_method("dr_grpo", max_tokens=5), d)
+    size = d.members.sum(axis=1)[:, None, None]
+    np.testing.assert_allclose(ours, centred * size / np.maximum(size - 1, 1), atol=1e-6)
+
+
 def test_without_a_correction_proximal_equal_to_sampler_changes_nothing(
     make_ragged, make_batch, loss_and_gradients
 ):
     d = make_ragged(8)
     d.proximal_logprobs = d.sampler_logprobs
     plain, _ = loss_and_gradients(get_method("grpo"), make_batch(d), d)
-    for correction in ("proximal", "tis", "icepop", "sequence_tis", "sequence_mis"):
+    for correction in set(surrogates.CORRECTIONS) - {"none"}:
         method = get_method("grpo", correction=correction)
         corrected, _ = loss_and_gradients(method, make_batch(d), d)
         assert corrected == pytest.approx(plain, abs=1e-6)
@@ -409,84 +496,6 @@ def test_masking_truncated_completions_takes_their_gradient_away(
     assert np.abs(with_them["logprobs"][d.truncated]).max() > 0
     assert np.abs(without["logprobs"][d.truncated]).max() == 0
     assert np.abs(without["logprobs"]).max() > 0
-
-
-# ---------------------------------------------------------------- invariances, all methods at once
-
-EVERY = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus", "remax", "ppo"]
-
-
-def method_with_everything(name):
-    extra = {"max_tokens": 5} if name in ("dr_grpo", "dapo") else {}
-    if name not in ("dapo", "cispo", "remax"):
-        extra["kl_coef"] = 0.1
-    if name == "ppo":
-        extra["entropy_coef"] = 0.1
-    return get_method(name, **extra)
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_padding_of_any_content_changes_nothing(name, make_ragged, make_batch, loss_and_gradients):
-    d = make_ragged(10, baseline=name == "remax")
-    wide = make_ragged(10, baseline=name == "remax")
-    _, g, t = d.mask.shape
-    for key, value in vars(d).items():
-        if key == "ids":  # read by none of these
-            continue
-        padding = [(0, 0), (0, 1)] + ([(0, 2)] if value.ndim == 3 else [])
-        filler = False if value.dtype == bool else 0 if key == "lengths" else np.nan
-        setattr(wide, key, np.pad(value, padding, constant_values=filler))
-    method = method_with_everything(name)
-    narrow_loss, narrow = loss_and_gradients(method, make_batch(d), d)
-    wide_loss, padded = loss_and_gradients(method, make_batch(wide), wide)
-    assert wide_loss == pytest.approx(narrow_loss, abs=1e-6)
-    for key, gradient in narrow.items():
-        np.testing.assert_allclose(padded[key][:, :g, :t], gradient, atol=1e-7)
-        assert not padded[key][:, g:].any()
-        assert not padded[key][:, :, t:].any()
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_the_order_of_prompts_and_members_changes_nothing(
-    name, make_ragged, make_batch, loss_and_gradients
-):
-    d = make_ragged(11, baseline=name == "remax")
-    rng = np.random.default_rng(0)
-    order = np.ix_(rng.permutation(3), rng.permutation(4))
-    mixed = make_ragged(11)
-    for key, value in vars(d).items():
-        if key != "ids":  # read by none of these
-            setattr(mixed, key, value[order])
-    method = method_with_everything(name)
-    one, gradients = loss_and_gradients(method, make_batch(d), d)
-    two, shuffled = loss_and_gradients(method, make_batch(mixed), mixed)
-    assert two == pytest.approx(one, rel=1e-5)
-    for key, gradient in gradients.items():
-        np.testing.assert_allclose(shuffled[key], gradient[order], atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "ppo"])
-def test_sums_and_counts_add_up_over_microbatches(name, make_ragged, make_batch):
-    d = make_ragged(12, 4, 3, 5)
-    objective = method_with_everything(name).objective
-    trained = {
-        k: jnp.asarray(getattr(d, k), jnp.float32) for k in ("logprobs", "values", "entropy")
-    }
-    state = objective.init()
-    advantages, batch, state, _ = compute_advantages(objective, make_batch(d), state)
-    whole = policy_loss(objective, trained, batch, advantages, state)
-    parts = []
-    for rows in (slice(0, 1), slice(1, 4)):
-        cut = lambda x, rows=rows: x[rows]  # noqa: E731
-        piece = jax.tree.map(cut, batch.replace(reward_weights=jnp.ones(4)))
-        piece = piece.replace(reward_weights=batch.reward_weights)
-        parts.append(
-            policy_loss(objective, jax.tree.map(cut, trained), piece, advantages[rows], state)
-        )
-    added = jax.tree.map(lambda a, b: a + b, *parts)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), added, whole)
-    loss = combine_terms(objective, added[0], state)
-    assert float(loss) == pytest.approx(float(combine_terms(objective, whole[0], state)), rel=1e-5)
 
 
 def test_coefficients_may_be_traced(make_ragged, make_batch):

@@ -1,40 +1,144 @@
+"""The methods of supervised.py against float64 references, and what their papers state."""
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import check, ragged, run, sequences
 
 from jrl.methods import get_method
+from jrl.methods.supervised import one_token_rollout
+
+EVERY = ("sft", "sequence_kd", "dft", "otr")
+
+
+def means(d, weigh, each):
+    rows = [[each((n, i, t)) for t in tokens] for n, i, tokens in sequences(d)]
+    if weigh == "tokens":
+        every = [x for row in rows for x in row]
+        return sum(every) / max(len(every), 1)
+    return sum(np.mean(row) for row in rows) / max(len(rows), 1)
+
+
+def unread(d, rng):
+    d.rewards[:] = np.nan
 
 
 @pytest.mark.parametrize("weigh", ["tokens", "sequences"])
-def test_sft_is_the_mean_negative_log_likelihood(
-    weigh, make_ragged, make_batch, loss_and_gradients
-):
-    d = make_ragged(0, 4, 1, 6)
-    d.members[:] = True
-    d.live = d.mask & d.members[..., None]
-    d.rewards[:] = np.nan  # not read
-    value, gradients = loss_and_gradients(get_method("sft", weigh=weigh), make_batch(d), d)
-    rows = [d.logprobs[i, 0][d.live[i, 0]] for i in range(4) if d.live[i, 0].any()]
-    expected = np.zeros_like(d.logprobs)
-    if weigh == "tokens":
-        loss = -np.concatenate(rows).mean()
-        expected[d.live] = -1 / d.live.sum()
-    else:
-        loss = -np.mean([row.mean() for row in rows])
-        for i in range(4):
-            expected[i, 0][d.live[i, 0]] = -1 / len(rows) / max(d.live[i, 0].sum(), 1)
-    assert value == pytest.approx(loss, rel=1e-6)
-    np.testing.assert_allclose(gradients["logprobs"], expected, atol=1e-7)
+@pytest.mark.parametrize("name", ["sft", "sequence_kd"])
+def test_sft_is_the_mean_negative_log_likelihood(name, weigh):
+    check(
+        get_method(name, weigh=weigh),
+        lambda d, frozen: means(d, weigh, lambda at: -d.logprobs[at]),
+        prepare=unread,
+        g=1,
+        demonstrations=1,
+    )
 
 
-def test_sft_on_nothing_is_zero(make_ragged, make_batch, loss_and_gradients):
-    d = make_ragged(0)
+@pytest.mark.parametrize("weigh", ["tokens", "sequences"])
+def test_dft_weighs_each_token_by_its_probability(weigh):
+    def reference(d, frozen):
+        return means(d, weigh, lambda at: -np.exp(frozen.logprobs[at]) * d.logprobs[at])
+
+    def probable(d, rng):
+        unread(d, rng)
+        d.logprobs = np.minimum(d.logprobs, -0.125)
+
+    method = get_method("dft", weigh=weigh)
+    check(method, reference, prepare=probable, g=1, demonstrations=1)
+
+
+def test_dft_has_sft_s_gradient_times_the_probability():
+    d = ragged(3, g=1)
+    d.logprobs = np.minimum(d.logprobs, -0.125)
+    _, sft = run(get_method("sft"), d)
+    _, dft = run(get_method("dft"), d)
+    expected = sft["logprobs"] * np.exp(d.logprobs)
+    np.testing.assert_allclose(dft["logprobs"], expected, atol=1e-6)
+
+
+def test_sequence_kd_is_sft_on_the_same_completions():
+    assert get_method("sequence_kd").objective.aggregate is get_method("sft").objective.aggregate
+    d = ragged(2, g=1)
+    (one, a), (other, b) = (run(get_method(name), d) for name in ("sequence_kd", "sft"))
+    assert one == other
+    np.testing.assert_array_equal(a["logprobs"], b["logprobs"])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_supervised_methods_draw_nothing_and_need_nothing_recorded(name):
+    method = get_method(name)
+    assert (method.draw.own, method.draw.demonstrations) == (False, 1)
+    assert method.objective.frozen == frozenset()
+    assert not method.objective.needs & {"sampler_logprobs", "ref_logprobs", "values"}
+    assert method.min_group == 1
+
+
+def test_sft_on_nothing_is_zero():
+    d = ragged(0)
     d.mask[:] = False
-    value, gradients = loss_and_gradients(get_method("sft"), make_batch(d), d)
+    d.live[:] = False
+    value, gradients = run(get_method("sft"), d)
     assert value == 0
     assert not gradients["logprobs"].any()
 
 
-def test_sft_needs_nothing_recorded():
-    method = get_method("sft")
-    assert method.objective.needs == frozenset()
-    assert method.min_group == 1
+# ---------------------------------------------------------------- one-token rollout
+
+
+@pytest.fixture(scope="module")
+def rollout_loss():
+    """(beta, temperature) -> (logits, token) -> loss and gradient by the logits."""
+
+    def of(beta, temperature):
+        apply = one_token_rollout(beta, temperature).apply
+        value = lambda logits, token: apply({"policy": jax.nn.log_softmax(logits)}, token)  # noqa: E731
+        return jax.jit(jax.value_and_grad(value))
+
+    return of
+
+
+def softmax(x):
+    p = np.exp(x - x.max())
+    return p / p.sum()
+
+
+def test_otr_is_the_expected_loss_of_one_drawn_token(rollout_loss):
+    loss = rollout_loss(-0.2, 1.5)
+    logits = np.random.default_rng(1).normal(size=5)
+    drawn, rewards = softmax(logits / 1.5), np.array([-0.2, -0.2, -0.2, 1.0, -0.2])
+
+    def reference(x):
+        return -(drawn * rewards * np.log(softmax(x))).sum()
+
+    value, slope = loss(jnp.asarray(logits, jnp.float32), 3)
+    assert value == pytest.approx(reference(logits), rel=1e-5)
+    numeric = [(reference(logits + s) - reference(logits - s)) / 2e-5 for s in 1e-5 * np.eye(5)]
+    np.testing.assert_allclose(slope, numeric, atol=1e-5)
+
+
+def test_otr_s_gradient_is_dft_s_up_to_a_factor(rollout_loss):
+    """At temperature 1: 1 - beta times the probability times that of the log-likelihood."""
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=6), jnp.float32)
+    _, slope = rollout_loss(-0.3, 1.0)(logits, 2)
+    nll = jax.grad(lambda x: -jax.nn.log_softmax(x)[2])(logits)
+    np.testing.assert_allclose(slope, 1.3 * jax.nn.softmax(logits)[2] * nll, atol=1e-6)
+
+
+def test_otr_never_draws_a_removed_token_and_keeps_a_nan(rollout_loss):
+    loss = rollout_loss(-0.3, 2.0)
+    cut = jnp.array([0.5, -jnp.inf, 0.0, 1.0])
+    (value, slope), (small, _) = loss(cut, 3), loss(cut[jnp.array([0, 2, 3])], 2)
+    assert value == pytest.approx(float(small), rel=1e-6)
+    assert slope[1] == 0
+    assert np.isnan(loss(cut.at[0].set(jnp.nan), 3)[0])
+
+
+def test_otr_minimises_its_statistic():
+    method = get_method("otr", beta=0.0, temperature=2.0)
+    (statistic,) = method.objective.statistics
+    d = ragged(4, g=1)
+    setattr(d, statistic.name, d.values)
+    value, _ = run(method, d, (statistic.name,))
+    assert value == pytest.approx(means(d, "sequences", lambda at: d.values[at]), rel=1e-5)

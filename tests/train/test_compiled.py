@@ -53,8 +53,8 @@ def assert_close(a, b, atol):
 
 
 def test_host_and_compiled_agree(network, task, quick_jit):
-    """Several steps, with a greedy member: the same tokens, so the same metrics and weights."""
-    method = get_method("grpo")._replace(draw=Draw(baseline_members=1))
+    """Several steps, with a greedy member and a solution: the same tokens, metrics, weights."""
+    method = get_method("grpo")._replace(draw=Draw(baseline_members=1, demonstrations=1))
     common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
     step = make_step(**common)
     fresh = partial(init_state, KEY, **common)
@@ -70,9 +70,10 @@ def test_host_and_compiled_agree(network, task, quick_jit):
             network=network,
             group=GROUP,
             baseline_members=method.draw.baseline_members,
+            demonstrations=method.draw.demonstrations,
         )
     )
-    log, drawn, cursor = [], [], 0
+    log, drawn, asked, cursor = [], [], [], 0
     with jax.set_mesh(mesh):
         shardings = state_shardings(jax.eval_shape(fresh), mesh, network=network)
         state = jax.jit(fresh, out_shardings=shardings)()
@@ -90,6 +91,7 @@ def test_host_and_compiled_agree(network, task, quick_jit):
                 mesh=mesh,
             )
             drawn.append(groups.rollout.tokens)
+            asked.append(batch.ids["prompt"])
             state, metrics = train(state, batch, LAW)
             log.append(jax.device_get(metrics))
 
@@ -97,7 +99,7 @@ def test_host_and_compiled_agree(network, task, quick_jit):
 
     def spied(state, batch, law):
         state, metrics = step(state, batch, law)
-        return state, metrics | {"tokens": batch.tokens}
+        return state, metrics | {"tokens": batch.tokens, "ids": batch.ids["prompt"]}
 
     iteration = make_iteration(
         spied,
@@ -111,7 +113,9 @@ def test_host_and_compiled_agree(network, task, quick_jit):
     scanned, curves = quick_jit(lambda s: iterate(iteration, s, LAW, STEPS))(fresh())
     tokens = curves.pop("tokens")
     assert np.array_equal(tokens, np.stack(drawn))
-    assert tokens.shape == (STEPS, PROMPTS, GROUP + 1, task.completion_tokens)
+    assert tokens.shape == (STEPS, PROMPTS, GROUP + 2, task.completion_tokens)
+    assert np.array_equal(np.ravel(curves.pop("ids")), np.arange(STEPS * PROMPTS))
+    assert np.array_equal(np.ravel(asked), np.arange(STEPS * PROMPTS))
     assert int(scanned.step) == int(state.step) == STEPS
     assert_close(scanned.params, state.params, 1e-5)
     assert curves.keys() == log[0].keys()

@@ -81,31 +81,33 @@ def prompts(config):
     """What is asked and what is the answer."""
     run = build.setup(config)
     asked = {
-        s: [(p.text, p.tokens.tolist(), p.answer) for p in ps] for s, ps in run.prompts.items()
+        s: [(p.text, p.tokens.tolist(), p.answer, np.array(p.solution).tolist()) for p in ps]
+        for s, ps in run.prompts.items()
     }
-    return asked, run.prompt_counts
+    return asked, run.data_counts
 
 
 def weights(config):
     """A number that the weights before training decide."""
     state, _ = build.new_state(build.setup(config))
-    return [float(jnp.abs(x.astype(jnp.float32)).sum()) for x in jax.tree.leaves(state.params)]
+    trees = (state.params, state.frozen)
+    return [float(jnp.abs(x.astype(jnp.float32)).sum()) for x in jax.tree.leaves(trees)]
 
 
 def programs(config):
     """The two programs as they are traced, with the shapes of what goes in and out."""
     run = build.setup(config)
     make, _ = build.state_layout(run)
-    state = jax.eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)), run.params)
-    n, group = config.train.prompts, config.sampling.group
-    sample = build.sampler_program(
-        run, split="train", group=group, baselines=run.method.draw.baseline_members
-    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
+    state = jax.eval_shape(make, key, run.params, frozen)
+    n = config.train.prompts
+    sample = build.train_sampler(run)
     ids = np.arange(n, dtype=np.int32)
     args = (state.key, state.params["policy"], np.int32(0), ids)
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
-        args = (jax.eval_shape(lambda: jax.random.key(0)), args[1], p, ids, run.law, args[2], ids)
+        args = (key, args[1], p, ids, run.law, args[2], ids)
         first, rollout = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
@@ -235,14 +237,22 @@ ON_TASK = {
     "log.samples_every": (whole_run, "log.samples_every=3"),
     "log.samples": (whole_run, "log.samples=3"),
 }
+TEACHER = ("method=on_policy_distillation", "model.teacher=PLACE/model")
+TWO_TEACHERS = (
+    *("method=align_distil", "frozen.dpo=PLACE/model", "frozen.reverse_dpo=PLACE/model"),
+)
 ON_TEXT = {
     "model.path": (weights, "model.path=PLACE/other"),
+    "model.reference": (weights, "model.reference=PLACE/other", "objective.kl_coef=0.1"),
+    "model.teacher": (weights, "model.teacher=PLACE/other", *TEACHER),
+    "frozen": (weights, "frozen.dpo=PLACE/other", *TWO_TEACHERS),
     "eval.reward": (judge, "eval.reward=format", "rewards={math={}, format={pattern='x'}}"),
     "data.train": (prompts, "data.train=PLACE/b.jsonl"),
     "data.eval": (prompts, "data.eval=PLACE/b.jsonl"),
     "data.question_key": (prompts, "data.question_key=ask"),
     "data.answer_key": (prompts, "data.answer_key=gold"),
     "data.answer_pattern": (prompts, "data.answer_pattern=is (.+)"),
+    "data.solution_key": (prompts, "data.solution_key=ask", "method=sft"),
     "data.system": (prompts, "data.system=be brief"),
     "data.template": (prompts, "data.template=chat"),
     "data.max_prompt_tokens": (prompts, "data.max_prompt_tokens=14"),

@@ -50,7 +50,7 @@ class Script:
         )
         subject = [f"prompt {i}" for i in positions] if self.listed else {"id": positions}
         rollout, rewards = jax.device_put((rollout, rewards))
-        return Groups(rollout, rewards, subject, {"timeouts": 1.0})
+        return Groups(rollout, rewards, subject, {"timeouts": 1.0}, {"prompt": positions})
 
 
 def collected(script, method, prompts=4, step=3, cursor=100):

@@ -151,16 +151,19 @@ def test_no_gradient_reaches_padding(network, params, batch):
     assert (norms[:17] > 0).sum() >= 8
 
 
-@pytest.mark.parametrize("at_once", [1, 8 * 19 * 3])
+CHUNKS = {1: (1, 1), 19 * 4: (4, 1), 8 * 19 * 3: (8, 3)}
+
+
+@pytest.mark.parametrize("at_once", CHUNKS)
 def test_the_head_in_chunks(network, params, monkeypatch, at_once):
-    """In chunks of 1 and 3 of the 5 tokens: equal numbers and gradients."""
+    """In chunks of few of the 8 rows and 5 tokens: equal numbers and gradients."""
     hidden = jax.random.normal(jax.random.key(0), (8, 5, 16))
     tokens = jax.random.randint(jax.random.key(1), (8, 5), 0, 19)
     weights = jax.random.normal(jax.random.key(2), (2, 8, 5))
     sizes = []
 
     def spied(params, hidden):
-        sizes.append(hidden.shape[1])
+        sizes.append(hidden.shape[:2])
         return network.logits(params, hidden)
 
     def run(limit):
@@ -170,7 +173,12 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
 
         def loss(params, hidden):
             stats = head_statistics(
-                params, hidden, tokens, network=spy, law=LAWS["cold"], entropy=True
+                {"policy": params},
+                {"policy": hidden},
+                tokens,
+                networks={"policy": spy},
+                law=LAWS["cold"],
+                want=BOTH,
             )
             return (weights[0] * stats["logprobs"] + weights[1] * stats["entropy"]).sum(), stats
 
@@ -179,8 +187,8 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
 
     (gradient, stats), chunks = run(at_once)
     (expected_gradient, expected), whole = run(2**24)
-    assert whole == {5}
-    assert chunks == {max(1, at_once // (8 * 19))}
+    assert whole == {(8, 5)}
+    assert chunks == {CHUNKS[at_once]}
     assert stats["logprobs"].shape == stats["entropy"].shape == (8, 5)
     for a, b in zip(
         jax.tree.leaves((gradient, stats)),

@@ -327,6 +327,7 @@ def test_dapo_draws_prompts_until_the_batch_is_full(place, quick):
         "method=dapo",
         "objective={}",
         f"rewards={{{reward(place, 'coin')}={{}}}}",
+        "log.samples=16",
     )
     assert finite(records, "rounds", "groups_kept", "groups_missing")
     used = 0
@@ -356,7 +357,9 @@ def test_ppo_trains_a_value_head(quick):
 
 
 def test_remax_compares_with_a_greedy_completion(quick):
-    _, records, samples = quick("method=remax", "objective={}", "sampling.group=2")
+    _, records, samples = quick(
+        "method=remax", "objective={}", "sampling.group=2", "log.samples=12"
+    )
     assert finite(records)
     assert [s["baseline"] for s in samples[:3]] == [False, False, True]
     greedy = {}
@@ -366,6 +369,30 @@ def test_remax_compares_with_a_greedy_completion(quick):
     assert greedy
     # Members alone are counted as tokens trained on.
     assert records[0]["completion_tokens"] <= 4 * 2 * 6
+
+
+def test_supervised_training_on_the_solutions_of_the_data(quick):
+    config, records, samples = quick(
+        "method=sft", "objective={}", "sampling.max_new_tokens=64", "data.max_prompt_tokens=150"
+    )
+    assert finite(records, "loss")
+    assert "approx_kl" not in records[0]
+    run = build.setup(config)
+    texts = {p.text: run.tokenizer.decode(p.solution.tolist()) for p in run.prompts["train"]}
+    assert samples
+    for s in samples:
+        assert s["demonstration"]
+        assert s["member"] == 0
+        assert s["completion"] == texts[s["prompt"]]
+        assert "<<" in s["completion"]
+        assert s["stop"] == "stop_token"
+    lengths = {len(p.solution) for p in run.prompts["train"]}
+    assert len(lengths) > 1
+    # Cut where there is no room, and said to be.
+    _, _, cut = quick(
+        "method=sft", "objective={}", "run.resume=never", f"run.dir={config.run.dir}2"
+    )
+    assert {(s["stop"], s["length"]) for s in cut} == {("length", 6)}
 
 
 def test_the_file_as_it_is_computes_in_bfloat16_on_all_devices(quick):

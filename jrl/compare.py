@@ -1,0 +1,358 @@
+"""Methods side by side: many seeds of each in one program, and intervals instead of best runs.
+
+Reports as "Deep Reinforcement Learning at the Edge of the Statistical Precipice"
+(arXiv:2108.13264) advises: the interquartile mean over all runs of all tasks, with confidence
+intervals by a bootstrap that resamples the runs of each task.
+
+    results.jsonl    a line for each task, method and seed: accuracies, and the reward of each step
+    comparison.json  the table's numbers, and the configuration that they come from
+    comparison.md    the table
+    comparison.png   intervals, and rewards over steps
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.compiles import enable_compile_cache
+from jrl.config import Config, build_config
+from jrl.errors import UserError
+from jrl.metrics import plain, write_atomic
+from jrl.sampling.draw import make_law
+from jrl.train import setup as build
+from jrl.train.compiled import held_out, iterate, warm_start
+from jrl.train.setup import Run
+from jrl.types import Array, Params
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+class Interval(NamedTuple):
+    """A statistic with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def interquartile_mean(scores: np.ndarray) -> np.ndarray:
+    """The mean of the middle half of the scores.
+
+    "Deep Reinforcement Learning at the Edge of the Statistical Precipice" (arXiv:2108.13264): more
+    robust to outlying runs than the mean, and with less spread than the median. Of n scores the
+    floor(n / 4) lowest and as many highest are left out.
+
+    Args:
+      scores: [..., n] float.
+
+    Returns:
+      [...] float.
+
+    >>> interquartile_mean(np.array([0.0, 1.0, 2.0, 9.0])).item()
+    1.5
+    """
+    cut = scores.shape[-1] // 4
+    return np.sort(scores, axis=-1)[..., cut : scores.shape[-1] - cut].mean(axis=-1)
+
+
+def stratified_interval(
+    scores: np.ndarray,
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    confidence: float = CONFIDENCE,
+) -> Interval:
+    """The interquartile mean over runs and tasks, with its stratified bootstrap interval.
+
+    The percentile bootstrap of "Deep Reinforcement Learning at the Edge of the Statistical
+    Precipice" (arXiv:2108.13264): each resample draws, for every task on its own, as many runs
+    with replacement as there are.
+
+    Args:
+      scores: [runs, tasks] float.
+      seed: of the resamples.
+      resamples: how many.
+      confidence: the share of the resamples inside the interval.
+    """
+    runs, tasks = scores.shape
+    rows = np.random.default_rng(seed).integers(0, runs, (resamples, runs, tasks))
+    drawn = interquartile_mean(scores[rows, np.arange(tasks)].reshape(resamples, -1))
+    outside = 50 * (1 - confidence)
+    low, high = np.percentile(drawn, [outside, 100 - outside])
+    return Interval(float(interquartile_mean(scores.reshape(-1))), float(low), float(high))
+
+
+# ---------------------------------------------------------------- running
+
+
+def compare(
+    config: Config,
+    *,
+    methods: Sequence[str],
+    tasks: Sequence[str],
+    seeds: int,
+    out: Path,
+    echo: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Trains every method on every task for several seeds, and writes what came out.
+
+    A seed's runs begin at the same weights, those of one warm start, and see the same problems in
+    the same order, whatever the method. All seeds of a method run as one program.
+
+    Args:
+      config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. Seeds count up
+        from ``config.seed``.
+      methods: by name, each at its defaults.
+      tasks: procedural tasks, NAME or NAME:DIFFICULTY.
+      seeds: runs of each method on each task.
+      out: a new directory.
+      echo: where lines for a person go.
+
+    Returns:
+      What comparison.json holds.
+
+    Raises:
+      UserError: fewer than two seeds, a directory with results, or a method that cannot run
+        inside one program; all such methods are named, before anything runs.
+    """
+    if seeds < 2:
+        raise UserError(f"--seeds {seeds}: an interval needs at least 2 runs of each method")
+    if (out / "results.jsonl").exists():
+        raise UserError(f"{out} holds a comparison already; name a new directory")
+    enable_compile_cache()
+    runs = _runs(config, methods, tasks)
+    out.mkdir(parents=True, exist_ok=True)
+    keys = jax.vmap(jax.random.key)(config.seed + jnp.arange(seeds))
+    results: list[dict[str, Any]] = []
+    for task in tasks:
+        start = _Start(runs[task, methods[0]], keys)
+        echo(f"{task}: accuracy {float(start.accuracy.mean()):.3f} after the warm start")
+        for method in methods:
+            began = time.perf_counter()
+            rows = _train(runs[task, method], keys, start)
+            seconds = time.perf_counter() - began
+            for i, row in enumerate(rows):
+                row = {"task": task, "method": method, "seed": config.seed + i} | row
+                results.append(row)
+                with (out / "results.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(plain(row)) + "\n")
+            after = np.mean([row["accuracy_after"] for row in rows])
+            echo(f"{task}: {method} {after:.3f} ({seeds} seeds, {seconds:.1f} s)")
+    return write_comparison(out, results, config)
+
+
+def _runs(
+    config: Config, methods: Sequence[str], tasks: Sequence[str]
+) -> dict[tuple[str, str], Run]:
+    """Every task with every method, checked."""
+    for name, given in (("--methods", methods), ("--task", tasks)):
+        if not given or len(set(given)) < len(given):
+            raise UserError(f"{name} {','.join(given)}: name one or more, each once")
+    if config.objective:
+        keys = ", ".join(f"objective.{name}" for name in config.objective)
+        raise UserError(f"{keys}: every method is compared at its defaults; remove it")
+    runs, problems = {}, []
+    for task in tasks:
+        name, _, difficulty = task.partition(":")
+        if difficulty and not difficulty.isdigit():
+            raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
+        tree = config.model_dump(mode="json", exclude_none=True)
+        same = config.data.task == name and not difficulty
+        size = config.data.difficulty if same else int(difficulty) if difficulty else None
+        tree["data"] |= {"task": name}
+        tree["data"].pop("difficulty", None)
+        tree["data"] |= {} if size is None else {"difficulty": size}
+        tree["train"] |= {"mode": "compiled"}
+        for method in methods:
+            try:
+                run = build.setup(build_config(tree | {"method": method}))
+                build.check_trainable(run)
+                runs[task, method] = run
+            except UserError as error:
+                problems.append(f"{method}: {error}")
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return runs
+
+
+class _Start:
+    """Where the runs of a task begin, for every seed: [seeds, ...] policies, and their accuracy."""
+
+    def __init__(self, run: Run, keys: Array) -> None:
+        make, _ = build.state_layout(run)
+        warmup, task = run.config.warmup, run.task
+        assert task is not None
+
+        def begin(key: Array) -> tuple[Array, Params]:
+            state = make(key, run.params)
+            policy = state.params["policy"]
+            if warmup.steps:
+                policy, _ = warm_start(
+                    state.key,
+                    policy,
+                    task=task,
+                    network=run.network,
+                    steps=warmup.steps,
+                    batch=warmup.batch,
+                    learning_rate=warmup.learning_rate,
+                )
+            return state.key, policy
+
+        table, sampling = run.config.eval, run.config.sampling
+        evaluate = partial(
+            held_out,
+            law=make_law(table.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
+            task=task,
+            network=run.network,
+            problems=table.problems,
+            samples=table.samples,
+        )
+
+        def right(key: Array, policy: Params) -> Array:
+            return evaluate(key, policy).rewards.mean()
+
+        self.measure = jax.jit(jax.vmap(right))
+        self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)
+        self.accuracy = np.asarray(self.measure(self.roots, self.policies))
+
+
+def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
+    """One method on one task, all seeds at once: a row of results for each."""
+    make, _ = build.state_layout(run)
+    iteration = build.make_train_iteration(run)
+
+    def train(key: Array, policy: Params) -> tuple[Params, Any]:
+        state, curves = iterate(iteration, make(key, policy), run.law, run.config.train.steps)
+        return state.params["policy"], curves
+
+    policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
+    after = np.asarray(start.measure(start.roots, policies))
+    rewards, skipped = np.asarray(curves["reward"]), np.asarray(curves["skipped_updates"]).sum(1)
+    return [
+        {
+            "accuracy_before": float(start.accuracy[i]),
+            "accuracy_after": float(after[i]),
+            "skipped_updates": int(skipped[i]),
+            "reward": [round(float(x), 4) for x in rewards[i]],
+        }
+        for i in range(len(after))
+    ]
+
+
+# ---------------------------------------------------------------- reporting
+
+
+def write_comparison(
+    out: Path, results: Sequence[Mapping[str, Any]], config: Config
+) -> dict[str, Any]:
+    """Writes the table (JSON and Markdown) and the plot of some results.
+
+    Args:
+      out: the directory.
+      results: the lines of results.jsonl.
+      config: what they come from.
+
+    Returns:
+      What comparison.json holds: "methods" by name, best first, each with an ``Interval`` of the
+      held-out accuracy for each task and for "all".
+    """
+    tasks = list(dict.fromkeys(row["task"] for row in results))
+    methods = list(dict.fromkeys(row["method"] for row in results))
+    found = {}
+    for method in methods:
+        columns = [
+            [r["accuracy_after"] for r in results if (r["task"], r["method"]) == (task, method)]
+            for task in tasks
+        ]
+        scores = np.array(columns, np.float64).T
+        each = {
+            task: stratified_interval(scores[:, i : i + 1], seed=config.seed)._asdict()
+            for i, task in enumerate(tasks)
+        }
+        found[method] = {"all": stratified_interval(scores, seed=config.seed)._asdict()} | each
+    found = dict(sorted(found.items(), key=lambda item: -item[1]["all"]["value"]))
+    before = {
+        task: float(np.mean([r["accuracy_before"] for r in results if r["task"] == task]))
+        for task in tasks
+    }
+    table = {
+        "score": "held-out accuracy after training: interquartile mean, 95 % interval",
+        "seeds": len({row["seed"] for row in results}),
+        "steps": config.train.steps,
+        "accuracy_before": before,
+        "methods": found,
+        "config": config.model_dump(mode="json", exclude_none=True),
+    }
+    write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
+    write_atomic(out / "comparison.md", _markdown(table, tasks))
+    _draw(out / "comparison.png", results, found, tasks)
+    return table
+
+
+def _markdown(table: Mapping[str, Any], tasks: Sequence[str]) -> str:
+    def cell(interval: Mapping[str, float]) -> str:
+        return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+    starts = ", ".join(f"{task} {x:.3f}" for task, x in table["accuracy_before"].items())
+    lines = [
+        f"Held-out accuracy after {table['steps']} steps, {table['seeds']} seeds: interquartile",
+        "mean and 95 % stratified bootstrap interval (arXiv:2108.13264). All methods begin at the",
+        f"same warm start: {starts}.",
+        "",
+        "| " + " | ".join(["method", "all", *tasks]) + " |",
+        "| --- " * (len(tasks) + 2) + "|",
+    ]
+    for name, intervals in table["methods"].items():
+        cells = [name, *(cell(intervals[column]) for column in ("all", *tasks))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _draw(
+    path: Path,
+    results: Sequence[Mapping[str, Any]],
+    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+    tasks: Sequence[str],
+) -> None:
+    """Intervals on the left, rewards of each task on the right."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    names = list(found)
+    palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
+    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
+    figure = Figure(figsize=(4.6 * (1 + len(tasks)), 1.6 + 0.3 * len(names)), layout="constrained")
+    axes = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
+    for place, name in enumerate(reversed(names)):
+        every = found[name]["all"]
+        width = every["high"] - every["low"]
+        axes[0].barh(place, width, left=every["low"], height=0.6, color=colours[name], alpha=0.7)
+        axes[0].plot([every["value"]] * 2, [place - 0.3, place + 0.3], color="black", lw=1.5)
+    axes[0].set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
+    axes[0].set_title("Accuracy, all tasks: IQM, 95 %", fontsize=10, loc="left")
+    for axis, task in zip(axes[1:], tasks, strict=True):
+        for name in names:
+            rows = [r["reward"] for r in results if (r["task"], r["method"]) == (task, name)]
+            curve = interquartile_mean(np.array(rows).T)
+            axis.plot(np.arange(1, len(curve) + 1), curve, color=colours[name], lw=1.2, label=name)
+        axis.set_title(f"{task}: reward (IQM over seeds)", fontsize=10, loc="left")
+        axis.set_xlabel("step", fontsize=8)
+    axes[-1].legend(fontsize=7, loc="lower right")
+    for axis in axes:
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=90)

@@ -1,0 +1,322 @@
+"""Judged completions from files as groups: pairs, labelled completions and scored lists.
+
+``data.records`` says in what forms they come. A pair is a group of two with scores 1 (chosen) and
+0 (rejected); a labelled completion a group of one; a list a group of as many as it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.data.records import Messages, answer_text, kind_of, read_messages, read_record
+from jrl.data.sources import Source
+from jrl.errors import UserError, choose
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Batch
+
+OVERLONG = ("error", "drop", "truncate")
+
+
+class Judged(NamedTuple):
+    """One prompt with completions and what they are worth.
+
+    Attributes:
+      id: the record's place in its source.
+      text: the prompt as the tokenizer saw it.
+      prompt: [p] int32, tokens.
+      completions: G arrays [t] int32, tokens, the stop token included unless it was cut off.
+      scores: G points; 1 and 0 for chosen and rejected.
+      cut: G bools, True where a completion lost its end.
+    """
+
+    id: int
+    text: str
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    scores: tuple[float, ...]
+    cut: tuple[bool, ...]
+
+
+class JudgedCounts(NamedTuple):
+    """What became of the records.
+
+    Attributes:
+      kind: "pairs", "labels" or "lists".
+      rows: records read.
+      kept: groups made of them.
+      dropped: records left out because a text in them was too long.
+      truncated: records of which a text was cut because it was too long.
+      longest_prompt: tokens, before any limit.
+      longest_completion: tokens, before any limit.
+    """
+
+    kind: str
+    rows: int
+    kept: int
+    dropped: int
+    truncated: int
+    longest_prompt: int
+    longest_completion: int
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.kept} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
+            f"{self.truncated} truncated; longest prompt {self.longest_prompt} and completion "
+            f"{self.longest_completion} tokens"
+        )
+
+
+def build_judged(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    system: str | None = None,
+    template: str = "chat",
+    max_prompt_tokens: int,
+    max_completion_tokens: int,
+    overlong: str = "error",
+) -> tuple[list[Judged], JudgedCounts]:
+    """The groups of all records, tokenized as a policy would have read and drawn them.
+
+    A prompt and its completions are encoded apart, because that is how a policy reads and writes,
+    and a completion ends with the stop token. Under a chat template a completion is what the
+    template writes between the prompt and that token.
+
+    Args:
+      source: the records.
+      tokenizer: the model's.
+      system: a system message put before prompts that have none, or None.
+      template: as ``prompts.build_prompts`` takes it; messages need "chat". A prompt that is a
+        string is what the user says.
+      max_prompt_tokens: the longest prompt, tokens.
+      max_completion_tokens: the longest completion, tokens.
+      overlong: what a longer one leads to: "error"; "drop", which leaves the record out; or
+        "truncate", which keeps the end of a prompt and the beginning of a completion. A record
+        whose completions are then all the same is left out.
+
+    Returns:
+      The groups in the order of the records, and the counts.
+
+    Raises:
+      UserError: a record that lacks a field, is of another kind than those before it, holds an
+        empty text, compares a text with itself, or is too long with overlong="error"; or no
+        record is left. Names file, line and remedy.
+    """
+    if overlong not in OVERLONG:
+        raise choose("data.overlong", overlong, OVERLONG)
+    kept: list[Judged] = []
+    kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
+    for index in range(len(source)):
+        row, where = source[index], source.where(index)
+        found = kind_of(row, where)
+        if kind not in ("", found):
+            raise UserError(f"{where}: {found} after {kind}; put them into files of their own")
+        kind = found
+        judged = _encode(index, row, where, kind, tokenizer, system, template)
+        p, t = len(judged.prompt), max(map(len, judged.completions))
+        longest_p, longest_t = max(longest_p, p), max(longest_t, t)
+        if p > max_prompt_tokens or t > max_completion_tokens:
+            if overlong == "error":
+                raise _too_long(where, p, t, max_prompt_tokens, max_completion_tokens)
+            judged = _cut(judged, max_prompt_tokens, max_completion_tokens)
+            if overlong == "drop" or _all_same(judged):
+                dropped += 1
+                continue
+            truncated += 1
+        kept.append(judged)
+    if not kept:
+        raise UserError(
+            f"none of {len(source)} records is left: the longest prompt has {longest_p} tokens and "
+            f"data.max_prompt_tokens is {max_prompt_tokens}, the longest completion {longest_t} "
+            f"and sampling.max_new_tokens is {max_completion_tokens}; raise them"
+            if len(source)
+            else "the data has no rows; give at least one with prompt, chosen and rejected"
+        )
+    counts = JudgedCounts(kind, len(source), len(kept), dropped, truncated, longest_p, longest_t)
+    return kept, counts
+
+
+def judged_batch(
+    judged: Sequence[Judged], *, prompt_tokens: int, group: int, completion_tokens: int
+) -> Batch:
+    """Groups as one batch, on the host.
+
+    Args:
+      judged: N groups.
+      prompt_tokens: P.
+      group: G, the size of the largest group; smaller ones lack members at their end.
+      completion_tokens: T.
+
+    Returns:
+      A Batch of NumPy arrays, with the scores in its one reward part, the statistic "external" 1
+      on every token and the id "prompt". Nobody drew the tokens: there are no sampler_logprobs.
+    """
+    n, g, t = len(judged), group, completion_tokens
+    prompts, tokens = np.zeros((n, prompt_tokens), np.int32), np.zeros((n, g, t), np.int32)
+    lengths, scores = np.zeros((n, g), np.int32), np.zeros((n, g, 1), np.float32)
+    members, cut = np.zeros((n, g), bool), np.zeros((n, g), bool)
+    for row, one in enumerate(judged):
+        size = len(one.completions)
+        prompts[row, : len(one.prompt)] = one.prompt
+        for member, completion in enumerate(one.completions):
+            tokens[row, member, : len(completion)] = completion
+            lengths[row, member] = len(completion)
+        scores[row, :size, 0], members[row, :size], cut[row, :size] = one.scores, True, one.cut
+    mask = np.arange(t) < lengths[:, :, None]
+    fields: dict[str, Any] = {
+        "prompt_tokens": prompts,
+        "prompt_lengths": np.array([len(one.prompt) for one in judged], np.int32),
+        "tokens": tokens,
+        "lengths": lengths,
+        "mask": mask,
+        "rewards": scores,
+        "reward_weights": np.ones(1, np.float32),
+        "members": members,
+        "baseline": np.zeros((n, g), bool),
+        "truncated": cut,
+        "stats": {"external": mask.astype(np.float32)},
+        "ids": {"prompt": np.array([one.id for one in judged], np.int32)},
+    }
+    return Batch(**fields)
+
+
+def pairs_of_samples(
+    samples: Iterable[Mapping[str, Any]], *, gap: float = 0.0
+) -> list[dict[str, Any]]:
+    """Pairs in text from completions that a reward has judged: the best against the worst.
+
+    Args:
+      samples: records with "prompt", "completion" and "reward", as ``samples.jsonl`` of a run and
+        ``jrl sample --json`` hold them; those of one prompt may stand anywhere.
+      gap: points; the two must differ by more.
+
+    Returns:
+      One {"prompt", "chosen", "rejected"} for each prompt with such two; ties go to the earliest.
+
+    >>> drawn = [("5", 0.0), ("4", 1.0)]
+    >>> samples = [{"prompt": "2+2=", "completion": c, "reward": r} for c, r in drawn]
+    >>> pairs_of_samples(samples)
+    [{'prompt': '2+2=', 'chosen': '4', 'rejected': '5'}]
+    """
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for sample in samples:
+        groups.setdefault(sample["prompt"], []).append(sample)
+    pairs = []
+    for prompt, members in groups.items():
+        best = max(members, key=lambda s: s["reward"])
+        worst = min(members, key=lambda s: s["reward"])
+        if best["reward"] - worst["reward"] > gap and best["completion"] != worst["completion"]:
+            texts = {"chosen": best["completion"], "rejected": worst["completion"]}
+            pairs.append({"prompt": prompt, **texts})
+    return pairs
+
+
+# ---------------------------------------------------------------- from text to tokens
+
+
+def _encode(
+    index: int,
+    row: Mapping[str, Any],
+    where: str,
+    kind: str,
+    tokenizer: Tokenizer,
+    system: str | None,
+    template: str,
+) -> Judged:
+    """One record, tokenized."""
+    record = read_record(kind, row, where, plain=template == "plain")
+    messages = _prompt_messages(record.prompt, where, system, template)
+    text = _prompt_text(messages, where, tokenizer, system, template)
+    prompt = tokenizer.encode(text, add_special=template != "chat")
+    completions = []
+    for name, given in record.completions.items():
+        said = answer_text(given, name, where)
+        if template == "chat":
+            said = _as_template_writes(said, messages, text, tokenizer)
+        completions.append(_until_stop(tokenizer.encode(said), tokenizer))
+    judged = Judged(
+        id=index,
+        text=text,
+        prompt=np.array(prompt, np.int32),
+        completions=tuple(np.array(ids, np.int32) for ids in completions),
+        scores=record.scores,
+        cut=(False,) * len(completions),
+    )
+    if kind == "pairs" and _all_same(judged):
+        raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
+    return judged
+
+
+def _prompt_messages(prompt: Any, where: str, system: str | None, template: str) -> Messages:
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise UserError(f"{where}: prompt is empty; give it a text, or remove the row")
+        messages = [{"role": "user", "content": prompt}]
+    else:
+        messages = read_messages(prompt, "prompt", where)
+        if template != "chat":
+            raise UserError(
+                f"{where}: prompt is a list of messages, which data.template = {template!r} cannot "
+                "write; set it to 'chat'"
+            )
+    if system is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _prompt_text(
+    messages: Messages, where: str, tokenizer: Tokenizer, system: str | None, template: str
+) -> str:
+    if template == "chat":
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{where}: the prompt ends with an assistant's message; end it with the user's"
+            )
+        return tokenizer.chat(messages)
+    question = messages[-1]["content"]
+    text = question if template == "plain" else template.format(question=question)
+    return text if system is None else f"{system}\n\n{text}"
+
+
+def _as_template_writes(said: str, prompt: Messages, text: str, tokenizer: Tokenizer) -> str:
+    """The assistant's message under the chat template, without the prompt."""
+    answer = {"role": "assistant", "content": said}
+    whole = tokenizer.chat([*prompt, answer], add_generation_prompt=False)
+    # A template that writes a finished conversation differently leaves the message's own words.
+    return whole[len(text) :] if whole.startswith(text) else said
+
+
+def _until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids up to the first stop token, which is added when there is none."""
+    for place, token in enumerate(ids):
+        if token in tokenizer.stop_ids:
+            return ids[: place + 1]
+    return [*ids, tokenizer.eos_id]
+
+
+def _all_same(judged: Judged) -> bool:
+    """True when there are several completions and all of them are the same tokens."""
+    first, *others = judged.completions
+    return bool(others) and all(np.array_equal(first, other) for other in others)
+
+
+def _cut(judged: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
+    return judged._replace(
+        prompt=judged.prompt[-prompt_tokens:],
+        completions=tuple(c[:completion_tokens] for c in judged.completions),
+        cut=tuple(len(c) > completion_tokens for c in judged.completions),
+    )
+
+
+def _too_long(where: str, p: int, t: int, max_p: int, max_t: int) -> UserError:
+    name, size, key, limit = "prompt", p, "data.max_prompt_tokens", max_p
+    if p <= max_p:
+        name, size, key, limit = "completion", t, "sampling.max_new_tokens", max_t
+    return UserError(
+        f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
+        "data.overlong to drop or truncate"
+    )

@@ -1,0 +1,173 @@
+"""The forms in which files hold judged completions, each read as (prompt, completions, scores).
+
+| fields                                   | completions               | scores              |
+| ---------------------------------------- | ------------------------- | ------------------- |
+| prompt, chosen, rejected                 | two                       | 1 and 0             |
+| chosen, rejected that begin alike        | two                       | 1 and 0             |
+| prompt, completion, label                | one                       | 1 for true, else 0  |
+| prompt, responses, scores                | as many as there are      | as given            |
+
+Each of the texts may be a string, or a list of chat messages ({"role": ..., "content": ...}).
+Without a prompt, it is what chosen and rejected share at their beginning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jrl.errors import UserError
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "pairs": ("chosen", "rejected"),
+    "labels": ("prompt", "completion", "label"),
+    "lists": ("prompt", "responses", "scores"),
+}
+"""What a file holds, and the fields that it takes; the first kind may have a prompt as well."""
+
+Messages = list[dict[str, str]]
+
+
+class Record(NamedTuple):
+    """One prompt with its completions, still in text.
+
+    Attributes:
+      prompt: text or messages.
+      completions: text or messages, by how the record names them, for errors.
+      scores: points, as many.
+    """
+
+    prompt: Any
+    completions: dict[str, Any]
+    scores: tuple[float, ...]
+
+
+def kind_of(row: Mapping[str, Any], where: str) -> str:
+    """Which of ``KINDS`` a row is.
+
+    Args:
+      row: the fields.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: none of them; names what is missing from the nearest.
+    """
+    for kind, fields in KINDS.items():
+        if all(row.get(field) is not None for field in fields):
+            return kind
+    given = {field for field in row if row[field] is not None} - {"prompt"}  # all have a prompt
+    near = max(KINDS, key=lambda kind: len(given & set(KINDS[kind])))
+    missing = " and no ".join(field for field in KINDS[near] if row.get(field) is None)
+    forms = "; or ".join(", ".join(fields) for fields in KINDS.values())
+    raise UserError(
+        f"{where}: there is no {missing}, only {', '.join(row) or 'an empty row'}; a record holds "
+        f"{forms}"
+    )
+
+
+def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -> Record:
+    """A row of one kind.
+
+    Args:
+      kind: one of ``KINDS``.
+      row: the fields.
+      where: file and line, for errors.
+      plain: whether a prompt in text is taken as it stands; only then can it be what two texts
+        share.
+
+    Raises:
+      UserError: what is wrong with the row, and what would do.
+    """
+    if kind == "pairs":
+        return _pair(row, where, plain)
+    if kind == "labels":
+        label = row["label"]
+        if label not in (0, 1):  # True and False are, too
+            raise UserError(f"{where}: label = {label!r}; write true or false")
+        return Record(row["prompt"], {"completion": row["completion"]}, (float(label),))
+    responses, scores = list(row["responses"]), list(row["scores"])
+    if len(responses) != len(scores):
+        raise UserError(
+            f"{where}: {len(responses)} responses but {len(scores)} scores; give one score each"
+        )
+    if not responses:
+        raise UserError(f"{where}: responses is empty; give at least one, or remove the row")
+    for score in scores:
+        if isinstance(score, str) or not math.isfinite(score):
+            raise UserError(f"{where}: scores holds {score!r}; write finite numbers")
+    named = {f"responses[{i}]": response for i, response in enumerate(responses)}
+    return Record(row["prompt"], named, tuple(float(score) for score in scores))
+
+
+def read_messages(given: Any, name: str, where: str) -> Messages:
+    """A list of messages, checked; fields other than role and content are left out."""
+    listed = [] if isinstance(given, str | Mapping | int | float) else list(given)
+    if not listed:
+        raise UserError(f"{where}: {name} must be text or a list of messages")
+    for message in listed:
+        fields = message if isinstance(message, Mapping) else {}
+        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+            raise UserError(
+                f"{where}: {name} holds {str(message)[:60]}; a message has role and content, both "
+                "text"
+            )
+    return [{"role": m["role"], "content": m["content"]} for m in listed]
+
+
+def answer_text(given: Any, name: str, where: str) -> str:
+    """What the assistant says in a completion, text or one message."""
+    if isinstance(given, str):
+        text = given
+    else:
+        messages = read_messages(given, name, where)
+        if len(messages) != 1 or messages[0]["role"] != "assistant":
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"{where}: {name} holds messages of {roles} after the prompt; it must be one "
+                "message of the assistant: move the turns before it into prompt"
+            )
+        text = messages[0]["content"]
+    if not text.strip():
+        raise UserError(f"{where}: {name} is empty; give it a text, or remove the row")
+    return text
+
+
+def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:
+    """Chosen and rejected; published sets often repeat the prompt at the head of both."""
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if chosen == rejected:
+        raise UserError(f"{where}: chosen and rejected are equal and say nothing; remove the row")
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise UserError(
+            f"{where}: one of chosen and rejected is text, the other messages; write both alike"
+        )
+    if not isinstance(chosen, str):
+        chosen = read_messages(chosen, "chosen", where)
+        rejected = read_messages(rejected, "rejected", where)
+        size = min(_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    elif prompt is None:
+        if not plain:
+            raise UserError(
+                f"{where}: there is no prompt, and what chosen and rejected share is a prompt as "
+                "it stands; set data.template to 'plain', or give the field prompt"
+            )
+        size = _shared(chosen, rejected)
+        while size and chosen[size - 1].isspace():  # the space belongs to the word after it
+            size -= 1
+    else:
+        size = 0
+    if size:
+        prompt, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
+    if prompt is None:
+        raise UserError(
+            f"{where}: there is no prompt, and chosen and rejected do not begin alike; give the "
+            "field prompt"
+        )
+    return Record(prompt, {"chosen": chosen, "rejected": rejected}, (1.0, 0.0))
+
+
+def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    size = min(len(a), len(b))
+    return next((place for place in range(size) if a[place] != b[place]), size)

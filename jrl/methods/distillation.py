@@ -1,0 +1,181 @@
+"""Learning from a teacher's probabilities on completions that the policy, or the data, wrote."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+
+from jrl.errors import UserError
+from jrl.methods.base import Draw, Method, Schedule, published
+from jrl.methods.domains import Choice, Count, Flag, NonNegative, Positive, Range, Tokens
+from jrl.objectives import aggregates, distill, surrogates, transforms
+from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.types import Array, Objective, Statistic
+
+FAMILY = "distillation"
+
+Divergence = Annotated[str, Choice(distill.KINDS)]
+Inner = Annotated[float, Range(0.001, 0.999)]
+
+
+@published(
+    paper="On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+    arxiv="2306.13649",
+    family=FAMILY,
+    identities=(
+        "the sampled-token gradient is the full-vocabulary one in expectation",
+        "the generalised divergence tends to the forward and the reverse one at its ends",
+    ),
+)
+def gkd(
+    divergence: Divergence = "jsd",
+    beta: Inner = 0.5,
+    over: Annotated[str, Choice(("vocabulary", "sampled"))] = "vocabulary",
+    demonstrations: Tokens = 0,
+) -> Method:
+    """A divergence between teacher and student at every token of the student's own completions.
+
+    "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"
+    (arXiv:2306.13649), generalised knowledge distillation:
+
+        loss = mean over completions y of 1/|y| sum_t D(teacher || student)(. | x, y_<t)
+
+    with D KL(teacher || student) ("forward"), KL(student || teacher) ("reverse") or the generalised
+    Jensen-Shannon divergence with weight ``beta`` on the teacher ("jsd"). No gradient passes
+    through the sampling. ``demonstrations`` completions of the data join each group: the paper's
+    lambda is the fraction of the group that is not one of them. ``over="sampled"`` estimates D by
+    the drawn token alone, where the teacher's whole law is not to be had; it claims D's gradient on
+    the student's own samples, so that it takes no demonstrations.
+
+    Departures: at the ends of ``beta``, where the divergence is 0, choose "forward" or "reverse".
+    The paper's further RL term is to be had by adding ``distill.divergence_in_loss`` to a method.
+    """
+    if over == "sampled" and demonstrations:
+        raise UserError(
+            f"gkd.over = 'sampled' with gkd.demonstrations = {demonstrations}; the estimate holds "
+            "for the policy's own samples: give demonstrations = 0, or over = 'vocabulary'"
+        )
+    if over == "sampled":
+        surrogate = distill.sampled_divergence(divergence, beta)
+    else:
+        surrogate = distill.minimise(distill.divergence(divergence, beta))
+    return Method(
+        Objective(transforms.identity(), surrogate, aggregates.sequence_mean),
+        draw=Draw(demonstrations=demonstrations),
+    )
+
+
+@published(
+    paper="MiniLLM: Knowledge Distillation of Large Language Models",
+    arxiv="2306.08543",
+    family=FAMILY,
+    identities=("on completions of one token its gradient is that of the reverse divergence",),
+)
+def minillm(
+    clip_low: NonNegative = 0.2,
+    clip_high: NonNegative = 0.2,
+    normalise: Flag = True,
+    epochs: Count = 1,
+) -> Method:
+    """Policy gradient on the reverse divergence: the next token exactly, what follows by sampling.
+
+    "MiniLLM: Knowledge Distillation of Large Language Models" (arXiv:2306.08543), r_t =
+    log(teacher_t / sampler_t):
+
+        A_t  = 1/(|y| - t) sum_{s > t} r_s       (length-normalised; the sum without)
+        loss = mean over tokens of [KL(student || teacher)_t - min(rho_t A_t, clip(rho_t) A_t)]
+
+    the single-step decomposition, its first term over the whole vocabulary. Departures: no tokens
+    are drawn from a mixture with the teacher, the language-model loss on a corpus is left out, and
+    advantages are not whitened as in the released code; the mean over tokens is that code's.
+    """
+    reverse = distill.divergence("reverse")
+    return Method(
+        Objective(
+            advantage=distill.teacher_reward_to_go(normalise),
+            surrogate=surrogates.clipped_ratio(clip_low, clip_high),
+            aggregate=aggregates.token_mean,
+            regularizers=(distill.divergence_in_loss(reverse),),
+        ),
+        schedule=Schedule(epochs),
+        waits="sampling from a mixture of student and teacher; the loss on a pre-training corpus",
+    )
+
+
+@published(
+    paper="On-Policy Distillation",
+    family=FAMILY,
+    identities=("on-policy its gradient is that of the sampled reverse divergence",),
+)
+def on_policy_distillation(cap: Positive = 4.0) -> Method:
+    """RL whose reward at every token is how much likelier the teacher finds it than the student.
+
+    "On-Policy Distillation" (Lu and Thinking Machines Lab, 2025; a report, not on arXiv):
+
+        A_t  = log(teacher_t / sampler_t),    loss = -mean over tokens of sg(rho_t) A_t log pi_t
+
+    the reverse divergence of the drawn token as its advantage, with discount 0: nothing of what
+    follows is charged to it. Departures: the importance weight rho_t is held below 1 + ``cap``; the
+    mean over tokens, for the report does not say how tokens are weighed.
+    """
+    return Method(
+        Objective(
+            advantage=distill.teacher_reward(),
+            surrogate=surrogates.cispo(1.0, cap),
+            aggregate=aggregates.token_mean,
+        )
+    )
+
+
+def adaptive_teacher(beta: float, beta2: float) -> Statistic:
+    """The weighted divergence from a teacher extrapolated beyond two models, of one token.
+
+    Args:
+      beta: multiplies the divergence.
+      beta2: how far to extrapolate, for each unit of distance between the two models.
+
+    Returns:
+      A statistic of the frozen policies "dpo" and "reverse_dpo", nats.
+    """
+
+    def apply(laws: dict[str, Array], token: Array) -> Array:
+        dpo, reverse = (jax.lax.stop_gradient(laws[name]) for name in ("dpo", "reverse_dpo"))
+        weight = beta2 * 2 * distill.total_variation(dpo, reverse) + 1e-3
+        # A token that one of the laws leaves out says nothing about the direction.
+        known = jnp.isfinite(dpo) & jnp.isfinite(reverse)
+        step = jnp.where(known, dpo - jnp.where(known, reverse, 0), 0)
+        step = jnp.clip(step, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        teacher = jax.nn.log_softmax(dpo + weight * step)
+        teacher = jnp.where(jnp.isnan(dpo + reverse), jnp.nan, teacher)
+        return beta / weight * distill.reverse_kl(laws["policy"], teacher)
+
+    return Statistic(f"adaptive_teacher_{beta}_{beta2}", apply, ("policy", "dpo", "reverse_dpo"))
+
+
+@published(
+    paper="AlignDistil: Token-Level Language Model Alignment as Adaptive Policy Distillation",
+    arxiv="2503.02832",
+    family=FAMILY,
+    identities=("between equal models it is the reverse divergence from either",),
+)
+def align_distil(beta: Positive = 0.1, beta2: NonNegative = 15.0, on_policy: Flag = True) -> Method:
+    """Distillation from a teacher beyond a DPO model, the farther the more the two models differ.
+
+    "AlignDistil: Token-Level Language Model Alignment as Adaptive Policy Distillation"
+    (arXiv:2503.02832). Of a DPO model and one trained with the order of the pairs swapped:
+
+        w = beta2 sum_v |p_dpo - p_reverse| + 1e-3,    z* = z_dpo + w (z_dpo - z_reverse)
+        loss = mean over completions y of 1/|y| sum_t beta/w KL(student || softmax(z*))
+
+    The two models are the frozen policies "dpo" and "reverse_dpo". ``on_policy=False`` learns from
+    the pairs' completions, given as two demonstrations a prompt, for which the paper has
+    ``beta2`` 10. Departures: a logit difference is held within 20 nats, and is 0 for a token that a
+    truncation removed from either model's law.
+    """
+    surrogate = distill.minimise(adaptive_teacher(beta, beta2))
+    return Method(
+        Objective(transforms.identity(), surrogate, aggregates.sequence_mean),
+        draw=Draw() if on_policy else Draw(demonstrations=2, own=False),
+    )

@@ -1,0 +1,152 @@
+"""Training a scalar reward: the value head on the policy's trunk, read at the last trained token.
+
+"values" is the head's number BEFORE a token, so at the last token (the stop token of a finished
+completion) it has seen everything else. Below, v_i is that number for completion i, in points.
+Groups are ranked lists of completions of one prompt with human or judge scores; a pair is a group
+of two with scores 1 and 0. The log-probabilities carry no gradient. Metrics: ``accuracy`` and
+``margin`` over pairs, ``chosen_reward`` and ``rejected_reward``.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jrl.methods.base import Method, published
+from jrl.methods.domains import NonNegative, Positive
+from jrl.objectives import aggregates, comparisons, lists, preference_data
+from jrl.objectives.members import GroupLoss, Members, over_group, spoilt
+from jrl.objectives.pairs import softplus
+from jrl.types import Array, Objective, Stats, Surrogate
+
+FAMILY = "reward_model"
+
+
+def last_value(group: Members) -> Array:
+    """[G] points: the value before each member's last trained token."""
+    return group.last("values")
+
+
+def _method(loss: GroupLoss) -> Method:
+    objective = Objective(
+        comparisons.with_gap(), over_group(loss, ("values",)), aggregates.sequence_sum
+    )
+    return Method(objective, min_group=2)
+
+
+@published(
+    paper="Rank Analysis of Incomplete Block Designs: I. The Method of Paired Comparisons",
+    family=FAMILY,
+    identities=(
+        "at equal values the loss is log 2",
+        "a constant added to all values changes nothing",
+    ),
+)
+def bradley_terry(
+    margin: NonNegative = 0.0, margin_per_point: NonNegative = 0.0, centring: NonNegative = 0.0
+) -> Method:
+    """The likelihood of each preference under a logistic model of the difference of two values.
+
+    "Rank Analysis of Incomplete Block Designs: I. The Method of Paired Comparisons" (Bradley and
+    Terry, 1952; not on arXiv), as the reward model of "Training language models to follow
+    instructions with human feedback" (arXiv:2203.02155), the mean over a group's pairs of unequal
+    scores s:
+
+        loss = -log sigmoid( v_w - v_l - m ) + c (v_w + v_l)^2
+
+    with m = ``margin`` + ``margin_per_point`` (s_w - s_l), as in "Llama 2: Open Foundation and
+    Fine-Tuned Chat Models" (arXiv:2307.09288), and c (``centring``) the coefficient of "Helping or
+    Herding? Reward Model Ensembles Mitigate but do not Eliminate Reward Hacking"
+    (arXiv:2312.09244), which keeps values near 0; both are 0 unless given.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        values, ordered = last_value(group), lists.ordered_pairs(group)
+        high, low = values[:, None], values[None, :]
+        gaps = group.score[:, None] - group.score[None, :]
+        m = margin + margin_per_point * jnp.where(ordered, gaps, 0)
+        each = softplus(m - high + low) + centring * jnp.square(high + low)
+        value = lists.mean_over_pairs(each, ordered)
+        return spoilt(value, group), lists.ranking_metrics(values, ordered)
+
+    return _method(loss)
+
+
+@published(
+    paper="The Analysis of Permutations",
+    family=FAMILY,
+    identities=("of two completions it is Bradley-Terry",),
+)
+def plackett_luce() -> Method:
+    """The likelihood of a whole ranking: each completion drawn before all those below it.
+
+    "The Analysis of Permutations" (Plackett, 1975; not on arXiv):
+
+        loss = - sum over k of log[ exp(v_k) / (exp(v_k) + sum over i below k of exp(v_i)) ]
+
+    the mean over groups. Departures: completions of one score are in no order: neither is below the
+    other.
+    """
+
+    def loss(group: Members) -> tuple[Array, Stats]:
+        values, ordered = last_value(group), lists.ordered_pairs(group)
+        return spoilt(lists.list_nll(values, ordered), group), lists.ranking_metrics(
+            values, ordered
+        )
+
+    return _method(loss)
+
+
+@published(
+    paper="Large Margin Rank Boundaries for Ordinal Regression",
+    family=FAMILY,
+    identities=("past the margin the gradient is zero",),
+)
+def margin_ranking(margin: Positive = 1.0) -> Method:
+    """A hinge on the difference of two values.
+
+    The loss of "Large Margin Rank Boundaries for Ordinal Regression" (Herbrich, Graepel and
+    Obermayer, 2000; not on arXiv), the mean over a group's pairs of unequal scores:
+
+        loss = max(0, margin - (v_w - v_l))
+    """
+    return _method(
+        lists.every_pair(last_value, lambda high, low: jnp.maximum(0, margin - (high - low)))
+    )
+
+
+def step_cross_entropy() -> Surrogate:
+    """The cross-entropy of each token's value as a logit; the advantages are the labels."""
+
+    def apply(stats: Stats, labels: Array, mask: Array) -> tuple[Array, Stats]:
+        logits = stats["values"]
+        losses = softplus(logits) - labels * logits
+        right = (logits > 0) == (labels > 0.5)
+        return losses, {"accuracy": right.astype(jnp.float32), "label": labels}
+
+    return Surrogate(apply, frozenset({"values"}))
+
+
+@published(
+    paper="Let's Verify Step by Step",
+    arxiv="2305.20050",
+    family=FAMILY,
+    identities=("with one step a completion it is an outcome reward model",),
+)
+def prm() -> Method:
+    """A process reward model: the cross-entropy of right and wrong at the end of each step.
+
+    "Let's Verify Step by Step" (arXiv:2305.20050), with v the logit at a step's last token and z
+    its label:
+
+        loss = - mean over steps of [ z log sigmoid(v) + (1 - z) log sigmoid(-v) ]
+
+    Steps are recorded by the environment or the data (``ids["step"]``), labels by the data
+    (statistic "step_labels" at the step's end; estimates between 0 and 1 are soft labels, as in
+    "Math-Shepherd: Verify and Reinforce LLMs Step-by-step without Human Annotations",
+    arXiv:2312.08935). Without labels every step has its completion's score, held in [0, 1]; without
+    steps a completion is one. Departures: the paper's third label, neutral, is a soft label of the
+    user's choosing; it has the model predict a token for the label, here the value head does.
+    """
+    return Method(
+        Objective(preference_data.step_ends(), step_cross_entropy(), aggregates.token_mean)
+    )

@@ -1,0 +1,274 @@
+"""Learning from another law: divergences over the vocabulary or of the sampled token.
+
+A divergence is written once, as a function of two [V] vectors of log-probabilities, the student's
+and the teacher's. ``divergence`` makes a ``Statistic`` of one, to be minimised as the loss itself
+(``minimise``) or added to another loss (``divergence_in_loss``). ``sampled_divergence`` needs the
+probabilities of the drawn tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.errors import choose
+from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.transforms import stateless, trained
+from jrl.types import (
+    Aggregate,
+    Array,
+    Batch,
+    Regularizer,
+    Statistic,
+    Stats,
+    Surrogate,
+    Transform,
+)
+
+KINDS = ("forward", "reverse", "jsd")
+"""forward: KL(teacher || student); reverse: KL(student || teacher); jsd: ``generalized_jsd``."""
+
+
+def reverse_kl(student: Array, teacher: Array) -> Array:
+    """KL(student || teacher) of one token's laws: seeks the teacher's modes.
+
+    Args:
+      student: [V] float32, log-probabilities; -inf where a truncation removed the token.
+      teacher: [V] float32, likewise.
+
+    Returns:
+      [] float32, nats. Infinite where the student may draw what the teacher never does, as under
+      two truncated laws. A token without probability adds 0, not NaN, also to the gradient.
+
+    >>> half, sure = jnp.log(jnp.array([0.5, 0.5])), jnp.array([0.0, -jnp.inf])
+    >>> [round(float(reverse_kl(*laws)), 4) for laws in ((sure, half), (half, sure))]
+    [0.6931, inf]
+    """
+    _check(student, teacher)
+    mass = jnp.exp(student)
+    dead = mass == 0
+    gap = jnp.where(dead, 0, student) - jnp.where(dead, 0, teacher)
+    return jnp.where(dead, 0, mass * gap).sum()
+
+
+def forward_kl(student: Array, teacher: Array) -> Array:
+    """KL(teacher || student) of one token's laws: covers all that the teacher does.
+
+    Args and returns as ``reverse_kl``, of which this is the mirror.
+
+    >>> half, sure = jnp.log(jnp.array([0.5, 0.5])), jnp.array([0.0, -jnp.inf])
+    >>> round(float(forward_kl(half, sure)), 4)
+    0.6931
+    """
+    return reverse_kl(teacher, student)
+
+
+def generalized_jsd(student: Array, teacher: Array, beta: float | Array = 0.5) -> Array:
+    """The Jensen-Shannon divergence of one token's laws with weight ``beta`` on the teacher.
+
+    Equation 1 of "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"
+    (arXiv:2306.13649), P the teacher and Q the student:
+
+        beta KL(P || M) + (1 - beta) KL(Q || M),    M = beta P + (1 - beta) Q
+
+    Args:
+      student: [V] float32, log-probabilities; -inf where a truncation removed the token.
+      teacher: [V] float32, likewise.
+      beta: strictly between 0 and 1, where it is 0 for all laws; divided by beta it tends to the
+        forward divergence, and divided by 1 - beta to the reverse one.
+
+    Returns:
+      [] float32, nats; finite for all laws, at most log 2 when beta is 1/2.
+
+    >>> one, other = jnp.array([0.0, -jnp.inf]), jnp.array([-jnp.inf, 0.0])
+    >>> round(float(generalized_jsd(one, other)), 4)
+    0.6931
+    """
+    _check(student, teacher)
+    dead = (jnp.exp(student) == 0) & (jnp.exp(teacher) == 0)
+    # Both laws -inf is a mixture of -inf, whose gradient is NaN: such tokens are taken out first.
+    q, p = jnp.where(dead, 0, student), jnp.where(dead, 0, teacher)
+    mixture = jnp.where(dead, -jnp.inf, jnp.logaddexp(p + jnp.log(beta), q + jnp.log1p(-beta)))
+    return beta * reverse_kl(teacher, mixture) + (1 - beta) * reverse_kl(student, mixture)
+
+
+def total_variation(one: Array, other: Array) -> Array:
+    """Half the sum of the absolute differences of two laws' probabilities.
+
+    Args:
+      one: [V] float32, log-probabilities.
+      other: [V] float32, log-probabilities.
+
+    Returns:
+      [] float32 in [0, 1].
+
+    >>> float(total_variation(jnp.log(jnp.array([0.5, 0.5])), jnp.array([0.0, -jnp.inf])))
+    0.5
+    """
+    _check(one, other)
+    return jnp.abs(jnp.exp(one) - jnp.exp(other)).sum() / 2
+
+
+def between(kind: str, beta: float = 0.5) -> Callable[[Array, Array], Array]:
+    """The divergence of that name, a function of (student [V], teacher [V]).
+
+    Raises:
+      UserError: for a name that is not one of ``KINDS``.
+    """
+    if kind not in KINDS:
+        raise choose("divergence", kind, KINDS)
+    if kind == "jsd":
+        return lambda student, teacher: generalized_jsd(student, teacher, beta)
+    return {"forward": forward_kl, "reverse": reverse_kl}[kind]
+
+
+def divergence(kind: str = "reverse", beta: float = 0.5, teacher: str = "teacher") -> Statistic:
+    """A full-vocabulary divergence from a frozen policy at every token, with gradient.
+
+    Args:
+      kind: one of ``KINDS``.
+      beta: the teacher's weight in "jsd".
+      teacher: the frozen policy: "teacher", "ref" or another name.
+
+    Returns:
+      A statistic named after all three, nats.
+    """
+    measure = between(kind, beta)
+
+    def apply(laws: dict[str, Array], token: Array) -> Array:
+        return measure(laws["policy"], jax.lax.stop_gradient(laws[teacher]))
+
+    weight = f"_{beta}" if kind == "jsd" else ""
+    return Statistic(f"{kind}{weight}_from_{teacher}", apply, ("policy", teacher))
+
+
+def minimise(statistic: Statistic, metric: str = "divergence") -> Surrogate:
+    """The statistic itself as the loss; the advantages are not read.
+
+    Args:
+      statistic: carries gradient.
+      metric: the name under which its mean is reported.
+    """
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        chex.assert_rank([advantages, mask], 1)
+        losses = stats[statistic.name]
+        return losses, {metric: losses}
+
+    return Surrogate(apply, frozenset(), statistics=(statistic,))
+
+
+def divergence_in_loss(
+    statistic: Statistic, coef: float = 1.0, *, aggregate: Aggregate | None = None
+) -> Regularizer:
+    """``coef`` times a statistic that carries gradient, added to another loss under its name."""
+
+    def value(stats: Stats, mask: Array) -> Array:
+        chex.assert_rank(mask, 1)
+        return stats[statistic.name]
+
+    return Regularizer(
+        statistic.name, value, lambda state: coef, aggregate=aggregate, statistics=(statistic,)
+    )
+
+
+def sampled_divergence(kind: str = "reverse", beta: float = 0.5) -> Surrogate:
+    """A divergence from the teacher, estimated by the drawn tokens' probabilities alone.
+
+    With r = teacher / student at the token, every divergence is the student's mean of some f(r).
+    Its gradient is the student's mean of w grad log(student), where w = f(r) - r f'(r) up to a
+    constant; each is taken so that w(1) = 0:
+
+        forward   f = r log r                    w = 1 - r
+        reverse   f = -log r                     w = -log r
+        jsd       f = beta r log r - m log m     w = -(1 - beta) log m,  m = beta r + 1 - beta
+
+    Args:
+      kind: one of ``KINDS``.
+      beta: the teacher's weight in "jsd".
+
+    Returns:
+      A surrogate whose value is f(r) and whose gradient is w's; it claims the divergence's gradient
+      for tokens that the student itself drew. log r is clamped to ``LOG_RATIO_LIMIT``.
+
+    Raises:
+      UserError: for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise choose("divergence", kind, KINDS)
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        chex.assert_rank([advantages, mask, stats["logprobs"]], 1)
+        logprobs = stats["logprobs"]
+        log_r = stats["teacher_logprobs"] - jax.lax.stop_gradient(logprobs)
+        log_r = jnp.clip(log_r, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        r = jnp.exp(log_r)
+        if kind == "forward":
+            value, weight = r * log_r, -jnp.expm1(log_r)
+        elif kind == "reverse":
+            value, weight = -log_r, -log_r
+        else:
+            log_m = jnp.log1p(beta * jnp.expm1(log_r))
+            mixed = beta * r + 1 - beta
+            value, weight = beta * r * log_r - mixed * log_m, -(1 - beta) * log_m
+        losses = value + weight * (logprobs - jax.lax.stop_gradient(logprobs))
+        return losses, {"divergence": value}
+
+    return Surrogate(apply, frozenset({"teacher_logprobs"}))
+
+
+def teacher_reward() -> Transform:
+    """Each token's advantage is log(teacher / sampler): minus the sampled reverse divergence.
+
+    Returns:
+      A transform to [N, G, T] that reads no reward; a per-token reward, not summed over what
+      follows.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        return _teacher_gap(batch), batch
+
+    return stateless(apply, frozenset({"sampler_logprobs", "teacher_logprobs"}))
+
+
+def teacher_reward_to_go(normalise: bool = True) -> Transform:
+    """Each token's advantage is the mean, or sum, of log(teacher / sampler) over all LATER tokens.
+
+    The long part of the gradient of "MiniLLM: Knowledge Distillation of Large Language Models"
+    (arXiv:2306.08543); the token's own divergence is left to a full-vocabulary term.
+
+    Args:
+      normalise: True to divide by the number of live tokens after it, the paper's length
+        normalisation; the last live token gets 0.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live = trained(batch)
+        gap = _teacher_gap(batch)
+        later = _after(gap)
+        if normalise:
+            later = later / jnp.maximum(_after(live.astype(gap.dtype)), 1)
+        return jnp.where(live, later, 0), batch
+
+    return stateless(apply, frozenset({"sampler_logprobs", "teacher_logprobs"}))
+
+
+def _teacher_gap(batch: Batch) -> Array:
+    """[N, G, T]: log(teacher / sampler), 0 off the trained tokens."""
+    gap = batch.stats["teacher_logprobs"] - batch.stats["sampler_logprobs"]
+    return jnp.where(trained(batch), gap, 0)
+
+
+def _after(values: Array) -> Array:
+    """The sum over what comes later on the last axis; a NaN reaches what is before it only."""
+    later = jnp.flip(jnp.cumsum(jnp.flip(values, -1), axis=-1), -1)
+    return jnp.concatenate([later[..., 1:], jnp.zeros_like(later[..., :1])], axis=-1)
+
+
+def _check(one: Array, other: Array) -> None:
+    chex.assert_rank([one, other], 1)
+    chex.assert_equal_shape([one, other])
+    chex.assert_type([one, other], float)

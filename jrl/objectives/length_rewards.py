@@ -1,0 +1,65 @@
+"""Rewards for short completions, from the lengths of the other completions of the group.
+
+Transforms [N, G] -> [N, G]; put them before the baseline. Lengths are ``batch.lengths``, tokens,
+tool output included. A NaN score stays NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chex
+import jax.numpy as jnp
+
+from jrl.objectives.transforms import stateless
+from jrl.types import Array, Batch, Transform
+
+
+def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int = 0) -> Transform:
+    """Adds points for being short among the group, if right, and takes points for being long.
+
+    The length reward of "Kimi k1.5: Scaling Reinforcement Learning with LLMs" (arXiv:2501.12599):
+
+        lambda = 0.5 - (len - shortest) / (longest - shortest)
+        reward = lambda for a right answer, min(0, lambda) for a wrong one
+
+    and 0 for all when the group's lengths are equal.
+
+    Args:
+      scale: what the reward is multiplied by, points.
+      correct: points, the least score of a right answer.
+      start_steps: training steps without it, at the start of the run.
+    """
+
+    def apply(values: Array, batch: Batch, steps: Any) -> tuple[Array, Batch, Any]:
+        chex.assert_rank(values, 2)
+        lengths = batch.lengths.astype(jnp.float32)
+        least = jnp.min(lengths, axis=1, keepdims=True, where=batch.members, initial=jnp.inf)
+        most = jnp.max(lengths, axis=1, keepdims=True, where=batch.members, initial=-jnp.inf)
+        differ = most > least
+        reward = 0.5 - (lengths - least) / jnp.where(differ, most - least, 1)
+        reward = jnp.where(values >= correct, reward, jnp.minimum(reward, 0))
+        given = differ & batch.members & (steps >= start_steps)
+        return values + jnp.where(given, scale * reward, 0), batch, steps + 1
+
+    return Transform(init=lambda: jnp.zeros((), jnp.int32), apply=apply)
+
+
+def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5) -> Transform:
+    """Adds points for the unused part of the limit, in groups in which every answer is right.
+
+        reward = 1 - len / max_tokens
+
+    Args:
+      max_tokens: tokens, the completion limit.
+      scale: what the reward is multiplied by, points.
+      correct: points, the least score of a right answer.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        right = jnp.where(batch.members, values >= correct, True).all(axis=1, keepdims=True)
+        unused = 1 - batch.lengths.astype(jnp.float32) / max_tokens
+        return values + jnp.where(right, scale * unused, 0), batch
+
+    return stateless(apply)

@@ -1,0 +1,174 @@
+"""Transforms that scale advantages by what the whole batch, or a reward part, looks like."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.objectives import advantages as group
+from jrl.objectives.surrogates import bounded_exp
+from jrl.objectives.transforms import stateless, token_rewards, trained
+from jrl.types import Array, Batch, Statistic, Transform
+
+
+def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
+    """The weighted sum of the reward parts, each normalised in its group on its own.
+
+    "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
+    Optimization" (arXiv:2601.05242): a part that all members share takes nothing from the others'
+    resolution, as it does when the sum is normalised.
+
+    Args:
+      eps: points, added to each part's deviation.
+      ddof: as in ``advantages.group_mean_std``.
+
+    Returns:
+      A transform to [N, G] that starts anew from ``batch.rewards`` and ``batch.reward_weights``:
+      it stands first in a chain.
+    """
+
+    def of_part(rewards: Array, members: Array) -> Array:
+        return group.group_mean_std(rewards, members, eps=eps, ddof=ddof)
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        over_groups = jax.vmap(of_part)
+        parts = jax.vmap(over_groups, in_axes=(2, None), out_axes=2)(batch.rewards, batch.members)
+        return (parts * batch.reward_weights[None, None]).sum(-1), batch
+
+    return stateless(apply)
+
+
+def beta_normalised(limit: float = 300.0) -> Transform:
+    """Rewards minus their group's mean, over the density of a Beta law at that mean.
+
+    "BNPO: Beta Normalization Policy Optimization" (arXiv:2506.02864). With p the mean reward of a
+    group, and a, b the parameters of the Beta law whose mean and variance are those of p over the
+    batch's groups:
+
+        A = (r - p) / f(p; 1 + a / 3, 1 + b / 3)
+
+    Args:
+      limit: the greatest a + b.
+
+    Returns:
+      A transform [N, G] -> [N, G] for rewards in [0, 1]. Where p does not vary over the batch there
+      is no Beta law, and nothing is divided. The density's logarithm is held within 20 nats.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        members = batch.members
+        centred = jax.vmap(group.mean_centred)(values, members)
+        there = members.any(axis=1)
+        total = jnp.where(members, values, 0).sum(axis=1)
+        p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
+        deviation = group.mean_centred(p, there)
+        mean = jnp.where(there, p, 0).sum() / jnp.maximum(there.sum(), 1)
+        variance = jnp.square(deviation).sum() / jnp.maximum(there.sum(), 1)
+        spread = jnp.where(variance > 0, variance, 1)
+        both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)
+        both = jnp.where(variance <= 0, 0, both)
+        alpha, beta = 1 + mean * both / 3, 1 + (1 - mean) * both / 3
+        inside = jnp.clip(p, 1e-6, 1 - 1e-6)
+        log_density = (alpha - 1) * jnp.log(inside) + (beta - 1) * jnp.log1p(-inside)
+        log_density = log_density - jax.scipy.special.betaln(alpha, beta)
+        return centred * jnp.expand_dims(bounded_exp(-log_density), 1), batch
+
+    return stateless(apply)
+
+
+def scale_to_informative() -> Transform:
+    """Advantages times all live members over those in groups that have a non-zero advantage.
+
+    The correction of GPG, "GPG: A Simple and Strong Reinforcement Learning Baseline for Model
+    Reasoning" (arXiv:2504.02546): groups whose answers are all right or all wrong add nothing to
+    the gradient but still count in its mean.
+
+    Returns:
+      A transform [N, G] -> [N, G].
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        informative = ((values != 0) & batch.members).any(axis=1, keepdims=True)
+        some = (batch.members & informative).sum()
+        return values * (batch.members.sum() / jnp.maximum(some, 1)), batch
+
+    return stateless(apply)
+
+
+def exponential_weights(temperature: float = 1.0, cap: float = 20.0) -> Transform:
+    """min(exp(A / temperature), cap): the weights of advantage-weighted regression.
+
+    "Advantage-Weighted Regression: Simple and Scalable Off-Policy Reinforcement Learning"
+    (arXiv:1910.00177).
+
+    Args:
+      temperature: points, above 0.
+      cap: greatest weight.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        return jnp.minimum(bounded_exp(values / temperature), cap), batch
+
+    return stateless(apply)
+
+
+def mark_positive(threshold: float = 0.0) -> Transform:
+    """Marks the tokens of completions whose score is above ``threshold``; put it first.
+
+    Writes the statistic "positive": on the trained tokens of those completions the number of all
+    trained tokens of the batch over the number of these, and 0 elsewhere. A mean over all tokens
+    of ``positive`` times a loss is then the mean of that loss over the positive tokens.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        live = trained(batch)
+        chosen = live & jnp.expand_dims(values > threshold, 2)
+        weight = live.sum() / jnp.maximum(chosen.sum(), 1)
+        positive = jnp.where(chosen, weight, 0).astype(jnp.float32)
+        return values, batch.replace(stats={**batch.stats, "positive": positive})
+
+    return stateless(apply)
+
+
+def _collision(laws: dict[str, Array], token: Array) -> Array:
+    return jnp.exp(2 * laws["policy"]).sum()
+
+
+COLLISION = Statistic("collision", _collision, start=True)
+"""The probability that two draws from the policy's law agree, at the start of the step."""
+
+
+def optimal_token_baseline(discount: float = 1.0, *, lone_tail: bool = False) -> Transform:
+    """Rewards to go minus the optimal baseline of each token; see ``advantages``.
+
+    A token's energy is the squared norm of its score function with respect to the logits,
+    1 - 2 pi(token) + sum over the vocabulary of pi^2, at the start of the training step.
+
+    Args:
+      discount: the factor for one live token, in [0, 1].
+      lone_tail: True to leave a token's return where no other member has a token at its place.
+
+    Returns:
+      A transform to [N, G, T] that reads ``proximal_logprobs`` and ``collision``.
+    """
+
+    def to_go(rewards: Array, mask: Array) -> Array:
+        return group.reward_to_go(rewards, mask, discount)
+
+    def of_group(returns: Array, energy: Array, mask: Array) -> Array:
+        return group.optimal_token_baseline(returns, energy, mask, lone_tail=lone_tail)
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live = trained(batch)
+        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
+        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
+        returns = jax.vmap(jax.vmap(to_go))(token_rewards(values, batch), live)
+        # Of rounding below 0 a weight could be made negative; a NaN stays one.
+        return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
+
+    transform = stateless(apply, frozenset({"proximal_logprobs"}))
+    return transform._replace(statistics=(COLLISION,))

@@ -1,0 +1,102 @@
+"""Right and wrong answers: labels from scores, pass rates, and the weights that follow from them.
+
+A completion is right when its score is above a threshold, in points; 0.5 serves rewards of 0 and 1
+and of -1 and 1 alike. A NaN score gives a NaN label, so that it comes to light.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jrl.objectives.transforms import stateless
+from jrl.types import Array, Batch, Transform
+
+
+def correct(score: Array, above: float) -> Array:
+    """1 where the score is above the threshold, 0 where it is not, NaN where it is NaN.
+
+    Args:
+      score: [...] float, points.
+      above: points.
+
+    >>> correct(jnp.array([1.0, 0.5, -1.0, jnp.nan]), 0.5).tolist()
+    [1.0, 0.0, 0.0, nan]
+    """
+    return jnp.where(jnp.isnan(score), score, (score > above).astype(score.dtype))
+
+
+def pass_rate(labels: Array, members: Array) -> Array:
+    """The fraction of right answers among the live members of each group.
+
+    Args:
+      labels: [..., G] float, from ``correct``.
+      members: [..., G] bool.
+
+    Returns:
+      [..., 1] float; 0 for an empty group.
+
+    >>> pass_rate(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([True, True, True, False])).tolist()
+    [0.6666666865348816]
+    """
+    right = jnp.where(members, labels, 0).sum(-1, keepdims=True)
+    return right / jnp.maximum(members.sum(-1, keepdims=True), 1)
+
+
+def outcome_weights(positive: float, negative: float, above: float) -> Transform:
+    """``positive`` for right answers, minus ``negative`` for wrong ones: no baseline, no scaling.
+
+    Args:
+      positive: the weight of right answers.
+      negative: the weight of wrong answers.
+      above: points, what a right answer's score is above.
+
+    Returns:
+      A transform [N, G] -> [N, G].
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        labels = correct(values, above)
+        return positive * labels - negative * (1 - labels), batch
+
+    return stateless(apply)
+
+
+def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Transform:
+    """Adds points to the shortest right answer of each group, unless it is too short to be true.
+
+    Args:
+      bonus: points.
+      min_tokens: tokens; the shortest right answer must be longer than that to get the bonus.
+      above: points, what a right answer's score is above.
+
+    Returns:
+      A transform [N, G] -> [N, G] that reads ``batch.score()`` and ``batch.lengths``. Several right
+      answers of the least length all get the bonus.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        right = batch.members & (batch.score() > above)
+        far = jnp.iinfo(jnp.int32).max
+        shortest = jnp.where(right, batch.lengths, far).min(axis=1, keepdims=True)
+        chosen = right & (batch.lengths == shortest) & (batch.lengths > min_tokens)
+        return values + bonus * chosen, batch
+
+    return stateless(apply)
+
+
+def difficulty_weight(scale: float, above: float) -> Transform:
+    """Multiplies advantages by ``4 scale p (1 - p)``, with p the group's fraction of right answers.
+
+    Args:
+      scale: the weight at p = 1/2, its maximum.
+      above: points, what a right answer's score is above.
+
+    Returns:
+      A transform on [N, G]. Groups that are all right or all wrong get weight 0.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        p = pass_rate(correct(batch.score(), above), batch.members)
+        return values * (4 * scale * p * (1 - p)), batch
+
+    return stateless(apply)

@@ -1,0 +1,64 @@
+"""A trained reward model as a reward: jitted, in the trainer's process, over tokens.
+
+The functions of ``rewards.pool`` read text in processes of their own, which stay free of JAX; a
+reward model reads the tokens where the policy's weights are. Import this module, not the package,
+to get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.types import Array, Params, Rollout
+
+Values = Callable[[Params, Rollout], Array]
+"""(params, rollout) -> [N, G, T] float32, points: the value before each token."""
+
+
+def last_values(values: Array, mask: Array) -> Array:
+    """The value at the last live token, as the losses of ``methods.reward_model`` read it.
+
+    Args:
+      values: [..., T] float32, points.
+      mask: [..., T] bool.
+
+    Returns:
+      [...] float32, points; 0 where nothing is live.
+
+    >>> values = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    >>> last_values(values, jnp.array([[True, True, False], [False, False, False]])).tolist()
+    [2.0, 0.0]
+    """
+    t = values.shape[-1]
+    last = t - 1 - jnp.argmax(mask[..., ::-1], axis=-1)
+    found = jnp.take_along_axis(values, last[..., None], axis=-1)[..., 0]
+    return jnp.where(mask.any(-1), found, 0).astype(jnp.float32)
+
+
+class ModelReward:
+    """Points of whole rollouts from a reward model.
+
+    Args:
+      params: the reward model's.
+      values: its network.
+    """
+
+    def __init__(self, params: Params, values: Values) -> None:
+        def points(params: Params, rollout: Rollout) -> Array:
+            return last_values(values(params, rollout), rollout.mask)
+
+        self._params, self._points = params, jax.jit(points)
+
+    def __call__(self, rollout: Rollout) -> np.ndarray:
+        """[N, G] float32, points, on the host."""
+        found: np.ndarray = np.asarray(self._points(self._params, rollout))
+        return found
+
+
+def insert_part(rewards: Array | np.ndarray, points: np.ndarray, place: int) -> np.ndarray:
+    """Reward parts [N, G, R] with the points [N, G] as one more column at ``place``."""
+    return np.insert(np.asarray(rewards), place, points, axis=-1).astype(np.float32)

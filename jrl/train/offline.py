@@ -1,0 +1,176 @@
+"""Training on judged completions from files: nothing is sampled, and nothing judged anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jrl.data.pairs import Judged, judged_batch
+from jrl.evaluate import wilson
+from jrl.mesh import replicated
+from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
+from jrl.sampling.draw import Law
+from jrl.train.rollout import Groups, place
+from jrl.train.score import in_parts
+from jrl.train.setup import Run
+from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
+from jrl.types import Array, Batch, Prompt, Rollout, StopReason, TrainState
+
+Measure = Callable[[TrainState, Batch, Law], Pairs]
+"""(state, batch, law) -> (sum, count) by name."""
+
+SHOWN = ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward")
+"""What is reported of held-out groups, where the method has it."""
+
+
+class Sizes(NamedTuple):
+    """The shape of every batch of a run.
+
+    Attributes:
+      prompt_tokens: P.
+      group: G.
+      completion_tokens: T.
+    """
+
+    prompt_tokens: int
+    group: int
+    completion_tokens: int
+
+
+def sizes_of(*judged: Sequence[Judged]) -> Sizes:
+    """Room for all groups, tokens rounded up to 8 so that a few more rows change no program."""
+    listed = [one for some in judged for one in some]
+    p = max(len(one.prompt) for one in listed)
+    t = max(len(completion) for one in listed for completion in one.completions)
+    group = max(len(one.completions) for one in listed)
+    return Sizes(-(-p // 8) * 8, group, -(-t // 8) * 8)
+
+
+class JudgedSource(NamedTuple):
+    """Groups from a file, in the run's order.
+
+    Attributes:
+      judged: all of them, in the file's order.
+      sizes: of a batch.
+      prompts: N, groups a step.
+      seed: of the order, or None for the file's own order.
+      mesh: where batches go.
+    """
+
+    judged: Sequence[Judged]
+    sizes: Sizes
+    prompts: int
+    seed: int | None
+    mesh: Mesh
+
+    def collect(
+        self, key: Array, params: Any, *, step: int, cursor: int
+    ) -> tuple[Batch, Groups, int]:
+        """As ``loop.Collect``; which groups come is a function of the seed and the cursor alone."""
+        del key, params, step
+        positions = cursor + np.arange(self.prompts)
+        chosen = [self.judged[i] for i in place(self.seed, positions, len(self.judged))]
+        batch = judged_batch(chosen, **self.sizes._asdict())
+        groups = _as_groups(chosen, batch)
+        return place_batch(batch, self.mesh), groups, cursor + self.prompts
+
+
+def _as_groups(chosen: Sequence[Judged], batch: Batch) -> Groups:
+    """The groups in the form that samples are written from."""
+    whole, cut = int(StopReason.STOP_TOKEN), int(StopReason.LENGTH)
+    rollout: Any = Rollout(
+        prompt_tokens=batch.prompt_tokens,
+        prompt_lengths=batch.prompt_lengths,
+        tokens=batch.tokens,
+        lengths=batch.lengths,
+        mask=batch.mask,
+        sampler_logprobs=np.zeros(batch.tokens.shape, np.float32),  # type: ignore[arg-type]
+        versions=np.full(batch.tokens.shape, -1, np.int32),  # type: ignore[arg-type]
+        stop=np.where(np.asarray(batch.truncated), cut, whole).astype(np.int32),  # type: ignore[arg-type]
+        baseline=batch.baseline,
+    )
+    prompts = [Prompt(one.id, one.text, one.prompt, "") for one in chosen]
+    return Groups(rollout, batch.rewards, prompts, {}, batch.ids)
+
+
+def make_measure(parts: Parts) -> Measure:
+    """The loss and the metrics of a batch as a pure function of (state, batch, law).
+
+    Args:
+      parts: those of the training step; its optimizer is not read.
+
+    Returns:
+      The function. It returns (sum, count) by name, which add up over batches: "loss" over
+      batches, the surrogate's metrics over tokens, sequences or groups. No gradient is computed.
+    """
+    objective, at_once = parts.objective, parts.minibatches * parts.microbatches
+
+    def measure(state: TrainState, batch: Batch, law: Law) -> Pairs:
+        batch = complete(parts, state, batch.check(), law)
+        advantages, batch, _, _ = compute_advantages(objective, batch, state.method)
+        scoring = partial(_score, parts, state.params | state.frozen, law)
+        stats = batch.stats | in_parts(scoring, batch, at_once)
+        terms, sums = policy_loss(objective, stats, batch, advantages, state.method)
+        loss = combine_terms(objective, terms, state.method)
+        return sums | {"loss": (loss, jnp.float32(1))}
+
+    return measure
+
+
+def _score(parts: Parts, params: Any, law: Law, batch: Batch) -> dict[str, Array]:
+    return live_statistics(parts)(params, batch, law)
+
+
+class JudgedEvaluator:
+    """Measures a run's method on its held-out groups, all of them, always the same ones.
+
+    Args:
+      run: from ``setup``, with held-out groups.
+      sizes: of a batch.
+    """
+
+    def __init__(self, run: Run, sizes: Sizes) -> None:
+        train = run.config.train
+        parts = Parts(
+            network=run.network,
+            objective=run.method.objective,
+            optimizer=optax.identity(),
+            value=run.value,
+            networks=run.networks,
+            minibatches=train.minibatches,
+            microbatches=train.microbatches,
+        )
+        everywhere = replicated(run.mesh)
+        self.run, self.sizes = run, sizes
+        self._measure = jax.jit(make_measure(parts), out_shardings=everywhere)
+        self._law = jax.device_put(run.law, everywhere)
+
+    def __call__(self, state: TrainState) -> dict[str, float]:
+        """Loss, pair_accuracy with its 95 % interval, margin, and pairs, under the run's mesh."""
+        judged, size = self.run.judged["eval_pairs"], self.run.config.train.prompts
+        totals: dict[str, Any] = {}
+        for start in range(0, len(judged), size):
+            part = judged[start : start + size]
+            filled = [*part, *(judged[0] for _ in range(size - len(part)))]
+            batch: Any = judged_batch(filled, **self.sizes._asdict())
+            there = np.arange(size) < len(part)
+            batch = batch.replace(
+                members=batch.members & there[:, None], mask=batch.mask & there[:, None, None]
+            )
+            sums = self._measure(state, place_batch(batch, self.run.mesh), self._law)
+            for name, pair in sums.items():
+                totals[name] = jax.tree.map(jnp.add, totals.get(name, (0.0, 0.0)), pair)
+        found = {name: float(x) for name, x in summarise(totals).items() if name in SHOWN}
+        found["pairs"] = float(len(judged))
+        if "accuracy" in found:  # of pairs; that of a task's problems has the name for itself
+            accuracy = found["pair_accuracy"] = found.pop("accuracy")
+            low, high = wilson(accuracy * len(judged), len(judged))
+            found |= {"pair_accuracy_low": low, "pair_accuracy_high": high}
+        return found

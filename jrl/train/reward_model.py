@@ -1,0 +1,141 @@
+"""Trained reward models as rewards: read from a run's directory, and put behind a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import Config, load_config
+from jrl.errors import UserError
+from jrl.mesh import tree_shardings
+from jrl.methods import get_method
+from jrl.models.heads import value_head, value_network
+from jrl.models.transformer import transformer
+from jrl.rewards.model import ModelReward, insert_part
+from jrl.sampling.draw import make_law
+from jrl.train.policies import run_shape, run_task
+from jrl.train.rollout import Draw, Groups, to_batch
+from jrl.train.score import in_parts, score
+from jrl.types import Array, Batch, Network, Params, Rollout, ValueNetwork
+
+NAME = "model"
+"""The reward part that is a reward model: ``[rewards.model] path = RUN_DIR``."""
+
+VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
+    "head": value_head,
+    "network": value_network,
+}
+"""What ``value.kind`` names."""
+
+
+def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
+    """The reward model that a configuration names, its newest checkpoint placed on the mesh.
+
+    Args:
+      config: of the run to be rewarded.
+      mesh: of that run.
+
+    Returns:
+      The reward, or None when ``[rewards.model]`` is not there.
+
+    Raises:
+      UserError: no path or another option, a directory without a run that trained values, a
+        tokenizer that is not the policy's, or no checkpoint.
+    """
+    table = config.rewards.get(NAME)
+    if table is None:
+        return None
+    options = table.options
+    given = options.pop("path", None)
+    if not isinstance(given, str) or options:
+        wrong = f"unknown keys {', '.join(options)}" if options else f"path = {given!r}"
+        raise UserError(
+            f"rewards.model: {wrong}; it takes path, a run directory, and weight"
+        )
+    directory = Path(given)
+    if not (directory / "config.toml").exists():
+        raise UserError(
+            f"rewards.model.path = {given!r} is no run directory: it holds no config.toml; train "
+            "one with configs/reward_model.toml"
+        )
+    theirs = load_config(directory / "config.toml")
+    if not get_method(theirs.method, **theirs.objective).value:
+        raise UserError(
+            f"rewards.model.path = {given!r} trained {theirs.method!r}, which has no values to "
+            "score with; name a run of a reward model such as bradley_terry"
+        )
+    if _tokenizer(theirs) != _tokenizer(config):
+        raise UserError(
+            f"rewards.model.path = {given!r} was trained with another tokenizer than the policy's; "
+            "train it from a checkpoint with the policy's tokenizer"
+        )
+    network = transformer(run_shape(theirs, run_task(theirs)))
+    value = VALUES[theirs.value.kind](network)
+    params = _params(directory, network, value, mesh)
+    parts = config.train.minibatches * config.train.microbatches
+    return ModelReward(params, partial(values, network=network, value=value, parts=parts))
+
+
+def values(
+    params: Params, rollout: Rollout, *, network: Network, value: ValueNetwork, parts: int
+) -> Array:
+    """The value before each token of a rollout.
+
+    Args:
+      params: {"policy", "value"} of the reward model.
+      rollout: whose tokens are read.
+      network: the reward model's trunk.
+      value: its head.
+      parts: rows go through the network in so many parts where they divide, to bound memory.
+
+    Returns:
+      [N, G, T] float32, points; what lies outside the mask is meaningless.
+    """
+    n, g, _ = rollout.tokens.shape
+    batch = to_batch(rollout, jnp.zeros((n, g, 1), jnp.float32), jnp.ones(1, jnp.float32))
+
+    def of(batch: Batch) -> dict[str, Array]:
+        want = frozenset({"values"})
+        return score(params, batch, make_law(), network=network, value=value, want=want)
+
+    return in_parts(of, batch, parts if n % parts == 0 else 1)["values"]
+
+
+def with_model_points(draw: Draw, model: ModelReward, place: int) -> Draw:
+    """A draw whose groups are scored by a reward model too, as reward part number ``place``."""
+
+    def scored(key: Array, params: Params, step: Any, positions: Any) -> Groups:
+        groups = draw(key, params, step, positions)
+        points = model(groups.rollout)
+        return groups._replace(rewards=insert_part(groups.rewards, points, place))
+
+    return scored
+
+
+def _tokenizer(config: Config) -> bytes | str:
+    """What two configurations share when their tokens mean the same."""
+    if config.data.task is not None:
+        return "the tasks' own"
+    return (Path(config.model.path or "") / "tokenizer.json").read_bytes()
+
+
+def _params(directory: Path, network: Network, value: ValueNetwork, mesh: Mesh) -> Params:
+    shapes = jax.eval_shape(
+        lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
+    )
+    axes = {"policy": network.axes(), "value": value.axes()}
+    wanted = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        shapes,
+        tree_shardings(mesh, axes, shapes),
+    )
+    found, _ = Checkpoints(directory / "checkpoints", 1).restore({"params": wanted}, subset=True)
+    params: Params = found["params"]
+    return params

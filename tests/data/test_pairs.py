@@ -1,0 +1,249 @@
+"""Pairs, labels and lists: every form a file may have, and what is said about what is wrong."""
+
+import json
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
+from jrl.data.sources import Rows, open_source
+from jrl.errors import UserError
+from jrl.models.tokenizer import CharTokenizer
+
+STOP = 1
+LIMITS = {"max_prompt_tokens": 40, "max_completion_tokens": 12}
+Q, A, B = (
+    {"role": r, "content": c} for r, c in (("user", "2+2"), *[("assistant", x) for x in "45"])
+)
+
+
+class Chat(CharTokenizer):
+    """A template with headers in letters, and "?" as the stop token."""
+
+    def __init__(self):
+        super().__init__()
+        self.eos_id = self.encode("?")[0]
+        self.stop_ids = (self.eos_id,)
+
+    def chat(self, messages, *, add_generation_prompt=True, **variables):
+        text = "".join(f"{m['role'][0]}:{m['content']}?;" for m in messages)
+        return text + ("a:" if add_generation_prompt else "")
+
+
+class Thinking(Chat):
+    """A template that writes an answer behind a mark, as templates of reasoning models do."""
+
+    def chat(self, messages, *, add_generation_prompt=True, **variables):
+        marked = [
+            {**m, "content": "=>" + m["content"]} if m["role"] == "assistant" else m
+            for m in messages
+        ]
+        return super().chat(marked, add_generation_prompt=add_generation_prompt)
+
+
+class Rewriting(Chat):
+    """A template that writes a finished conversation in another way."""
+
+    def chat(self, messages, *, add_generation_prompt=True, **variables):
+        text = super().chat(messages, add_generation_prompt=add_generation_prompt)
+        return text if add_generation_prompt else "," + text
+
+
+def read(*rows, tokenizer=None, **more):
+    return build_judged(Rows(rows, "line"), tokenizer or Chat(), **{**LIMITS, **more})
+
+
+def texts(judged, tokenizer=None):
+    tokenizer = tokenizer or Chat()
+    return judged.text, [tokenizer.decode(c) for c in judged.completions]
+
+
+def fails(*rows, **more):
+    with pytest.raises(UserError) as caught:
+        read(*rows, **more)
+    return str(caught.value)
+
+
+PAIRS = {
+    "text": {"prompt": "2+2", "chosen": "4", "rejected": "5"},
+    "messages": {"prompt": [Q], "chosen": [A], "rejected": [B]},
+    "prompt in messages, answers in text": {"prompt": [Q], "chosen": "4", "rejected": "5"},
+    "messages that begin alike": {"chosen": [Q, A], "rejected": [Q, B]},
+    "prompt in text and at the head of both": {
+        "prompt": "2+2",
+        "chosen": [Q, A],
+        "rejected": [Q, B],
+    },
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_all_forms_of_a_pair_are_the_same_pair(form):
+    (judged,), counts = read({**PAIRS[form], "source": "kept out"})
+    assert texts(judged) == ("u:2+2?;a:", ["4?", "5?"])
+    assert judged.prompt.tolist() == Chat().encode("u:2+2?;a:")
+    assert judged.scores == (1.0, 0.0)
+    assert counts.kind == "pairs"
+
+
+def test_longer_conversations_keep_every_turn_in_the_prompt():
+    turns = [Q, A, {"role": "user", "content": "why"}]
+    (judged,), _ = read({"chosen": [*turns, A], "rejected": [*turns, B]})
+    assert judged.text == "u:2+2?;a:4?;u:why?;a:"
+    assert texts(judged)[1] == ["4?", "5?"]
+
+
+def test_labels_and_lists_are_groups_of_one_and_of_many():
+    row = {"prompt": "2+2", "completion": "4"}
+    judged, counts = read({**row, "label": True}, {**row, "label": 0})
+    assert [j.scores for j in judged] == [(1.0,), (0.0,)]
+    assert counts.kind == "labels"
+    (judged,), counts = read(
+        {"prompt": [Q], "responses": ["4", [B], "6"], "scores": np.array([1, -0.5, 0])}
+    )
+    assert judged.scores == (1.0, -0.5, 0.0)
+    assert texts(judged)[1] == ["4?", "5?", "6?"]
+    assert counts.kind == "lists"
+
+
+def test_plain_text_ends_with_the_stop_token():
+    tokenizer = CharTokenizer()
+    row = {"prompt": "2+2=", "chosen": "4", "rejected": "5"}
+    (judged,), _ = read(row, tokenizer=tokenizer, template="plain")
+    assert judged.prompt.tolist() == tokenizer.encode("2+2=")
+    assert [c.tolist() for c in judged.completions] == [[*tokenizer.encode(x), STOP] for x in "45"]
+    (judged,), _ = read(row, tokenizer=tokenizer, template="q {question}>")
+    assert judged.text == "q 2+2=>"
+
+
+def test_texts_that_begin_alike_share_their_prompt_up_to_a_space():
+    row = {"chosen": "say: two words", "rejected": "say: two lies"}
+    (judged,), _ = read(row, tokenizer=CharTokenizer(), template="plain")
+    assert texts(judged, CharTokenizer()) == ("say: two", [" words", " lies"])
+    assert "set data.template to 'plain'" in fails(row)
+
+
+def test_a_system_message_is_put_before_prompts_without_one():
+    system = {"role": "system", "content": "be"}
+    rows = [PAIRS["messages"], {"prompt": [{**system, "content": "own"}, Q], "chosen": "4"}]
+    rows[1]["rejected"] = "5"
+    judged, _ = read(*rows, system="be")
+    assert [j.text[:6] for j in judged] == ["s:be?;", "s:own?"]
+
+
+def test_a_completion_is_what_the_template_writes_after_the_prompt():
+    (judged,), _ = read(PAIRS["text"], tokenizer=Thinking())
+    assert texts(judged) == ("u:2+2?;a:", ["=>4?", "=>5?"])
+    (judged,), _ = read(PAIRS["text"], tokenizer=Rewriting())
+    assert texts(judged) == ("u:2+2?;a:", ["4?", "5?"])
+
+
+PAIR = PAIRS["text"]
+WRONG = {
+    "line 1: there is no rejected, only prompt, chosen": {"prompt": "a", "chosen": "b"},
+    "line 1: there is no scores": {"prompt": "a", "responses": ["b"]},
+    "chosen and rejected are equal and say nothing; remove": {**PAIR, "rejected": "4"},
+    "the same tokens; remove the row": {**PAIR, "chosen": "4?x", "rejected": "4?y"},
+    "rejected is empty; give it a text, or remove": {**PAIR, "rejected": " "},
+    "prompt is empty": {**PAIR, "prompt": ""},
+    "there is no prompt, and chosen and rejected do not begin alike": {
+        "chosen": [A],
+        "rejected": [B],
+    },
+    "one of chosen and rejected is text": {**PAIR, "rejected": [B]},
+    "label = 'yes'; write true or false": {"prompt": "a", "completion": "b", "label": "yes"},
+    "2 responses but 1 scores": {"prompt": "a", "responses": ["b", "c"], "scores": [1]},
+    "responses is empty": {"prompt": "a", "responses": [], "scores": []},
+    "scores holds nan": {"prompt": "a", "responses": ["b"], "scores": [float("nan")]},
+    "a message has role and content": {**PAIR, "prompt": [{"from": "human"}]},
+    "prompt must be text or a list": {**PAIR, "prompt": 3},
+    "it must be one message of the assistant": {"prompt": [Q], "chosen": [Q, A], "rejected": [B]},
+    "the prompt ends with an assistant's message": {
+        "prompt": [Q, A],
+        "chosen": "b",
+        "rejected": "c",
+    },
+    "the completion has 14 tokens and sampling.max_new_tokens is 12; raise it": {
+        **PAIR,
+        "chosen": "1234567890123",
+    },
+    "the prompt has 46 tokens and data.max_prompt_tokens is 40": {**PAIR, "prompt": "9" * 40},
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_is_wrong_is_said_with_its_line(message):
+    assert message in (said := fails(WRONG[message]))
+    assert said.startswith("line 1: ")
+
+
+def test_kinds_do_not_mix_and_messages_need_the_chat_template():
+    label = {"prompt": "a", "completion": "b", "label": True}
+    assert "line 2: labels after pairs; put them into files of their own" in fails(PAIR, label)
+    assert "set it to 'chat'" in fails(PAIRS["messages"], template="plain")
+    assert "the data has no rows" in fails()
+    assert "data.overlong = 'cut'; choose from" in fails(PAIR, overlong="cut")
+
+
+def test_too_long_is_dropped_or_truncated_as_configured():
+    long_prompt = {**PAIR, "prompt": "1234567890"}
+    long_answer = {**PAIR, "chosen": "456"}
+    alike = {**PAIR, "chosen": "451", "rejected": "459"}
+    rows = (PAIR, long_prompt, long_answer, alike)
+    limits = {"max_prompt_tokens": 12, "max_completion_tokens": 2}
+    judged, counts = read(*rows, **limits, overlong="drop")
+    assert [j.id for j in judged] == [0]
+    assert (counts.rows, counts.kept, counts.dropped, counts.truncated) == (4, 1, 3, 0)
+    assert (counts.longest_prompt, counts.longest_completion) == (16, 4)
+    judged, counts = read(*rows, **limits, overlong="truncate")
+    assert [j.id for j in judged] == [0, 1, 2]  # the fourth has nothing left to compare
+    assert (counts.kept, counts.dropped, counts.truncated) == (3, 1, 2)
+    assert Chat().decode(judged[1].prompt) == "34567890?;a:"
+    assert texts(judged[2])[1] == ["45", "5?"]
+    assert judged[2].cut == (True, False)
+    assert "none of 1 records is left: the longest prompt has 16" in fails(
+        long_prompt, **limits, overlong="drop"
+    )
+    assert "1 pairs of 4 rows; too long: 3 dropped" in str(
+        read(*rows, **limits, overlong="drop")[1]
+    )
+
+
+def test_files_give_what_rows_give(tmp_path):
+    rows = [PAIRS["messages"], {"prompt": [Q], "chosen": [B], "rejected": [A]}]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(json.dumps(r) for r in rows))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    expected = [texts(j) for j in read(*rows)[0]]
+    for name in ("a.jsonl", "a.parquet"):
+        judged, _ = build_judged(open_source(str(tmp_path / name)), Chat(), **LIMITS)
+        assert [texts(j) for j in judged] == expected
+    (tmp_path / "b.jsonl").write_text(json.dumps(PAIR) + "\n\n" + json.dumps({"prompt": "x"}))
+    with pytest.raises(UserError, match=r"b\.jsonl, line 3: there is no chosen and no rejected"):
+        build_judged(open_source(str(tmp_path / "b.jsonl")), Chat(), **LIMITS)
+
+
+def test_the_batch_says_who_is_there_and_what_counts():
+    many = {"prompt": "2+2", "responses": ["4", "55", "6"], "scores": [1, 0.5, 0]}
+    few = {"prompt": "1", "responses": ["1"], "scores": [2]}
+    judged, _ = read(many, few)
+    batch = judged_batch(judged, prompt_tokens=16, group=3, completion_tokens=5).check()
+    assert batch.members.tolist() == [[True] * 3, [True, False, False]]
+    assert batch.lengths.tolist() == [[2, 3, 2], [2, 0, 0]]
+    assert batch.mask.sum() == batch.lengths.sum() == 9
+    assert batch.score().tolist() == [[1, 0.5, 0], [2, 0, 0]]
+    assert batch.tokens[0, 1].tolist() == [*Chat().encode("55?"), 0, 0]
+    assert batch.prompt_lengths.tolist() == [9, 7]
+    assert Chat().decode(batch.prompt_tokens[1, :7]) == "u:1?;a:"
+    assert (batch.stats["external"] == batch.mask).all()
+    assert batch.ids["prompt"].tolist() == [0, 1]
+
+
+def test_samples_become_pairs_of_best_and_worst():
+    drawn = [("p", "a", 0.5), ("q", "x", 1.0), ("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
+    samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in drawn]
+    best = {"prompt": "p", "chosen": "b", "rejected": "c"}
+    assert pairs_of_samples(samples) == [best]
+    assert pairs_of_samples(samples, gap=1.0) == []
+    read(best)  # a record like any other

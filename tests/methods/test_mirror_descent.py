@@ -1,0 +1,193 @@
+"""Kimi k1.5, CoPG and FoR against loops from their papers, and the identities these state."""
+
+import itertools
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from harness import as_batch, check, members_of, ragged, run, sequences
+
+from jrl.methods.mirror_descent import copg, for_flow, kimi_k1_5
+from jrl.methods.reinforce import rloo
+from jrl.objectives import compute_advantages
+
+
+def total(d, name, n, i, ts):
+    return sum(getattr(d, name)[n, i, t] for t in ts)
+
+
+def groups(d):
+    """{prompt: [(member, tokens)]} of those with a live token."""
+    out = {}
+    for n, i, ts in sequences(d):
+        out.setdefault(n, []).append((i, ts))
+    return out
+
+
+def full(seed, **shape):
+    """A batch in which every group has all its members and every member a token."""
+    d = ragged(seed, **shape)
+    d.members[:] = True
+    d.mask[..., 0] = True
+    d.live = d.mask & d.members[..., None]
+    return d
+
+
+# ---------------------------------------------------------------- Kimi k1.5
+
+
+def shaped(d, scale):
+    out = d.rewards.copy()
+    for n in range(len(out)):
+        lengths = [d.lengths[n, i] for i in members_of(d, n)]
+        if len(set(lengths)) < 2:
+            continue
+        for i in members_of(d, n):
+            span = max(lengths) - min(lengths)
+            lam = 0.5 - (d.lengths[n, i] - min(lengths)) / span
+            out[n, i] += scale * (lam if d.rewards[n, i] >= 0.5 else min(0, lam))
+    return out
+
+
+def kimi_loss(d, frozen, tau=0.3, scale=0.7):
+    r, out = shaped(d, scale), 0.0
+    for n, i, ts in sequences(d):
+        a = r[n, i] - np.mean([r[n, j] for j in members_of(d, n)])
+        gap = total(d, "logprobs", n, i, ts) - total(d, "ref_logprobs", n, i, ts)
+        out += -a * total(d, "logprobs", n, i, ts) + tau / 2 * gap**2
+    return out / max(len(sequences(d)), 1)
+
+
+def test_kimi_is_the_papers():
+    check(kimi_k1_5(tau=0.3, length_scale=0.7), kimi_loss)
+
+
+def test_kimis_gradient_is_that_of_the_squared_loss():
+    d, tau = full(3), 0.3
+
+    def squared(d, frozen):
+        out = 0.0
+        for n, i, ts in sequences(d):
+            a = d.rewards[n, i] - np.mean([d.rewards[n, j] for j in members_of(d, n)])
+            gap = total(d, "logprobs", n, i, ts) - total(d, "ref_logprobs", n, i, ts)
+            out += (a - tau * gap) ** 2 / (2 * tau)
+        return out / len(sequences(d))
+
+    gradient = run(kimi_k1_5(tau=tau, length_scale=0.0), d)[1]["logprobs"]
+    for at in np.argwhere(d.live)[::7]:
+        up, down = full(3), full(3)
+        up.logprobs[tuple(at)] += 1e-5
+        down.logprobs[tuple(at)] -= 1e-5
+        slope = (squared(up, d) - squared(down, d)) / 2e-5
+        assert gradient[tuple(at)] == pytest.approx(slope, abs=1e-5)
+
+
+def test_at_the_reference_kimi_is_reinforce_against_the_groups_mean():
+    d = full(4)
+    d.logprobs = d.ref_logprobs.copy()
+    gradient = run(kimi_k1_5(length_scale=0.0), d)[1]["logprobs"]
+    a = d.rewards - d.rewards.mean(axis=1, keepdims=True)
+    expected = np.where(d.live, -a[..., None], 0) / len(sequences(d))
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_kimis_length_reward_starts_when_it_is_told_and_the_reference_is_renewed():
+    d = full(5)
+    objective = kimi_k1_5(length_start=1).objective
+    apply = jax.jit(partial(compute_advantages, objective))
+    first, _, state, _ = apply(as_batch(d), objective.init())
+    later, *_ = apply(as_batch(d), state)
+    for got, r in ((first, d.rewards), (later, shaped(d, 1.0))):
+        centred = r - r.mean(axis=1, keepdims=True)
+        expected = np.where(d.live, centred[..., None], 0)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert kimi_k1_5(iteration_steps=3).schedule.refresh_ref == 3
+    assert kimi_k1_5().schedule.reset_optimizer
+
+
+# ---------------------------------------------------------------- CoPG
+
+
+def copg_loss(d, frozen, beta=0.2):
+    out = 0.0
+    for n, group in groups(d).items():
+        pairs = list(itertools.combinations(group, 2))
+        for (i, here), (j, there) in pairs:
+            gap = total(d, "logprobs", n, i, here) - total(d, "ref_logprobs", n, i, here)
+            gap -= total(d, "logprobs", n, j, there) - total(d, "ref_logprobs", n, j, there)
+            out -= (d.rewards[n, i] - d.rewards[n, j] - beta / 2 * gap) * gap / len(pairs)
+    return out / max(len(groups(d)), 1)
+
+
+def test_copg_is_the_papers():
+    check(copg(beta=0.2), copg_loss)
+
+
+def test_copg_on_pairs_is_the_papers():
+    check(copg(beta=0.2), copg_loss, g=2, n=5)
+
+
+def test_on_policy_copg_is_twice_rloo():
+    d = full(6)
+    d.logprobs = d.sampler_logprobs.copy()
+    one = run(copg(beta=0.2), d)[1]["logprobs"]
+    two = run(rloo(kl_coef=0.2), d)[1]["logprobs"]
+    # rloo is a mean over completions, copg over groups
+    assert np.abs(one).max() > 1e-3
+    np.testing.assert_allclose(one, 2 * two, atol=1e-5)
+
+
+def test_on_preferences_copg_is_ipo():
+    d, beta = full(7, g=2), 0.4
+    d.rewards[:] = [1.0, 0.0]
+    ipo = 0.0
+    for n, ((i, here), (j, there)) in groups(d).items():
+        gap = total(d, "logprobs", n, i, here) - total(d, "ref_logprobs", n, i, here)
+        gap -= total(d, "logprobs", n, j, there) - total(d, "ref_logprobs", n, j, there)
+        ipo += (gap - 1 / beta) ** 2 / len(groups(d))
+    assert run(copg(beta=beta), d)[0] == pytest.approx(beta / 2 * ipo - 1 / (2 * beta), rel=1e-4)
+
+
+# ---------------------------------------------------------------- FoR
+
+
+def for_loss(d, frozen, beta=1.5, floor=0.01):
+    out = 0.0
+    for n, group in groups(d).items():
+        scores = [
+            total(d, "logprobs", n, i, ts) - beta * np.log(max(d.rewards[n, i], floor))
+            for i, ts in group
+        ]
+        out += np.mean((np.array(scores) - np.mean(scores)) ** 2)
+    return out / max(len(groups(d)), 1)
+
+
+def test_for_is_the_papers():
+    check(for_flow(beta=1.5, floor=0.01), for_loss)
+
+
+def test_the_loss_is_nothing_where_the_policy_is_proportional_to_the_reward():
+    d = full(8)
+    d.rewards = np.abs(d.rewards) + 0.5
+    for n, i, ts in sequences(d):
+        d.logprobs[n, i, ts[0]] += 2 * np.log(d.rewards[n, i]) - total(d, "logprobs", n, i, ts) - 3
+    value, gradients = run(for_flow(beta=2.0), d)
+    assert abs(value) < 1e-9
+    assert np.abs(gradients["logprobs"]).max() < 1e-5
+
+
+def test_the_gradient_of_for_is_reinforce_on_log_reward_less_log_probability():
+    d = full(9)
+    d.rewards = np.abs(d.rewards) + 0.5
+    gradient = run(for_flow(), d)[1]["logprobs"]
+    gain = np.log(d.rewards) - np.where(d.live, d.logprobs, 0).sum(axis=2)
+    a = gain - gain.mean(axis=1, keepdims=True)
+    expected = np.where(d.live, -2 * a[..., None], 0) / len(sequences(d))
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
+
+
+def test_a_nan_reward_is_not_raised_to_the_floor():
+    d = full(9)
+    d.rewards[0, 0] = np.nan
+    assert np.isnan(run(for_flow(), d)[0])

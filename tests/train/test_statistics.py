@@ -1,0 +1,341 @@
+"""What the step computes for an objective: laws, hidden states, frozen policies, lots, notes."""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.objectives import aggregates, surrogates, transforms
+from jrl.sampling.draw import log_law, make_law
+from jrl.train import score as module
+from jrl.train.score import rows, score
+from jrl.train.state import init_state
+from jrl.train.step import batch_metrics, draw_lots, make_step
+from jrl.types import Objective, Statistic, Surrogate, Transform, stream
+
+KEY = jax.random.key(4)
+LAWS = {"plain": make_law(0.7), "truncated": make_law(0.8, top_k=9)}
+
+
+def divergence(laws, token):
+    """KL(teacher || policy) over the tokens that both keep, plus a logit, to see all inputs."""
+    teacher, policy = laws["teacher"], laws["policy"]
+    kept = jnp.isfinite(teacher) & jnp.isfinite(policy)
+    gap = jnp.where(kept, teacher, 0) - jnp.where(kept, policy, 0)
+    return jnp.where(kept, jnp.exp(teacher) * gap, 0).sum() + 0.1 * laws["logits"][token]
+
+
+DIVERGENCE = Statistic("divergence", divergence, ("policy", "teacher"))
+NORM = Statistic(
+    "norm", lambda hidden, mask: jnp.where(mask, jnp.square(hidden).sum(-1), 0), over="hidden"
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(make_bag):
+    """A policy of another size over the same vocabulary, and its weights."""
+    network = make_bag(d=5)
+    return network, jax.jit(network.init)(jax.random.key(9))
+
+
+@pytest.fixture(scope="module")
+def batch(make_batch):
+    return make_batch(g=3)
+
+
+@pytest.mark.parametrize("at_once", [19 * 4, 2**24])
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_statistics_of_laws_against_the_whole_softmax(
+    bag, bag_params, teacher, batch, law, at_once, monkeypatch, quick_jit
+):
+    other, theirs = teacher
+    monkeypatch.setattr(module, "_LOGITS_AT_ONCE", at_once)
+    weights = jax.random.normal(KEY, batch.tokens.shape)
+
+    def ours(params):
+        stats = score(
+            {"policy": params, "teacher": theirs},
+            batch,
+            law,
+            network=bag,
+            value=None,
+            want=frozenset({"teacher_logprobs"}),
+            statistics=(DIVERGENCE,),
+            networks={"teacher": other},
+        )
+        return (weights * stats["divergence"]).sum(), stats
+
+    def plain(params):
+        laid = rows(batch)
+        out = {}
+        for name, net, tree in (("policy", bag, params), ("teacher", other, theirs)):
+            hidden, _ = net.hidden(tree, laid.tokens, laid.positions, laid.segments)
+            at = jnp.take_along_axis(hidden, laid.before[:, :, None], axis=1)
+            out[name] = net.logits(tree, at).reshape(-1, 19)
+        laws = {name: log_law(x, law) for name, x in out.items()} | {"logits": out["policy"]}
+        found = jax.vmap(divergence)(laws, batch.tokens.reshape(-1))
+        return (weights.reshape(-1) * found).sum(), (found, laws["teacher"])
+
+    (_, stats), gradient = quick_jit(jax.value_and_grad(ours, has_aux=True))(bag_params)
+    (_, (found, laws)), expected = quick_jit(jax.value_and_grad(plain, has_aux=True))(bag_params)
+    assert set(stats) == {"divergence", "teacher_logprobs"}
+    np.testing.assert_allclose(stats["divergence"].reshape(-1), found, atol=1e-5)
+    picked = np.take_along_axis(np.asarray(laws), np.asarray(batch.tokens).reshape(-1, 1), 1)[:, 0]
+    kept = np.isfinite(picked)  # a token that the law leaves out is put back to be scored
+    scored = np.asarray(stats["teacher_logprobs"]).reshape(-1)
+    np.testing.assert_allclose(scored[kept], picked[kept], atol=1e-5)
+    assert kept.all() == (not law.truncates)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+        assert np.abs(a).max() > 1e-3
+
+
+def test_hidden_states_come_from_before_each_token(bag, bag_params, batch, quick_jit):
+    run = partial(score, network=bag, value=None, want=frozenset(), statistics=(NORM,))
+    found = quick_jit(run)({"policy": bag_params}, batch, LAWS["plain"])
+    assert set(found) == {"norm"}
+    laid = rows(batch)
+    hidden, _ = bag.hidden(bag_params, laid.tokens, laid.positions, laid.segments)
+    hidden = np.asarray(hidden, np.float64)
+    for b in range(12):
+        i, j = divmod(b, 3)
+        for t in range(5):
+            expected = np.square(hidden[b, int(laid.before[b, t])]).sum()
+            expected *= bool(batch.mask[i, j, t])
+            assert found["norm"][i, j, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+# ---------------------------------------------------------------- through the step
+
+
+def total(name, values, batch):
+    live = transforms.trained(batch)
+    return {name: (jnp.where(live, values, 0).sum(), live.sum(dtype=jnp.float32))}
+
+
+def watching():
+    """A transform that reports the start statistics and the lots as notes."""
+
+    def apply(values, batch, state):
+        notes = total("start_norm", batch.stats["norm_at_start"], batch)
+        notes |= total("start_entropy", batch.stats["rollout_entropy"], batch)
+        notes |= total("teacher", batch.stats["teacher_logprobs"], batch)
+        lots = batch.ids["lot"].astype(jnp.float32)
+        notes |= {"lots": (lots.sum(), jnp.float32(1)), "loss": (lots.sum(), jnp.float32(1))}
+        return values, batch.replace(notes=batch.notes | notes), state
+
+    return Transform(
+        init=lambda: (),
+        apply=apply,
+        needs=frozenset({"rollout_entropy", "teacher_logprobs"}),
+        statistics=(NORM._replace(name="norm_at_start", start=True),),
+    )
+
+
+def taught():
+    """Token mean of the divergence from the teacher."""
+
+    def apply(stats, advantages, mask):
+        return stats["divergence"], {"gap": stats["divergence"]}
+
+    surrogate = Surrogate(apply, frozenset(), statistics=(DIVERGENCE,))
+    return Objective(watching(), surrogate, aggregates.token_mean)
+
+
+def test_a_step_on_a_teacher(bag, bag_params, teacher, batch, quick_jit):
+    """Against the gradient of the whole loss by hand; notes hold what was at the start."""
+    other, theirs = teacher
+    objective, law, rate = taught(), LAWS["plain"], 0.05
+    assert objective.frozen == {"teacher"}
+    common = {"network": bag, "objective": objective, "optimizer": optax.sgd(rate)}
+    state = init_state(KEY, bag_params, **common, frozen={"teacher": theirs, "unread": None})
+    assert set(state.frozen) == {"teacher"}
+    more = {"networks": {"teacher": other}, "epochs": 2, "microbatches": 2}
+    step = quick_jit(make_step(**common, **more))
+    after, metrics = step(state, batch, law)
+
+    def loss(params):
+        stats = score(
+            {"policy": params, "teacher": theirs},
+            batch,
+            law,
+            network=bag,
+            value=None,
+            want=frozenset({"entropy", "teacher_logprobs"}),
+            statistics=(DIVERGENCE, NORM),
+            networks={"teacher": other},
+        )
+        return jnp.where(batch.mask, stats["divergence"], 0).sum() / batch.mask.sum(), stats
+
+    run = quick_jit(jax.value_and_grad(loss, has_aux=True))
+    params, losses, start = bag_params, [], None
+    for _ in range(2):
+        (value, stats), gradient = run(params)
+        start = start or stats
+        losses.append(value)
+        params = jax.tree.map(lambda p, g: p - rate * g, params, gradient)
+    for a, b in zip(jax.tree.leaves(after.params["policy"]), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-4)  # no note replaces it
+    assert metrics["gap"] == pytest.approx(np.mean(losses), rel=1e-4)
+    live = np.asarray(batch.mask)
+    for name, source in (
+        ("start_norm", "norm"),
+        ("start_entropy", "entropy"),
+        ("teacher", "teacher_logprobs"),
+    ):
+        expected = np.asarray(start[source], np.float64)[live].mean()
+        assert metrics[name] == pytest.approx(expected, rel=1e-4), name
+    lots = draw_lots(stream(state.key, "lot", 0), 4, 3)
+    assert metrics["lots"] == pytest.approx(np.asarray(lots, np.float64).sum(), rel=1e-5)
+    # Labels that the batch brings along stay.
+    own = batch.replace(ids={"lot": jnp.ones((4, 3), jnp.int32)})
+    assert step(state, own, law)[1]["lots"] == 12
+
+
+def test_a_teacher_that_is_not_there_or_speaks_otherwise(bag, make_bag):
+    objective = taught()
+    with pytest.raises(UserError, match="frozen policy 'teacher' that is not there; set model.tea"):
+        init_state(KEY, network=bag, objective=objective, optimizer=optax.sgd(1.0))
+    with pytest.raises(UserError, match="'teacher' has a vocabulary of 23 and the policy one of 1"):
+        make_step(
+            network=bag,
+            objective=objective,
+            optimizer=optax.sgd(1.0),
+            networks={"teacher": make_bag(v=23)},
+        )
+
+
+def test_a_lot_depends_on_its_place_alone():
+    lots = np.asarray(draw_lots(KEY, 64, 8))
+    assert lots.dtype == np.int32
+    assert lots.min() >= 0
+    assert len(set(lots.ravel().tolist())) == lots.size
+    assert lots.mean() == pytest.approx(2**30, rel=0.1)
+    assert np.array_equal(lots[:5, :3], draw_lots(KEY, 5, 3))
+    assert not np.array_equal(lots[:5, :3], draw_lots(jax.random.key(5), 5, 3))
+
+
+# ---------------------------------------------------------------- demonstrations in the metrics
+
+
+def test_demonstrations_are_not_measured_as_draws(bag, bag_params, batch, quick_jit):
+    """Their log-probabilities under the sampler mean nothing, and may be anything."""
+    method = get_method("grpo")
+    given = jnp.zeros(batch.tokens.shape).at[:, 2].set(1)
+    strange = jnp.where(given > 0, 7.0, batch.stats["sampler_logprobs"])
+    with_demo = batch.replace(stats={"sampler_logprobs": strange, "external": given})
+    without = batch.replace(members=batch.members.at[:, 2].set(False))
+    common = {"network": bag, "objective": method.objective, "optimizer": optax.sgd(0.1)}
+    state = init_state(KEY, bag_params, **common)
+    step = quick_jit(make_step(**common))
+    ours, theirs = (step(state, b, LAWS["plain"])[1] for b in (with_demo, without))
+    for name in ("logprob_diff", "approx_kl", "entropy", "reward", "reward_std", "length"):
+        assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-5), name
+    assert ours["completion_tokens"] == int(batch.mask.sum())
+    assert theirs["completion_tokens"] < ours["completion_tokens"]
+    # Where there is nothing but demonstrations, they are what is measured.
+    alone = batch.replace(stats={"external": jnp.ones(batch.tokens.shape)})
+    plain = batch.replace(stats={})
+    for name, value in batch_metrics(plain).items():
+        np.testing.assert_allclose(batch_metrics(alone)[name], value, err_msg=name)
+
+
+def test_external_is_zero_where_nothing_is_given(bag, bag_params, batch):
+    """An objective may read it of any batch."""
+
+    def apply(stats, advantages, mask):
+        return stats["logprobs"] * (1 + stats["external"]), {"given": stats["external"]}
+
+    objective = Objective(
+        transforms.identity(), Surrogate(apply, frozenset({"external"})), aggregates.token_mean
+    )
+    common = {"network": bag, "objective": objective, "optimizer": optax.sgd(0.1)}
+    _, metrics = make_step(**common)(init_state(KEY, bag_params, **common), batch, LAWS["plain"])
+    assert metrics["given"] == 0
+
+
+# ---------------------------------------------------------------- the reference in time
+
+
+def steps_of(bag, bag_params, batch, quick_jit, count, **schedule):
+    """The states after each of ``count`` steps with Adam and a falling rate."""
+    objective = get_method("grpo", kl_coef=0.1).objective
+    rate = optax.linear_schedule(0.05, 0.0, 10)
+    common = {"network": bag, "objective": objective, "optimizer": optax.adam(rate)}
+    states = [init_state(KEY, bag_params, **common)]
+    step = quick_jit(make_step(**common, **schedule))
+    for _ in range(count):
+        states.append(step(states[-1], batch, LAWS["plain"])[0])
+    return states
+
+
+def same(a, b):
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
+    run = partial(steps_of, bag, bag_params, batch, quick_jit)
+    states = run(3, refresh_ref=2, reset_optimizer=True)
+    policies, refs = (
+        [t[n] for t in trees]
+        for n, trees in (
+            ("policy", [s.params for s in states]),
+            ("ref", [s.frozen for s in states]),
+        )
+    )
+    assert not same(policies[1], policies[0])
+    assert same(refs[1], policies[0])
+    assert same(refs[2], policies[2])
+    assert same(refs[3], policies[2])
+    moments, schedule = states[2].opt_state
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(moments))
+    assert int(schedule.count) == 2  # the rate goes on falling
+    assert int(states[3].opt_state[0].count) == 1
+    kept = run(2, refresh_ref=2)[2]
+    assert same(kept.frozen["ref"], kept.params["policy"])
+    assert int(kept.opt_state[0].count) == 2
+
+
+def test_the_reference_follows_slowly(bag, bag_params, batch, quick_jit):
+    states = steps_of(bag, bag_params, batch, quick_jit, 2, ref_decay=0.75)
+    for before, after in itertools.pairwise(states):
+        old, new = before.frozen["ref"], after.params["policy"]
+        expected = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, old, new)
+        for a, b in zip(
+            jax.tree.leaves(after.frozen["ref"]), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        assert not same(after.frozen["ref"], old)
+
+
+def test_a_reference_of_another_shape_cannot_be_renewed(bag, bag_params, make_bag, batch):
+    other = make_bag(d=5)
+    common = {"network": bag, "optimizer": optax.sgd(0.1)}
+    common["objective"] = get_method("grpo", kl_coef=0.1).objective
+    state = init_state(KEY, bag_params, **common, frozen={"ref": other.init(KEY)})
+    step = make_step(**common, networks={"ref": other}, ref_decay=0.5)
+    with pytest.raises(UserError, match="the reference that is given is of another shape"):
+        jax.eval_shape(step, state, batch, LAWS["plain"])
+
+
+# ---------------------------------------------------------------- precision
+
+
+def test_microbatches_of_bfloat16_weights_add_up_in_float32(bag, bag_params, make_batch):
+    """The scan over microbatches carries float32 for every weight."""
+    batch = make_batch(n=4)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), bag_params)
+    objective = Objective(transforms.identity(), surrogates.reinforce(), aggregates.token_mean)
+    common = {"network": bag, "objective": objective, "optimizer": optax.sgd(0.5)}
+    state = init_state(KEY, half, **common)
+    step = make_step(**common, microbatches=4)
+    after = jax.eval_shape(step, state, batch, LAWS["plain"])[0]
+    assert {x.dtype for x in jax.tree.leaves(after.params)} == {np.dtype(jnp.bfloat16)}
+    assert ":f32[19,8] = add " in str(jax.make_jaxpr(step)(state, batch, LAWS["plain"]))
