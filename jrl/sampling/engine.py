@@ -152,7 +152,6 @@ def decode(
       The new state.
     """
     stops = jnp.array(tuple(stop_tokens), jnp.int32)
-    uniforms = _uniforms(slots.keys, slots.lengths, steps)
     rows = jnp.arange(slots.pending.shape[0])
     width = slots.tokens.shape[1]
 
@@ -170,7 +169,7 @@ def decode(
         )
         with jax.named_scope("draw"):
             logits = network.logits(weights, hidden[:, 0])
-            token, logprob = sample(uniforms[i], logits, slots.law)
+            token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)
         here = rows, jnp.where(runs, slots.lengths, width)
         put = lambda x, new: x.at[here].set(new, mode="drop")  # noqa: E731
         lengths = slots.lengths + runs
@@ -190,17 +189,9 @@ def decode(
     return jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))[1]
 
 
-def _uniforms(keys: Array, counts: Array, steps: int) -> Array:
-    """[steps, S] float32 in [0, 1): draws ``counts[s]`` and on of each row's own key.
-
-    A row that stops never uses those left over; a row that runs uses one a step.
-    """
-    number = counts[None, :] + jnp.arange(steps, dtype=counts.dtype)[:, None]
-
-    def one(key: Array, t: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(key, t))
-
-    return jax.vmap(jax.vmap(one), (None, 0))(keys, number)
+def _uniform(keys: Array, counts: Array) -> Array:
+    """[S] float32 in [0, 1): draw number ``counts[s]`` of each row's own key."""
+    return jax.vmap(lambda k, t: jax.random.uniform(jax.random.fold_in(k, t)))(keys, counts)
 
 
 def fork(slots: Slots, source: Array, keys: Array) -> Slots:
