@@ -213,7 +213,12 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="Tell more about this method.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the training methods that `method = ...` can name, with their papers."""
+    """List the training methods that `method = ...` can name, with their papers.
+
+    For each: the seams it fills, the parts that keep state from step to step, the per-token
+    statistics it needs, what its tests check beside its reference, and what a run of the whole
+    method still waits for.
+    """
     from jrl.methods import list_methods
 
     listed = list_methods()
@@ -228,10 +233,11 @@ def methods(
     elif as_json:
         typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
     else:
-        columns = ("name", "family", "arxiv", "paper")
-        table = Table(*columns, box=None, pad_edge=False)
+        columns = ("name", "family", "arxiv", "paper", "seams", "state", "needs")
+        table = Table(*columns, "checks", "waits", box=None, pad_edge=False)
         for item in listed:
-            table.add_row(*(str(item[column] or "") for column in columns))
+            cells = [_plain(item[column]) for column in columns]
+            table.add_row(*cells, "; ".join(item["identities"]), item["waits"])
         _console().print(table)
 
 
@@ -349,7 +355,11 @@ def _what_is_saved(directory: Path) -> str:
 
 def _console() -> Console:
     # piped tables are for reading by programs and pagers: one row a line, whatever its length
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 400)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 4000)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value or "")
 
 
 def _print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
@@ -367,8 +377,9 @@ def _print_table(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def _print_method(method: Mapping[str, Any]) -> None:
-    rows = {k: v for k, v in method.items() if k not in ("name", "coefficients")}
-    _print_table(method["name"], rows)
+    hidden = ("name", "coefficients", "identities")
+    rows = {k: v for k, v in method.items() if k not in hidden}
+    _print_table(method["name"], rows | {"checks": "; ".join(method["identities"])})
     typer.echo("  coefficients, set as objective.NAME=VALUE:")
     for item in method["coefficients"]:
         default = "required" if item["required"] else f"default {item['default']}"

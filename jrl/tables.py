@@ -369,6 +369,8 @@ def _source_conflicts(config: Config) -> Iterator[str]:
     for key in ("system", "answer_pattern", "solution_key", "tfds_dir"):
         if data.task is not None and (value := getattr(data, key)) is not None:
             yield f"data.{key} = {value!r} is not read with data.task = {data.task!r}; remove one"
+    if data.task is not None and data.pairs is None:
+        yield from _unread_by_tasks(config)
     if data.eval_pairs is not None and data.pairs is None:
         yield f"data.eval_pairs = {data.eval_pairs!r} needs data.pairs to train on"
     if data.pairs is not None:
@@ -380,6 +382,19 @@ def _source_conflicts(config: Config) -> Iterator[str]:
             yield (
                 f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
                 " set it to 0"
+            )
+
+
+def _unread_by_tasks(config: Config) -> Iterator[str]:
+    """Keys that say something about prompts in text."""
+    data, sampling = config.data, config.sampling
+    names = ("question_key", "answer_key", "template", "max_prompt_tokens", "overlong")
+    keys = [("data", data, name) for name in names] + [("sampling", sampling, "max_new_tokens")]
+    for prefix, table, name in keys:
+        if (value := getattr(table, name)) != type(table).model_fields[name].default:
+            yield (
+                f"{prefix}.{name} = {value!r} is not read with data.task = {data.task!r}, which has"
+                " prompts and a limit of its own; remove it"
             )
 
 

@@ -257,7 +257,8 @@ class Statistic(NamedTuple):
         With ``over`` "hidden", a function of ONE sequence: (hidden [T, D], mask [T]) -> [T], where
         ``hidden`` are the last layer's states from which the tokens were predicted.
       policies: of "policy", "ref", "teacher" and other frozen ones; "policy" carries gradient.
-      over: "vocabulary" or "hidden".
+      over: "vocabulary" or "hidden"; a run refuses "attention" (``objectives.attention_credit``),
+        as no network gives its attention weights.
       start: False to compute it under the parameters being trained, with gradient; True to compute
         it once, at the start of the training step and without gradient, for transforms to read.
     """

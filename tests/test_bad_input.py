@@ -153,6 +153,20 @@ SETTINGS = {
     "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
     "on the host": (["train.mode=compiled", "method=dapo"], "groups", "train.mode to 'host'"),
     "resume": (["run.resume=must"], "holds no run", "run.resume = 'must'"),
+    "no teacher": (
+        ["method=on_policy_distillation"],
+        *("method = 'on_policy_distillation'", "'teacher'", "set model.teacher = DIR"),
+    ),
+    "no such teacher": (
+        ["method=on_policy_distillation", "model.teacher=nowhere"],
+        *("model.teacher = 'nowhere'", "neither a Hugging Face checkpoint", "nor a run"),
+    ),
+    "a teacher for nobody": (["model.teacher=somewhere"], "model.teacher = 'somewhere'", "'grpo'"),
+    "a reference for nobody": (["model.reference=there"], "model.reference = 'there' is not read"),
+    "two names": (["frozen.teacher=there"], "frozen.teacher = 'there'; set model.teacher instead"),
+    "prompts of a task": (["data.max_prompt_tokens=9"], "data.max_prompt_tokens = 9 is not read"),
+    "limit of a task": (["sampling.max_new_tokens=9"], "sampling.max_new_tokens = 9 is not read"),
+    "solutions of a task": (["data.solution_key=gold"], "data.solution_key = 'gold' is not read"),
 }
 
 
@@ -260,6 +274,12 @@ def test_data_that_cannot_be_used(name, split, place):
 
 def test_answers_that_the_pattern_does_not_find(place):
     refused(text(place, "data.answer_pattern=#### (.+)"), "line 1: answer has no match", "####")
+
+
+def test_solutions_that_are_not_there_or_not_wanted(place):
+    refused(text(place, "data.solution_key=gold"), "data.solution_key = 'gold' is not read by")
+    wanted = text(place, "method=sft", "data.solution_key=gold")
+    refused(wanted, "line 1: there is no field 'gold'; set data.solution_key to one of question")
 
 
 def test_no_such_data(place):

@@ -44,12 +44,11 @@ def online_dpo(
     is whatever scores completions. ``refresh_ref`` steps after which the reference becomes the
     policy, for the iterated form; the paper keeps the reference, 0.
     """
-    if loss == "ipo":
 
-        def chosen_loss(chosen: Side, rejected: Side) -> Array:
-            return (chosen.log_ratio - rejected.log_ratio - 1 / (2 * beta)) ** 2
-    else:
-        chosen_loss = dpo_loss(loss, beta)
+    def ipo(chosen: Side, rejected: Side) -> Array:
+        return (chosen.log_ratio - rejected.log_ratio - 1 / (2 * beta)) ** 2
+
+    chosen_loss = ipo if loss == "ipo" else dpo_loss(loss, beta)
     return pair_method(chosen_loss, implicit(beta), schedule=Schedule(refresh_ref=refresh_ref))
 
 

@@ -231,8 +231,9 @@ def dppo_tv(
         loss = -1/(sum_i |o_i|) sum_i sum_t keep_t sg(min(rho_t, cap)) A_i log pi_t
 
     where keep_t is 0 if |p_t - q_t| exceeds the limit in the direction in which A_i pushes.
-    Departures: the weight and the token mean are verl's; the limits are not taken from the paper,
-    whose values are not known here.
+    The limits here and in ``dppo_kl`` are those of the authors' example for verl, and so are weight
+    and loss. Departures: GRPO's advantages and the token mean; that example does not divide by the
+    deviation, and divides sums by a constant length as ``dr_grpo`` does.
     """
     surrogate = trust_regions.divergence_mask(
         "tv",

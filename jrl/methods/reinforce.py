@@ -24,6 +24,7 @@ from jrl.objectives import advantages, aggregates, surrogates, transforms
 from jrl.types import Array, Batch, Objective
 
 FAMILY = "reinforce"
+ON_POLICY = "on-policy its gradient is that of REINFORCE with the same advantages"
 
 
 @published(
@@ -58,6 +59,7 @@ def rloo(kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
     paper="REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization",
     arxiv="2501.03262",
     family=FAMILY,
+    identities=(ON_POLICY,),
 )
 def reinforce_plus_plus(
     clip_low: NonNegative = 0.2,
@@ -99,7 +101,7 @@ def reinforce_plus_plus(
     paper="REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization",
     arxiv="2501.03262",
     family=FAMILY,
-    identities=("on-policy its gradient is that of REINFORCE with the same advantages",),
+    identities=(ON_POLICY,),
 )
 def reinforce_plus_plus_baseline(
     clip_low: NonNegative = 0.2,

@@ -98,8 +98,8 @@ def _apart(scores: Array, batch: Batch, gap: float) -> Array:
 
 
 def given(batch: Batch) -> Array:
-    """[N, G] bool: demonstrations, by the statistic "external" of their trained tokens."""
-    return jnp.where(batch.mask, batch.stats["external"], 0).max(axis=2) > 0
+    """[N, G] bool: demonstrations, also those of whose tokens none is trained on."""
+    return batch.stats["external"].max(axis=2) > 0
 
 
 def demonstrations_first() -> Transform:

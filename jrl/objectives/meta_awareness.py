@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import chex
 import jax.numpy as jnp
 
@@ -46,7 +48,7 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
         length = (guess > about.shortest) & (guess < about.longest)
         said = batch.ids["predicted_passes"]
         error = jnp.abs(said / passes - about.rate)
-        difficulty = jnp.where((said >= 0) & (about.count > 0), base**error, 0)
+        difficulty = jnp.where((said >= 0) & (about.solutions > 0), base**error, 0)
         scored = (values + length + difficulty) / 3
         # A NaN among the solutions is what they were scored against.
         return jnp.where(meta, scored + 0 * about.rate, values), batch
@@ -54,11 +56,13 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
     return stateless(apply)
 
 
-class _About:
-    """What the solutions of each member's problem are like, each [N, G]."""
+class _About(NamedTuple):
+    """What the solutions of each member's problem are like, each [N, G] float32."""
 
-    def __init__(self, rate: Array, count: Array, shortest: Array, longest: Array) -> None:
-        self.rate, self.count, self.shortest, self.longest = rate, count, shortest, longest
+    rate: Array
+    solutions: Array
+    shortest: Array
+    longest: Array
 
 
 def _solutions(values: Array, batch: Batch, above: float) -> _About:
@@ -76,6 +80,15 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
     return _About(rate, count, shortest, longest)
 
 
+def _predictions(batch: Batch, name: str) -> tuple[Array, Array]:
+    """How many valid predictions each member's problem has, and their sum, [N, G] float32."""
+    said = batch.ids[name]
+    asked = jnp.expand_dims(batch.ids["meta"] == 1, 1) & batch.members
+    valid = (asked & (said >= 0)).astype(jnp.float32)
+    seg = segments.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
+    return segments.total(valid, seg), segments.total(valid * said, seg)
+
+
 def predicted_gate(passes: int) -> Transform:
     """Leaves out solutions of problems that the predictions call trivial or unsolvable.
 
@@ -91,11 +104,7 @@ def predicted_gate(passes: int) -> Transform:
         if "meta" not in batch.ids:
             return values, batch
         meta = jnp.expand_dims(batch.ids["meta"] == 1, 1)
-        said = batch.ids["predicted_passes"]
-        valid = (meta & batch.members & (said >= 0)).astype(jnp.float32)
-        seg = segments.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
-        count = segments.total(valid, seg)
-        total = segments.total(valid * said, seg)
+        count, total = _predictions(batch, "predicted_passes")
         settled = (count > 0) & ((total <= 0) | (total >= passes * count))
         return values, batch.replace(members=batch.members & ~(settled & ~meta))
 
@@ -114,11 +123,8 @@ def predicted_cutoff(factor: float) -> Transform:
         if "meta" not in batch.ids:
             return values, batch
         meta = jnp.expand_dims(batch.ids["meta"] == 1, 1)
-        said = batch.ids["predicted_tokens"]
-        valid = (meta & batch.members & (said >= 0)).astype(jnp.float32)
-        seg = segments.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
-        count = segments.total(valid, seg)
-        limit = factor * segments.total(valid * said, seg) / jnp.maximum(count, 1)
+        count, total = _predictions(batch, "predicted_tokens")
+        limit = factor * total / jnp.maximum(count, 1)
         limit = jnp.where((count > 0) & ~meta, limit, jnp.inf)
         place = jnp.arange(batch.mask.shape[2])[None, None]
         return values, batch.replace(mask=batch.mask & (place < jnp.expand_dims(limit, 2)))

@@ -59,7 +59,8 @@ def utility_gains(kind: str, relevance: Array, live: Array, cutoff: int) -> Arra
       [G] float32; their sum is the utility.
 
     >>> ones = jnp.ones(3, bool)
-    >>> utility_gains("ndcg", jnp.array([0.0, 1.0, 0.0]), ones, 10).round(4).tolist()
+    >>> gains = utility_gains("ndcg", jnp.array([0.0, 1.0, 0.0]), ones, 10)
+    >>> [round(x, 4) for x in gains.tolist()]
     [0.0, 0.6309, 0.0]
     """
     relevance = jnp.where(live, jnp.maximum(relevance, 0), 0)

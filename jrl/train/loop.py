@@ -43,6 +43,10 @@ Collect = Callable[..., tuple[Batch, Groups, int]]
 """(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""
 
 
+SEGMENT = 100
+"""Steps that a compiled run makes at most before it looks whether a signal asks it to stop."""
+
+
 class Position(NamedTuple):
     """Where a run is, beside its state; kept in every checkpoint.
 
@@ -164,16 +168,14 @@ class _Training:
 
     def run(self, state: TrainState, shardings: TrainState) -> dict[str, Any]:
         """From the state to the summary."""
-        state = self._begin(state)
-        steps = self.config.train.steps
-        with (
-            _stop_on_signal() as stopping,
-            Progress("train", total=steps, start=int(state.step)) as progress,
-        ):
-            self.progress = progress
-            self.clock = time.perf_counter()
-            modes = {"host": self._host_loop, "compiled": self._compiled_loop}
-            state = modes[self.config.train.mode](state, shardings, stopping)
+        with _stop_on_signal() as stopping:
+            state = self._begin(state)
+            steps, start = self.config.train.steps, int(state.step)
+            with Progress("train", total=steps, start=start) as self.progress:
+                self.clock = time.perf_counter()
+                modes = {"host": self._host_loop, "compiled": self._compiled_loop}
+                if not stopping.is_set():
+                    state = modes[self.config.train.mode](state, shardings, stopping)
         self._save(state)
         self.checkpoints.wait()
         if stopping.is_set():
@@ -286,7 +288,7 @@ class _Training:
         stops = (config.checkpoint.every, config.eval.every, config.train.steps)
         while (done := int(state.step)) < config.train.steps and not stopping.is_set():
             until = min(e * (done // e + 1) for e in stops if e)
-            steps = min(until, config.train.steps) - done
+            steps = min(until - done, config.train.steps - done, SEGMENT)
             if steps not in programs:
                 programs[steps] = jax.jit(
                     partial(iterate, iteration, steps=steps),

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jrl.errors import UserError
 from jrl.mesh import batch_shards, constrain
 from jrl.sampling.draw import Law, log_law, token_logprobs
 from jrl.types import NOTHING, Array, Batch, Network, Params, Statistic, Stats, ValueNetwork
@@ -215,6 +216,11 @@ def _readers(
     own = {"policy"} if names & {"logprobs", "entropy"} else set()
     heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
+        if statistic.over not in ("vocabulary", "hidden"):
+            raise UserError(
+                f"{statistic.name} is read from the network's {statistic.over}, which no network "
+                "gives to the scoring pass; choose a method that does not need it"
+            )
         if statistic.over == "vocabulary":
             heads |= set(statistic.policies)
     bodies = heads | {policy for statistic in statistics for policy in statistic.policies}

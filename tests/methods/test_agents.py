@@ -10,6 +10,7 @@ from harness import as_batch, check, members_of, ragged, ratio, run, sequences
 from jrl.methods.agents import gigpo
 from jrl.methods.policy_gradient import grpo
 from jrl.objectives import compute_advantages
+from jrl.objectives.transforms import token_rewards
 
 
 def normalised(values, eps=1e-6, std=True):
@@ -88,3 +89,21 @@ def test_equal_scores_at_one_depth_give_exactly_nothing():
     apply = jax.jit(partial(compute_advantages, objective))
     advantages, *_ = apply(as_batch(d), objective.init())
     assert not np.asarray(advantages).any()
+
+
+def test_rewards_given_step_by_step_are_read_where_they_stand():
+    d = ragged(1, ids=("step", "state"))
+    batch = as_batch(d)
+    advantage = gigpo().objective.advantage
+
+    @jax.jit
+    def both(batch):
+        ways = batch.score(), token_rewards(batch.score(), batch)
+        return [advantage.apply(values, batch, ())[0] for values in ways]
+
+    whole, given = (np.asarray(x) for x in both(batch))
+    lively = d.live.any(axis=2) | ~d.members  # a score without a token is not given
+    same = lively.all(axis=1)
+    np.testing.assert_allclose(given[same], whole[same], atol=1e-5)
+    assert same.any()
+    assert whole[same].any()

@@ -3,11 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from harness import check, members_of, numbers, ragged, ratio, run, sequences
+from harness import as_batch, check, members_of, numbers, ragged, ratio, run, sequences
 
+from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.objectives import attention_credit
+from jrl.sampling.draw import make_law
+from jrl.train.state import init_state
+from jrl.train.step import make_step
+from jrl.types import Network
 
 
 def with_attention(d, rng):
@@ -135,3 +141,24 @@ def test_distance_and_influence_are_their_definitions():
     got = jax.jit(lambda *x: (distance.apply(*x), influence.apply(*x)))(*given)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert (distance.over, distance.start) == ("attention", True)
+
+
+def test_a_run_without_attention_weights_is_refused():
+    """Rather than trained with the plain credit of GRPO."""
+    method = METHODS["coupled"]
+    network = Network(
+        vocab_size=4,
+        embed_dim=4,
+        max_length=9,
+        init=lambda key: {"table": jnp.zeros((4, 4))},
+        axes=lambda: {"table": (None, None)},
+        hidden=lambda params, tokens, positions, segments: (params["table"][tokens], {}),
+        logits=lambda params, hidden: hidden,
+        init_cache=None,
+        extend=None,
+    )
+    common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.1)}
+    state = init_state(jax.random.key(0), network.init(None), **common)
+    with pytest.raises(UserError, match="attention_distance is read from the network's attention"):
+        jax.eval_shape(make_step(**common), state, as_batch(ragged(1)), make_law())
+    assert "attention weights" in method.waits

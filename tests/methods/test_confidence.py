@@ -10,6 +10,8 @@ from jrl.errors import UserError
 from jrl.methods.confidence import seed_grpo, ucas, univg_r1
 from jrl.methods.policy_gradient import grpo
 from jrl.objectives import advantages, compute_advantages, transforms
+from jrl.objectives.answer_entropy import scale_by_answer_entropy
+from jrl.objectives.difficulty import scale_by_difficulty
 from jrl.objectives.self_certainty import CERTAINTY, LOGIT, chosen_logit, self_certainty
 
 
@@ -178,3 +180,24 @@ def test_no_token_of_a_right_completion_gets_a_negative_advantage():
     assert (shaped[before > 0] >= 0).all()
     assert (shaped[(before > 0) & d.live] == 0).any()
     assert (shaped[before == 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [("linear", 1 - 0.5 * 0.5), ("exponential", np.exp(-0.25)), ("focal", 0.75**3)],
+)
+def test_advantages_fall_with_the_entropy_of_the_answers(shape, expected):
+    d = ragged(0, 1, 4, 1)
+    d.members[:] = True
+    d.ids["answer"] = np.array([[3, 3, 8, 8]])  # log 2 of at most log 4
+    scale = scale_by_answer_entropy(0.5, shape, 3.0)
+    values, *_ = jax.jit(scale.apply)(jnp.ones((1, 4)), as_batch(d), ())
+    np.testing.assert_allclose(values, expected, rtol=1e-6)
+
+
+def test_one_difficulty_for_the_whole_batch_is_that_of_its_mean_accuracy():
+    d = ragged(1, 3, 4, 1)
+    scale = scale_by_difficulty(over="batch")
+    values, *_ = jax.jit(scale.apply)(jnp.ones((3, 4)), as_batch(d), ())
+    weight = np.exp(1 - d.rewards[d.members].mean())
+    np.testing.assert_allclose(np.asarray(values)[d.members], weight, rtol=1e-5)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    advantages_of,
     assert_matches,
     check,
     members_of,
@@ -383,7 +384,16 @@ def replaced(method, **parts):
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus_plus"]
+    "name",
+    [
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+    ],
 )
 def test_on_policy_gradient_is_reinforce_with_the_same_advantages(
     name, make_ragged, make_batch, loss_and_gradients
@@ -512,6 +522,7 @@ def test_coefficients_may_be_traced(make_ragged, make_batch):
 
     highs, coefs = jnp.array([0.1, 0.3]), jnp.array([0.0, 0.5])
     together = jax.jit(jax.vmap(loss))(highs, coefs)
-    apart = [loss(float(high), float(coef)) for high, coef in zip(highs, coefs, strict=True)]
+    pairs = [(float(high), float(coef)) for high, coef in zip(highs, coefs, strict=True)]
+    apart = [jax.jit(lambda pair=pair: loss(*pair))() for pair in pairs]
     np.testing.assert_allclose(together, apart, rtol=1e-5)
     assert abs(apart[0] - apart[1]) > 1e-3

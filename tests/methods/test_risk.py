@@ -115,3 +115,16 @@ def test_the_tracked_quantiles_settle_on_those_of_the_scores():
 def test_levels_in_the_wrong_order_are_refused():
     with pytest.raises(UserError, match=r"level_low = 0\.9; give a number below 0\.8"):
         riskpo(level_low=0.9)
+
+
+def test_tracked_quantiles_alone_see_a_bundle_whose_papers_are_all_alike():
+    d = ragged(5, 2, 3, 1)
+    d.members[:] = True
+    d.rewards[:] = 0.25
+    state = Quantiles(jnp.float32(0.0), jnp.float32(0.4), jnp.int32(3))
+    cases = (("batch", True), ("track", True), ("track", False))
+    transforms = [bundled_risk(size=1, quantiles=q, shifted=shifted) for q, shifted in cases]
+    scores = jnp.asarray(d.rewards, jnp.float32)
+    got = jax.jit(lambda b: [x.apply(scores, b, state)[0] for x in transforms])(as_batch(d))
+    for values, expected in zip(got, (0.0, -0.15 / 0.6 / 2.5, 0.25 / 0.6 / 2.5), strict=True):
+        np.testing.assert_allclose(values, expected, atol=1e-6)

@@ -26,7 +26,8 @@ V, T, P, N, G = 6, 3, 1, 16, 8
 STOP, GOOD, BAD = 0, (1, 2, 3), (4, 5)
 STEPS = 20
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-NAMES = list(all_methods())
+# A table of logits attends to nothing: its test holds that such a run is refused.
+NAMES = [name for name in all_methods() if name != "preplan_anchor"]
 
 
 # ---------------------------------------------------------------- the policy and the task

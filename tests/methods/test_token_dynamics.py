@@ -10,6 +10,7 @@ from jrl.methods.policy_gradient import grpo
 from jrl.methods.token_dynamics import steer_entropy, verl_effective_rank
 from jrl.objectives import aggregates
 from jrl.objectives.effective_rank import RankState, rank_bonus, running_ranks
+from jrl.objectives.entropy_change import weigh_by_entropy_change
 
 
 def normalised(d, n, i):
@@ -61,6 +62,22 @@ def test_steer_at_k_0_is_grpo_with_clip_higher_a_dual_clip_and_a_token_mean():
     np.testing.assert_allclose(gradients["logprobs"], g_expected["logprobs"], atol=1e-6)
 
 
+def test_a_linear_fall_meets_the_exponential_one_at_both_ends():
+    d = ragged(4)
+    with_probabilities(d, None)
+    d.rollout_entropy[0] = -d.proximal_logprobs[0]  # no change of entropy in the first group
+    advantages = jnp.asarray(d.rewards, jnp.float32)
+    weights = {}
+    for falloff in ("linear", "exponential"):
+        transform = weigh_by_entropy_change(0.6, 0.02, falloff)
+        got = jax.jit(lambda b, f=transform: f.apply(advantages, b, ())[0])(as_batch(d))
+        weights[falloff] = (np.asarray(got) / np.asarray(advantages)[..., None])[d.live]
+    assert weights["linear"].min() == pytest.approx(0.6, abs=1e-5)
+    assert weights["linear"].max() == pytest.approx(1, abs=1e-5)
+    part = (1 - weights["linear"]) / 0.4
+    np.testing.assert_allclose(weights["exponential"], 0.6**part, rtol=1e-4)
+
+
 # ---------------------------------------------------------------- VERL
 
 
@@ -79,9 +96,8 @@ def test_running_ranks_are_those_of_the_states_drawn_so_far(length, width):
     mask = rng.random(length) < 0.8
     got = jax.jit(lambda h, m: running_ranks(h, m, 2))(jnp.asarray(hidden), jnp.asarray(mask))
     live = hidden[mask].astype(np.float64)
-    k, expected = 0, np.zeros(length)
-    for t in np.flatnonzero(mask):
-        k += 1
+    expected = np.zeros(length)
+    for k, t in enumerate(np.flatnonzero(mask), start=1):
         expected[t] = rank_of(live if k == len(live) else live[: k - k % 2])
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,24 @@ from jrl.objectives.surrogates import (
     nll,
     reinforce,
 )
+from jrl.objectives.trust_regions import (
+    divergence_mask,
+    gamma_weight,
+    geometric_mean,
+    marked_penalty,
+    mask_off_policy,
+    soft_gate,
+)
 
 WITH_RATIO = {
     "clipped_ratio": clipped_ratio,
     "clipped_sequence_ratio": clipped_sequence_ratio,
     "cispo": cispo,
+    "geometric_mean": geometric_mean,
+    "soft_gate": soft_gate,
+    "divergence_mask tv": partial(divergence_mask, "tv"),
+    "divergence_mask kl": partial(divergence_mask, "kl"),
+    "mask_off_policy": lambda **k: mask_off_policy(clipped_ratio(**k), 0.1),
 }
 
 
@@ -141,7 +156,7 @@ def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, exp
     plain_losses, plain_slope, _ = run(WITH_RATIO[name](), plain, one)
     np.testing.assert_allclose(metrics["correction_weight"], expected, rtol=1e-5)
     np.testing.assert_allclose(losses, plain_losses * expected, rtol=1e-5)
-    if len(set(expected)) == 1 or name != "clipped_sequence_ratio":
+    if len(set(expected)) == 1 or name not in ("clipped_sequence_ratio", "geometric_mean"):
         np.testing.assert_allclose(slope, plain_slope * expected, rtol=1e-5)
 
 
@@ -192,7 +207,8 @@ def test_no_finite_gap_overflows(name, gap):
         losses, slope, metrics = run(WITH_RATIO[name](), stats, [advantage] * 3)
         assert np.isfinite(losses).all()
         assert np.isfinite(slope).all()
-        assert (metrics["ratio"] <= np.exp(LOG_RATIO_LIMIT) * 1.001).all()
+        if "ratio" in metrics:
+            assert (metrics["ratio"] <= np.exp(LOG_RATIO_LIMIT) * 1.001).all()
 
 
 @pytest.mark.parametrize("correction", [None, *(c for c in CORRECTIONS if c != "none")])
@@ -222,3 +238,59 @@ def test_shapes_are_checked():
         clipped_ratio().apply(stats, jnp.ones(3), jnp.ones(3, bool))
     with pytest.raises(AssertionError):
         clipped_ratio().apply(stats, jnp.ones(2), jnp.ones(2))
+
+
+# ---------------------------------------------------------------- trust regions
+
+
+def test_a_sequence_is_dropped_where_the_policy_left_a_bad_completion_behind():
+    surrogate = mask_off_policy(clipped_ratio(), 0.3)
+    far, near = [0.6, 0.6], [0.9, 0.9]
+    for ratios, advantage, dropped in ((far, -1.0, 1), (near, -1.0, 0), (far, 1.0, 0)):
+        losses, _, metrics = run(surrogate, stats_of(ratios), [advantage] * 2)
+        assert metrics["off_policy"].tolist() == [dropped] * 2
+        assert (losses == 0).all() == bool(dropped)
+
+
+def test_the_soft_gate_falls_off_on_both_sides_and_keeps_the_slope_at_one():
+    _, slope, _ = run(soft_gate(2.0, 2.0), stats_of([1.0, 3.0, 0.1]), [1.0] * 3)
+    assert slope[0] == pytest.approx(-1.0)
+    assert abs(slope[1]) < 3.0 * 0.08
+    assert abs(slope[2]) < 0.1
+
+
+def test_the_gamma_weight_is_one_on_policy_and_shrinks_away_from_it():
+    weights = []
+    for ratio in (1.0, 0.5, 4.0):
+        _, _, metrics = run(gamma_weight(2.0, 2.0), stats_of([ratio, 1.0]), [1.0] * 2)
+        weights.append(float(metrics["sequence_weight"][0]))
+    assert weights[0] == pytest.approx(1.0)
+    assert max(weights[1:]) < 0.9
+
+
+def test_the_binary_divergence_drops_by_direction_and_limit():
+    stats = {
+        "sampler_logprobs": jnp.log(jnp.array([0.5, 0.5, 0.001])),
+        "logprobs": jnp.log(jnp.array([0.8, 0.2, 0.1])),
+    }
+    for kind in ("tv", "kl"):
+        up = run(divergence_mask(kind, 0.15, 0.15), stats, [1.0] * 3)[1]
+        down = run(divergence_mask(kind, 0.15, 0.15), stats, [-1.0] * 3)[1]
+        assert up[0] == 0
+        assert down[0] != 0
+        assert up[1] != 0
+        assert down[1] == 0
+    tv = run(divergence_mask("tv", 0.15, 0.15), stats, [1.0] * 3)[1]
+    assert tv[2] == pytest.approx(-20.0)  # a hundredfold ratio, a small change of the law
+
+
+def test_marked_tokens_are_pulled_back_and_rest_on_policy():
+    stats = {**stats_of([1.0, 2.0, 2.0]), "marked": jnp.array([1.0, 1.0, 0.0])}
+    losses, slope, _ = run(marked_penalty(0.5), stats, [0.0] * 3)
+    np.testing.assert_allclose(losses, [0, 0.5 * np.log(2), 0], atol=1e-6)
+    np.testing.assert_allclose(slope, [0, 0.5, 0], atol=1e-6)
+
+
+def test_an_unknown_divergence_is_refused():
+    with pytest.raises(UserError, match="kl, tv"):
+        divergence_mask("js")

@@ -5,6 +5,7 @@ import pytest
 from jrl.errors import UserError
 from jrl.objectives import advantages, transforms
 from jrl.objectives.kl import AdaptiveCoef
+from jrl.objectives.normalizers import exponential_weights, mark_positive, scale_to_informative
 
 MASK = np.array([[[1, 1, 1], [1, 0, 0]], [[1, 0, 1], [0, 0, 0]]], bool)
 SCORE = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
@@ -202,3 +203,40 @@ def test_clip_holds_values_and_keeps_nan(make_batch):
     values = np.array([[-5.0, np.nan], [0.5, 5.0]], np.float32)
     got, _ = apply(transforms.clip(-1, 2), values, make_batch(SCORE, MASK))
     np.testing.assert_array_equal(got, [[-1, np.nan], [0.5, 2]])
+
+
+def test_lambda_by_length_and_undecayed_targets(make_batch):
+    rewards, mask = [[1.0, 1.0]], [[[1, 1, 1, 1], [1, 0, 0, 0]]]
+    estimates = numbers(0, 1, 2, 4)
+    batch = make_batch(rewards, mask, stats={"rollout_values": estimates})
+    transform = transforms.gae(1.0, length_scale=0.5, value_decay=1.0)
+    values, edited, _ = transform.apply(batch.score(), batch, transform.init())
+    whole = transforms.gae(1.0, 0.5)  # 1 - 1 / (0.5 * 4)
+    expected, _, _ = whole.apply(batch.score(), batch, whole.init())
+    np.testing.assert_allclose(values[0, 0], expected[0, 0], atol=1e-6)
+    assert values[0, 1, 0] == pytest.approx(1.0 - float(estimates[0, 1, 0]), abs=1e-6)
+    np.testing.assert_allclose(edited.stats["returns"], np.asarray(mask), atol=1e-6)
+
+
+def test_positive_marks_make_a_token_mean_one_over_good_completions(make_batch):
+    batch = make_batch([[1.0, 0.0]], [[[1, 1, 0], [1, 1, 1]]])
+    transform = mark_positive()
+    values, edited, _ = transform.apply(batch.score(), batch, transform.init())
+    assert values.tolist() == [[1.0, 0.0]]
+    assert edited.stats["positive"].tolist() == [[[2.5, 2.5, 0.0], [0.0, 0.0, 0.0]]]
+
+
+def test_silent_groups_are_made_up_for(make_batch):
+    batch = make_batch([[1.0, 0.0], [1.0, 1.0]], np.ones((2, 2, 1)))
+    transform = transforms.chain(
+        transforms.per_group(advantages.mean_centred), scale_to_informative()
+    )
+    values, _, _ = transform.apply(batch.score(), batch, transform.init())
+    assert values.tolist() == [[1.0, -1.0], [0.0, 0.0]]
+
+
+def test_weights_are_exponential_and_capped(make_batch):
+    batch = make_batch([[0.0, 1.0, 1e9]], np.ones((1, 3, 1)))
+    transform = exponential_weights(0.5, 20.0)
+    values, _, _ = transform.apply(batch.score(), batch, transform.init())
+    np.testing.assert_allclose(values, [[1.0, np.exp(2.0), 20.0]], rtol=1e-6)

@@ -174,6 +174,34 @@ def test_a_signal_is_heard_between_the_steps_of_a_compiled_run(tmp_path):
     assert stopped % 10 == 0  # the steps between two checkpoints are one program
 
 
+def test_a_signal_before_the_first_step_keeps_the_warm_start(tmp_path):
+    run = tmp_path / "run"
+
+    def echo(line):
+        if line.startswith("warm start"):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 0; saved in"):
+        train(load_config(None, settings(run, "train.steps=3")), echo=echo)
+    _, lines = go(run, "train.steps=3")
+    assert not any(line.startswith("warm start") for line in lines)
+    assert_ends_as_unbroken(run, tmp_path / "whole", 3)
+
+
+def test_a_compiled_run_without_periods_hears_a_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "SEGMENT", 4)
+    monkeypatch.setattr(
+        loop.Progress,
+        "step",
+        lambda self, done, record: signal.raise_signal(signal.SIGINT) if done == 2 else None,
+    )
+    run, more = tmp_path / "run", ("train.mode=compiled", "checkpoint.every=0", "train.steps=9")
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 4; saved in"):
+        go(run, *more)
+    assert steps_logged(run) == [1, 2, 3, 4]
+    assert checkpoints(run).latest_step() == 4
+
+
 # ---------------------------------------------------------------- no room
 
 

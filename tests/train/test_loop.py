@@ -187,6 +187,35 @@ def test_supervised_training_draws_nothing_and_learns_the_solutions(tmp_path, no
     assert_same(host.records, compiled.records, 1e-5)
 
 
+def test_a_run_learns_from_another_runs_policy(tmp_path, no_report):
+    """The teacher has a size of its own; the student comes nearer to it."""
+    wide = "model.config={layers=1, embed_dim=32, heads=2, kv_heads=1, head_dim=8, mlp_dim=32}"
+    less = ("eval.every=0", "checkpoint.every=0", "eval.problems=4")
+    teacher = Ran(tmp_path / "teacher", wide, *less, "train.steps=0", "warmup.steps=0")
+    named = f"model.teacher={json.dumps(str(teacher.dir))}"
+    student = Ran(
+        tmp_path / "student",
+        *("method=on_policy_distillation", named, *less, "warmup.steps=0", "train.steps=12"),
+        "optimizer={name='adam', learning_rate=1e-2}",
+    )
+    assert finite(student.records)
+    run = build.setup(student.config)
+    with jax.set_mesh(run.mesh):
+        state, _ = build.new_state(run)
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["teacher"], teacher.policy()))
+    assert run.networks["teacher"].embed_dim == 32
+    with_ref = load_config(
+        None,
+        [*BASE, f"model.reference={json.dumps(str(student.dir))}", "objective.kl_coef=0.1"],
+    )
+    run = build.setup(with_ref)
+    with jax.set_mesh(run.mesh):
+        state, _ = build.new_state(run)
+    assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["ref"], student.policy()))
+    embed = [tree["policy"]["embed"] for tree in (state.params, {"policy": state.frozen["ref"]})]
+    assert not np.array_equal(*embed)
+
+
 def trained(ran):
     return [s for s in ran.samples if "split" not in s]
 

@@ -1,0 +1,308 @@
+"""Runs on pairs from files: preference methods, reward models, and runs that these reward."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.train import loop
+from jrl.train import setup as build
+from jrl.train.loop import train
+from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
+from jrl.types import StopReason
+
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+LETTERS = "abcdefghijklmnopqrstuvwxyz? "
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+def pairs(first, count):
+    """Answers of a's are chosen, answers of z's are rejected."""
+    for i in range(first, first + count):
+        word = LETTERS[i % 26] + LETTERS[(7 * i) % 26]
+        yield {
+            "prompt": f"say {word}",
+            "chosen": "aa" * (1 + i % 2),
+            "rejected": "zz" * (1 + i % 3),
+        }
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A checkpoint with a tokenizer of letters, and files."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("pairs")
+    for name, extra in (("model", ""), ("other", "!")):
+        words = ["<stop>", *LETTERS, *extra]
+        backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+        backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        backend.add_special_tokens(["<stop>"])
+        shape = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+        hf.save(root / name, shape, transformer(shape).init(jax.random.key(0)))
+        backend.save(str(root / name / "tokenizer.json"))
+        chat = "{% for m in messages %}{{ m.content }}<stop>{% endfor %}"
+        about = {"eos_token": "<stop>", "chat_template": chat}
+        (root / name / "tokenizer_config.json").write_text(json.dumps(about))
+    write_rows(root / "pairs.jsonl", pairs(0, 10))
+    write_rows(root / "held_out.jsonl", pairs(40, 6))
+    write_rows(root / "questions.jsonl", [{"question": f"say {x}", "answer": x} for x in "abcd"])
+    return root
+
+
+def settings(place, run, config, *more):
+    """A shipped configuration with this data, at sizes for a test."""
+    return load_config(
+        CONFIGS / config,
+        [
+            f"run.dir={json.dumps(str(run))}",
+            f"model.path={json.dumps(str(place / 'model'))}",
+            f"data.pairs={json.dumps(str(place / 'pairs.jsonl'))}",
+            f"data.eval_pairs={json.dumps(str(place / 'held_out.jsonl'))}",
+            *("data.max_prompt_tokens=12", "sampling.max_new_tokens=8", "model.remat=none"),
+            *("train.prompts=4", "train.microbatches=2", "train.steps=6", "mesh.fsdp=1"),
+            "optimizer={name='adam', learning_rate=1e-2}",
+            *("eval.every=3", "checkpoint.every=2", "checkpoint.keep=9", "log.samples_every=1"),
+            *more,
+        ],
+    )
+
+
+def finish(config):
+    """(summary, records of the steps) of a run."""
+    summary = train(config, echo=lambda line: None)
+    return summary, read_jsonl(pathlib.Path(config.run.dir) / "metrics.jsonl")[1:]
+
+
+def state_of(config, step=None):
+    run = build.setup(config)
+    state, _ = build.new_state(run)
+    saved = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 9)
+    return run, saved.restore(state, step)[0]
+
+
+@pytest.fixture(scope="module")
+def dpo(place, tmp_path_factory):
+    config = settings(place, tmp_path_factory.mktemp("dpo") / "run", "dpo.toml")
+    return config, *finish(config)
+
+
+@pytest.fixture(scope="module")
+def rewarder(place, tmp_path_factory):
+    more = ("train.microbatches=1", "train.steps=12", "eval.every=0", "checkpoint.every=0")
+    run = tmp_path_factory.mktemp("rm") / "run"
+    config = settings(place, run, "reward_model.toml", *more)
+    return config, *finish(config)
+
+
+def test_dpo_learns_the_order_of_held_out_pairs(dpo):
+    _, summary, records = dpo
+    before, after = summary["eval_before"], summary["eval_after"]
+    assert before["loss"] == pytest.approx(np.log(2), abs=1e-5)  # the reference is the start
+    assert before["pair_accuracy"] < 0.5 < 0.9 < after["pair_accuracy"] <= 1
+    assert after["pair_accuracy_low"] < after["pair_accuracy"] <= after["pair_accuracy_high"]
+    assert after["margin"] > 0.1
+    assert after["margin"] == pytest.approx(
+        after["chosen_reward"] - after["rejected_reward"], abs=1e-5
+    )
+    assert before["pairs"] == after["pairs"] == 6
+    assert summary["accuracy_after"] == after["pair_accuracy"]
+    assert pathlib.Path(summary["report"]).exists()
+    assert records[-1]["accuracy"] > records[0]["accuracy"]
+    assert records[-1]["margin"] > records[0]["margin"]
+    assert "eval/pair_accuracy" in records[2]
+    for record in records:
+        assert not {"reward", "approx_kl", "logprob_diff", "entropy"} & record.keys()
+        assert record["kl"] >= 0
+
+
+def test_what_was_trained_on_is_among_the_samples(dpo):
+    samples = read_jsonl(pathlib.Path(dpo[0].run.dir) / "samples.jsonl")
+    assert {(s["completion"][0], s["reward"]) for s in samples} == {("a", 1.0), ("z", 0.0)}
+    assert all(s["prompt"].startswith("say ") and s["demonstration"] for s in samples)
+
+
+def test_a_run_that_goes_on_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    for steps in (3, 6):
+        more = (f"train.steps={steps}", "optimizer={name='adam', learning_rate=1e-2}")
+        config = settings(place, tmp_path / "run", "dpo.toml", *more, "optimizer.schedule=constant")
+        _, records = finish(config)
+    whole = settings(
+        place, tmp_path / "whole", "dpo.toml", "optimizer.schedule=constant", "checkpoint.every=0"
+    )
+    _, unbroken = finish(whole)
+    timing = ("seconds", "tokens_per_second", "compiles")
+    for a, b in zip(records, unbroken, strict=True):
+        both = a.keys() & b.keys() - set(timing)
+        assert {k: a[k] for k in both} == {k: b[k] for k in both}
+    ours, theirs = (state_of(c)[1] for c in (config, whole))
+    assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
+    assert int(ours.step) == 6
+
+
+def test_the_order_is_a_function_of_seed_epoch_and_place(dpo):
+    run = build.setup(dpo[0])
+    sizes = sizes_of(*run.judged.values())
+
+    def seen(seed, cursor, prompts=5):
+        source = JudgedSource(run.judged["pairs"], sizes, prompts, seed, run.mesh)
+        batch, _, after = source.collect(None, None, step=99, cursor=cursor)
+        assert after == cursor + prompts
+        return batch.ids["prompt"].tolist()
+
+    first, second = seen(3, 0) + seen(3, 5), seen(3, 10) + seen(3, 15)
+    assert sorted(first) == sorted(second) == list(range(10))
+    assert first != second
+    assert seen(3, 0, 10) == first != seen(4, 0, 10)
+    assert seen(None, 0, 10) == list(range(10))
+
+
+def test_the_evaluation_counts_every_pair_once(dpo):
+    run, state = state_of(dpo[0])
+    sizes = sizes_of(*run.judged.values())
+    judged = run.judged["eval_pairs"]
+
+    def measured(listed):
+        part = run._replace(judged={**run.judged, "eval_pairs": listed})
+        with jax.set_mesh(run.mesh):
+            return JudgedEvaluator(part, sizes)(state)
+
+    whole = measured(judged)
+    assert whole == pytest.approx(dpo[1]["eval_after"], abs=1e-5)
+    alone = [measured([one]) for one in judged]
+    for name in ("pair_accuracy", "margin", "chosen_reward"):
+        assert whole[name] == pytest.approx(np.mean([m[name] for m in alone]), abs=1e-5), name
+
+
+def test_a_reward_model_learns_the_order_of_held_out_pairs(rewarder):
+    _, summary, records = rewarder
+    assert summary["eval_before"]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert summary["eval_after"]["pair_accuracy"] > 0.9
+    assert summary["eval_after"]["margin"] > 0.5
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
+    theirs, summary, _ = rewarder
+    questions, path = json.dumps(str(place / "questions.jsonl")), json.dumps(theirs.run.dir)
+    changes = (
+        *("method=grpo", "data.pairs=", "data.eval_pairs=", f"data.train={questions}"),
+        *("sampling.group=8", "sampling.max_new_tokens=4", "train.steps=10", "eval.every=0"),
+        f"rewards={{exact={{weight=0.0}}, model={{path={path}, weight=2.0}}}}",
+        *("reward_pool.workers=0", "data.template=chat", "optimizer.learning_rate=3e-2"),
+    )
+    config = settings(place, tmp_path / "run", "reward_model.toml", *changes)
+    _, records = finish(config)
+    assert records[-1]["reward/model"] > records[0]["reward/model"] + 0.5
+    for record in records:
+        assert record["reward"] == pytest.approx(2 * record["reward/model"], abs=1e-4)
+        assert record["reward/exact"] == 0
+    # On pairs of the file, the reward is the value that training read.
+    run = build.setup(config)
+    judged = build.setup(theirs).judged["eval_pairs"]
+    source = JudgedSource(judged, sizes_of(judged), len(judged), None, run.mesh)
+    _, groups, _ = source.collect(None, None, step=0, cursor=0)
+    points = run.reward_model(groups.rollout)
+    assert points[:, 0].mean() == pytest.approx(summary["eval_after"]["chosen_reward"], abs=1e-4)
+    assert points[:, 1].mean() == pytest.approx(summary["eval_after"]["rejected_reward"], abs=1e-4)
+    # The column stands where the configuration names the part, with other rewards or alone.
+    for tables, column in (({"exact", "model"}, 1), ({"model"}, 0)):
+        weights = dict.fromkeys(sorted(tables), 1.0)
+        chosen = run._replace(weights=weights)
+
+        def drawn(key, params, step, positions, size=column):
+            return groups._replace(rewards=np.full((len(judged), 2, size), 7.0, np.float32))
+
+        rewards = build.with_rewards(chosen, drawn)(None, None, 0, None).rewards
+        assert rewards.shape[-1] == column + 1
+        np.testing.assert_array_equal(rewards[:, :, column], points)
+    assert set(groups.rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN}
+
+
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "model.path=", "data.max_prompt_tokens="),
+    *("sampling.max_new_tokens=", "data.overlong=", "train.steps=1", "eval.problems=8"),
+    f"model.config={json.dumps(SIZES).replace(':', '=')}",
+)
+
+
+def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
+    task = build.setup(load_config(None, [x for x in TASK if "=" in x])).task
+    rows = []
+    for i in range(4):
+        prompt, answer = task.render(task.generate(jax.random.key(i), "train"))
+        rows.append({"prompt": prompt, "chosen": answer, "rejected": answer[:-1] + "?"})
+    path = json.dumps(str(write_rows(tmp_path / "task.jsonl", rows)))
+    more = (*TASK, f"data.pairs={path}", f"data.eval_pairs={path}")
+    run = build.setup(settings(place, tmp_path / "run", "dpo.toml", *more))
+    first = run.judged["pairs"][0]
+    assert run.tokenizer.decode(first.prompt) == rows[0]["prompt"]
+    assert [run.tokenizer.decode(c) for c in first.completions] == [
+        rows[0]["chosen"],
+        rows[0]["rejected"],
+    ]
+    assert first.completions[0][-1] == task.stop_id
+
+
+def refused(place, tmp_path, *more, config="dpo.toml"):
+    def check():
+        build.check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
+
+    with pytest.raises(UserError) as caught:
+        check()
+    return str(caught.value)
+
+
+def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
+    def say(*more, **kind):
+        return refused(place, tmp_path, *more, **kind)
+
+    labels = [{"prompt": "say a", "completion": "a", "label": True}]
+    path = json.dumps(str(write_rows(tmp_path / "labels.jsonl", labels)))
+    one = (f"data.pairs={path}", "data.eval_pairs=", "train.microbatches=1")
+    assert "compares 2 completions of one prompt" in say(*one)
+    assert "such as kto" in say(*one)
+    kto = settings(place, tmp_path / "run", "dpo.toml", *one, "method=kto", "objective={}")
+    build.check_trainable(build.setup(kto))
+    assert "method = 'grpo' does not learn from data.pairs" in say("method=grpo", "objective={}")
+    assert "data.train are both given; remove one" in say("data.train=a.jsonl")
+    assert "data.eval_pairs" in say("data.pairs=")
+    assert "for data.pairs set it to 'host'" in say("train.mode=compiled")
+    assert "data.pairs holds its own scores; remove rewards.math" in say("rewards.math={}")
+    assert "top_p and min_p leave tokens out" in say("sampling.top_p=0.9")
+    assert "line 1: the prompt has" in say("data.max_prompt_tokens=2", "data.overlong=error")
+
+
+def test_a_reward_model_that_cannot_serve_is_refused(place, dpo, rewarder, tmp_path):
+    questions = json.dumps(str(place / "questions.jsonl"))
+    text = ("method=grpo", "objective={}", "data.pairs=", "data.eval_pairs=")
+
+    def say(reward, *more):
+        return refused(
+            place, tmp_path, *text, f"data.train={questions}", f"rewards={{model={reward}}}", *more
+        )
+
+    path = json.dumps(rewarder[0].run.dir)
+    assert "rewards.model: path = None; it takes path" in say("{}")
+    assert "unknown keys paht" in say("{paht='a'}")
+    assert "it holds no config.toml; train one" in say("{path='nowhere'}")
+    assert "trained 'dpo', which has no values" in say(f"{{path={json.dumps(dpo[0].run.dir)}}}")
+    other = f"model.path={json.dumps(str(place / 'other'))}"
+    assert "trained with another tokenizer" in say(f"{{path={path}}}", other)
+    assert "alone does not say what is right" in say(f"{{path={path}}}", f"data.eval={questions}")
