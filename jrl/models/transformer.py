@@ -256,7 +256,7 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
 def init_cache(
     rows: int, length: int, weights: Any = None, pieces: int = 1, *, config: ModelConfig
 ) -> Cache:
-    """An empty cache, for each layer a tuple of pieces {"k": [rows, K, h, c], "v": [rows, K, c, h]}.
+    """Nothing written; each layer has pieces {"k": [rows, K, h, c], "v": [rows, K, c, h]}.
 
     The lengths c of the pieces add up to ``length``.
     """
@@ -391,8 +391,7 @@ def _fused(config: ModelConfig, layer: Params) -> Params:
         fused["mlp"] = mlp
     else:
         expert_weights = {
-            name: w if name == "router" else w.astype(dtype)
-            for name, w in layer["experts"].items()
+            name: w if name == "router" else w.astype(dtype) for name, w in layer["experts"].items()
         }
         fused["experts"] = expert_weights
     return fused

@@ -212,9 +212,7 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
     return picked.replace(keys=keys, cache=cache)
 
 
-def extend(
-    weights: Any, slots: Slots, tokens: Array, counts: Array, *, network: Network
-) -> Slots:
+def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network: Network) -> Slots:
     """Appends tokens from outside (a tool's output, a hint), which are never trained on.
 
     A row that had stopped runs again, unless it is at its limit.
@@ -266,7 +264,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
     old = slots.cache
     s, p = prompt_tokens.shape
     width = slots.tokens.shape[1]
-    if old.prefix is None:
+    if old.prefix_lengths is None:
         width, first = p + width, jnp.zeros(s, jnp.int32)
         cache = network.init_cache(s, width, weights)
     else:

@@ -9,8 +9,8 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.sampling.draw import Law, make_law
-from jrl.sampling.draw import sample as sample_eagerly
 from jrl.sampling.draw import log_law as log_law_eagerly
+from jrl.sampling.draw import sample as sample_eagerly
 from jrl.sampling.draw import token_logprobs as token_logprobs_eagerly
 
 sample, log_law = jax.jit(sample_eagerly), jax.jit(log_law_eagerly)

@@ -9,8 +9,8 @@ import pytest
 
 from jrl.data.tasks import Task
 from jrl.data.tasks.base import Problem
-from jrl.models.config import ModelConfig
 from jrl.models import replay
+from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.types import Batch, Network
 
