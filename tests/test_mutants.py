@@ -44,7 +44,7 @@ def _one_a_check_first():
         yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize("name", _one_a_check_first())
+@pytest.mark.parametrize("name", list(_one_a_check_first()))
 def test_the_house_test_catches(name):
     caught, output = mutants.verdict(name)
     assert caught, output

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from table import FAST, example
 
 from jrl.mesh import batch_sharding, make_mesh, replicated
 from jrl.methods import all_methods
@@ -23,17 +24,11 @@ from jrl.types import STATISTICS, Batch
 
 N, G, T = 8, 4, 5
 NAMES = list(all_methods())
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 each_method = pytest.mark.parametrize("name", NAMES)
 
 
 # ---------------------------------------------------------------- one batch in many forms
-
-
-@functools.cache
-def example(name):
-    return all_methods()[name].example()
 
 
 def draws(method):

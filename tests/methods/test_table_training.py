@@ -14,10 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from table import FAST, example
 
+from jrl.data.tasks import get_task
 from jrl.methods import all_methods
 from jrl.methods.base import keep_all, same_rewards
+from jrl.models.config import ModelConfig
+from jrl.models.heads import value_head
+from jrl.models.transformer import transformer
 from jrl.sampling.draw import make_law
+from jrl.train.compiled import make_run
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Batch, Network, Rollout, StopReason, ValueNetwork
@@ -25,7 +31,6 @@ from jrl.types import Batch, Network, Rollout, StopReason, ValueNetwork
 V, T, P, N, G = 6, 3, 1, 16, 8
 STOP, GOOD, BAD = 0, (1, 2, 3), (4, 5)
 STEPS = 20
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 # A table of logits attends to nothing: its test holds that such a run is refused.
 NAMES = [name for name in all_methods() if name != "preplan_anchor"]
 
@@ -174,7 +179,7 @@ def batch_of(method, step, table):
 
 def train(name):
     """(expected reward before and after, metrics of every step)."""
-    method = all_methods()[name].example()
+    method = example(name)
     objective, schedule = method.objective, method.schedule
     common = {
         "network": NETWORK,
@@ -201,7 +206,12 @@ def train(name):
 
 # Methods whose policy is not what learns, or not from these rewards: the metric that tells, and
 # which way it goes.
-OTHERWISE: dict[str, tuple[str, int]] = {}
+OTHERWISE = {
+    "bradley_terry": ("margin", 1),
+    "margin_ranking": ("margin", 1),
+    "plackett_luce": ("loss", -1),
+    "prm": ("loss", -1),
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -218,3 +228,55 @@ def test_twenty_steps_stay_finite_and_move_the_right_way(name):
         assert sign * (last - first) > 0, f"{key}: {first} -> {last}"
     else:
         assert after > before + 0.01, f"expected reward: {before:.3f} -> {after:.3f}"
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def representatives():
+    """One method of each family that a run on the device alone can hold, by family."""
+    found = {}
+    for name in NAMES:
+        method = example(name)
+        on_host = {"prompts", "rewards", "groups"} & set(method.seams)
+        if method.draw.own and not on_host and method.objective.frozen <= {"ref"}:
+            found.setdefault(all_methods()[name].family, name)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(representatives().values()))
+def test_a_whole_run_of_one_method_of_each_family(name):
+    """Sampler, rewards, advantages, step and evaluation as one program."""
+    task = get_task("sequence", difficulty=1)
+    network = transformer(
+        ModelConfig(
+            vocab_size=task.vocab_size,
+            layers=1,
+            embed_dim=32,
+            heads=2,
+            kv_heads=1,
+            head_dim=16,
+            mlp_dim=64,
+            max_length=task.prompt_tokens + task.completion_tokens,
+        )
+    )
+    method = example(name)
+    run = make_run(
+        method=method,
+        task=task,
+        network=network,
+        optimizer=optax.adam,
+        steps=STEPS,
+        prompts=8,
+        group=max(4, method.min_group),
+        weights={"verify": 1.0, "partial": 1.0},
+        value=value_head(network) if method.value else None,
+        warmup={"steps": 20, "batch": 32, "learning_rate": 3e-3},
+        eval_problems=32,
+    )
+    state, curves = jax.jit(run)(jax.random.key(0), {"learning_rate": 1e-3})
+    assert int(state.step) == STEPS
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(curves))
+    assert not curves["skipped_updates"].any()
+    assert curves["grad_norm"].max() > 0
