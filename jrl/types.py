@@ -383,6 +383,29 @@ class Objective(NamedTuple):
         }
 
 
+class Cache(struct.PyTreeNode):
+    """What a network remembers of S rows, perhaps with a past that several rows share.
+
+    Rows m * members .. (m + 1) * members - 1 share prefix m; there are S = M * members rows.
+
+    Attributes:
+      own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
+      prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
+      prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
+    """
+
+    own: Any
+    prefix: Any = None
+    prefix_lengths: Array | None = None
+
+    def offsets(self) -> Array:
+        """[S] int32: the position of each row's first own token."""
+        rows = jax.tree.leaves(self.own)[0].shape[0]
+        if self.prefix_lengths is None:
+            return jnp.zeros(rows, jnp.int32)
+        return jnp.repeat(self.prefix_lengths, rows // self.prefix_lengths.shape[0])
+
+
 class Network(NamedTuple):
     """A causal language model as functions over its parameters.
 
@@ -396,11 +419,14 @@ class Network(NamedTuple):
         A token attends to tokens of its own segment at positions no later than its own; segment 0
         is padding. ``aux`` is a dict of arrays (router statistics); empty for dense models.
       logits: (params, hidden [..., D]) -> [..., V] float32.
-      init_cache: (rows, length, params) -> cache for ``rows`` sequences of ``length`` tokens.
-        Every array of it has the rows as its leading axis.
-      extend: (params, cache, tokens [B, Q], positions [B, Q], live [B, Q]) -> (hidden [B, Q, D],
+      prepare: (params) -> weights laid out for ``extend``, once for many calls of it: layers apart,
+        products fused, in the dtype that they are computed in. ``logits`` takes either kind.
+      init_cache: (rows, length, weights, pieces=1) -> ``Cache`` with room for ``length`` own tokens
+        a row, in so many pieces along the length where that lets ``extend`` read only those in use.
+      extend: (weights, cache, tokens [S, Q], positions [S, Q], live [S, Q]) -> (hidden [S, Q, D],
         cache). Writes Q tokens into the cache at their positions and attends to everything written
-        at or before them. Tokens that are not live are neither written nor attended to.
+        at or before them, the prefix included. Tokens that are not live are neither written nor
+        attended to.
     """
 
     vocab_size: int
@@ -410,8 +436,9 @@ class Network(NamedTuple):
     axes: Callable[[], Any]
     hidden: Callable[..., tuple[Array, dict[str, Array]]]
     logits: Callable[[Params, Array], Array]
-    init_cache: Callable[..., Any]
-    extend: Callable[..., tuple[Array, Any]]
+    prepare: Callable[[Params], Any]
+    init_cache: Callable[..., Cache]
+    extend: Callable[..., tuple[Array, Cache]]
 
 
 class ValueNetwork(NamedTuple):

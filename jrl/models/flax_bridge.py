@@ -19,6 +19,7 @@ them again, which is right for every module and quadratic in the length.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from flax.core import meta
 
 from jrl.errors import UserError
 from jrl.mesh import RULES, constrain
+from jrl.models import replay
 from jrl.models.heads import RewardNetwork
 from jrl.types import Array, Network, Params, ValueNetwork
 
@@ -328,28 +330,6 @@ def _network(functions: _Functions, vocab_size: int, max_length: int) -> Network
         _check(out, (*tokens.shape, vocab_size), "a policy returns logits [B, L, V]")
         return constrain(out, "batch", None, None), {}
 
-    def init_cache(rows: int, length: int, params: Params) -> dict[str, Array]:
-        del params
-        return {
-            "tokens": jnp.zeros((rows, length), jnp.int32),
-            "live": jnp.zeros((rows, length), bool),
-        }
-
-    def extend(
-        params: Params, cache: dict[str, Array], tokens: Array, positions: Array, live: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([tokens, positions, live])
-        rows, length = cache["tokens"].shape
-        at = (jnp.arange(rows)[:, None], jnp.where(live, positions, length))
-        cache = {
-            "tokens": cache["tokens"].at[at].set(tokens, mode="drop"),
-            "live": cache["live"].at[at].set(True, mode="drop"),
-        }
-        columns = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-        out, _ = hidden(params, cache["tokens"], columns, cache["live"].astype(jnp.int32))
-        read = jnp.clip(positions, 0, length - 1)[:, :, None]
-        return jnp.take_along_axis(out, read, axis=1), cache
-
     return Network(
         vocab_size=vocab_size,
         embed_dim=vocab_size,
@@ -358,8 +338,9 @@ def _network(functions: _Functions, vocab_size: int, max_length: int) -> Network
         axes=axes,
         hidden=hidden,
         logits=lambda params, logits: logits.astype(jnp.float32),
-        init_cache=init_cache,
-        extend=extend,
+        prepare=lambda params: params,
+        init_cache=replay.init_cache,
+        extend=functools.partial(replay.extend, hidden=hidden),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -19,13 +19,23 @@ import numpy as np
 from jrl.errors import choose
 from jrl.mesh import constrain
 from jrl.models import moe
-from jrl.models.attention import NO_WINDOW, attend, frequencies, rotate, rotation, visible, write
+from jrl.models.attention import (
+    NO_WINDOW,
+    Part,
+    attend,
+    attend_parts,
+    frequencies,
+    rotate,
+    rotation,
+    visible,
+    write,
+)
 from jrl.models.config import ModelConfig
 from jrl.models.product import PRODUCT, contract
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init
 from jrl.models.weights import count_params as count_params
-from jrl.types import Array, Network, Params
+from jrl.types import Array, Cache, Network, Params
 
 REMAT = ("dots", "full", "none")
 """What the backward pass of a layer recomputes: all but products with weights, all, nothing."""
@@ -63,9 +73,14 @@ def _attention(
     config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array], mix: Mix
 ) -> tuple[Array, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
-    q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
-    k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
-    v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
+    if "qkv" in w:  # prepared for sampling
+        sizes = (config.heads, config.heads + config.kv_heads)
+        parts = jnp.split(contract("bqd,dhk->bqhk", x_bqd, w["qkv"]), sizes, axis=2)
+        q_bqhd, (k_bkqd, v_bkqd) = parts[0], (x.transpose(0, 2, 1, 3) for x in parts[1:])
+    else:
+        q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
+        k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
+        v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bkqd = k_bkqd + w["k_bias"][None, :, None].astype(x_bqd.dtype)
@@ -89,14 +104,16 @@ def _attention(
 def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
     """The gated feed-forward part of a dense layer."""
 
-    def project(name: str, spec: str, x: Array) -> Array:
-        out = contract(spec, x, w[name])
-        return out + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else out
+    def bias(name: str, x: Array) -> Array:
+        return x + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else x
 
-    gate = _ACTIVATIONS[config.activation](project("gate", "bqd,df->bqf", x_bqd))
-    hidden_bqf = gate * project("up", "bqd,df->bqf", x_bqd)
+    if "gate_up" in w:  # prepared for sampling
+        gate, up = jnp.split(contract("bqd,df->bqf", x_bqd, w["gate_up"]), 2, axis=2)
+    else:
+        gate, up = (contract("bqd,df->bqf", x_bqd, w[name]) for name in ("gate", "up"))
+    hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
-    return project("down", "bqf,fd->bqd", hidden_bqf)
+    return bias("down", contract("bqf,fd->bqd", hidden_bqf, w["down"]))
 
 
 def _experts(
@@ -227,70 +244,157 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
     """[..., V] float32 scores of the next token; soft cap applied, no temperature."""
     lead = "abcdefg"[: hidden.ndim - 1]
     with jax.named_scope("logits"):
-        head = params["embed" if config.tied_embeddings else "head"]
-        spec = f"{lead}x,vx->{lead}v" if config.tied_embeddings else f"{lead}x,xv->{lead}v"
+        turned = "head" not in params  # tied, and not prepared for sampling
+        head = params["embed" if turned else "head"]
+        spec = f"{lead}x,vx->{lead}v" if turned else f"{lead}x,xv->{lead}v"
         out = contract(spec, hidden.astype(jnp.dtype(config.dtype)), head, jnp.float32)
         if config.logit_softcap is not None:
             out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
         return out
 
 
-def init_cache(rows: int, length: int, params: Params = None, *, config: ModelConfig) -> tuple:
-    """An empty cache: for each layer {"k", "v"}, each [rows, K, length, h] in ``config.dtype``."""
-    del params  # the shape is in the config; other networks size their cache by the parameters
-    shape = (rows, config.kv_heads, length, config.head_dim)
+def init_cache(
+    rows: int, length: int, weights: Any = None, pieces: int = 1, *, config: ModelConfig
+) -> Cache:
+    """Nothing written; each layer has pieces {"k": [rows, K, h, c], "v": [rows, K, c, h]}.
 
-    def empty() -> Array:
-        zeros = jnp.zeros(shape, jnp.dtype(config.dtype))
+    The lengths c of the pieces add up to ``length``.
+    """
+    del weights  # the shape is in the config; other networks size their cache by the weights
+
+    def empty(*shape: int) -> Array:
+        zeros = jnp.zeros((rows, config.kv_heads, *shape), jnp.dtype(config.dtype))
         return constrain(zeros, "batch", "kv_heads", None, None)
 
-    return tuple({"k": empty(), "v": empty()} for _ in range(config.layers))
+    size, d = -(-length // pieces), config.head_dim
+    sizes = [min(size, length - start) for start in range(0, length, size)]
+    layer = lambda: tuple({"k": empty(d, c), "v": empty(c, d)} for c in sizes)  # noqa: E731
+    return Cache(own=tuple(layer() for _ in range(config.layers)))
 
 
 def extend(
-    params: Params,
-    cache: tuple,
+    weights: Any,
+    cache: Cache,
     tokens: Array,
     positions: Array,
     live: Array,
     *,
     config: ModelConfig,
-) -> tuple[Array, tuple]:
+) -> tuple[Array, Cache]:
     """The same as ``hidden`` for the next Q tokens of each row; see ``types.Network.extend``.
 
-    Column p of the cache holds the token at position p. Every row must have written 0..p before
-    position p is asked for; what lies beyond is not looked at.
+    Own column c of a row holds the token at position c + the length of its prefix. Every row must
+    have written its tokens up to p before position p is asked for; what lies beyond is not looked
+    at, and a piece of the cache that no live row has reached is not read.
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, live])
-    x_bqd = _embed(config, params, tokens)
-    columns = jnp.arange(cache[0]["k"].shape[2], dtype=jnp.int32)
-    distance = positions[:, :, None] - columns[None, None, :]
-    masks = {
-        window: (distance >= 0) & (distance < (NO_WINDOW if window is None else window))
-        for window in dict.fromkeys(config.windows)
-    }
+    x_sqd = _embed(config, weights, tokens)
+    views = {window: _views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
-    scale, written = _query_scale(config), []
+    scale, cap, written = _query_scale(config), config.attention_softcap, []
 
-    def bind_cache(old: dict[str, Array], mask: Array) -> Mix:
-        def mix(q: Array, k: Array, v: Array) -> tuple[Array, dict[str, Array]]:
-            new = {
-                "k": write(old["k"], k, positions, live),
-                "v": write(old["v"], v, positions, live),
-            }
-            new = {n: constrain(a, "batch", "kv_heads", None, None) for n, a in new.items()}
-            cap = config.attention_softcap
-            return attend(q, new["k"], new["v"], mask, scale=scale, softcap=cap), new
+    def bind_cache(i: int, views: list[_View]) -> Mix:
+        def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
+            parts, pieces = [], []
+            for view in views:
+                if view.columns is None:
+                    held = cache.prefix[i][view.piece]
+                else:
+                    held = write(cache.own[i][view.piece], {"k": k, "v": v}, view.columns, live)
+                    held = {
+                        n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
+                    }
+                    pieces.append(held)
+                parts.append(Part(held["k"], held["v"], view.mask, view.reached))
+            return attend_parts(q, parts, scale=scale, softcap=cap), tuple(pieces)
 
         return mix
 
     for i, window in enumerate(config.windows):
-        mix = bind_cache(cache[i], masks[window])
-        w = _layer(config, params["layers"], i)
-        x_bqd, new, _ = _block(config, w, x_bqd, live, turns[turn_ids[i]], mix)
+        mix = bind_cache(i, views[window])
+        x_sqd, new, _ = _block(config, weights["layers"][i], x_sqd, live, turns[turn_ids[i]], mix)
         written.append(new)
-    return rms_norm(x_bqd, params["final_norm"], config), tuple(written)
+    with jax.named_scope("final_norm"):
+        x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
+    return x_sqd, cache.replace(own=tuple(written))
+
+
+class _View(NamedTuple):
+    """How queries look at one piece of a cache: the same in all layers with one window.
+
+    Attributes:
+      piece: which.
+      mask: [S, Q, C] bool.
+      columns: [S, Q] int32, where in the piece the tokens are written; None for the prefix.
+      reached: [] bool, whether to read it at all; None for always.
+    """
+
+    piece: int
+    mask: Array
+    columns: Array | None
+    reached: Array | None
+
+
+def _views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[_View]:
+    reach = NO_WINDOW if window is None else np.int32(window)
+    offsets = cache.offsets()[:, None]
+    views, start = [], 0
+    for piece, held in enumerate(cache.own[0]):
+        columns = positions - offsets - start
+        size = held["v"].shape[2]
+        distance = columns[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        mask = (distance >= 0) & (distance < reach)
+        # The first piece is always read, so that every query has something to see.
+        reached = None if piece == 0 else jnp.any(live & (columns >= 0))
+        views.append(_View(piece, mask, columns, reached))
+        start += size
+    if cache.prefix is not None:
+        (held,) = cache.prefix[0]
+        place = jnp.arange(held["v"].shape[2], dtype=jnp.int32)[None, None, :]
+        mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
+        views.append(_View(0, mask, None, None))
+    return views
+
+
+def prepare(params: Params, *, config: ModelConfig) -> Any:
+    """The weights as ``extend`` reads them; see ``types.Network.prepare``.
+
+    Layers are taken apart, because a loop over tokens would slice them out of their stacks again
+    for every token; the three projections of attention are one product, as are the two of the
+    feed-forward part; a tied output matrix is turned, because few rows multiply it.
+    """
+    dtype = jnp.dtype(config.dtype)
+    layers = [_layer(config, params["layers"], i) for i in range(config.layers)]
+    head = params["embed"].T if config.tied_embeddings else params["head"]
+    return {
+        "embed": params["embed"].astype(dtype),
+        "head": head.astype(dtype),
+        "layers": tuple(_fused(config, layer) for layer in layers),
+        "final_norm": params["final_norm"],
+    }
+
+
+def _fused(config: ModelConfig, layer: Params) -> Params:
+    """A layer's weights in the dtype of the activations, q/k/v and gate/up side by side."""
+    dtype = jnp.dtype(config.dtype)
+    attention = dict(layer["attention"])
+    heads = [attention.pop(name) for name in ("q", "k", "v")]
+    attention["qkv"] = jnp.concatenate(heads, axis=1).astype(dtype)
+    attention["o"] = attention["o"].astype(dtype)
+    fused = layer | {"attention": attention}
+    if "mlp" in layer:
+        mlp = dict(layer["mlp"])
+        pair = [mlp.pop(name) for name in ("gate", "up")]
+        mlp["gate_up"] = jnp.concatenate(pair, axis=1).astype(dtype)
+        mlp["down"] = mlp["down"].astype(dtype)
+        fused["mlp"] = mlp
+    else:
+        expert_weights = {
+            name: w if name == "router" else w.astype(dtype) for name, w in layer["experts"].items()
+        }
+        fused["experts"] = expert_weights
+    return fused
 
 
 def _query_scale(config: ModelConfig) -> float:
@@ -323,6 +427,7 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
         axes=bind(axes, config),
         hidden=bind(hidden, config=config, remat=remat),
         logits=bind(logits, config=config),
+        prepare=bind(prepare, config=config),
         init_cache=bind(init_cache, config=config),
         extend=bind(extend, config=config),
     )

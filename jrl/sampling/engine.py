@@ -18,15 +18,19 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.mesh import constrain
-from jrl.sampling.draw import Law, draw, log_law
-from jrl.types import Array, Network, Params, Rollout, StopReason
+from jrl.sampling.cache import share, take
+from jrl.sampling.draw import Law, sample
+from jrl.types import Array, Cache, Network, Params, Rollout, StopReason
+
+_PIECE, _MOST_PIECES = 64, 8
+"""Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
 
 
 class Slots(struct.PyTreeNode):
     """S sequences being decoded. The cache holds all tokens of a row but the newest, ``pending``.
 
     Attributes:
-      cache: the network's cache, rows leading.
+      cache: the network's, with room for ``T`` own tokens a row at most.
       pending: [S] int32, the newest token of each row, not yet in the cache.
       prompt_lengths: [S] int32, tokens.
       lengths: [S] int32, completion tokens present.
@@ -40,7 +44,7 @@ class Slots(struct.PyTreeNode):
       law: one value a row.
     """
 
-    cache: Any
+    cache: Cache
     pending: Array
     prompt_lengths: Array
     lengths: Array
@@ -62,32 +66,31 @@ def sequence_keys(key: Array, ids: Array, group: int) -> Array:
 
 
 def prefill(
-    params: Params, prompt_tokens: Array, prompt_lengths: Array, *, network: Network, length: int
-) -> Any:
+    weights: Any, prompt_tokens: Array, prompt_lengths: Array, *, network: Network
+) -> Cache:
     """The cache of N prompts, each computed once however many samples it gets.
 
     The last token of each prompt is left out: it is the first ``pending`` token.
 
     Args:
-      params: the policy's.
+      weights: the policy's, as ``network.prepare`` returns them.
       prompt_tokens: [N, P] int32, from column 0.
       prompt_lengths: [N] int32.
       network: the policy.
-      length: C, tokens each row of the cache has room for.
 
     Returns:
-      The network's cache with N rows.
+      The network's cache with N rows of P tokens.
     """
     n, p = prompt_tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(p), (n, p))
+    positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < prompt_lengths[:, None] - 1
-    cache = network.init_cache(n, length, params)
-    _, cache = network.extend(params, cache, prompt_tokens, positions, live)
+    cache = network.init_cache(n, p, weights)
+    _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
     return cache
 
 
 def start(
-    cache: Any,
+    cache: Cache,
     prompt_tokens: Array,
     prompt_lengths: Array,
     keys: Array,
@@ -99,7 +102,8 @@ def start(
     """Slots ready to decode, one a row of ``cache``.
 
     Args:
-      cache: S rows, as ``prefill`` gives them (repeated for a group).
+      cache: S rows that hold their prompts but for the last token, such as ``prefill`` gives, or
+        ``cache.share`` of it for groups.
       prompt_tokens: [S, P] int32.
       prompt_lengths: [S] int32.
       keys: [S] PRNG keys.
@@ -126,7 +130,7 @@ def start(
 
 
 def decode(
-    params: Params,
+    weights: Any,
     slots: Slots,
     version: Array,
     *,
@@ -137,7 +141,7 @@ def decode(
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
     Args:
-      params: the policy's.
+      weights: the policy's, as ``network.prepare`` returns them.
       slots: the state; donate it to a jitted call, since the cache is updated in place.
       version: [] int32, written beside each token drawn.
       network: the policy.
@@ -148,6 +152,8 @@ def decode(
       The new state.
     """
     stops = jnp.array(tuple(stop_tokens), jnp.int32)
+    rows = jnp.arange(slots.pending.shape[0])
+    width = slots.tokens.shape[1]
 
     def running(carry: tuple[Array, Slots]) -> Array:
         i, slots = carry
@@ -159,12 +165,13 @@ def decode(
         runs = slots.stop == StopReason.RUNNING
         position = slots.prompt_lengths + slots.lengths - 1
         hidden, cache = network.extend(
-            params, slots.cache, slots.pending[:, None], position[:, None], runs[:, None]
+            weights, slots.cache, slots.pending[:, None], position[:, None], runs[:, None]
         )
-        logprobs = log_law(network.logits(params, hidden[:, 0]), slots.law)
-        token = draw(_uniform(slots.keys, slots.lengths), logprobs)
-        logprob = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
-        here = runs[:, None] & (jnp.arange(slots.tokens.shape[1])[None] == slots.lengths[:, None])
+        with jax.named_scope("draw"):
+            logits = network.logits(weights, hidden[:, 0])
+            token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)
+        here = rows, jnp.where(runs, slots.lengths, width)
+        put = lambda x, new: x.at[here].set(new, mode="drop")  # noqa: E731
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
         reason = jnp.where(jnp.isin(token, stops), StopReason.STOP_TOKEN, going)
@@ -172,10 +179,10 @@ def decode(
             cache=cache,
             pending=jnp.where(runs, token, slots.pending),
             lengths=lengths,
-            tokens=jnp.where(here, token[:, None], slots.tokens),
-            mask=slots.mask | here,
-            logprobs=jnp.where(here, logprob[:, None], slots.logprobs),
-            versions=jnp.where(here, version, slots.versions),
+            tokens=put(slots.tokens, token),
+            mask=put(slots.mask, True),
+            logprobs=put(slots.logprobs, logprob),
+            versions=put(slots.versions, version),
             stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         )
 
@@ -199,18 +206,19 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
-    return jax.tree.map(lambda x: jnp.take(x, source, axis=0), slots).replace(keys=keys)
+    cache = take(slots.cache, source)
+    others = slots.replace(cache=None)
+    picked = jax.tree.map(lambda x: jnp.take(x, source, axis=0), others)
+    return picked.replace(keys=keys, cache=cache)
 
 
-def extend(
-    params: Params, slots: Slots, tokens: Array, counts: Array, *, network: Network
-) -> Slots:
+def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network: Network) -> Slots:
     """Appends tokens from outside (a tool's output, a hint), which are never trained on.
 
     A row that had stopped runs again, unless it is at its limit.
 
     Args:
-      params: the policy's.
+      weights: the policy's, as ``network.prepare`` returns them.
       slots: S rows.
       tokens: [S, Q] int32, from column 0.
       counts: [S] int32, how many of them each row gets; 0 leaves a row as it is. What would pass
@@ -226,7 +234,7 @@ def extend(
     # The cache lacks the pending token, and must go on lacking the newest one.
     fed = jnp.concatenate([slots.pending[:, None], tokens[:, :-1]], axis=1)
     positions = (slots.prompt_lengths + slots.lengths - 1)[:, None] + column
-    _, cache = network.extend(params, slots.cache, fed, positions, column < counts[:, None])
+    _, cache = network.extend(weights, slots.cache, fed, positions, column < counts[:, None])
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
     here = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
@@ -242,28 +250,38 @@ def extend(
     )
 
 
-def refresh(params: Params, slots: Slots, prompt_tokens: Array, *, network: Network) -> Slots:
+def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Network) -> Slots:
     """Recomputes the cache with new parameters, to resume after a weight update.
 
     Without it the old keys and values stay, as asynchronous systems do by default.
 
     Args:
-      params: the new policy's.
+      weights: the new policy's, as ``network.prepare`` returns them.
       slots: S rows.
       prompt_tokens: [S, P] int32, the prompts that the slots were started with.
       network: the policy.
     """
-    p = prompt_tokens.shape[1]
-    width = p + slots.tokens.shape[1]
-    column = jnp.arange(width)[None]
-    index = column - slots.prompt_lengths[:, None]
+    old = slots.cache
+    s, p = prompt_tokens.shape
+    width = slots.tokens.shape[1]
+    if old.prefix_lengths is None:
+        width, first = p + width, jnp.zeros(s, jnp.int32)
+        cache = network.init_cache(s, width, weights)
+    else:
+        members = s // old.prefix_lengths.shape[0]
+        prompts, lengths = prompt_tokens[::members], slots.prompt_lengths[::members]
+        cache = prefill(weights, prompts, lengths, network=network)
+        sized = {"network": network, "weights": weights, "length": width}
+        cache = share(cache, old.prefix_lengths, members, pieces=_pieces(width), **sized)
+        first = old.offsets()
+    # Positions first .. first + width - 1 of each row: prompt, then completion.
+    positions = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    index = positions - slots.prompt_lengths[:, None]
     past = jnp.take_along_axis(slots.tokens, jnp.clip(index, 0, slots.tokens.shape[1] - 1), axis=1)
-    prompt = jnp.pad(prompt_tokens, ((0, 0), (0, width - p)))
+    prompt = jnp.take_along_axis(prompt_tokens, jnp.clip(positions, 0, p - 1), axis=1)
     tokens = jnp.where(index >= 0, past, prompt)
-    positions = jnp.broadcast_to(column, tokens.shape)
     live = positions < (slots.prompt_lengths + slots.lengths - 1)[:, None]
-    empty = jax.tree.map(jnp.zeros_like, slots.cache)
-    _, cache = network.extend(params, empty, tokens, positions, live)
+    _, cache = network.extend(weights, cache, tokens, positions, live)
     return slots.replace(cache=cache)
 
 
@@ -308,15 +326,27 @@ def generate(
     n, p = prompt_tokens.shape
     g, t = group + baseline_members, max_new_tokens
     check_fits(network, p, t)
-    cache = prefill(params, prompt_tokens, prompt_lengths, network=network, length=p + t)
+    weights = network.prepare(params)
+    cache = prefill(weights, prompt_tokens, prompt_lengths, network=network)
 
     def repeat(x: Array) -> Array:
         return constrain(jnp.repeat(x, g, axis=0), "batch", *(None,) * (x.ndim - 1))
 
     baseline = jnp.arange(g) >= group
-    rows = law.replace(temperature=jnp.tile(jnp.where(baseline, 0.0, law.temperature), n))
+    rows = law.replace(
+        temperature=jnp.tile(jnp.where(baseline, 0.0, law.temperature), n),
+        greedy=law.greedy or baseline_members > 0,
+    )
     slots = start(
-        jax.tree.map(lambda x: jnp.repeat(x, g, axis=0), cache),
+        share(
+            cache,
+            prompt_lengths - 1,
+            g,
+            network=network,
+            weights=weights,
+            length=t,
+            pieces=_pieces(t),
+        ),
         repeat(prompt_tokens),
         repeat(prompt_lengths),
         sequence_keys(key, ids, g).reshape(n * g),
@@ -324,7 +354,7 @@ def generate(
         jnp.full(n * g, t, jnp.int32),
         max_new_tokens=t,
     )
-    slots = decode(params, slots, version, network=network, steps=t, stop_tokens=stop_tokens)
+    slots = decode(weights, slots, version, network=network, steps=t, stop_tokens=stop_tokens)
     return Rollout(
         prompt_tokens=prompt_tokens,
         prompt_lengths=prompt_lengths,
@@ -336,6 +366,11 @@ def generate(
         stop=slots.stop.reshape(n, g),
         baseline=jnp.broadcast_to(baseline, (n, g)),
     ).check()
+
+
+def _pieces(max_new_tokens: int) -> int:
+    """Pieces that the cache of completions is kept in: those not reached yet are not read."""
+    return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 
 
 def check_fits(network: Network, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -49,6 +49,7 @@ def table_network():
         axes=lambda: {"table": (None, None)},
         hidden=lambda params, tokens, positions, segments: (params["table"][tokens], {}),
         logits=lambda params, hidden: hidden,
+        prepare=None,
         init_cache=None,
         extend=None,
     )

@@ -163,6 +163,7 @@ def our_logits(config, params, tokens):
 def our_greedy(config, params, tokens, steps):
     network = transformer(config)
     b, p = tokens.shape
+    params = network.prepare(params)
     cache = network.init_cache(b, p + steps, params)
     positions = jnp.broadcast_to(jnp.arange(p), (b, p))
     hidden, cache = network.extend(params, cache, tokens, positions, jnp.ones((b, p), bool))

@@ -56,18 +56,18 @@ def whole(network, params, tokens, lengths):
     return jax.jit(network.hidden)(params, tokens, positions, segments)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_extend_equals_hidden_on_ragged_rows(variant):
+@pytest.mark.parametrize(("variant", "pieces"), [*((v, 1) for v in VARIANTS), ("gemma", 3)])
+def test_extend_equals_hidden_on_ragged_rows(variant, pieces):
     network, params = make(**VARIANTS[variant])
     prompts, total, rows = jnp.array([5, 3, 1]), 11, 3
     tokens = jax.random.randint(jax.random.key(2), (rows, total), 0, TINY.vocab_size)
     expected, _ = whole(network, params, tokens, jnp.full(rows, total))
 
-    extend = jax.jit(network.extend)
-    cache = network.init_cache(rows, total + 2, params)
+    extend, weights = jax.jit(network.extend), network.prepare(params)
+    cache = network.init_cache(rows, total + 2, weights, pieces)
     columns = jnp.broadcast_to(jnp.arange(5), (rows, 5))
     live = columns < prompts[:, None]
-    out, cache = extend(params, cache, tokens[:, :5], columns, live)
+    out, cache = extend(weights, cache, tokens[:, :5], columns, live)
     np.testing.assert_allclose(
         np.where(live[:, :, None], out, 0.0),
         np.where(live[:, :, None], expected[:, :5], 0.0),
@@ -76,19 +76,21 @@ def test_extend_equals_hidden_on_ragged_rows(variant):
     for step in range(total - 5):
         at = (prompts + step)[:, None]
         token = jnp.take_along_axis(tokens, at, axis=1)
-        out, cache = extend(params, cache, token, at, jnp.ones((rows, 1), bool))
+        out, cache = extend(weights, cache, token, at, jnp.ones((rows, 1), bool))
         wanted = jnp.take_along_axis(expected, at[:, :, None], axis=1)
         np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
 def test_extend_writes_only_live_tokens():
     network, params = make()
-    cache = network.init_cache(2, 4, params)
+    weights = network.prepare(params)
+    cache = network.init_cache(2, 4, weights)
     tokens = jnp.ones((2, 2), jnp.int32)
     positions = jnp.array([[0, 1], [0, 9]])
     live = jnp.array([[True, False], [True, True]])
-    _, cache = network.extend(params, cache, tokens, positions, live)
-    written = np.array([[(np.asarray(part["k"]) != 0).any((1, 3))] for part in cache]).any((0, 1))
+    _, cache = network.extend(weights, cache, tokens, positions, live)
+    keys = np.array([np.asarray(piece["k"]) for (piece,) in cache.own])
+    written = (keys != 0).any((0, 2, 3))
     assert written.tolist() == [[True, False, False, False], [True, False, False, False]]
 
 
@@ -213,8 +215,9 @@ def test_sharded_numbers_equal_one_device(variant):
 
     def run(params, tokens):
         hidden, _ = network.hidden(params, tokens, positions, segments)
-        cache = network.init_cache(4, 8, params)
-        again, cache = network.extend(params, cache, tokens, positions, segments == 1)
+        weights = network.prepare(params)
+        cache = network.init_cache(4, 8, weights)
+        again, cache = network.extend(weights, cache, tokens, positions, segments == 1)
         return hidden, network.logits(params, again), cache
 
     expected = jax.jit(run)(params, tokens)
@@ -224,14 +227,16 @@ def test_sharded_numbers_equal_one_device(variant):
         got = jax.jit(run)(placed, jax.device_put(tokens, batch_sharding(mesh)))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    assert not got[2][0]["k"].sharding.is_fully_replicated
+    assert not got[2].own[0][0]["k"].sharding.is_fully_replicated
 
 
-def test_decoding_makes_no_copy_of_the_cache():
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_decoding_makes_no_copy_of_the_cache(pieces):
     config = dataclasses.replace(TINY, head_dim=32)
     network = T.transformer(config)
     params = jax.eval_shape(network.init, jax.random.key(0))
-    cache = jax.eval_shape(lambda: network.init_cache(8, 512))
+    weights = jax.eval_shape(network.prepare, params)
+    cache = jax.eval_shape(lambda: network.init_cache(8, 512, None, pieces))
 
     def decode(params, cache, token):
         def step(carry):
@@ -243,6 +248,6 @@ def test_decoding_makes_no_copy_of_the_cache():
         return jax.lax.while_loop(lambda carry: carry[0] < 512, step, (0, token, cache))
 
     token = jax.ShapeDtypeStruct((8, 1), jnp.int32)
-    compiled = jax.jit(decode, donate_argnums=1).lower(params, cache, token).compile()
+    compiled = jax.jit(decode, donate_argnums=1).lower(weights, cache, token).compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size

@@ -9,11 +9,11 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.sampling.draw import Law, make_law
-from jrl.sampling.draw import draw as draw_eagerly
 from jrl.sampling.draw import log_law as log_law_eagerly
+from jrl.sampling.draw import sample as sample_eagerly
 from jrl.sampling.draw import token_logprobs as token_logprobs_eagerly
 
-draw, log_law = jax.jit(draw_eagerly), jax.jit(log_law_eagerly)
+sample, log_law = jax.jit(sample_eagerly), jax.jit(log_law_eagerly)
 token_logprobs = jax.jit(token_logprobs_eagerly, static_argnames="entropy")
 
 
@@ -262,10 +262,12 @@ def test_the_draw_follows_the_law(v, name):
     knobs, count = LAWS[name], 20_000
     logits = some_logits(8, 1, v)
     p = law_of_row(logits[0], **knobs)
-    logprobs = log_law(logits, make_law(**knobs))
+    law = make_law(**knobs)
     uniform = jax.random.uniform(jax.random.key(v), (count,))
-    tokens = np.asarray(draw(uniform, jnp.broadcast_to(logprobs, (count, v))))
+    tokens, logprobs = sample(uniform, jnp.broadcast_to(logits[0], (count, v)), law)
     assert tokens.dtype == np.int32
+    tokens = np.asarray(tokens)
+    np.testing.assert_allclose(logprobs, log_law(logits, law)[0][tokens], atol=1e-5)
     seen = np.bincount(tokens, minlength=v)
     assert seen[p == 0].sum() == 0
     # Rare tokens are pooled, so that every cell has at least ten expected counts.
@@ -276,6 +278,11 @@ def test_the_draw_follows_the_law(v, name):
     statistic = (np.square(observed - expected) / expected).sum()
     freedom = len(expected) - 1
     assert statistic <= freedom + 4 * np.sqrt(2 * freedom) + 1e-9
+
+
+def draw(uniform, logprobs):
+    """Tokens of a law given as log-probabilities."""
+    return sample(jnp.asarray(uniform), jnp.asarray(logprobs), make_law())[0]
 
 
 ABOVE = np.nextafter(np.float32(1), np.float32(0))

@@ -10,6 +10,7 @@ import pytest
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.sampling.cache import share
 from jrl.sampling.draw import make_law
 from jrl.sampling.engine import (
     check_fits,
@@ -52,6 +53,11 @@ def params():
     return jax.tree.map(lambda x: 1.5 * x, jit(NETWORK.init)(jax.random.key(0)))
 
 
+@cache
+def weights():
+    return jit(NETWORK.prepare)(params())
+
+
 def prompts(filler=0):
     """[N, P] tokens; what lies past each prompt is ``filler``."""
     tokens = np.random.default_rng(0).integers(0, 23, (N, P))
@@ -78,11 +84,12 @@ def rollout():
 @cache
 def begin():
     """The slots of ``rollout``, before the first token."""
-    cache = jit(partial(prefill, network=NETWORK, length=P + T))(params(), prompts(), LENGTHS)
+    cache = jit(partial(prefill, network=NETWORK))(weights(), prompts(), LENGTHS)
     keys = sequence_keys(jax.random.key(1), IDS, G).reshape(-1)
     repeat = partial(np.repeat, repeats=G, axis=0)
+    sized = {"network": NETWORK, "weights": weights(), "length": T}
     return start(
-        jax.tree.map(lambda x: jnp.repeat(x, G, axis=0), cache),
+        share(cache, jnp.array(LENGTHS - 1), G, **sized),
         repeat(prompts()),
         repeat(LENGTHS),
         keys,
@@ -93,12 +100,12 @@ def begin():
 
 
 @jit
-def _decode(params, slots, version, steps):
-    return decode(params, slots, version, network=NETWORK, steps=steps, stop_tokens=STOPS)
+def _decode(weights, slots, version, steps):
+    return decode(weights, slots, version, network=NETWORK, steps=steps, stop_tokens=STOPS)
 
 
 def advance(slots, version=VERSION, *, steps):
-    return _decode(params(), slots, version, steps)
+    return _decode(weights(), slots, version, steps)
 
 
 @cache
@@ -321,17 +328,17 @@ def test_each_token_knows_its_version():
 
 def test_refresh_with_the_same_parameters_changes_nothing():
     slots = advance(begin(), steps=4)
-    fresh = recompute(params(), slots, np.repeat(prompts(), G, axis=0))
+    fresh = recompute(weights(), slots, np.repeat(prompts(), G, axis=0))
     assert_same(advance(fresh, steps=T), rollout(), atol=1e-5)
 
 
 def test_refresh_with_new_parameters_scores_under_them():
     """After it, the log-probabilities are those of the new policy over the whole past."""
     slots = advance(begin(), steps=4)
-    others = jax.tree.map(lambda x: x + 0.1, params())
+    others = NETWORK.prepare(jax.tree.map(lambda x: x + 0.1, params()))
     wrong = recompute(others, slots, np.repeat(prompts(), G, axis=0))
-    right = recompute(params(), wrong, np.repeat(prompts(), G, axis=0))
-    assert not np.array_equal(wrong.cache[0]["k"], slots.cache[0]["k"])
+    right = recompute(weights(), wrong, np.repeat(prompts(), G, axis=0))
+    assert not np.array_equal(wrong.cache.own[0][0]["k"], slots.cache.own[0][0]["k"])
     assert_same(advance(right, steps=T), rollout(), atol=1e-5)
 
 
@@ -353,7 +360,7 @@ def test_limits():
 
 
 def test_start_with_no_room_is_over():
-    cache = NETWORK.init_cache(2, P, params())
+    cache = NETWORK.init_cache(2, P, weights())
     keys = jax.random.split(jax.random.key(0), 2)
     limits = jnp.array([0, 2], jnp.int32)
     slots = start(cache, prompts()[:2], LENGTHS[:2], keys, LAW, limits, max_new_tokens=2)
@@ -390,7 +397,7 @@ def extended():
     before = advance(begin(), steps=3)
     tool = np.random.default_rng(3).integers(0, 23, (N * G, 4)).astype(np.int32)
     counts = (np.arange(N * G) % 5).astype(np.int32)
-    after = feed(params(), before, tool, counts)
+    after = feed(weights(), before, tool, counts)
     return before, tool, counts, after, advance(after, jnp.int32(5), steps=T)
 
 
@@ -426,7 +433,7 @@ def test_what_follows_tokens_from_outside_has_seen_them():
 def test_tokens_from_outside_end_at_the_limit():
     before = advance(begin(), steps=7)
     tool = jnp.full((N * G, 4), 2, jnp.int32)
-    after = feed(params(), before, tool, jnp.full(N * G, 4, jnp.int32))
+    after = feed(weights(), before, tool, jnp.full(N * G, 4, jnp.int32))
     assert np.array_equal(after.lengths, np.minimum(before.lengths + 4, T))
     full = np.asarray(after.lengths) == T
     assert full.any()

@@ -9,6 +9,7 @@ import pytest
 
 from jrl.data.tasks import Task
 from jrl.data.tasks.base import Problem
+from jrl.models import replay
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.types import Batch, Network
@@ -63,22 +64,6 @@ def bag_network(v=19, d=8, max_length=16):
         mean = jnp.einsum("bqk,bkd->bqd", sees / jnp.maximum(sees.sum(2, keepdims=True), 1), x)
         return jnp.tanh(x + mean @ params["mix"]), {}
 
-    def extend(params, cache, tokens, positions, live):
-        rows, length = cache["tokens"].shape
-        at = (jnp.arange(rows)[:, None], jnp.where(live, positions, length))
-        cache = {
-            "tokens": cache["tokens"].at[at].set(tokens, mode="drop"),
-            "live": cache["live"].at[at].set(1, mode="drop"),
-        }
-        place = jnp.broadcast_to(jnp.arange(length), (rows, length))
-        out, _ = hidden(params, cache["tokens"], place, cache["live"])
-        read = jnp.clip(positions, 0, length - 1)[:, :, None]
-        return jnp.take_along_axis(out, read, axis=1), cache
-
-    def init_cache(rows, length, params):
-        zeros = jnp.zeros((rows, length), jnp.int32)
-        return {"tokens": zeros, "live": zeros}
-
     return Network(
         vocab_size=v,
         embed_dim=d,
@@ -87,8 +72,9 @@ def bag_network(v=19, d=8, max_length=16):
         axes=lambda: {"embed": ("vocab", "embed"), "mix": ("embed", None), "head": (None, None)},
         hidden=hidden,
         logits=lambda params, hidden: hidden @ params["head"],
-        init_cache=init_cache,
-        extend=extend,
+        prepare=lambda params: params,
+        init_cache=replay.init_cache,
+        extend=partial(replay.extend, hidden=hidden),
     )
 
 

@@ -1,0 +1,77 @@
+"""Rows of a network's cache: sharing a past, choosing rows, replacing what they share.
+
+Everything here treats the arrays of a cache as rows of opaque numbers, so that it holds for every
+network. Nothing copies a prefix for each of the rows that share it, except ``take``, which must.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrl.types import Array, Cache, Network
+
+
+def share(
+    cache: Cache,
+    lengths: Array,
+    members: int,
+    *,
+    network: Network,
+    weights: Any,
+    length: int,
+    pieces: int = 1,
+) -> Cache:
+    """Rows that continue the rows of another cache, ``members`` of them each, without copying it.
+
+    Args:
+      cache: M rows without prefixes of their own.
+      lengths: [M] int32, how many tokens of each row count.
+      members: rows that share a prefix.
+      network: the policy.
+      weights: as ``network.prepare`` returns them.
+      length: tokens that each new row has room for.
+      pieces: how many pieces the room is divided into.
+
+    Returns:
+      M * members rows.
+    """
+    assert cache.prefix is None, "a shared past is stored once, not on top of another"
+    empty = network.init_cache(lengths.shape[0] * members, length, weights, pieces)
+    return Cache(own=empty.own, prefix=cache.own, prefix_lengths=lengths.astype(jnp.int32))
+
+
+def take(cache: Cache, source: Array) -> Cache:
+    """Row i continues row ``source[i]``; prefixes are copied, since any rows may stand together."""
+    pick = lambda tree, rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)  # noqa: E731
+    own = pick(cache.own, source)
+    if cache.prefix is None:
+        return Cache(own=own)
+    assert cache.prefix_lengths is not None
+    members = jax.tree.leaves(cache.own)[0].shape[0] // cache.prefix_lengths.shape[0]
+    blocks = source // members
+    return Cache(own, pick(cache.prefix, blocks), jnp.take(cache.prefix_lengths, blocks))
+
+
+def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:
+    """The cache with other prefixes in some blocks of rows; what the rows held is forgotten.
+
+    Args:
+      cache: M blocks; donate it to a jitted call.
+      blocks: [m] int32, which blocks; M or more for a row of ``other`` that goes nowhere.
+      other: m rows without prefixes, no longer than the prefixes of ``cache``.
+      lengths: [m] int32, tokens of each that count.
+    """
+    assert cache.prefix_lengths is not None
+
+    def put(old: Array, new: Array) -> Array:
+        # A narrower prompt fills the front; what stays behind it lies past its length.
+        index = (blocks, *(slice(0, n) for n in new.shape[1:]))
+        return old.at[index].set(new.astype(old.dtype), mode="drop")
+
+    return cache.replace(
+        prefix=jax.tree.map(put, cache.prefix, other.own),
+        prefix_lengths=cache.prefix_lengths.at[blocks].set(lengths, mode="drop"),
+    )
