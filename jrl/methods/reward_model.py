@@ -1,7 +1,7 @@
 """Training a scalar reward: the value head on the policy's trunk, read at the last trained token.
 
-"values" is the head's number BEFORE a token, so at the last token (the stop token of a finished
-completion) it has seen everything else. Below, v_i is that number for completion i, in points.
+A run of this family gives as "values" the head's number AFTER a token (``heads.after_token``): at
+the last one it has read everything. Below, v_i is that number for completion i, in points.
 Groups are ranked lists of completions of one prompt with human or judge scores; a pair is a group
 of two with scores 1 and 0. The log-probabilities carry no gradient. Metrics: ``accuracy`` and
 ``margin`` over pairs, ``chosen_reward`` and ``rejected_reward``.
@@ -22,7 +22,7 @@ FAMILY = "reward_model"
 
 
 def last_value(group: Members) -> Array:
-    """[G] points: the value before each member's last trained token."""
+    """[G] points: the value at each member's last trained token."""
     return group.last("values")
 
 

@@ -87,6 +87,28 @@ def value_network(network: Network) -> ValueNetwork:
     return ValueNetwork(*_trunk_and_head(network), apply)
 
 
+def after_token(value: ValueNetwork) -> ValueNetwork:
+    """The same network one token later: the number at a column is that of the next live one.
+
+    A value estimate stands before a token is drawn; a reward model judges what it has read, the
+    last token included. Where no live column follows, the number is the column's own.
+    """
+
+    def apply(
+        params: Params, policy_hidden: Array, tokens: Array, positions: Array, segments: Array
+    ) -> Array:
+        found = value.apply(params, policy_hidden, tokens, positions, segments)
+        size = segments.shape[1]
+        column = jnp.arange(size)[None]
+        live = jnp.where(segments > 0, column, size)
+        ahead = jnp.pad(live[:, 1:], ((0, 0), (0, 1)), constant_values=size)
+        following = jax.lax.cummin(ahead, axis=1, reverse=True)
+        following = jnp.where(following < size, following, column)
+        return jnp.take_along_axis(found, following, axis=1)
+
+    return ValueNetwork(value.init, value.axes, apply)
+
+
 def reward_network(network: Network) -> RewardNetwork:
     """A network with a linear head read at the last token of each sequence.
 

@@ -16,7 +16,7 @@ import numpy as np
 from jrl.types import Array, Params, Rollout
 
 Values = Callable[[Params, Rollout], Array]
-"""(params, rollout) -> [N, G, T] float32, points: the value before each token."""
+"""(params, rollout) -> [N, G, T] float32, points: the value of each token."""
 
 
 def last_values(values: Array, mask: Array) -> Array:

@@ -34,6 +34,7 @@ from jrl.train import setup as build
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.groups import collect
 from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
+from jrl.train.reward_model import trains_reward
 from jrl.train.rollout import Draw, Groups, TextSource, samples_of
 from jrl.train.setup import Run
 from jrl.train.step import Metrics, Step
@@ -373,7 +374,7 @@ class _Training:
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        if self.evaluator.available and build.trains_policy(self.run_):
+        if self.evaluator.available and not trains_reward(self.config):
             found = self.evaluator(state.key, state.params["policy"])
             self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
             metrics |= found.metrics

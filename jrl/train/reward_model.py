@@ -15,8 +15,8 @@ from jrl.checkpoint import Checkpoints
 from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.mesh import tree_shardings
-from jrl.methods import get_method
-from jrl.models.heads import value_head, value_network
+from jrl.methods import all_methods, get_method
+from jrl.models.heads import after_token, value_head, value_network
 from jrl.models.transformer import transformer
 from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.draw import make_law
@@ -33,6 +33,12 @@ VALUES: dict[str, Callable[[Network], ValueNetwork]] = {
     "network": value_network,
 }
 """What ``value.kind`` names."""
+
+
+def trains_reward(config: Config) -> bool:
+    """Whether a run trains a reward model: its trunk cannot answer, its values follow tokens."""
+    method = all_methods().get(config.method)
+    return method is not None and method.family == "reward_model"
 
 
 def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
@@ -76,6 +82,8 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
         )
     network = transformer(run_shape(theirs, run_task(theirs)))
     value = VALUES[theirs.value.kind](network)
+    if trains_reward(theirs):
+        value = after_token(value)
     params = _params(directory, network, value, mesh)
     parts = config.train.minibatches * config.train.microbatches
     return ModelReward(params, partial(values, network=network, value=value, parts=parts))
@@ -84,7 +92,7 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
 def values(
     params: Params, rollout: Rollout, *, network: Network, value: ValueNetwork, parts: int
 ) -> Array:
-    """The value before each token of a rollout.
+    """The value of each token of a rollout, as training read it.
 
     Args:
       params: {"policy", "value"} of the reward model.

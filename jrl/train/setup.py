@@ -23,6 +23,7 @@ from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.heads import after_token
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -40,7 +41,14 @@ from jrl.train.policies import (
     run_shape,
     run_task,
 )
-from jrl.train.reward_model import NAME, VALUES, ModelReward, load_reward_model, with_model_points
+from jrl.train.reward_model import (
+    NAME,
+    VALUES,
+    ModelReward,
+    load_reward_model,
+    trains_reward,
+    with_model_points,
+)
 from jrl.train.rollout import Draw, check_group, task_rollout
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
@@ -126,6 +134,8 @@ def setup(config: Config) -> Run:
     for each in (network, *networks.values()):
         check_fits(each, width, _max_new_tokens(config, task))
     value = VALUES[config.value.kind](network) if method.value else None
+    if value is not None and trains_reward(config):
+        value = after_token(value)
     epochs = config.train.epochs or method.schedule.epochs
     updates = epochs * config.train.minibatches
     optimizer = make_optimizer(config.optimizer, config.train.steps, updates)
@@ -443,11 +453,6 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     make = partial(init_policy, network=run.network)
     made = jax.jit(make, out_shardings=(replicated(run.mesh), where), donate_argnums=1)
     return made(jax.random.key(run.config.seed), params)
-
-
-def trains_policy(run: Run) -> bool:
-    """Whether what is trained can answer at all; a reward model's trunk cannot."""
-    return all_methods()[run.config.method].family != "reward_model"
 
 
 def with_rewards(run: Run, draw: Draw) -> Draw:
