@@ -91,7 +91,7 @@ def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
 def ranking(beta: float, gap_scale: bool) -> GroupLoss:
     """PRO: the list's likelihood under mean log-probabilities, plus beta times the best one's NLL.
 
-    See ``methods.preference_catalogue.pro``.
+    See ``methods.preference_lists.pro``.
     """
 
     def of_group(group: Members) -> tuple[Array, Stats]:
@@ -107,7 +107,7 @@ def ranking(beta: float, gap_scale: bool) -> GroupLoss:
 def hinge_ranking(imitation: float) -> GroupLoss:
     """RRHF: the sum over pairs of max(0, p_j - p_i), and the NLL of the best completion.
 
-    See ``methods.preference_catalogue.rrhf``.
+    See ``methods.preference_lists.rrhf``.
     """
 
     def of_group(group: Members) -> tuple[Array, Stats]:
