@@ -8,12 +8,9 @@ not have them.
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from jrl.methods.base import Method, published
 from jrl.methods.domains import (
     AtLeastOne,
-    Choice,
     CorrectionName,
     Count,
     Ddof,
@@ -35,14 +32,12 @@ ON_POLICY = "on-policy its gradient is that of REINFORCE with the same advantage
     family=FAMILY,
     identities=(
         "at length one it is GRPO",
-        "its token form has its gradient when a completion has one advantage",
         ON_POLICY,
     ),
 )
 def gspo(
     clip_low: NonNegative = 3e-4,
     clip_high: NonNegative = 4e-4,
-    gradient: Annotated[str, Choice(("sequence", "token"))] = "sequence",
     kl_coef: NonNegative = 0.0,
     kl_kind: KlInLoss = "k3",
     eps: Positive = 1e-6,
@@ -58,14 +53,47 @@ def gspo(
         s_i = exp(1/|y_i| sum_t log rho_t)
         loss = -1/G sum_i min(s_i A_i, clip(s_i, 1 - low, 1 + high) A_i)
 
-    with A_i as in GRPO and the paper's clip bounds. ``gradient="token"`` is its GSPO-token. |y_i|
-    counts trained tokens. Departures: ``eps`` and ``ddof`` as in ``grpo``; ``correction`` is not in
-    the paper.
+    with A_i as in GRPO and the paper's clip bounds. |y_i| counts trained tokens. Departures:
+    ``eps`` and ``ddof`` as in ``grpo``; ``correction`` is not in the paper.
+    """
+    surrogate = surrogates.clipped_sequence_ratio(
+        clip_low, clip_high, correction=named_correction(correction, correction_cap)
+    )
+    return against_others(
+        normalised(eps, ddof), surrogate, regularizers=kl_term(kl_kind, kl_coef), epochs=epochs
+    )
+
+
+@published(
+    paper="Group Sequence Policy Optimization",
+    arxiv="2507.18071",
+    family=FAMILY,
+    identities=("with one advantage a completion its gradient is GSPO's", ON_POLICY),
+)
+def gspo_token(
+    clip_low: NonNegative = 3e-4,
+    clip_high: NonNegative = 4e-4,
+    kl_coef: NonNegative = 0.0,
+    kl_kind: KlInLoss = "k3",
+    eps: Positive = 1e-6,
+    ddof: Ddof = 1,
+    correction: CorrectionName = "none",
+    correction_cap: AtLeastOne = 2.0,
+    epochs: Count = 1,
+) -> Method:
+    """GSPO whose ratio carries each token's own gradient, so that advantages may differ by token.
+
+    GSPO-token of "Group Sequence Policy Optimization" (arXiv:2507.18071):
+
+        s_it = sg(s_i) pi_t / sg(pi_t)
+        loss = -1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
+
+    Departures: as in ``gspo``.
     """
     surrogate = surrogates.clipped_sequence_ratio(
         clip_low,
         clip_high,
-        gradient=gradient,
+        gradient="token",
         correction=named_correction(correction, correction_cap),
     )
     return against_others(

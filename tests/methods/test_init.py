@@ -12,6 +12,7 @@ STANDARD = {
     "dr_grpo",
     "dapo",
     "gspo",
+    "gspo_token",
     "cispo",
     "rloo",
     "reinforce_plus_plus",

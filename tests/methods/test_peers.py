@@ -77,7 +77,7 @@ METHODS = {
     "sapo": ("sapo_soft", {}),
     "vespo": ("vespo", {}),
     "gmpo": ("gmpo", GMPO),
-    "verl_gspo": ("gspo", {**GSPO, "gradient": "token"}),
+    "verl_gspo": ("gspo_token", GSPO),
     "verl_sapo": ("sapo_soft", {}),
     "verl_gpg": ("gpg", {}),
     "verl_geo_mean": ("gmpo", GMPO),

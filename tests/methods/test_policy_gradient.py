@@ -342,8 +342,8 @@ CASES = {
     ),
     "gspo-token": (
         gspo_token_loss,
-        "gspo",
-        {"clip_low": 0.05, "clip_high": 0.1, "gradient": "token"},
+        "gspo_token",
+        {"clip_low": 0.05, "clip_high": 0.1},
     ),
     "cispo": (cispo_loss, "cispo", {"clip_low": 0.2, "clip_high": 0.3}),
     "rloo": (rloo_loss, "rloo", {"kl_coef": 0.1}),
@@ -390,6 +390,7 @@ def replaced(method, **parts):
         "dr_grpo",
         "dapo",
         "gspo",
+        "gspo_token",
         "cispo",
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
@@ -423,7 +424,7 @@ def test_gspo_token_has_the_gradient_of_gspo(make_ragged, make_batch, loss_and_g
     d = make_ragged(6)
     bounds = {"clip_low": 0.05, "clip_high": 0.1}
     _, whole = loss_and_gradients(get_method("gspo", **bounds), make_batch(d), d)
-    token = get_method("gspo", gradient="token", **bounds)
+    token = get_method("gspo_token", **bounds)
     _, single = loss_and_gradients(token, make_batch(d), d)
     np.testing.assert_allclose(whole["logprobs"], single["logprobs"], atol=1e-6)
 
