@@ -32,7 +32,6 @@ from jrl.types import Batch, Network, Rollout, StopReason, ValueNetwork
 V, T, P, N, G = 6, 3, 1, 16, 8
 STOP, GOOD, BAD = 0, (1, 2, 3), (4, 5)
 STEPS = 20
-# A table of logits attends to nothing: its test holds that such a run is refused.
 NAMES = list(all_methods())
 
 
