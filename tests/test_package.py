@@ -39,7 +39,7 @@ MAY_IMPORT = {
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
-    *("jinja2", "tensorboardX", "wandb", "jetstream"),
+    *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
 }
 """Loaded by what needs them, when it runs."""
 
@@ -234,6 +234,7 @@ def test_a_wheel_would_hold_every_file():
 def test_every_import_is_declared():
     """Third-party modules that jrl imports are dependencies, or belong to a named extra."""
     names = {"orbax": "orbax-checkpoint", "math_verify": "math-verify"}
+    names |= {"jetstream": "google-jetstream", "grpc": "grpcio"}
     declared = project()["project"]
     extras = declared["optional-dependencies"].values()
     everything = [*declared["dependencies"], *itertools.chain.from_iterable(extras)]
