@@ -241,7 +241,8 @@ def test_the_batch_says_who_is_there_and_what_counts():
 
 
 def test_samples_become_pairs_of_best_and_worst():
-    drawn = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0), ("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
+    drawn = [("p", " ", -1.0), ("p", "a", 0.5), ("q", "x", 1.0)]
+    drawn += [("p", "b", 1.0), ("q", "y", 1.0), ("p", "c", 0.0)]
     samples = [{"prompt": p, "completion": c, "reward": r} for p, c, r in drawn]
     best = {"prompt": "p", "chosen": "b", "rejected": "c"}
     assert pairs_of_samples(samples) == [best]
