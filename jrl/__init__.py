@@ -1,7 +1,7 @@
 """Functional reinforcement learning for language models, in JAX.
 
 Five hops lead from a prompt to a gradient: ``data`` makes prompts, ``train.rollout`` collects,
-``sampling.engine`` draws completions, ``rewards`` judge them, ``train.step`` learns. Everything in
+``sampling`` draws completions, ``rewards`` judge them, ``train.step`` learns. Everything in
 between is a pure function over the records of ``jrl.types``.
 
 The names below are the ones a script starts with; each is read from its module when first used,
@@ -28,7 +28,7 @@ _HOME = {
     "ValueNetwork": "jrl.types",
     "compute_advantages": "jrl.objectives.policy",
     "fit": "jrl.train.loop",
-    "generate": "jrl.sampling.engine",
+    "generate": "jrl.sampling.continuous",
     "get_method": "jrl.methods",
     "init_state": "jrl.train.state",
     "linen_network": "jrl.models.flax_bridge",

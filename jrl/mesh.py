@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.errors import UserError
@@ -48,10 +49,13 @@ def make_mesh(
         else the first ones.
 
     Returns:
-      The mesh; its size is the product of the sizes.
+      The mesh; its size is the product of the sizes. On TPUs neighbours in the mesh are neighbours
+      in the torus where that can be, and with several slices the data axis, and no other, goes from
+      one slice to the next, over the data-centre network.
 
     Raises:
-      UserError: an unknown axis, two -1, or a product that the devices cannot fill.
+      UserError: an unknown axis, two -1, a product that the devices cannot fill, or a data axis
+        that the slices do not divide.
     """
     shape = dict.fromkeys(AXES, 1) | dict(sizes or {})
     if unknown := set(shape) - set(AXES):
@@ -72,8 +76,30 @@ def make_mesh(
     if fixed > len(devices) or min(shape.values()) < 1:
         asked = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
         raise UserError(f"mesh {asked} needs {fixed} devices; there are {len(devices)}")
-    grid = np.array(devices[:fixed]).reshape([shape[a] for a in AXES])
+    grid = _arrange(devices[:fixed], shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _arrange(devices: list[jax.Device], shape: Mapping[str, int]) -> np.ndarray:
+    """The devices in a grid of ``AXES``, laid out as their network is."""
+    sizes = [shape[a] for a in AXES]
+    slices = len({getattr(d, "slice_index", None) or 0 for d in devices})
+    if slices > 1:
+        if shape["data"] % slices:
+            raise UserError(
+                f"mesh.data = {shape['data']} does not divide over {slices} slices, between which "
+                f"only the data axis can lie; make it a multiple of {slices}"
+            )
+        inside = [shape["data"] // slices, *sizes[1:]]
+        return mesh_utils.create_hybrid_device_mesh(
+            inside, [slices, *[1] * len(sizes[1:])], devices, allow_split_physical_axes=True
+        )
+    if not hasattr(devices[0], "coords") or devices[0].platform != "tpu":
+        return np.array(devices).reshape(sizes)
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError):  # no whole box of the torus
+        return np.array(devices).reshape(sizes)
 
 
 def spec(axes: Axes, rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionSpec:
@@ -131,9 +157,13 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins an activation to its logical axes' partition; without a mesh, returns it untouched.
 
-    The mesh is the one of ``jax.set_mesh``, so that a model runs unchanged without any.
+    The mesh is the one of ``jax.set_mesh``, so that a model runs unchanged without any. Mesh axes
+    whose parts run by themselves (``jax.shard_map``) are not spoken of.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    if mesh.manual_axes:
+        rest = {a: tuple(m for m in over if m not in mesh.manual_axes) for a, over in RULES.items()}
+        return jax.lax.with_sharding_constraint(x, spec(axes, rest))
     return jax.lax.with_sharding_constraint(x, spec(axes))

@@ -161,6 +161,10 @@ class SamplingTable(Table):
     max_new_tokens: int = _key(
         256, "longest completion, tokens; a procedural task sets its own", ge=1
     )
+    slots: int = _key(
+        0, "completions decoded at a time, others wait for a free slot; 0 takes all", ge=0
+    )
+    chunk: int = _key(4, "tokens drawn between two looks at which slots are free", ge=1)
 
 
 class RewardTable(Table):

@@ -27,7 +27,7 @@ from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.draw import make_law
-from jrl.sampling.engine import generate
+from jrl.sampling.continuous import generate
 from jrl.tables import OptimizerTable
 from jrl.train.compiled import held_out
 from jrl.train.groups import collect
@@ -77,7 +77,9 @@ class World:
         self.network = transformer(CONFIG)
         if spy is not None:
             self.network = self.network._replace(
-                hidden=spy(self.network.hidden), extend=spy(self.network.extend)
+                hidden=spy(self.network.hidden),
+                extend=spy(self.network.extend),
+                hidden_shared=spy(self.network.hidden_shared),
             )
         self.law = jax.device_put(law or make_law(), replicated(self.mesh))
         self.optimizer = optax.sgd(learning_rate)

@@ -43,6 +43,12 @@ def share(
     return Cache(own=empty.own, prefix=cache.own, prefix_lengths=lengths.astype(jnp.int32))
 
 
+def rows_of(cache: Cache, rows: Array) -> Cache:
+    """The rows of a cache without prefixes, in this order."""
+    assert cache.prefix is None
+    return Cache(own=jax.tree.map(lambda x: jnp.take(x, rows, axis=0), cache.own))
+
+
 def take(cache: Cache, source: Array) -> Cache:
     """Row i continues row ``source[i]``; prefixes are copied, since any rows may stand together."""
     pick = lambda tree, rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)  # noqa: E731

@@ -29,6 +29,8 @@ class Law(struct.PyTreeNode):
       top_k: [] or [B] int32, tokens kept; 0 keeps all.
       top_p: [] or [B] float32, probability kept; 1 keeps all.
       min_p: [] or [B] float32, the least probability kept relative to the largest; 0 keeps all.
+      bias: [V] or [B, V] float32, added to the logits before anything else; -inf forbids a token.
+        None adds nothing and costs nothing.
       truncates: static, whether top-k or top-p may be in use.
       floors: static, whether min-p may be in use.
       greedy: static, whether the temperature of some row may be 0.
@@ -38,6 +40,7 @@ class Law(struct.PyTreeNode):
     top_k: Array
     top_p: Array
     min_p: Array
+    bias: Array | None = None
     truncates: bool = struct.field(pytree_node=False, default=False)
     floors: bool = struct.field(pytree_node=False, default=False)
     greedy: bool = struct.field(pytree_node=False, default=True)
@@ -69,6 +72,18 @@ def make_law(
         floors=min_p > 0,
         greedy=temperature == 0,
     )
+
+
+def per_row(law: Law, rows: int) -> Law:
+    """The law with one value a row: what is shared by all rows is repeated."""
+
+    def spread(x: Array, rank: int) -> Array:
+        x = jnp.asarray(x)
+        return x if x.ndim == rank else jnp.broadcast_to(x[None], (rows, *x.shape))
+
+    bias = None if law.bias is None else spread(law.bias, 2)
+    numbers = jax.tree.map(lambda x: spread(x, 1), law.replace(bias=None))
+    return numbers.replace(bias=bias)
 
 
 def _kept(scaled: Array, law: Law) -> Array:
@@ -104,7 +119,10 @@ def _scaled(logits: Array, law: Law) -> tuple[Array, Array]:
     """Logits over temperature [B, V], and which rows are greedy [B, 1]."""
     temperature = _column(law.temperature, logits)
     greedy = temperature <= 0
-    return logits.astype(jnp.float32) / jnp.where(greedy, 1.0, temperature), greedy
+    logits = logits.astype(jnp.float32)
+    if law.bias is not None:
+        logits = logits + (law.bias[None] if law.bias.ndim == 1 else law.bias)
+    return logits / jnp.where(greedy, 1.0, temperature), greedy
 
 
 def log_law(logits: Array, law: Law) -> Array:

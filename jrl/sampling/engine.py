@@ -1,9 +1,9 @@
 """The sampler: decode slots over a KV cache, as pure functions over one state.
 
-``generate`` is the whole of it for a batch: prefill each prompt once, copy its cache to the slots
-of its group, decode on the device until every slot has stopped. The pieces are there for finer
-control: a ``Slots`` value can be kept across a weight update and resumed, forked into
+These are the pieces: a ``Slots`` value can be kept across a weight update and resumed, forked into
 continuations that share their past, and extended by tokens from outside (tools, hints).
+``continuous.generate`` puts them together for a batch in one program, ``driver.Engine`` for
+requests that come one by one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.mesh import constrain
 from jrl.sampling.cache import share, take
-from jrl.sampling.draw import Law, sample
-from jrl.types import Array, Cache, Network, Params, Rollout, StopReason
+from jrl.sampling.draw import Law, per_row, sample
+from jrl.types import Array, Cache, Network, StopReason
 
 _PIECE, _MOST_PIECES = 64, 8
 """Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
@@ -125,7 +124,7 @@ def start(
         versions=jnp.full((s, max_new_tokens), -1, jnp.int32),
         stop=jnp.where(limits > 0, StopReason.RUNNING, StopReason.LENGTH).astype(jnp.int32),
         keys=keys,
-        law=jax.tree.map(lambda x: jnp.broadcast_to(x, (s,)), law),
+        law=per_row(law, s),
     )
 
 
@@ -135,8 +134,9 @@ def decode(
     version: Array,
     *,
     network: Network,
-    steps: int,
-    stop_tokens: Sequence[int],
+    steps: Array | int,
+    stop_tokens: Sequence[int] | Array,
+    until: Array | int = 0,
 ) -> Slots:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -146,18 +146,43 @@ def decode(
       version: [] int32, written beside each token drawn.
       network: the policy.
       steps: the most tokens a slot gains in this call.
-      stop_tokens: ids that end a sequence; the stop token is part of the completion.
+      stop_tokens: ids that end a sequence; the stop token is part of the completion. For stops of
+        its own for each row an array [S, K] int32, filled up with -1.
+      until: the call also ends when no more than so many slots run.
 
     Returns:
       The new state.
     """
-    stops = jnp.array(tuple(stop_tokens), jnp.int32)
+    return counted_decode(
+        weights,
+        slots,
+        version,
+        network=network,
+        steps=steps,
+        stop_tokens=stop_tokens,
+        until=until,
+    )[0]
+
+
+def counted_decode(
+    weights: Any,
+    slots: Slots,
+    version: Array,
+    *,
+    network: Network,
+    steps: Array | int,
+    stop_tokens: Sequence[int] | Array,
+    until: Array | int = 0,
+) -> tuple[Slots, Array]:
+    """``decode``, and the number of steps it took, [] int32."""
+    stops = jnp.asarray(stop_tokens, jnp.int32)
+    stops = stops if stops.ndim == 2 else stops[None]
     rows = jnp.arange(slots.pending.shape[0])
     width = slots.tokens.shape[1]
 
     def running(carry: tuple[Array, Slots]) -> Array:
         i, slots = carry
-        return (i < steps) & jnp.any(slots.stop == StopReason.RUNNING)
+        return (i < steps) & (jnp.sum(slots.stop == StopReason.RUNNING) > until)
 
     @jax.named_scope("decode")
     def one_token(carry: tuple[Array, Slots]) -> tuple[Array, Slots]:
@@ -174,7 +199,8 @@ def decode(
         put = lambda x, new: x.at[here].set(new, mode="drop")  # noqa: E731
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
-        reason = jnp.where(jnp.isin(token, stops), StopReason.STOP_TOKEN, going)
+        stopped = jnp.any(token[:, None] == stops, axis=1)
+        reason = jnp.where(stopped, StopReason.STOP_TOKEN, going)
         return i + 1, slots.replace(
             cache=cache,
             pending=jnp.where(runs, token, slots.pending),
@@ -186,7 +212,8 @@ def decode(
             stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         )
 
-    return jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))[1]
+    count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
+    return slots, count
 
 
 def _uniform(keys: Array, counts: Array) -> Array:
@@ -272,7 +299,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
         prompts, lengths = prompt_tokens[::members], slots.prompt_lengths[::members]
         cache = prefill(weights, prompts, lengths, network=network)
         sized = {"network": network, "weights": weights, "length": width}
-        cache = share(cache, old.prefix_lengths, members, pieces=_pieces(width), **sized)
+        cache = share(cache, old.prefix_lengths, members, pieces=pieces_of(width), **sized)
         first = old.offsets()
     # Positions first .. first + width - 1 of each row: prompt, then completion.
     positions = first[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
@@ -285,90 +312,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
     return slots.replace(cache=cache)
 
 
-def generate(
-    key: Array,
-    params: Params,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
-    law: Law,
-    version: Array,
-    ids: Array,
-    *,
-    network: Network,
-    group: int,
-    max_new_tokens: int,
-    stop_tokens: Sequence[int],
-    baseline_members: int = 0,
-) -> Rollout:
-    """``group`` completions of each prompt: program 1 of an iteration.
-
-    Args:
-      key: consumed.
-      params: the policy's.
-      prompt_tokens: [N, P] int32, from column 0.
-      prompt_lengths: [N] int32, 1 to P.
-      law: scalars.
-      version: [] int32, the policy's version.
-      ids: [N] int32; a sequence's draws depend on (key, its prompt's id, its member) alone.
-      network: the policy.
-      group: members drawn from the law.
-      max_new_tokens: T.
-      stop_tokens: ids that end a sequence.
-      baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
-
-    Returns:
-      The rollout, G = group + baseline_members.
-
-    Raises:
-      UserError: prompt and completion do not fit the network.
-    """
-    chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
-    n, p = prompt_tokens.shape
-    g, t = group + baseline_members, max_new_tokens
-    check_fits(network, p, t)
-    weights = network.prepare(params)
-    cache = prefill(weights, prompt_tokens, prompt_lengths, network=network)
-
-    def repeat(x: Array) -> Array:
-        return constrain(jnp.repeat(x, g, axis=0), "batch", *(None,) * (x.ndim - 1))
-
-    baseline = jnp.arange(g) >= group
-    rows = law.replace(
-        temperature=jnp.tile(jnp.where(baseline, 0.0, law.temperature), n),
-        greedy=law.greedy or baseline_members > 0,
-    )
-    slots = start(
-        share(
-            cache,
-            prompt_lengths - 1,
-            g,
-            network=network,
-            weights=weights,
-            length=t,
-            pieces=_pieces(t),
-        ),
-        repeat(prompt_tokens),
-        repeat(prompt_lengths),
-        sequence_keys(key, ids, g).reshape(n * g),
-        rows,
-        jnp.full(n * g, t, jnp.int32),
-        max_new_tokens=t,
-    )
-    slots = decode(weights, slots, version, network=network, steps=t, stop_tokens=stop_tokens)
-    return Rollout(
-        prompt_tokens=prompt_tokens,
-        prompt_lengths=prompt_lengths,
-        tokens=slots.tokens.reshape(n, g, t),
-        lengths=slots.lengths.reshape(n, g),
-        mask=slots.mask.reshape(n, g, t),
-        sampler_logprobs=slots.logprobs.reshape(n, g, t),
-        versions=slots.versions.reshape(n, g, t),
-        stop=slots.stop.reshape(n, g),
-        baseline=jnp.broadcast_to(baseline, (n, g)),
-    ).check()
-
-
-def _pieces(max_new_tokens: int) -> int:
+def pieces_of(max_new_tokens: int) -> int:
     """Pieces that the cache of completions is kept in: those not reached yet are not read."""
     return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 

@@ -50,6 +50,8 @@ def make_iteration(
     weights: Mapping[str, float],
     prompts: int,
     group: int,
+    slots: int = 0,
+    chunk: int = 4,
 ) -> Iterate:
     """One iteration, prompt to gradient, as a pure function of (state, law).
 
@@ -61,6 +63,8 @@ def make_iteration(
       weights: reward part ("verify", "partial") -> weight.
       prompts: N.
       group: G, members drawn from the law.
+      slots: completions decoded at a time; 0 takes all.
+      chunk: decode steps between two looks at which slots are free.
 
     Returns:
       (state, law) -> (state, metrics).
@@ -89,6 +93,8 @@ def make_iteration(
             group=group if method.draw.own else 0,
             baseline_members=method.draw.baseline_members,
             demonstrations=method.draw.demonstrations,
+            slots=slots,
+            chunk=chunk,
         )
         batch = to_batch(
             groups.rollout, groups.rewards, part_weights, groups.ids, own=method.draw.own

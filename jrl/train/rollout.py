@@ -23,8 +23,8 @@ from jrl.errors import UserError, choose
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
+from jrl.sampling.continuous import generate
 from jrl.sampling.draw import Law
-from jrl.sampling.engine import generate
 from jrl.types import NOTHING, Array, Batch, Network, Params, Prompt, Rollout, StopReason, stream
 
 
@@ -68,6 +68,8 @@ def task_rollout(
     group: int,
     baseline_members: int = 0,
     demonstrations: int = 0,
+    slots: int = 0,
+    chunk: int = 4,
 ) -> Groups:
     """Problems, completions and rewards in one program; the same function in every mode.
 
@@ -86,6 +88,8 @@ def task_rollout(
       group: members drawn from the law; 0 draws nothing at all.
       baseline_members: further members drawn greedily.
       demonstrations: last members, each the task's own solution.
+      slots: completions decoded at a time; 0 takes all.
+      chunk: decode steps between two looks at which slots are free.
 
     Returns:
       The groups; their subject is the problems, with N rows.
@@ -108,6 +112,8 @@ def task_rollout(
             max_new_tokens=task.completion_tokens,
             stop_tokens=(task.stop_id,),
             baseline_members=baseline_members,
+            slots=slots,
+            chunk=chunk,
         )
         members.append(drawn)
     if demonstrations:

@@ -28,8 +28,9 @@ from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokeniz
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
+from jrl.sampling.continuous import generate
 from jrl.sampling.draw import Law, make_law
-from jrl.sampling.engine import check_fits, generate
+from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
@@ -485,6 +486,7 @@ def sampler_program(
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
     everywhere = replicated(run.mesh)
+    sampling = run.config.sampling
     if run.task is not None:
         on_task = partial(
             task_rollout,
@@ -495,15 +497,19 @@ def sampler_program(
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,
+            slots=sampling.slots,
+            chunk=sampling.chunk,
         )
         return jax.jit(on_task)
     on_text = partial(
         generate,
         network=run.network,
         group=group,
-        max_new_tokens=run.config.sampling.max_new_tokens,
+        max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
         baseline_members=baselines,
+        slots=sampling.slots,
+        chunk=sampling.chunk,
     )
     # The whole rollout comes back to every host: each judges the text of all.
     return jax.jit(on_text, out_shardings=everywhere)
@@ -549,4 +555,6 @@ def make_train_iteration(run: Run) -> Iterate:
         weights=run.weights,
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,
+        slots=run.config.sampling.slots,
+        chunk=run.config.sampling.chunk,
     )

@@ -11,13 +11,13 @@ from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
+from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
 from jrl.sampling.engine import (
     check_fits,
     decode,
     extend,
     fork,
-    generate,
     prefill,
     refresh,
     sequence_keys,

@@ -205,6 +205,8 @@ ON_TASK = {
     "sampling.top_k": (law, "sampling.top_k=2"),
     "sampling.top_p": (law, "sampling.top_p=0.5"),
     "sampling.min_p": (law, "sampling.min_p=0.5"),
+    "sampling.slots": (programs, "sampling.slots=4"),
+    "sampling.chunk": (programs, "sampling.chunk=2", "sampling.slots=4"),
     "objective": (programs, "objective.clip_high=0.4"),
     "rewards": (shaped, "rewards.partial.weight=2.0"),
     "optimizer.name": (updates, "optimizer.name=adam"),

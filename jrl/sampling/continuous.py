@@ -1,0 +1,447 @@
+"""Completions of a whole batch in one program, with decode slots that stay full.
+
+A batch with fewer slots than completions is a queue: a block of slots whose sequences have all
+ended hands its results over and takes the next ones, whose prompt was prefilled once with all
+others. When the queue is empty and slots fall idle, the live ones move together into a smaller
+state, so that the last long completions do not drag the ended ones along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import PartitionSpec
+
+from jrl.errors import UserError
+from jrl.mesh import constrain
+from jrl.sampling.cache import put_prefixes, rows_of, take
+from jrl.sampling.draw import Law, per_row
+from jrl.sampling.engine import (
+    Slots,
+    check_fits,
+    counted_decode,
+    pieces_of,
+    prefill,
+    sequence_keys,
+    start,
+)
+from jrl.types import Array, Cache, Network, Params, Rollout, StopReason
+
+SHRINK_TOKENS = 192
+"""Completions at least so long pay for the smaller states that ``shrink`` compiles."""
+
+_SMALLEST = 2
+
+
+class Jobs(struct.PyTreeNode):
+    """B sequences to draw, and where their prompts are.
+
+    Attributes:
+      store: the prompts' cache, N rows.
+      prompt_lengths: [N] int32, tokens.
+      last: [N] int32, the last token of each prompt.
+      keys: [B] PRNG keys.
+      law: scalars.
+      warm: [B] bool, False for a row that is drawn greedily whatever the law says.
+    """
+
+    store: Cache
+    prompt_lengths: Array
+    last: Array
+    keys: Array
+    law: Law
+    warm: Array
+
+
+class Run(struct.PyTreeNode):
+    """A batch on its way through the slots.
+
+    Attributes:
+      slots: S rows in blocks that share a prefix.
+      seats: [S] int32, the sequence in each slot; B where there is none.
+      waiting: [] int32, the first sequence that has had no slot yet.
+      tokens, logprobs, lengths, stop: [B, ...], what came of the sequences that left their slots.
+      steps: [] int32, slot-steps so far: one for every slot in every decode step.
+    """
+
+    slots: Slots
+    seats: Array
+    waiting: Array
+    tokens: Array
+    logprobs: Array
+    lengths: Array
+    stop: Array
+    steps: Array
+
+
+def generate(
+    key: Array,
+    params: Params,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    law: Law,
+    version: Array,
+    ids: Array,
+    *,
+    network: Network,
+    group: int,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    baseline_members: int = 0,
+    slots: int = 0,
+    block: int = 0,
+    chunk: int = 4,
+    shrink: bool | None = None,
+) -> Rollout:
+    """``group`` completions of each prompt: program 1 of an iteration.
+
+    Args:
+      key: consumed.
+      params: the policy's.
+      prompt_tokens: [N, P] int32, from column 0.
+      prompt_lengths: [N] int32, 1 to P.
+      law: scalars; the bias, if any, [V].
+      version: [] int32, the policy's version.
+      ids: [N] int32; a sequence's draws depend on (key, its prompt's id, its member) alone.
+      network: the policy.
+      group: members drawn from the law.
+      max_new_tokens: T.
+      stop_tokens: ids that end a sequence.
+      baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
+      slots: S, sequences decoded at a time, on each part of the mesh's data axis; 0 takes all.
+      block: members of a group that share one copy of their prompt's cache and leave their slots
+        together; divides G = group + baseline_members. 0 is the whole group when all sequences
+        have a slot, and 1 when they queue.
+      chunk: decode steps between two looks at which slots are free.
+      shrink: whether the last live slots move into ever smaller states, each of which is compiled;
+        None where there are stop tokens and T is at least ``SHRINK_TOKENS``.
+
+    Returns:
+      The rollout.
+
+    Raises:
+      UserError: prompt and completion do not fit the network, or the slots no block.
+    """
+    return generate_counted(
+        key,
+        params,
+        prompt_tokens,
+        prompt_lengths,
+        law,
+        version,
+        ids,
+        network=network,
+        group=group,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        baseline_members=baseline_members,
+        slots=slots,
+        block=block,
+        chunk=chunk,
+        shrink=shrink,
+    )[0]
+
+
+def generate_counted(
+    key: Array,
+    params: Params,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    law: Law,
+    version: Array,
+    ids: Array,
+    *,
+    network: Network,
+    group: int,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    baseline_members: int = 0,
+    slots: int = 0,
+    block: int = 0,
+    chunk: int = 4,
+    shrink: bool | None = None,
+) -> tuple[Rollout, Array]:
+    """``generate``, and the slot-steps it took, [] int32: slots in use, summed over decode steps.
+
+    ``slot_use`` of the two is the share of slot-steps that drew a token.
+    """
+    chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
+    n, p = prompt_tokens.shape
+    g, t = group + baseline_members, max_new_tokens
+    check_fits(network, p, t)
+    weights = network.prepare(params)
+    parts = _data_parts(n)
+    plan = _plan(n // parts * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
+
+    def sample(
+        key: Array,
+        weights: Any,
+        tokens: Array,
+        lengths: Array,
+        law: Law,
+        version: Array,
+        ids: Array,
+    ) -> tuple[Array, Array, Array, Array, Array]:
+        jobs = Jobs(
+            store=prefill(weights, tokens, lengths, network=network),
+            prompt_lengths=lengths,
+            last=jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0],
+            keys=sequence_keys(key, ids, g).reshape(-1),
+            law=law.replace(greedy=law.greedy or baseline_members > 0),
+            warm=jnp.tile(jnp.arange(g) < group, tokens.shape[0]),
+        )
+
+        def decode(slots: Slots, steps: Array | int, until: Array | int) -> tuple[Slots, Array]:
+            return counted_decode(
+                weights,
+                slots,
+                version,
+                network=network,
+                steps=steps,
+                stop_tokens=stop_tokens,
+                until=until,
+            )
+
+        run = _seat(jobs, plan, network=network, weights=weights, width=t)
+        run = _finish(run, jobs, plan, decode, chunk=chunk)
+        return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None]
+
+    args = (key, weights, prompt_tokens, prompt_lengths, law, version, ids)
+    tokens, logprobs, lengths, stop, steps = _over_data(sample, parts)(*args)
+    lengths, stop = lengths.reshape(n, g), stop.reshape(n, g)
+    mask = jnp.arange(t)[None, None] < lengths[:, :, None]
+    rollout = Rollout(
+        prompt_tokens=prompt_tokens,
+        prompt_lengths=prompt_lengths,
+        tokens=tokens.reshape(n, g, t),
+        lengths=lengths,
+        mask=mask,
+        sampler_logprobs=jnp.where(mask, logprobs.reshape(n, g, t), 0.0),
+        versions=jnp.where(mask, version, -1).astype(jnp.int32),
+        stop=stop,
+        baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
+    )
+    return rollout.check(), steps.sum()
+
+
+def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
+    """[] float32: the share of slot-steps that drew a token; 1 where no slot ever idled."""
+    return rollout.mask.sum() / jnp.maximum(slot_steps, 1)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How many slots there are at first, in blocks of how many, and the sizes that follow."""
+
+    group: int
+    slots: int
+    block: int
+    smaller: tuple[int, ...]
+
+
+def _plan(
+    rows: int, group: int, slots: int, block: int, shrink: int | bool, stops: Sequence[int]
+) -> _Plan:
+    """The sizes for so many sequences; ``shrink`` may be the tokens that decide about it.
+
+    Raises:
+      UserError: a block that does not divide the group, or that the slots do not hold.
+    """
+    slots = min(slots, rows) if slots else rows
+    block = block or (group if slots == rows else 1)
+    if group % block:
+        raise UserError(f"block = {block} does not divide the {group} members of a group")
+    if slots < block:
+        raise UserError(f"slots = {slots} do not hold one block of {block} sequences")
+    wanted = shrink if isinstance(shrink, bool) else shrink >= SHRINK_TOKENS and bool(stops)
+    slots -= slots % block
+    return _Plan(group, slots, block, smaller_sizes(slots) if wanted else ())
+
+
+def smaller_sizes(slots: int) -> tuple[int, ...]:
+    """The numbers of slots below ``slots``, each about 3/4 of the one before: 24, 16, 12, 8, ...
+
+    >>> smaller_sizes(32)
+    (24, 16, 12, 8, 6, 4, 3, 2)
+    """
+    powers = [2**i for i in range(int(np.log2(max(slots, 1))) + 1)]
+    sizes = {s for power in powers for s in (power, power + power // 2)}
+    return tuple(sorted((s for s in sizes if _SMALLEST <= s < slots), reverse=True))
+
+
+# ---------------------------------------------------------------- the run
+
+
+def _fresh(jobs: Jobs, seats: Array) -> dict[str, Any]:
+    """What the slots of these sequences begin with, by name; sequences that are none run not."""
+    rows = jobs.keys.shape[0]
+    members = rows // jobs.last.shape[0]
+    real = jnp.minimum(seats, rows - 1)
+    prompt = real // members
+    law = per_row(jobs.law, seats.shape[0])
+    return {
+        "pending": jobs.last[prompt],
+        "prompt_lengths": jobs.prompt_lengths[prompt],
+        "lengths": jnp.zeros_like(seats),
+        "stop": jnp.where(seats < rows, StopReason.RUNNING, StopReason.LENGTH).astype(jnp.int32),
+        "keys": jobs.keys[real],
+        "law": law.replace(temperature=jnp.where(jobs.warm[real], law.temperature, 0.0)),
+    }
+
+
+def _seat(jobs: Jobs, plan: _Plan, *, network: Network, weights: Any, width: int) -> Run:
+    """The first sequences in their slots."""
+    n, rows, s = jobs.last.shape[0], jobs.keys.shape[0], plan.slots
+    seats = jnp.arange(s, dtype=jnp.int32)
+    fresh = _fresh(jobs, seats)
+    store, lengths = jobs.store, jobs.prompt_lengths
+    if (s, plan.block) != (rows, plan.group):
+        prompts = seats[:: plan.block] // plan.group
+        store, lengths = rows_of(store, prompts), lengths[prompts]
+    chex.assert_equal(n * plan.group, rows)
+    empty = network.init_cache(s, width, weights, pieces_of(width))
+    cache = Cache(own=empty.own, prefix=store.own, prefix_lengths=(lengths - 1).astype(jnp.int32))
+    slots = start(
+        cache,
+        fresh["pending"][:, None],
+        jnp.ones_like(seats),
+        fresh["keys"],
+        fresh["law"],
+        jnp.full(s, width, jnp.int32),
+        max_new_tokens=width,
+    )
+    slots = jax.tree.map(_by_row, slots.replace(cache=None, law=None, keys=None)).replace(
+        cache=cache, law=slots.law, keys=slots.keys, prompt_lengths=fresh["prompt_lengths"]
+    )
+    return Run(
+        slots=slots,
+        seats=seats,
+        waiting=jnp.int32(s),
+        tokens=_by_row(jnp.zeros((rows, width), jnp.int32)),
+        logprobs=_by_row(jnp.zeros((rows, width), jnp.float32)),
+        lengths=jnp.zeros(rows, jnp.int32),
+        stop=jnp.zeros(rows, jnp.int32),
+        steps=jnp.int32(0),
+    )
+
+
+def _by_row(x: Array) -> Array:
+    return constrain(x, "batch", *(None,) * (x.ndim - 1))
+
+
+def _finish(
+    run: Run,
+    jobs: Jobs,
+    plan: _Plan,
+    decode: Callable[[Slots, Array | int, Array | int], tuple[Slots, Array]],
+    *,
+    chunk: int,
+) -> Run:
+    """The run with every sequence decoded and handed over."""
+    rows, width = run.tokens.shape
+
+    def advance(run: Run, steps: Array | int, until: Array | int) -> Run:
+        slots, count = decode(run.slots, steps, until)
+        return run.replace(slots=slots, steps=run.steps + count * run.seats.shape[0])
+
+    if plan.slots < rows:
+
+        def chunked(run: Run) -> Run:
+            return _refill(advance(run, chunk, 0), jobs, plan.block)
+
+        run = jax.lax.while_loop(lambda run: run.waiting < rows, chunked, run)
+    for size in plan.smaller:
+        run = _compact(advance(run, width, size), size)
+    return _hand_over(advance(run, width, 0))
+
+
+def _hand_over(run: Run) -> Run:
+    """The run with what is in the slots written to their sequences' rows."""
+    put = lambda out, x: out.at[run.seats].set(x, mode="drop")  # noqa: E731
+    return run.replace(
+        tokens=put(run.tokens, run.slots.tokens),
+        logprobs=put(run.logprobs, run.slots.logprobs),
+        lengths=put(run.lengths, run.slots.lengths),
+        stop=put(run.stop, run.slots.stop),
+    )
+
+
+def _refill(run: Run, jobs: Jobs, block: int) -> Run:
+    """The run with the next sequences in the blocks of slots whose own have all ended."""
+    rows = run.tokens.shape[0]
+    ended = (run.slots.stop != StopReason.RUNNING).reshape(-1, block).all(axis=1)
+
+    def refill(run: Run) -> Run:
+        first = run.waiting + (jnp.cumsum(ended) - 1) * block
+        new = ended & (first < rows)
+        seats = jnp.where(new[:, None], first[:, None] + jnp.arange(block)[None], rows).reshape(-1)
+        run = _hand_over(run)
+        prompts = jnp.minimum(first, rows - 1) // (rows // jobs.last.shape[0])
+        cache = put_prefixes(
+            run.slots.cache,
+            jnp.where(new, jnp.arange(new.shape[0]), new.shape[0]),
+            rows_of(jobs.store, prompts),
+            jobs.prompt_lengths[prompts] - 1,
+        )
+        there = seats < rows
+        old = run.slots
+
+        def choose(x: Array, y: Array) -> Array:
+            return jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
+
+        fresh = _fresh(jobs, seats)
+        fresh = {name: jax.tree.map(choose, x, getattr(old, name)) for name, x in fresh.items()}
+        return run.replace(
+            slots=old.replace(cache=cache, **fresh),
+            seats=jnp.where(there, seats, run.seats).astype(jnp.int32),
+            waiting=run.waiting + block * new.sum(dtype=jnp.int32),
+        )
+
+    return jax.lax.cond(jnp.any(ended), refill, lambda run: run, run)
+
+
+def _compact(run: Run, size: int) -> Run:
+    """The run with its live slots, at most ``size``, and each its own copy of its prefix."""
+    run = _hand_over(run)
+    live = jnp.argsort(run.slots.stop != StopReason.RUNNING, stable=True)[:size]
+    others = run.slots.replace(cache=None)
+    picked = jax.tree.map(lambda x: jnp.take(x, live, axis=0), others)
+    slots = picked.replace(cache=take(run.slots.cache, live))
+    return run.replace(slots=slots, seats=run.seats[live])
+
+
+# ---------------------------------------------------------------- over devices
+
+
+def _data_parts(prompts: int) -> int:
+    """Parts of the mesh's data axis that sample on their own: 1, or all where they divide it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty else mesh.shape.get("data", 1)
+    return parts if prompts % parts == 0 else 1
+
+
+def _over_data(sample: Callable[..., Any], parts: int) -> Callable[..., Any]:
+    """``sample`` run by each part of the data axis on its own prompts, in its own time.
+
+    No part waits for another in the loop over tokens. Weights that other axes divide stay so.
+    """
+    if parts == 1:
+        return sample
+    whole, own = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(
+        sample,
+        in_specs=(whole, whole, own, own, whole, whole, own),
+        out_specs=own,
+        axis_names={"data"},
+        check_vma=False,
+    )
