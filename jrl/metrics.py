@@ -28,6 +28,7 @@ import numpy as np
 
 from jrl.config import Config, config_hash, dump, flatten, load_config, may_differ
 from jrl.errors import UserError
+from jrl.processes import first_says
 from jrl.sinks import open_sinks
 
 _PACKAGES = (
@@ -199,7 +200,8 @@ class RunWriter:
         if config.run.dir is None:
             raise UserError("run.dir is missing; set it to a directory for this run")
         self.dir = Path(config.run.dir)
-        self.resuming = check_run_dir(config)
+        # Process 0 looks before it writes; the others may look later.
+        self.resuming = first_says(check_run_dir(config))
         self._active = jax.process_index() == 0
         self._warned = False
         self._torn = False

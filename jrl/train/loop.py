@@ -21,12 +21,13 @@ import numpy as np
 
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter, enable_compile_cache
-from jrl.config import Config
+from jrl.config import Config, flatten
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator
 from jrl.mesh import replicated
 from jrl.metrics import RunWriter
+from jrl.processes import any_says, check_same
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
@@ -117,6 +118,7 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
     enable_compile_cache()
+    check_same("configuration", flatten(config))
     run = build.setup(config)
     build.check_trainable(run)
     if run.method.waits:
@@ -175,7 +177,7 @@ class _Training:
             with Progress("train", total=steps, start=start) as self.progress:
                 self.clock = time.perf_counter()
                 modes = {"host": self._host_loop, "compiled": self._compiled_loop}
-                if not stopping.is_set():
+                if not _asked_to(stopping):
                     state = modes[self.config.train.mode](state, shardings, stopping)
         self._save(state)
         self.checkpoints.wait()
@@ -245,7 +247,7 @@ class _Training:
                 records = samples_of(groups, run.tokenizer, task, run.weights, config.log.samples)
                 self.writer.write_samples(done, records)
             self._save_if_due(done, state)
-            return stopping.is_set()
+            return _asked_to(stopping)
 
         program = build.train_program(run, shardings)
         return fit(
@@ -287,7 +289,7 @@ class _Training:
         iteration = build.make_train_iteration(run)
         programs: dict[int, Any] = {}
         stops = (config.checkpoint.every, config.eval.every, config.train.steps)
-        while (done := int(state.step)) < config.train.steps and not stopping.is_set():
+        while (done := int(state.step)) < config.train.steps and not _asked_to(stopping):
             until = min(e * (done // e + 1) for e in stops if e)
             steps = min(until - done, config.train.steps - done, SEGMENT)
             if steps not in programs:
@@ -410,6 +412,13 @@ class _Training:
         except UserError as error:
             self.echo(f"no report: {error}")
             return None
+
+
+def _asked_to(stopping: threading.Event) -> bool:
+    """Whether a signal asks the run to stop; when one process is asked, all of them are."""
+    if any_says(stopping.is_set()):
+        stopping.set()
+    return stopping.is_set()
 
 
 @contextlib.contextmanager

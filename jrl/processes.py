@@ -1,0 +1,139 @@
+"""Several processes as one run: how they find each other, agree, and notice that one is gone.
+
+Every host runs the same command (multi-controller JAX). Where the processes are told about each
+other by flags or the environment, ``start`` joins them before anything asks for a device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.errors import UserError
+
+COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+DETECT = "JRL_DISTRIBUTED"
+"""Set to ``auto``, processes ask the cluster (Cloud TPU, GKE, Slurm, Open MPI) who they are."""
+
+SILENCE_SECONDS = 60
+"""A process that says nothing for so long is taken for lost, and ends the others."""
+
+
+def start(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    silence_seconds: int | None = None,
+) -> None:
+    """Joins this process to the others of its run; alone, it does nothing.
+
+    Arguments left out come from the environment: ``JAX_COORDINATOR_ADDRESS``,
+    ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` and ``JRL_SILENCE_SECONDS``; with
+    ``JRL_DISTRIBUTED=auto`` the cluster is asked instead.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      processes: how many there are.
+      process: which one this is, from 0.
+      silence_seconds: how long a lost process goes unnoticed.
+
+    Raises:
+      UserError: one of the three is missing or no number, or the others did not come.
+    """
+    coordinator = coordinator or os.environ.get(COORDINATOR)
+    processes = _number(PROCESSES) if processes is None else processes
+    process = _number(PROCESS) if process is None else process
+    silence = silence_seconds or _number("JRL_SILENCE_SECONDS") or SILENCE_SECONDS
+    given = {COORDINATOR: coordinator, PROCESSES: processes, PROCESS: process}
+    automatic = os.environ.get(DETECT) == "auto"
+    if all(value is None for value in given.values()) and not automatic:
+        return
+    if jax.distributed.is_initialized():
+        return
+    if not automatic:
+        if missing := [name for name, value in given.items() if value is None]:
+            raise UserError(
+                f"{', '.join(missing)} missing beside {', '.join(set(given) - set(missing))}; give "
+                f"all three (--coordinator, --processes, --process), or set {DETECT}=auto"
+            )
+        assert processes is not None
+        assert process is not None
+        if not 0 <= process < processes:
+            raise UserError(f"process = {process}; must be 0 to {processes - 1}")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process,
+            heartbeat_timeout_seconds=silence,
+            initialization_timeout=max(silence, 300),
+            shutdown_timeout_seconds=silence,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes of this run did not find each other: {error}") from None
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise UserError(f"{name} = {text!r}; must be a whole number")
+    return int(text)
+
+
+def first_says(value: Any) -> Any:
+    """What process 0 gives here, a JSON value, on every process."""
+    if jax.process_count() == 1:
+        return value
+    return json.loads(_everyone_says(json.dumps(value))[0])
+
+
+def check_same(what: str, values: Mapping[str, Any]) -> None:
+    """Raises the same UserError on every process when they do not hold the same values.
+
+    Args:
+      what: they are, for the message.
+      values: JSON values by name.
+    """
+    if jax.process_count() == 1:
+        return
+    told = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
+    lines = []
+    for number, theirs in enumerate(told[1:], 1):
+        for name in sorted(told[0].keys() | theirs.keys()):
+            if theirs.get(name) != told[0].get(name):
+                lines.append(
+                    f"{name} = {told[0].get(name)!r} in process 0, {theirs.get(name)!r} in process"
+                    f" {number}"
+                )
+    if lines:
+        more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+        listed = "\n".join([*lines[:8], *more])
+        raise UserError(f"the processes of this run disagree on their {what}:\n{listed}")
+
+
+def _everyone_says(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: len(data)] = data
+    told = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [bytes(row[:n]).decode() for row, n in zip(told, sizes, strict=True)]
+
+
+def any_says(mine: bool) -> bool:
+    """Whether any process says so; every process asks at the same point."""
+    if jax.process_count() == 1:
+        return mine
+    from jax.experimental import multihost_utils
+
+    return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
