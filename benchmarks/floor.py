@@ -1,0 +1,139 @@
+"""What the machine allows: rates that it reaches on bare products and copies, and counts of work.
+
+A floor is the useful work over such a rate. Useful means: a prompt once for all of its group, the
+output matrix at completion tokens only, and nothing for padding or stopped sequences.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.clock import best, timed
+from jrl.models.config import ModelConfig
+
+
+class Completions(NamedTuple):
+    """What was drawn: prompt lengths [N] and completion lengths [N, G], tokens."""
+
+    prompts: np.ndarray
+    lengths: np.ndarray
+
+
+# ---------------------------------------------------------------- work
+
+
+def trunk_weights(config: ModelConfig) -> int:
+    """Weights that every token is multiplied by, the output matrix left out."""
+    c = config
+    attention = c.embed_dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    return c.layers * (attention + 3 * c.embed_dim * c.mlp_dim)
+
+
+def forward_flops(config: ModelConfig, tokens: float, pairs: float, scored: float) -> float:
+    """Operations of a forward pass.
+
+    Args:
+      config: the model.
+      tokens: that pass through the layers.
+      pairs: of a query and a key that it sees.
+      scored: tokens whose logits are computed.
+    """
+    attention = 4 * config.layers * config.heads * config.head_dim * pairs
+    head = 2 * config.embed_dim * config.vocab_size * scored
+    return float(2 * trunk_weights(config) * tokens + attention + head)
+
+
+def prefill_flops(config: ModelConfig, drawn: Completions) -> float:
+    """Each prompt once; its last token belongs to decoding."""
+    p = drawn.prompts - 1
+    return forward_flops(config, p.sum(), (p * (p + 1) // 2).sum(), 0)
+
+
+def decode_flops(config: ModelConfig, drawn: Completions) -> float:
+    """One pass a completion token, which sees everything before it."""
+    t = drawn.lengths
+    pairs = (t * drawn.prompts[:, None] + t * (t - 1) // 2).sum()
+    return forward_flops(config, t.sum(), pairs, t.sum())
+
+
+def score_flops(config: ModelConfig, drawn: Completions) -> float:
+    """One pass over prompts and completions, as a reference needs; training is three of them."""
+    p, t = drawn.prompts, np.maximum(drawn.lengths - 1, 0)
+    pairs = (p * (p + 1) // 2).sum() + (t * p[:, None] + t * (t + 1) // 2).sum()
+    return forward_flops(config, p.sum() + t.sum(), pairs, drawn.lengths.sum())
+
+
+def decode_bytes(config: ModelConfig, drawn: Completions, weights_bytes: int) -> float:
+    """What decoding must read: all weights every step, live keys and values, a prefix once."""
+    item = jnp.dtype(config.dtype).itemsize
+    entry = 2 * config.layers * config.kv_heads * config.head_dim * item
+    steps = drawn.lengths.max(1)
+    own = (drawn.lengths * (drawn.lengths - 1) // 2).sum()
+    read = int(drawn.lengths.max()) * weights_bytes
+    return float(read + entry * (own + (steps * drawn.prompts).sum()))
+
+
+# ---------------------------------------------------------------- rates
+
+
+def gemm_rate(size: int, dtype: str, rounds: int = 7) -> float:
+    """FLOP/s of one large square product."""
+    a, b = (jnp.full((size, size), x, dtype) for x in (0.5, 0.25))
+    return 2 * size**3 / best(jax.jit(jnp.matmul), a, b, rounds=rounds)
+
+
+def decode_gemm_rate(config: ModelConfig, rows: int, rounds: int = 7, repeats: int = 8) -> float:
+    """FLOP/s of the products of one decoding step alone, one after the other.
+
+    The products of a layer and the output matrix, at ``rows`` rows, with weights of their own in
+    every layer, so that caches are as warm or cold as in decoding.
+    """
+    c = config
+    width, keys = c.heads * c.head_dim, 2 * c.kv_heads * c.head_dim
+    shapes = [
+        (c.embed_dim, width + keys),
+        (width, c.embed_dim),
+        (c.embed_dim, 2 * c.mlp_dim),
+        (c.mlp_dim, c.embed_dim),
+    ]
+    make = lambda shape: jnp.full(shape, 1 / shape[0], c.dtype)  # noqa: E731
+    layers = [[make(shape) for shape in shapes] for _ in range(c.layers)]
+    head = make((c.embed_dim, c.vocab_size))
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x[:, : w.shape[0]], w, preferred_element_type=jnp.float32).astype(c.dtype)
+
+    @jax.jit
+    def run(x: jax.Array, layers: list, head: jax.Array) -> jax.Array:
+        def one(_: int, x: jax.Array) -> jax.Array:
+            for layer in layers:
+                for w in layer:
+                    x = product(x, w)
+            top = product(x, head).max(axis=1, keepdims=True)
+            return jnp.ones_like(x) + top * jnp.zeros((), c.dtype)
+
+        return jax.lax.fori_loop(0, repeats, one, x)
+
+    seconds = best(run, jnp.ones((rows, c.embed_dim), c.dtype), layers, head, rounds=rounds)
+    flops = forward_flops(c, rows, 0, rows)
+    return repeats * flops / seconds
+
+
+def copy_rate(megabytes: int = 256, rounds: int = 7) -> float:
+    """Bytes/s, read and written, of adding to an array in place."""
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    _, x = timed(add, jnp.zeros(megabytes * 2**20 // 4, jnp.float32))
+    seconds = []
+    for _ in range(rounds):
+        took, x = timed(add, x)
+        seconds.append(took)
+    return 2 * megabytes * 2**20 / min(seconds)
+
+
+def fractions(seconds: dict[str, float | None], floors: dict[str, float]) -> dict[str, float]:
+    """Floor over measured time, by phase, where a phase was measured."""
+    return {name: floor / took for name, floor in floors.items() if (took := seconds.get(name))}

@@ -1,0 +1,96 @@
+"""Times whole GRPO steps and prints one JSON; ``benchmarks/README.md`` says what the figures mean.
+
+python -m benchmarks.step --eos never --steps 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import phases
+from benchmarks.clock import peak_memory_mb, rounded, steady, timed
+from benchmarks.flags import write
+from benchmarks.rollout import describe, sampling_figures
+from benchmarks.work import Source, Work, build, new_state, parser, place
+from jrl.compiles import CompileCounter
+from jrl.mesh import replicated
+from jrl.train.groups import collect
+from jrl.train.step import compile_step, make_step
+from jrl.types import Batch, TrainState
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains ``args.steps`` steps."""
+    with CompileCounter() as compiles:
+        work = build(args)
+        with jax.set_mesh(work.mesh):
+            state, shardings = new_state(work)
+            source, walls, updates, counts, rewards = Source(work), [], [], [], []
+            step = compile_step(_step(work), shardings, work.mesh)
+            law = jax.device_put(work.law, replicated(work.mesh))
+            for i in range(args.steps):
+                begin = time.perf_counter()
+                batch = _collect(work, source, state, i)
+                seconds, (state, metrics) = timed(step, state, batch, law)
+                walls.append(time.perf_counter() - begin)
+                updates.append(seconds)
+                counts.append(compiles.count)
+                rewards.append(float(metrics["reward"]))
+            used = peak_memory_mb()
+            policy = state.params["policy"]
+            result = sampling_figures(work, policy, source, walls, counts)
+            reference = phases.reference_seconds(work, state, batch)
+            result |= {
+                "reference_s": reference,
+                "train_s": steady(updates) - (reference or 0.0),
+                "other_s": steady(walls) - steady(updates) - result["rollout_s"],
+                "max_rss_mb": used,
+                "reward_first": rewards[0],
+                "reward_last": rewards[-1],
+            }
+            if args.gemm:
+                names = ("prefill", "decode", "reference", "train")
+                seconds = {name: result[f"{name}_s"] for name in names}
+                result["floor"] = phases.against_floor(work, policy, source.drawn[-1], seconds)
+            return rounded(describe(work, state) | result)
+
+
+def _step(work: Work) -> Any:
+    args = work.args
+    return make_step(
+        network=work.network,
+        objective=work.method.objective,
+        optimizer=work.optimizer,
+        microbatches=args.batch // args.micro if args.micro else 1,
+    )
+
+
+def _collect(work: Work, source: Source, state: TrainState, step: int) -> Batch:
+    batch, _, _ = collect(
+        state.key,
+        state.params["policy"],
+        source.draw,
+        step,
+        step * work.args.batch,
+        prompts=work.args.batch,
+        weights=np.ones(1, np.float32),
+        method=work.method,
+        mesh=work.mesh,
+    )
+    return batch
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser(__doc__ or "").parse_args(argv)
+    place(args)
+    write(measure(args), args.json)
+
+
+if __name__ == "__main__":
+    main()

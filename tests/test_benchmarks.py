@@ -1,0 +1,191 @@
+"""The benchmark programs run, and what they count is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from benchmarks import flags, floor, gpu, rollout, step, work
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers.record import Record
+from jrl.models.config import ModelConfig
+
+TINY = [
+    *("--layers", "1", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--head-dim", "8"),
+    *("--ffn", "16", "--vocab", "32", "--batch", "2", "--group", "2", "--prompt-len", "8"),
+    *("--gen-len", "4", "--steps", "3", "--gemm", "32"),
+]
+FIGURES = {
+    *("step_s", "rollout_s", "prefill_s", "decode_s", "reference_s", "train_s", "rollout_tok_s"),
+    *("slot_use", "first_step_s", "compiles", "late_compiles", "max_rss_mb"),
+}
+
+
+def test_step_prints_every_figure(capsys, tmp_path):
+    path = tmp_path / "out.json"
+    step.main([*TINY, "--eos", "never", "--json", str(path)])
+    result = json.loads(capsys.readouterr().out)
+    assert result == json.loads(path.read_text())
+    assert set(result) >= FIGURES
+    assert result["tokens"] == 2 * 2 * 4
+    assert result["slot_use"] == 1
+    assert result["late_compiles"] == 0
+    assert result["step_s"] > result["rollout_s"] > 0
+    assert set(result["floor"]["fraction"]) <= {"prefill", "decode", "reference", "train"}
+    assert all(x > 0 for x in result["floor"]["floor_s"].values())
+
+
+def test_rollout_prints_every_figure(capsys):
+    rollout.main([*TINY, "--ragged", "--temperature", "0.7", "--top-k", "5"])
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) >= FIGURES
+    assert result["train_s"] is None
+    assert 0 < result["slot_use"] <= 1
+    assert 4 <= result["tokens"] <= 16
+
+
+def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
+    path = tmp_path / "gpu.md"
+    sizes = ["--prompt-len", "8", "--gen-len", "4", "--gemm", "32", "--copy-mb", "1"]
+    rows = ["--batches", "2", "--packed", "32", "--rounds", "1", "--table", str(path)]
+    gpu.main(["--shapes", "tiny", *sizes, *rows])
+    result = json.loads(capsys.readouterr().out)["shapes"]["tiny"]
+    (sampling,), (training,) = result["sampling"], result["training"]
+    assert sampling["decode_fraction"] > 0
+    assert training["packed_tokens"] == 32
+    assert training["fraction"] > 0
+    assert training["memory_over_kept"] > 1
+    assert "| 2 |" in path.read_text()
+    assert "--shapes tiny" in path.read_text()
+
+
+def test_out_of_memory_is_a_row_and_other_errors_are_not():
+    def exhausted():
+        raise gpu.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 GiB\nmore")
+
+    def broken():
+        raise gpu.jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    assert gpu.attempt(exhausted) == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
+    with pytest.raises(gpu.jax.errors.JaxRuntimeError, match="INTERNAL"):
+        gpu.attempt(broken)
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def walked_flops(config, prompts, lengths):
+    """Operations counted token by token: prefill, decode and scoring."""
+    c = config
+    layer = 2 * c.embed_dim * c.head_dim * (2 * c.heads + 2 * c.kv_heads)
+    layer += 2 * 3 * c.embed_dim * c.mlp_dim
+    head = 2 * c.embed_dim * c.vocab_size
+    see = 4 * c.heads * c.head_dim
+    token = lambda seen: c.layers * (layer + see * seen)  # noqa: E731
+    prefill = decode = score = 0
+    for p, row in zip(prompts, lengths, strict=True):
+        prefill += sum(token(i + 1) for i in range(p - 1))
+        score += sum(token(i + 1) for i in range(p))
+        for t in row:
+            decode += sum(token(p + i) + head for i in range(t))
+            score += sum(token(p + i + 1) for i in range(t - 1)) + t * head
+    return prefill, decode, score
+
+
+def test_useful_work_is_counted_token_by_token():
+    config = ModelConfig(
+        vocab_size=11,
+        layers=3,
+        embed_dim=10,
+        heads=4,
+        kv_heads=2,
+        head_dim=6,
+        mlp_dim=7,
+        max_length=64,
+    )
+    drawn = floor.Completions(np.array([5, 9]), np.array([[3, 1, 7], [2, 2, 8]]))
+    found = [f(config, drawn) for f in (floor.prefill_flops, floor.decode_flops, floor.score_flops)]
+    assert found == list(walked_flops(config, drawn.prompts, drawn.lengths))
+
+
+def test_decoding_reads_a_shared_prompt_once_a_step():
+    sizes = {"vocab_size": 11, "embed_dim": 10, "heads": 4, "kv_heads": 2, "head_dim": 6}
+    config = ModelConfig(**sizes, layers=3, mlp_dim=7, max_length=64)
+    entry = 2 * 3 * 2 * 6 * 4  # keys and values, layers, heads, size, bytes
+    drawn = floor.Completions(np.array([5]), np.array([[3, 1]]))
+    own = 0 + 1 + 2  # what the longer row has of its own at each of its steps; the other nothing
+    assert floor.decode_bytes(config, drawn, 1000) == 3 * 1000 + entry * (own + 3 * 5)
+
+
+def test_rewards_count_even_ids_before_the_stop_token():
+    drawn = type("Drawn", (), {})()
+    drawn.tokens = np.array([[[4, 5, 6, flags.EOS], [flags.EOS, 4, 4, 4], [3, 3, 8, 8]]])
+    drawn.mask = np.array([[[1, 1, 1, 1], [1, 0, 0, 0], [1, 1, 1, 0]]], bool)
+    np.testing.assert_allclose(work.even_share(drawn)[0, :, 0], [2 / 3, 0, 1 / 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_prompts_are_the_same_for_everybody_and_fit(over):
+    args = flags.parser("").parse_args(["--ragged", *["--ragged-over"] * over])
+    steps = flags.prompts(args, 4)
+    sizes = [[len(row) for row in rows] for rows in steps]
+    assert steps == flags.prompts(args, 4)
+    assert all(row[0] == flags.BOS and min(row[1:]) >= 3 for rows in steps for row in rows)
+    assert max(max(rows) for rows in sizes) <= flags.prompt_width(args)
+    assert (max(max(rows) for rows in sizes) > args.prompt_len) == over
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_a_record_leaves_the_first_steps_out():
+    record = Record()
+    for seconds in (9.0, 8.0, 1.0, 3.0, 2.0):
+        record.begin()
+        record.spent("rollout", seconds)
+        record.drew([4, 2])
+        record.compiled(seconds > 8)
+        record.end()
+    found = record.summary()
+    assert found["rollout_s"] == 2.0
+    assert found["rollout_tok_s"] == 3.0
+    assert found["slot_use"] == 0.75
+    assert (found["compiles"], found["late_compiles"]) == (1, 0)
+
+
+def test_pairs_run_back_to_back_and_the_middle_ratio_counts(monkeypatch):
+    times, ran = iter([1.0, 2.0, 8.0, 1.0, 1.0, 4.0]), []
+
+    def run(command, given):
+        ran.append("own" if "-m" in command else "other")
+        return {"step_s": next(times), "compiles": 6, "rollout_tok_s": 10.0}
+
+    monkeypatch.setattr(peers, "run", run)
+    result = peers.compare(peers.PEERS["tunix"], "python", 3, [])
+    assert ran == ["own", "other", "other", "own", "own", "other"]
+    assert result["ratios"]["step_s"] == 4.0
+    assert result["ratios"]["compiles"] == 1.0
+
+
+@pytest.mark.parametrize("peer", sorted(peers.PEERS))
+def test_peers_scripts_take_the_same_flags(peer, checkout):
+    """The libraries are not installed here; the scripts must at least be Python that reads."""
+    source = (checkout / "benchmarks" / "peers" / peers.PEERS[peer].script).read_text()
+    compile(source, peer, "exec")
+    assert "flags.parser(" in source
+    assert "flags.write(" in source
+
+
+def test_a_wrong_flag_is_named_before_anything_runs(checkout):
+    command = [sys.executable, "-m", "benchmarks.peers", "--peer", "tunix", "--python", "none"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [*command, "--bacth", "4"], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "--bacth" in done.stderr
