@@ -150,6 +150,7 @@ SETTINGS = {
     "model key": (["model.config.embed=3"], "model.config.embed", "embed_dim"),
     "no model": (["model.config="], "model.path and model.config are both missing"),
     "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),
+    "top-k": (["sampling.top_k=9999"], "sampling.top_k = 9999", "the vocabulary has"),
     "length": (["model.config.max_length=6"], "may reach 12", "the model holds 6"),
     "on the host": (["train.mode=compiled", "method=dapo"], "groups", "train.mode to 'host'"),
     "resume": (["run.resume=must"], "holds no run", "run.resume = 'must'"),

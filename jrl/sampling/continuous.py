@@ -65,7 +65,7 @@ class Run(struct.PyTreeNode):
 
     Attributes:
       slots: S rows in blocks that share a prefix.
-      seats: [S] int32, the sequence in each slot; B where there is none.
+      seats: [S] int32, the sequence in each slot.
       waiting: [] int32, the first sequence that has had no slot yet.
       tokens, logprobs, lengths, stop: [B, ...], what came of the sequences that left their slots.
       steps: [] int32, slot-steps so far: one for every slot in every decode step.
@@ -283,19 +283,16 @@ def smaller_sizes(slots: int) -> tuple[int, ...]:
 
 
 def _fresh(jobs: Jobs, seats: Array) -> dict[str, Any]:
-    """What the slots of these sequences begin with, by name; sequences that are none run not."""
-    rows = jobs.keys.shape[0]
-    members = rows // jobs.last.shape[0]
-    real = jnp.minimum(seats, rows - 1)
-    prompt = real // members
+    """What the slots of these sequences begin with, by name."""
+    prompt = seats // (jobs.keys.shape[0] // jobs.last.shape[0])
     law = per_row(jobs.law, seats.shape[0])
     return {
         "pending": jobs.last[prompt],
         "prompt_lengths": jobs.prompt_lengths[prompt],
         "lengths": jnp.zeros_like(seats),
-        "stop": jnp.where(seats < rows, StopReason.RUNNING, StopReason.LENGTH).astype(jnp.int32),
-        "keys": jobs.keys[real],
-        "law": law.replace(temperature=jnp.where(jobs.warm[real], law.temperature, 0.0)),
+        "stop": jnp.full_like(seats, StopReason.RUNNING),
+        "keys": jobs.keys[seats],
+        "law": law.replace(temperature=jnp.where(jobs.warm[seats], law.temperature, 0.0)),
     }
 
 
@@ -365,9 +362,10 @@ def _finish(
     return _hand_over(advance(run, width, 0))
 
 
-def _hand_over(run: Run) -> Run:
-    """The run with what is in the slots written to their sequences' rows."""
-    put = lambda out, x: out.at[run.seats].set(x, mode="drop")  # noqa: E731
+def _hand_over(run: Run, rows: Array | None = None) -> Run:
+    """The run with what is in some slots, or all, written to their sequences' rows."""
+    some = lambda x: x if rows is None else x[rows]  # noqa: E731
+    put = lambda out, x: out.at[some(run.seats)].set(some(x), mode="drop")  # noqa: E731
     return run.replace(
         tokens=put(run.tokens, run.slots.tokens),
         logprobs=put(run.logprobs, run.slots.logprobs),
@@ -378,36 +376,33 @@ def _hand_over(run: Run) -> Run:
 
 def _refill(run: Run, jobs: Jobs, block: int) -> Run:
     """The run with the next sequences in the blocks of slots whose own have all ended."""
-    rows = run.tokens.shape[0]
-    ended = (run.slots.stop != StopReason.RUNNING).reshape(-1, block).all(axis=1)
+    rows, members = run.tokens.shape[0], run.tokens.shape[0] // jobs.last.shape[0]
 
-    def refill(run: Run) -> Run:
-        first = run.waiting + (jnp.cumsum(ended) - 1) * block
-        new = ended & (first < rows)
-        seats = jnp.where(new[:, None], first[:, None] + jnp.arange(block)[None], rows).reshape(-1)
-        run = _hand_over(run)
-        prompts = jnp.minimum(first, rows - 1) // (rows // jobs.last.shape[0])
-        cache = put_prefixes(
-            run.slots.cache,
-            jnp.where(new, jnp.arange(new.shape[0]), new.shape[0]),
-            rows_of(jobs.store, prompts),
-            jobs.prompt_lengths[prompts] - 1,
-        )
-        there = seats < rows
-        old = run.slots
+    def ended(run: Run) -> Array:
+        return (run.slots.stop != StopReason.RUNNING).reshape(-1, block).all(axis=1)
 
-        def choose(x: Array, y: Array) -> Array:
-            return jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x, y)
-
-        fresh = _fresh(jobs, seats)
-        fresh = {name: jax.tree.map(choose, x, getattr(old, name)) for name, x in fresh.items()}
+    # One block at a time: a loop writes in place, where a branch would copy the cache.
+    def refill_one(run: Run) -> Run:
+        free = jnp.argmax(ended(run))[None]
+        mine = free * block + jnp.arange(block)
+        run = _hand_over(run, mine)
+        seats = run.waiting + jnp.arange(block, dtype=jnp.int32)
+        prompt = run.waiting[None] // members
+        store, lengths = rows_of(jobs.store, prompt), jobs.prompt_lengths[prompt] - 1
+        cache = put_prefixes(run.slots.cache, free, store, lengths)
+        put = lambda old, x: old.at[mine].set(x)  # noqa: E731
+        fresh = {
+            name: jax.tree.map(put, getattr(run.slots, name), x)
+            for name, x in _fresh(jobs, seats).items()
+        }
         return run.replace(
-            slots=old.replace(cache=cache, **fresh),
-            seats=jnp.where(there, seats, run.seats).astype(jnp.int32),
-            waiting=run.waiting + block * new.sum(dtype=jnp.int32),
+            slots=run.slots.replace(cache=cache, **fresh),
+            seats=put(run.seats, seats),
+            waiting=run.waiting + block,
         )
 
-    return jax.lax.cond(jnp.any(ended), refill, lambda run: run, run)
+    more = lambda run: jnp.any(ended(run)) & (run.waiting < rows)  # noqa: E731
+    return jax.lax.while_loop(more, refill_one, run)
 
 
 def _compact(run: Run, size: int) -> Run:

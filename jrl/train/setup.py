@@ -34,6 +34,7 @@ from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
+from jrl.train.packing import Packer
 from jrl.train.policies import (
     check_named,
     frozen_directories,
@@ -53,7 +54,7 @@ from jrl.train.reward_model import (
 from jrl.train.rollout import Draw, check_group, task_rollout
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
-from jrl.types import Network, Params, Prompt, TrainState, ValueNetwork
+from jrl.types import Batch, Network, Params, Prompt, TrainState, ValueNetwork
 
 TASK_REWARDS = ("verify", "partial", NAME)
 
@@ -155,7 +156,7 @@ def setup(config: Config) -> Run:
         width=width,
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
-        law=_law(config),
+        law=_law(config, model.vocab_size),
         weights=_weights(config, task),
         judge=_judge(config, task),
         reward_model=load_reward_model(config, mesh),
@@ -182,8 +183,12 @@ def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     return {name: transformer(frozen_shape(config, name)) for name in names}
 
 
-def _law(config: Config) -> Law:
+def _law(config: Config, vocab_size: int) -> Law:
     s = config.sampling
+    if s.top_k > vocab_size:
+        raise UserError(
+            f"sampling.top_k = {s.top_k}: the vocabulary has {vocab_size} tokens; 0 keeps all"
+        )
     return make_law(s.temperature, s.top_k, s.top_p, s.min_p)
 
 
@@ -518,6 +523,13 @@ def sampler_program(
 def train_program(run: Run, shardings: TrainState) -> Step:
     """Program 2, compiled."""
     return compile_step(make_train_step(run), shardings, run.mesh)
+
+
+def packer(run: Run) -> Callable[[Batch], Batch]:
+    """What lays out the completions of each batch."""
+    if not run.config.train.packing:
+        return lambda batch: batch
+    return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 
 def make_train_step(run: Run) -> Step:

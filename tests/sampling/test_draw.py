@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.sampling.draw import Law, make_law
+from jrl.sampling.draw import Law, make_law, per_row
 from jrl.sampling.draw import log_law as log_law_eagerly
 from jrl.sampling.draw import sample as sample_eagerly
 from jrl.sampling.draw import token_logprobs as token_logprobs_eagerly
@@ -139,6 +139,59 @@ def test_each_row_can_have_its_own_law():
         np.testing.assert_allclose(np.exp(got[i]), expected, atol=2e-6)
 
 
+FORBIDDEN = [3, 17, 40]
+
+
+def biased(v, **knobs):
+    """A law with a bias on every token, three of them forbidden, and those numbers in float32."""
+    bias = some_logits(11, 1, v)[0]
+    bias[[i for i in FORBIDDEN if i < v]] = -np.inf
+    return make_law(**knobs).replace(bias=jnp.asarray(bias)), bias
+
+
+@laws
+def test_biased_and_masked_laws(knobs):
+    """The law is the one of the logits with the bias added, for sampler and trainer alike."""
+    logits = some_logits(12, 8, 48)
+    law, bias = biased(48, **knobs)
+    got = np.asarray(log_law(logits, law))
+    expected = np.stack([law_of_row(x, **knobs) for x in logits.astype(np.float64) + bias])
+    np.testing.assert_allclose(np.exp(got), expected, atol=2e-6)
+    assert (got[:, FORBIDDEN] == -np.inf).all()
+    uniform = jax.random.uniform(jax.random.key(1), (8,))
+    tokens, logprobs = sample(uniform, logits, law)
+    np.testing.assert_allclose(logprobs, got[np.arange(8), tokens], atol=1e-5)
+    if knobs.get("temperature") != 0:  # greedy tokens are scored at temperature 1
+        found = token_logprobs(logits, tokens, law, entropy=True)
+        np.testing.assert_allclose(found["logprobs"], logprobs, atol=1e-5)
+        surprise = np.log(np.where(expected > 0, expected, 1))
+        np.testing.assert_allclose(found["entropy"], -(expected * surprise).sum(1), atol=1e-5)
+        for name in ("logprobs", "entropy"):
+            slope = np.asarray(slope_of(logits, tokens, law, name=name))
+            assert np.isfinite(slope).all()
+            assert (slope[:, FORBIDDEN] == 0).all()
+
+
+def test_each_row_can_have_its_own_bias():
+    logits = some_logits(13, 4, 48)
+    bias = some_logits(14, 4, 48)
+    law = make_law(0.7)
+    got = log_law(logits, per_row(law.replace(bias=jnp.asarray(bias)), 4))
+    np.testing.assert_allclose(got, log_law(logits + bias, law), atol=1e-5)
+    shared = per_row(law.replace(bias=jnp.asarray(bias[0])), 4)
+    assert shared.bias.shape == (4, 48)
+    np.testing.assert_allclose(log_law(logits, shared), log_law(logits + bias[:1], law), atol=1e-5)
+    assert per_row(law, 4).bias is None
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+def test_the_draw_follows_a_biased_law(name):
+    logits = some_logits(8, 1, 150)
+    law, bias = biased(150, **LAWS[name])
+    p = law_of_row(logits[0].astype(np.float64) + bias, **LAWS[name])
+    goodness_of_fit(p, logits, law)
+
+
 def test_a_law_that_keeps_all_is_the_plain_one():
     """The flags may say "perhaps" where the numbers say "no"."""
     logits = some_logits(1, 8, 48)
@@ -259,10 +312,13 @@ def test_entropy_only_when_asked():
 )
 def test_the_draw_follows_the_law(v, name):
     """Chi-square of 20,000 draws, with fixed keys, so that the outcome is fixed too."""
-    knobs, count = LAWS[name], 20_000
     logits = some_logits(8, 1, v)
-    p = law_of_row(logits[0], **knobs)
-    law = make_law(**knobs)
+    goodness_of_fit(law_of_row(logits[0], **LAWS[name]), logits, make_law(**LAWS[name]))
+
+
+def goodness_of_fit(p, logits, law):
+    """Asserts that draws from the law of one row [1, V] have the probabilities ``p``."""
+    v, count = len(p), 20_000
     uniform = jax.random.uniform(jax.random.key(v), (count,))
     tokens, logprobs = sample(uniform, jnp.broadcast_to(logits[0], (count, v)), law)
     assert tokens.dtype == np.int32
