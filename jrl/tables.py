@@ -17,10 +17,10 @@ from jrl.errors import UserError
 DType = Literal["float32", "bfloat16"]
 
 OPTIMIZER_KEYS: Mapping[str, frozenset[str]] = {
-    "adamw": frozenset({"weight_decay", "b1", "b2", "eps"}),
-    "adam": frozenset({"b1", "b2", "eps"}),
-    "sgd": frozenset({"b1"}),
-    "lion": frozenset({"weight_decay", "b1", "b2"}),
+    "adamw": frozenset({"weight_decay", "b1", "b2", "eps", "mu_dtype"}),
+    "adam": frozenset({"b1", "b2", "eps", "mu_dtype"}),
+    "sgd": frozenset({"b1", "mu_dtype"}),
+    "lion": frozenset({"weight_decay", "b1", "b2", "mu_dtype"}),
     "adafactor": frozenset({"weight_decay", "eps"}),
 }
 """Which of the keys that not every optimizer has are read by each one; sgd's b1 is its momentum."""
@@ -203,6 +203,9 @@ class OptimizerTable(Table):
     b1: float = _key(0.9, "decay of the first moment (momentum of sgd)", ge=0, lt=1)
     b2: float = _key(0.999, "decay of the second moment", ge=0, lt=1)
     eps: float = _key(1e-8, "added to the denominator", gt=0)
+    mu_dtype: Literal["float32", "bfloat16"] | None = _key(
+        None, "what the first moment (momentum of sgd) is kept in; the weights' dtype when left out"
+    )
     clip_norm: float = _key(1.0, "largest global gradient norm; 0 does not clip", ge=0)
 
     @model_validator(mode="after")
@@ -229,9 +232,21 @@ class TrainTable(Table):
     )
     minibatches: int = _key(1, "optimizer updates per pass", ge=1)
     microbatches: int = _key(1, "parts whose gradients are added up for one update", ge=1)
+    packing: bool = _key(
+        False, "pack completions of unlike length into rows; up to 64 programs for as many widths"
+    )
     mode: Literal["host", "compiled"] = _key(
         "host", "host: rewards in Python; compiled: a procedural task's whole run is one program"
     )
+
+    @model_validator(mode="after")
+    def _packs_on_the_host(self) -> Self:
+        if self.packing and (self.mode == "compiled" or self.minibatches > 1):
+            raise ValueError(
+                "train.packing = true lays a batch out on the host before its update; set"
+                " train.mode to 'host' and train.minibatches to 1, or train.packing to false"
+            )
+        return self
 
     @property
     def microbatch_prompts(self) -> int:

@@ -139,6 +139,26 @@ class Rollout(struct.PyTreeNode):
         return self
 
 
+class Packing(struct.PyTreeNode):
+    """How the completions of a batch lie end to end in rows; see ``train/packing.py``.
+
+    In a batch every array has a leading axis of the parts that the batch is split into, and
+    prompts and members are counted in their part.
+
+    Attributes:
+      order: [M, b] int32, the prompts of each block.
+      members: [R, C] int32, n * G + g of the completion that a column belongs to; -1 is padding.
+        Rows m * R / M .. (m + 1) * R / M - 1 hold completions of the prompts of block m.
+      steps: [R, C] int32, which token of it.
+      owners: [R, C] int32, in [0, b): which prompt of the block it goes on from.
+    """
+
+    order: Array
+    members: Array
+    steps: Array
+    owners: Array
+
+
 class Batch(struct.PyTreeNode):
     """What one training step reads: groups of completions with their rewards.
 
@@ -163,6 +183,7 @@ class Batch(struct.PyTreeNode):
         one step, one stratum.
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch that goes on has none.
+      packing: how completions go through the network; None for a row each.
     """
 
     prompt_tokens: Array
@@ -178,6 +199,7 @@ class Batch(struct.PyTreeNode):
     stats: Stats = struct.field(default_factory=dict)
     ids: dict[str, Array] = struct.field(default_factory=dict)
     notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
+    packing: Packing | None = None
 
     def check(self) -> Batch:
         """Asserts the shapes and dtypes above; works on tracers. Returns self."""
@@ -406,6 +428,44 @@ class Cache(struct.PyTreeNode):
         return jnp.repeat(self.prefix_lengths, rows // self.prefix_lengths.shape[0])
 
 
+class SharedRows(NamedTuple):
+    """Rows of tokens that go on from prompts, each prompt held once.
+
+    A token of a row attends to the tokens of its own segment at positions no later than its own,
+    and to those tokens of its prompt. There are M blocks of b prompts each, and rows
+    m * R / M .. (m + 1) * R / M - 1 go on from the prompts of block m.
+
+    Attributes:
+      prompt_tokens: [M, b, P] int32, from column 0 and position 0.
+      prompt_lengths: [M, b] int32, tokens that count; may be 0.
+      tokens: [R, C] int32.
+      positions: [R, C] int32.
+      segments: [R, C] int32; 0 is padding.
+      owners: [R, C] int32, in [0, b): which prompt of its block a token goes on from.
+    """
+
+    prompt_tokens: Array
+    prompt_lengths: Array
+    tokens: Array
+    positions: Array
+    segments: Array
+    owners: Array
+
+
+class Head(NamedTuple):
+    """The product that ends a network, as data.
+
+    Attributes:
+      weight: [V, D] or [D, V].
+      axis: the vocabulary's, of the weight.
+      softcap: scores become cap * tanh(score / cap); None for none.
+    """
+
+    weight: Array
+    axis: int
+    softcap: float | None = None
+
+
 class Network(NamedTuple):
     """A causal language model as functions over its parameters.
 
@@ -427,6 +487,11 @@ class Network(NamedTuple):
         cache). Writes Q tokens into the cache at their positions and attends to everything written
         at or before them, the prefix included. Tokens that are not live are neither written nor
         attended to.
+      hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
+        row behind its prompt, for the columns of the row; a prompt goes through the network once.
+        None where the network cannot; the prompt is then repeated for each of its rows.
+      head: (params) -> ``Head``: ``logits`` are its scores. None where they are made otherwise;
+        they are then made for a few tokens at a time, all of the vocabulary at once.
     """
 
     vocab_size: int
@@ -439,6 +504,8 @@ class Network(NamedTuple):
     prepare: Callable[[Params], Any]
     init_cache: Callable[..., Cache]
     extend: Callable[..., tuple[Array, Cache]]
+    hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
+    head: Callable[[Params], Head] | None = None
 
 
 class ValueNetwork(NamedTuple):
@@ -449,8 +516,11 @@ class ValueNetwork(NamedTuple):
       axes: () -> logical axes, like params.
       apply: (params, policy_hidden [B, L, D], tokens, positions, segments) -> [B, L] float32,
         points. A shared trunk reads ``policy_hidden``; a separate network reads the tokens.
+      apply_shared: (params, policy_hidden [R, C, D], ``SharedRows``) -> [R, C] float32, the same
+        for rows behind shared prompts; None where the network cannot.
     """
 
     init: Callable[[Array], Params]
     axes: Callable[[], Any]
     apply: Callable[..., Array]
+    apply_shared: Callable[[Params, Array, SharedRows], Array] | None = None

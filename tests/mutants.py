@@ -101,14 +101,14 @@ MUTANTS = {
     "hidden states one column late": Mutant(
         7,
         "train/score.py",
-        "jnp.where(step == 0, prompt_lengths - 1, p + step - 1)",
-        "jnp.where(step == 0, prompt_lengths - 1, p + step)",
+        "jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)",
+        "batch.tokens",
     ),
     "prompt padding that is attended to": Mutant(
         7,
-        "train/score.py",
-        "jnp.concatenate([column < prompt_lengths, step < lengths], axis=1)",
-        "jnp.concatenate([column < p + 0 * prompt_lengths, step < lengths], axis=1)",
+        "models/transformer.py",
+        "    inside = places < laid.prompt_lengths[:, None]\n",
+        "    inside = places < p + 0 * laid.prompt_lengths[:, None]\n",
     ),
     "the wrong sign": Mutant(
         8,

@@ -147,6 +147,93 @@ def attend(
     return product("bkcd,bkgqc->bqkgd", v_bkcd, weights).reshape(b, q, h, d)
 
 
+class Past(NamedTuple):
+    """Keys and values that come first, each held once for ``members`` consecutive rows.
+
+    Attributes:
+      k_nkpd: [N, K, P, h].
+      v_nkpd: [N, K, P, h].
+      mask_rqp: [R, Q, P] bool, True where visible; row r reads prompt r // members = r // (R / N).
+    """
+
+    k_nkpd: Array
+    v_nkpd: Array
+    mask_rqp: Array
+
+
+def attend_shared(
+    q_rqhd: Array,
+    past: Past,
+    k_rkcd: Array,
+    v_rkcd: Array,
+    mask_rqc: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """``attend`` to a prompt that several rows share and to the row's own keys, for training.
+
+    The rows of a prompt are queries of one matrix product with it, so that its keys are read once
+    and their gradient is summed by that product. One float32 softmax runs over both parts.
+
+    Args:
+      q_rqhd: [R, Q, H, h].
+      past: the prompts'.
+      k_rkcd: [R, K, C, h], the rows' own.
+      v_rkcd: [R, K, C, h].
+      mask_rqc: [R, Q, C] bool, True where visible.
+      scale: what scores are multiplied by.
+      softcap: scores become cap * tanh(score / cap).
+
+    Returns:
+      [R, Q, H, h] in the dtype of ``v_rkcd``. A query that sees nothing gets a mean of the values.
+    """
+    r, q, h, d = q_rqhd.shape
+    n, k, p = past.k_nkpd.shape[:3]
+    m, g, c = r // n, h // k, k_rkcd.shape[2]
+    chex.assert_shape(past.mask_rqp, (r, q, p))
+    chex.assert_shape(mask_rqc, (r, q, c))
+    q_nkmgqd = q_rqhd.reshape(n, m, q, k, g, d).transpose(0, 3, 1, 4, 2, 5)
+    k_nmkcd, v_nmkcd = (x.reshape(n, m, k, c, d) for x in (k_rkcd, v_rkcd))
+
+    def scores(spec: str, keys: Array, mask_rqx: Array) -> Array:
+        found = product(spec, q_nkmgqd, keys, jnp.float32) * scale
+        if softcap is not None:
+            found = softcap * jnp.tanh(found / softcap)
+        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, _MASKED)
+
+    before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
+    own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
+    before, own = (w.astype(v_rkcd.dtype) for w in _softmax_over_both(before, own))
+    out = product("nkpd,nkmgqp->nkmgqd", past.v_nkpd, before, jnp.float32)
+    out = out + product("nmkcd,nkmgqc->nkmgqd", v_nmkcd, own, jnp.float32)
+    return out.transpose(0, 2, 4, 1, 3, 5).reshape(r, q, h, d).astype(v_rkcd.dtype)
+
+
+@jax.custom_vjp
+def _softmax_over_both(a: Array, b: Array) -> tuple[Array, Array]:
+    """The softmax over the last axes of ``a`` and ``b`` together, without joining them."""
+    peak = jnp.maximum(a.max(-1, keepdims=True), b.max(-1, keepdims=True))
+    a, b = jnp.exp(a - peak), jnp.exp(b - peak)
+    share = 1 / (a.sum(-1, keepdims=True) + b.sum(-1, keepdims=True))
+    return a * share, b * share
+
+
+def _both_forward(a: Array, b: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    weights = _softmax_over_both(a, b)
+    return weights, weights
+
+
+def _both_backward(weights: tuple[Array, Array], g: tuple[Array, Array]) -> tuple[Array, Array]:
+    products = [w * x for w, x in zip(weights, g, strict=True)]
+    inner = sum(x.sum(-1, keepdims=True) for x in products)
+    a, b = (x - w * inner for x, w in zip(products, weights, strict=True))
+    return a, b
+
+
+_softmax_over_both.defvjp(_both_forward, _both_backward)
+
+
 class Part(NamedTuple):
     """Keys and values that queries look at, held once for ``members`` consecutive rows.
 

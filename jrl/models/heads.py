@@ -9,7 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.types import Array, Network, Params, ValueNetwork
+from jrl.types import Array, Network, Params, SharedRows, ValueNetwork
 
 
 class RewardNetwork(NamedTuple):
@@ -63,7 +63,10 @@ def value_head(network: Network) -> ValueNetwork:
         del tokens, positions, segments  # all that they say is in the hidden states
         return _linear(params, policy_hidden)
 
-    return ValueNetwork(lambda key: _init_linear(network), _axes_linear, apply)
+    def apply_shared(params: Params, policy_hidden: Array, laid: SharedRows) -> Array:
+        return apply(params, policy_hidden, laid.tokens, laid.positions, laid.segments)
+
+    return ValueNetwork(lambda key: _init_linear(network), _axes_linear, apply, apply_shared)
 
 
 def value_network(network: Network) -> ValueNetwork:
@@ -84,7 +87,14 @@ def value_network(network: Network) -> ValueNetwork:
         hidden, _ = network.hidden(params["trunk"], tokens, positions, segments)
         return _linear(params["head"], hidden)
 
-    return ValueNetwork(*_trunk_and_head(network), apply)
+    def apply_shared(params: Params, policy_hidden: Array, laid: SharedRows) -> Array:
+        del policy_hidden
+        assert network.hidden_shared is not None
+        hidden, _ = network.hidden_shared(params["trunk"], laid)
+        return _linear(params["head"], hidden)
+
+    shared = None if network.hidden_shared is None else apply_shared
+    return ValueNetwork(*_trunk_and_head(network), apply, shared)
 
 
 def after_token(value: ValueNetwork) -> ValueNetwork:

@@ -9,13 +9,14 @@ too, and the gradient of each operand leaves in that operand's dtype.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jrl.types import Array
+from jrl.types import Array, Head
 
 PRODUCT = "product"
 """The name, for rematerialisation, of results of products with weights."""
@@ -62,3 +63,207 @@ def _backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tup
 
 
 _product.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------- products with the vocabulary
+
+_LOWEST = -1e30  # finite, so that nothing times it is 0
+
+
+class _Walk(NamedTuple):
+    """How the vocabulary is walked over; static."""
+
+    axis: int
+    softcap: float | None
+    entropy: bool
+    shards: int
+    size: int  # columns of a shard
+    width: int  # those that are multiplied at once
+
+    @property
+    def parts(self) -> int:
+        return -(-self.size // self.width)
+
+
+class _Sums(NamedTuple):
+    """Of the scores met so far, each [B, T] float32."""
+
+    peak: Array
+    total: Array  # of exp(score - peak)
+    mean: Array  # of the scores so weighted, not divided
+    chosen: Array
+
+
+def fused_logprobs(
+    hidden: Array,
+    head: Head,
+    tokens: Array,
+    temperature: Array,
+    *,
+    entropy: bool = False,
+    devices: tuple[int, int] = (1, 1),
+    kept: int = 2**24,
+    room: int = 2**22,
+) -> dict[str, Array]:
+    """Log-probabilities of tokens under the softmax of a head's scores, and its entropy.
+
+    The vocabulary is walked over in parts, forward and backward, so that the scores of one part
+    exist at a time; the backward pass makes them again. Scores, sums and results are float32;
+    products and gradients are rounded as in ``product``.
+
+    Args:
+      hidden: [B, T, D].
+      head: of the policy.
+      tokens: [B, T] int32.
+      temperature: [] float32, above 0; it carries no gradient.
+      entropy: whether to return it.
+      devices: over how many the tokens are divided, and over how many the vocabulary.
+      kept: when a device has no more scores than this, they are made at once, and kept.
+      room: else, how many exist on it at a time; at least 128 for each of its tokens do.
+
+    Returns:
+      "logprobs" [B, T] float32, nats, and with ``entropy`` also "entropy" [B, T] float32, nats.
+    """
+    chex.assert_rank([hidden, head.weight, tokens, temperature], [3, 2, 2, 0])
+    shards, own = devices[1], max(tokens.size // devices[0], 1)
+    size = head.weight.shape[head.axis] // shards
+    width = size if own * size <= kept else min(size, max(128, room // own))
+    walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
+    logprobs, spread = _fused(walk, hidden, head.weight, tokens, jax.lax.stop_gradient(temperature))
+    return {"logprobs": logprobs} | ({"entropy": spread} if entropy else {})
+
+
+def _start(walk: _Walk, i: Array | int) -> Array:
+    """The first column of part i; the last part may overlap the one before it."""
+    return jnp.minimum(jnp.int32(i) * walk.width, walk.size - walk.width)
+
+
+def _shape(walk: _Walk, dim: int) -> tuple[int, ...]:
+    return (walk.shards, walk.size, dim) if walk.axis == 0 else (dim, walk.shards, walk.size)
+
+
+def _part(walk: _Walk, weight: Array, i: Array | int) -> Array:
+    """[s, c, D] (or [D, s, c]), part i of every shard of the weight."""
+    whole = weight.reshape(_shape(walk, weight.shape[1 - walk.axis]))
+    if walk.parts == 1:
+        return whole
+    return jax.lax.dynamic_slice_in_dim(whole, _start(walk, i), walk.width, walk.axis + 1)
+
+
+def _spec(walk: _Walk) -> str:
+    return "svd" if walk.axis == 0 else "dsv"
+
+
+def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array) -> Array:
+    """[B, T, s, c] float32, over the temperature."""
+    scores = jnp.einsum(
+        f"btd,{_spec(walk)}->btsv",
+        hidden,
+        part.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if walk.softcap is not None:
+        scores = walk.softcap * jnp.tanh(scores / walk.softcap)
+    return scores / temperature
+
+
+def _local(walk: _Walk, tokens: Array, i: Array | int) -> Array:
+    """[B, T, s] int32, where in part i of each shard the tokens are, if they are."""
+    first = jnp.arange(walk.shards, dtype=jnp.int32) * walk.size + _start(walk, i)
+    return tokens[:, :, None] - first[None, None]
+
+
+def _new(walk: _Walk, i: Array | int) -> Array:
+    """[1, 1, 1, c] bool, the columns that no part before part i has."""
+    column = _start(walk, i) + jnp.arange(walk.width, dtype=jnp.int32)
+    return (column >= jnp.int32(i) * walk.width)[None, None, None]
+
+
+def _add(walk: _Walk, sums: _Sums, scores: Array, tokens: Array, i: Array | int) -> _Sums:
+    local = _local(walk, tokens, i)
+    place = jnp.clip(local, 0, walk.width - 1)
+    inside = (local == place) & jnp.take(_new(walk, i)[0, 0, 0], place)
+    found = jnp.take_along_axis(scores, place[:, :, :, None], axis=3)[:, :, :, 0]
+    chosen = sums.chosen + jnp.where(inside, found, 0).sum(-1)
+    if walk.size % walk.width:
+        scores = jnp.where(_new(walk, i), scores, _LOWEST)
+    peak = jnp.maximum(sums.peak, scores.max((2, 3)))
+    weights, old = jnp.exp(scores - peak[:, :, None, None]), jnp.exp(sums.peak - peak)
+    total = sums.total * old + weights.sum((2, 3))
+    mean = sums.mean
+    if walk.entropy:
+        mean = mean * old + (weights * scores).sum((2, 3))
+    return _Sums(peak, total, mean, chosen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(
+    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array
+) -> tuple[Array, Array]:
+    return _fused_forward(walk, hidden, weight, tokens, temperature)[0]
+
+
+def _fused_forward(
+    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array
+) -> tuple[tuple[Array, Array], tuple]:
+    zeros = jnp.zeros(tokens.shape, jnp.float32)
+    sums, kept = _Sums(zeros + _LOWEST, zeros, zeros, zeros), None
+
+    def visit(i: Array | int, sums: _Sums) -> tuple[_Sums, Array]:
+        scores = _scores(walk, hidden, _part(walk, weight, i), temperature)
+        return _add(walk, sums, scores, tokens, i), scores
+
+    if walk.parts == 1:
+        sums, kept = visit(0, sums)
+    else:
+        sums = jax.lax.fori_loop(0, walk.parts, lambda i, sums: visit(i, sums)[0], sums)
+    whole = sums.peak + jnp.log(sums.total)
+    mean = sums.mean / sums.total
+    out = sums.chosen - whole, whole - mean if walk.entropy else zeros
+    return out, (hidden, weight, tokens, temperature, whole, mean, kept)
+
+
+def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
+    hidden, weight, tokens, temperature, whole, mean, kept = saved
+    of_chosen, of_entropy = (x[:, :, None, None] for x in g)
+    spec = _spec(walk)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def visit(i: Array | int) -> tuple[Array, Array]:
+        part = _part(walk, weight, i)
+        scores = _scores(walk, hidden, part, temperature) if kept is None else kept
+        probs = jnp.exp(scores - whole[:, :, None, None])
+        column = jnp.arange(walk.width, dtype=jnp.int32)[None, None, None]
+        at_token = column == _local(walk, tokens, i)[:, :, :, None]
+        slope = jnp.where(at_token, of_chosen, 0) - of_chosen * probs
+        if walk.entropy:
+            slope -= of_entropy * probs * (scores - mean[:, :, None, None])
+        if walk.softcap is not None:
+            slope *= 1 - jnp.square(scores * temperature / walk.softcap)
+        if walk.size % walk.width:
+            slope = jnp.where(_new(walk, i), slope, 0)
+        slope = (slope / temperature).astype(hidden.dtype)
+        back = einsum(f"{spec},btsv->btd", part.astype(hidden.dtype), slope)
+        return back, einsum(f"btd,btsv->{spec}", hidden, slope)
+
+    if walk.parts == 1:
+        back, slopes = visit(0)
+    else:
+        along = walk.axis + 1
+
+        def add(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            back, slopes = carry
+            more, part = visit(i)
+            at = _start(walk, i)
+            if walk.size % walk.width:  # where the part overlaps what is there, it adds 0
+                part += jax.lax.dynamic_slice_in_dim(slopes, at, walk.width, along)
+            return back + more, jax.lax.dynamic_update_slice_in_dim(slopes, part, at, along)
+
+        shape = _shape(walk, weight.shape[1 - walk.axis])
+        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+        back, slopes = jax.lax.fori_loop(0, walk.parts, add, start)
+    slopes = slopes.reshape(weight.shape).astype(weight.dtype)
+    return back.astype(hidden.dtype), slopes, None, jnp.zeros_like(temperature)
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

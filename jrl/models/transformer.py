@@ -22,8 +22,10 @@ from jrl.models import moe
 from jrl.models.attention import (
     NO_WINDOW,
     Part,
+    Past,
     attend,
     attend_parts,
+    attend_shared,
     frequencies,
     rotate,
     rotation,
@@ -35,7 +37,7 @@ from jrl.models.product import PRODUCT, contract
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init
 from jrl.models.weights import count_params as count_params
-from jrl.types import Array, Cache, Network, Params
+from jrl.types import Array, Cache, Head, Network, Params, SharedRows
 
 REMAT = ("dots", "full", "none")
 """What the backward pass of a layer recomputes: all but products with weights, all, nothing."""
@@ -207,37 +209,122 @@ def hidden(
     chex.assert_equal_shape([tokens, positions, segments])
     x_bld, live = _embed(config, params, tokens), segments != 0
     mask, distance = visible(positions, segments, positions, segments)
-    turns, turn_ids = _turns(config, positions)
-    cos, sin = (jnp.stack(part) for part in zip(*turns, strict=True))
-    scale = _query_scale(config)
+    turns, turn_ids = _stacked_turns(config, positions)
+    scale, cap = _query_scale(config), config.attention_softcap
 
     def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
         w, turn_id, window = layer
         near = mask if config.window is None else mask & (distance < window)
 
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend(q, k, v, near, scale=scale, softcap=config.attention_softcap), None
+            return attend(q, k, v, near, scale=scale, softcap=cap), None
 
-        turn = (cos[turn_id], sin[turn_id])
-        x_bld, _, stats = _block(config, w, x_bld, live, turn, mix)
+        x_bld, _, stats = _block(config, w, x_bld, live, _pick(turns, turn_id), mix)
         return x_bld, stats
 
+    x_bld, stats = _through_layers(config, remat, params["layers"], turn_ids, body, x_bld)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x_bld, params["final_norm"], config), stats
+
+
+def hidden_shared(
+    params: Params, laid: SharedRows, *, config: ModelConfig, remat: str = "none"
+) -> tuple[Array, dict[str, Array]]:
+    """The same for rows that share prompts; see ``types.Network.hidden_shared``.
+
+    Prompts and rows go through each layer one after the other, and the rows read the prompts' keys
+    and values there. Router statistics are over the tokens of both.
+    """
+    chex.assert_rank([laid.prompt_tokens, laid.tokens], [3, 2])
+    chex.assert_equal_shape([laid.tokens, laid.positions, laid.segments, laid.owners])
+    m, b, p = laid.prompt_tokens.shape
+    members = laid.tokens.shape[0] // m
+    places = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32)[None], (m * b, p))
+    inside = places < laid.prompt_lengths.reshape(m * b, 1)
+    segments, live = inside.astype(jnp.int32), laid.segments != 0
+    ahead = live[:, :, None] & jnp.repeat(inside.reshape(m, b * p), members, axis=0)[:, None]
+    if b > 1:
+        slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)[None, None]
+        ahead &= laid.owners[:, :, None] == slots
+    views = (
+        visible(places, segments, places, segments),
+        visible(laid.positions, laid.segments, laid.positions, laid.segments),
+        (ahead, laid.positions[:, :, None] - jnp.tile(places[:1], (1, b))[:, None]),
+    )
+    prompts = laid.prompt_tokens.reshape(m * b, p)
+    xs = _embed(config, params, prompts), _embed(config, params, laid.tokens)
+    prompt_turns, turn_ids = _stacked_turns(config, places[:1])
+    row_turns, _ = _stacked_turns(config, laid.positions)
+    scale, cap = _query_scale(config), config.attention_softcap
+
+    def body(xs: tuple[Array, Array], layer: tuple) -> tuple[tuple, dict[str, Array]]:
+        (x_npd, x_rcd), (w, turn_id, window) = xs, layer
+        near_pp, near_cc, near_cp = (
+            mask if config.window is None else mask & (distance < window)
+            for mask, distance in views
+        )
+
+        def read(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
+            return attend(q, k, v, near_pp, scale=scale, softcap=cap), (k, v)
+
+        turn = _pick(prompt_turns, turn_id)
+        x_npd, (k_nkpd, v_nkpd), of_prompts = _block(config, w, x_npd, inside, turn, read)
+        past = Past(_side_by_side(k_nkpd, m), _side_by_side(v_nkpd, m), near_cp)
+
+        def go_on(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+            return attend_shared(q, past, k, v, near_cc, scale=scale, softcap=cap), None
+
+        turn = _pick(row_turns, turn_id)
+        x_rcd, _, of_rows = _block(config, w, x_rcd, live, turn, go_on)
+        share = inside.sum() / jnp.maximum(inside.sum() + live.sum(), 1).astype(jnp.float32)
+        both = jax.tree.map(lambda a, b: share * a + (1 - share) * b, of_prompts, of_rows)
+        return (x_npd, x_rcd), both
+
+    (_, x_rcd), stats = _through_layers(config, remat, params["layers"], turn_ids, body, xs)
+    with jax.named_scope("final_norm"):
+        return rms_norm(x_rcd, params["final_norm"], config), stats
+
+
+def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
+    """[M, K, b * P, h]: keys or values of the prompts of a block one after the other."""
+    n, k, p, d = x_nkpd.shape
+    if n == blocks:
+        return x_nkpd
+    x_mkbpd = x_nkpd.reshape(blocks, n // blocks, k, p, d).transpose(0, 2, 1, 3, 4)
+    return x_mkbpd.reshape(blocks, k, -1, d)
+
+
+def _stacked_turns(config: ModelConfig, positions: Array) -> tuple[tuple[Array, Array], np.ndarray]:
+    """All distinct rotations, cosines and sines stacked; which one each layer uses."""
+    turns, turn_ids = _turns(config, positions)
+    cos, sin = (jnp.stack(part) for part in zip(*turns, strict=True))
+    return (cos, sin), np.array(turn_ids, np.int32)
+
+
+def _pick(turns: tuple[Array, Array], i: Array) -> tuple[Array, Array]:
+    return turns[0][i], turns[1][i]
+
+
+def _through_layers(
+    config: ModelConfig,
+    remat: str,
+    layers: Params,
+    turn_ids: np.ndarray,
+    body: Callable[[Any, tuple], tuple[Any, dict[str, Array]]],
+    carry: Any,
+) -> tuple[Any, dict[str, Array]]:
+    """``body`` over (weights, rotation, window) of every layer; what it gives beside is stacked."""
     if remat != "none":
         kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
         body = jax.checkpoint(body, policy=kept if remat == "dots" else None, prevent_cse=False)
-    windows = [NO_WINDOW if w is None else np.int32(w) for w in config.windows]
-    ids = np.array(turn_ids, np.int32) if len(turns) > 1 else np.zeros(config.layers, np.int32)
+    windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
-        xs = (params["layers"], jnp.asarray(ids), jnp.asarray(np.array(windows)))
-        x_bld, stats = jax.lax.scan(body, x_bld, xs)
-    else:  # layers of two shapes cannot be stacked
-        per_layer = []
-        for i in range(config.layers):
-            x_bld, s = body(x_bld, (_layer(config, params["layers"], i), ids[i], windows[i]))
-            per_layer += [s] if s else []
-        stats = jax.tree.map(lambda *parts: jnp.stack(parts), *per_layer)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x_bld, params["final_norm"], config), stats
+        return jax.lax.scan(body, carry, (layers, jnp.asarray(turn_ids), jnp.asarray(windows)))
+    per_layer = []  # layers of two shapes cannot be stacked
+    for i in range(config.layers):
+        carry, stats = body(carry, (_layer(config, layers, i), turn_ids[i], windows[i]))
+        per_layer += [stats] if stats else []
+    return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *per_layer)
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
@@ -251,6 +338,13 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
         if config.logit_softcap is not None:
             out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
         return out
+
+
+def head(params: Params, *, config: ModelConfig) -> Head:
+    """The product behind ``logits``; see ``types.Network.head``."""
+    if config.tied_embeddings:
+        return Head(params["embed"], 0, config.logit_softcap)
+    return Head(params["head"], 1, config.logit_softcap)
 
 
 def init_cache(
@@ -430,4 +524,6 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
         prepare=bind(prepare, config=config),
         init_cache=bind(init_cache, config=config),
         extend=bind(extend, config=config),
+        hidden_shared=bind(hidden_shared, config=config, remat=remat),
+        head=bind(head, config=config),
     )

@@ -7,6 +7,7 @@ batch is full, so that every step trains on as many informative groups as asked 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ def collect(
     weights: Any,
     method: Method,
     mesh: Mesh,
+    pack: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> tuple[Batch, Groups, int]:
     """A full batch of groups, drawn in as many rounds as the method's editor asks for.
 
@@ -43,6 +45,7 @@ def collect(
       weights: [R] float32.
       method: its prompts, rewards and groups seams are used here.
       mesh: where the batch goes.
+      pack: lays completions out in rows, such as a ``packing.Packer``.
 
     Returns:
       (batch on the mesh, the groups in it, the new cursor). With an editor, ``counts`` of the
@@ -56,7 +59,7 @@ def collect(
     groups = _edit(method, draw(key, params, version, places))
     cursor += prompts
     if editor.keep is keep_all:
-        return place_batch(_batch(method, groups, weights), mesh), groups, cursor
+        return place_batch(pack(_batch(method, groups, weights)), mesh), groups, cursor
     groups = _to_host(groups)
     kept = _keep(editor, groups, weights)
     rounds = 1
@@ -81,7 +84,8 @@ def collect(
     batch = _batch(method, groups, weights)
     mask = np.asarray(batch.mask) & live[:, None, None]
     members = np.asarray(batch.members) & live[:, None]
-    return place_batch(batch.replace(mask=mask, members=members), mesh), groups, cursor
+    batch = pack(batch.replace(mask=mask, members=members))
+    return place_batch(batch, mesh), groups, cursor
 
 
 def _batch(method: Method, groups: Groups, weights: Any) -> Batch:

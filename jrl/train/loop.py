@@ -162,7 +162,8 @@ class _Training:
             sizes = sizes_of(*run.judged.values())
             seed = self.config.seed if self.config.data.shuffle else None
             prompts = self.config.train.prompts
-            self.source = JudgedSource(run.judged["pairs"], sizes, prompts, seed, run.mesh)
+            pack = build.packer(run)
+            self.source = JudgedSource(run.judged["pairs"], sizes, prompts, seed, run.mesh, pack)
             if "eval_pairs" in run.judged:
                 self.measure = JudgedEvaluator(run, sizes)
         self.law = jax.device_put(run.law, replicated(run.mesh))
@@ -235,6 +236,7 @@ class _Training:
                 weights=np.array(list(run.weights.values()), np.float32),
                 method=run.method,
                 mesh=run.mesh,
+                pack=build.packer(run),
             )
 
         def on_step(

@@ -62,6 +62,7 @@ class JudgedSource(NamedTuple):
       prompts: N, groups a step.
       seed: of the order, or None for the file's own order.
       mesh: where batches go.
+      pack: lays completions out in rows, such as a ``packing.Packer``.
     """
 
     judged: Sequence[Judged]
@@ -69,6 +70,7 @@ class JudgedSource(NamedTuple):
     prompts: int
     seed: int | None
     mesh: Mesh
+    pack: Callable[[Batch], Batch] = lambda batch: batch
 
     def collect(
         self, key: Array, params: Any, *, step: int, cursor: int
@@ -79,7 +81,7 @@ class JudgedSource(NamedTuple):
         chosen = [self.judged[i] for i in place(self.seed, positions, len(self.judged))]
         batch = judged_batch(chosen, **self.sizes._asdict())
         groups = _as_groups(chosen, batch)
-        return place_batch(batch, self.mesh), groups, cursor + self.prompts
+        return place_batch(self.pack(batch), self.mesh), groups, cursor + self.prompts
 
 
 def _as_groups(chosen: Sequence[Judged], batch: Batch) -> Groups:

@@ -41,15 +41,15 @@ def make_optimizer(
       steps: training steps of the run.
       updates_per_step: optimiser updates each step makes (epochs times minibatches).
     """
+    kept = {"b1": table.b1, "b2": table.b2, "mu_dtype": table.mu_dtype}
+    decay = {"weight_decay": table.weight_decay}
     builders = {
-        "adamw": lambda lr: optax.adamw(
-            lr, b1=table.b1, b2=table.b2, eps=table.eps, weight_decay=table.weight_decay
+        "adamw": lambda lr: optax.adamw(lr, eps=table.eps, **kept, **decay),
+        "adam": lambda lr: optax.adam(lr, eps=table.eps, **kept),
+        "sgd": lambda lr: optax.sgd(
+            lr, momentum=table.b1 or None, accumulator_dtype=table.mu_dtype
         ),
-        "adam": lambda lr: optax.adam(lr, b1=table.b1, b2=table.b2, eps=table.eps),
-        "sgd": lambda lr: optax.sgd(lr, momentum=table.b1 or None),
-        "lion": lambda lr: optax.lion(
-            lr, b1=table.b1, b2=table.b2, weight_decay=table.weight_decay
-        ),
+        "lion": lambda lr: optax.lion(lr, **kept, **decay),
         "adafactor": lambda lr: optax.adafactor(
             lr, eps=table.eps, weight_decay_rate=table.weight_decay or None
         ),

@@ -1,11 +1,13 @@
 """Scoring: the per-token statistics of given completions, under given parameters.
 
-One forward pass over prompt and completion; logits exist for completion tokens only, and only for
-a chunk of them at a time, forward and backward.
+One forward pass, in which a prompt is read once for all completions of its group where the network
+can; logits exist for completion tokens only, and only for a chunk of them at a time, forward and
+backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -13,9 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.mesh import batch_shards, constrain
+from jrl.mesh import RULES, batch_shards, constrain
+from jrl.models.product import fused_logprobs
 from jrl.sampling.draw import Law, log_law, token_logprobs
-from jrl.types import NOTHING, Array, Batch, Network, Params, Statistic, Stats, ValueNetwork
+from jrl.types import (
+    NOTHING,
+    Array,
+    Batch,
+    Network,
+    Packing,
+    Params,
+    SharedRows,
+    Statistic,
+    Stats,
+    ValueNetwork,
+)
 
 _LOGITS_AT_ONCE = 2**24
 """Logits that a device holds at a time, in numbers (64 MiB of float32); more go in chunks."""
@@ -58,6 +72,55 @@ def rows(batch: Batch) -> Rows:
     )
 
 
+def shared_rows(batch: Batch) -> SharedRows:
+    """Lays a batch out with every prompt once, R = N * G and C = T, or as its packing says.
+
+    A row holds the tokens that completion tokens are predicted from, one column for each: the
+    prompt's last token, then the completion but for its own last one. So the state at column t is
+    the one before token t, and the prompts, without their last tokens, need no states of their own.
+    """
+    n, g, t = batch.tokens.shape
+    last = jnp.take_along_axis(batch.prompt_tokens, batch.prompt_lengths[:, None] - 1, axis=1)
+    last = jnp.broadcast_to(last[:, :, None], (n, g, 1))
+    step = jnp.arange(t, dtype=jnp.int32)[None]
+    start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
+    laid = SharedRows(
+        prompt_tokens=batch.prompt_tokens[:, None],
+        prompt_lengths=batch.prompt_lengths[:, None] - 1,
+        tokens=jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2).reshape(n * g, t),
+        positions=start + step,
+        segments=(step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32),
+        owners=jnp.zeros((n * g, t), jnp.int32),
+    )
+    if (packing := batch.packing) is None:
+        return laid
+    m, b = packing.order.shape
+    at = jnp.maximum(packing.members, 0), packing.steps
+    return SharedRows(
+        prompt_tokens=batch.prompt_tokens[packing.order.reshape(-1)].reshape(m, b, -1),
+        prompt_lengths=laid.prompt_lengths[packing.order.reshape(-1)].reshape(m, b),
+        tokens=laid.tokens[at],
+        positions=laid.positions[at],
+        segments=packing.members + 1,
+        owners=packing.owners,
+    )
+
+
+def _unpacked(packing: Packing | None, rows: int, columns: int) -> Callable[[Array], Array]:
+    """What brings an array [R, C, ...] that follows the packing back to [rows, columns, ...]."""
+    if packing is None:
+        return lambda x: x
+    size = rows * columns
+    flat = jnp.where(packing.members < 0, size, packing.members * columns + packing.steps)
+    source = jnp.arange(flat.size, dtype=jnp.int32)
+    place = jnp.zeros(size, jnp.int32).at[flat.reshape(-1)].set(source, mode="drop")
+
+    def unpack(x: Array) -> Array:
+        return x.reshape(-1, *x.shape[2:])[place].reshape(rows, columns, *x.shape[2:])
+
+    return unpack
+
+
 def head_statistics(
     params: Params,
     hidden: dict[str, Array],
@@ -88,6 +151,25 @@ def head_statistics(
     read = {policy for statistic in statistics for policy in statistic.policies}
     # At temperature 0 training scores the law of temperature 1, as ``token_logprobs`` does.
     warm = law.replace(temperature=jnp.where(law.temperature > 0, law.temperature, 1.0))
+    fused: Stats = {}
+    for policy in [] if law.truncates or law.floors else sorted({*hidden} - read):
+        if (head := networks[policy].head) is None:
+            continue
+        own = policy == "policy"
+        found = fused_logprobs(
+            hidden[policy],
+            head(params[policy]),
+            tokens,
+            warm.temperature,
+            entropy=own and "entropy" in want,
+            devices=_devices(b),
+            kept=_LOGITS_AT_ONCE,
+        )
+        fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
+        hidden = {name: x for name, x in hidden.items() if name != policy}
+    fused = {name: x for name, x in fused.items() if name in want}
+    if not hidden:
+        return fused
 
     def score(hidden: dict[str, Array], tokens: Array) -> Stats:
         flat = tokens.reshape(-1)
@@ -115,7 +197,7 @@ def head_statistics(
     size = max(networks[policy].vocab_size for policy in hidden) * len(hidden)
     parts, chunk = _chunks(b, t, _LOGITS_AT_ONCE // size)
     if parts == 1 and chunk == t:
-        return score(hidden, tokens)
+        return fused | score(hidden, tokens)
 
     def tiles(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -t % chunk), *((0, 0),) * (x.ndim - 2)))
@@ -129,7 +211,7 @@ def head_statistics(
 
     run = jax.checkpoint(score)
     stats = jax.lax.map(lambda xs: run(*xs), jax.tree.map(tiles, (hidden, tokens)))
-    return jax.tree.map(whole, stats)
+    return fused | jax.tree.map(whole, stats)
 
 
 def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
@@ -137,11 +219,18 @@ def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
 
     The room is a device's, and so are the rows counted, since a batch is divided over devices.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    shards = 1 if mesh.empty else batch_shards(mesh)
-    own = rows // shards if rows % shards == 0 else rows
+    own = rows // _devices(rows)[0]
     parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= room or d == own))
     return parts, max(1, min(columns, room // (own // parts)))
+
+
+def _devices(rows: int) -> tuple[int, int]:
+    """Over how many devices so many rows are divided, and over how many a vocabulary is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1, 1
+    shards = batch_shards(mesh)
+    return (1 if rows % shards else shards), math.prod(mesh.shape[a] for a in RULES["vocab"])
 
 
 @jax.named_scope("score")
@@ -174,36 +263,50 @@ def score(
       ``batch.mask`` is meaningless. Only the policies that are read go through their networks.
     """
     n, g, t = batch.tokens.shape
-    laid = rows(batch)
-    tokens = constrain(laid.tokens, "batch", None)
     laws = tuple(s for s in statistics if s.over == "vocabulary")
     heads, bodies = _readers(want, statistics)
-    hidden = {}
-    for name in bodies:
-        trunk = networks.get(name, network).hidden
-        hidden[name], _ = trunk(params[name], tokens, laid.positions, laid.segments)
-    place = laid.before[:, :, None]
-    before = {name: jnp.take_along_axis(x, place, axis=1) for name, x in hidden.items()}
+    nets = {name: networks.get(name, network) for name in bodies}
+    shared = all(net.hidden_shared is not None for net in nets.values())
+    if "values" in want:
+        assert value is not None, "an objective that needs values is built with a value network"
+        shared = shared and value.apply_shared is not None
+    targets, before = batch.tokens.reshape(n * g, t), {}
+    unpack = _unpacked(batch.packing if shared else None, n * g, t)
     stats: Stats = {}
+    if shared:
+        once = shared_rows(batch)
+        if (packing := batch.packing) is not None:
+            targets = targets[jnp.maximum(packing.members, 0), packing.steps]
+        for name, net in nets.items():
+            before[name], _ = net.hidden_shared(params[name], once)  # type: ignore[misc]
+        if "values" in want:
+            stats["values"] = value.apply_shared(params["value"], before["policy"], once)  # type: ignore
+    else:
+        laid = rows(batch)
+        place, tokens = laid.before[:, :, None], constrain(laid.tokens, "batch", None)
+        for name, net in nets.items():
+            hidden, _ = net.hidden(params[name], tokens, laid.positions, laid.segments)
+            before[name] = jnp.take_along_axis(hidden, place, axis=1)
+            if name == "policy" and "values" in want:
+                along = (tokens, laid.positions, laid.segments)
+                values = value.apply(params["value"], hidden, *along)  # type: ignore[union-attr]
+                stats["values"] = jnp.take_along_axis(values, laid.before, axis=1)
     if heads:
         stats |= head_statistics(
             params,
             {name: before[name] for name in heads},
-            batch.tokens.reshape(n * g, t),
-            networks={name: networks.get(name, network) for name in heads},
+            targets,
+            networks=nets,
             law=law,
             want=want,
             statistics=laws,
         )
+    stats = {name: unpack(x) for name, x in stats.items()}
     for statistic in statistics:
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            stats[statistic.name] = jax.vmap(statistic.apply)(before[statistic.policies[0]], live)
-    if "values" in want:
-        assert value is not None, "an objective that needs values is built with a value network"
-        policy = hidden["policy"]
-        values = value.apply(params["value"], policy, laid.tokens, laid.positions, laid.segments)
-        stats["values"] = jnp.take_along_axis(values, laid.before, axis=1)
+            states = unpack(before[statistic.policies[0]])
+            stats[statistic.name] = jax.vmap(statistic.apply)(states, live)
     wanted = want | {statistic.name for statistic in statistics}
     return {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
 
@@ -231,19 +334,27 @@ def _readers(
 def split(batch: Batch, parts: int) -> Batch:
     """The batch as ``parts`` smaller ones along a new leading axis: row i goes to part i % parts.
 
-    Strided, so that under data sharding every device keeps its own rows.
+    Strided, so that under data sharding every device keeps its own rows. A packing is one for each
+    of these parts already.
     """
 
     def rows_of(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
     weights = jnp.broadcast_to(batch.reward_weights, (parts, *batch.reward_weights.shape))
-    return jax.tree.map(rows_of, batch.replace(reward_weights=None)).replace(reward_weights=weights)
+    bare = jax.tree.map(rows_of, batch.replace(reward_weights=None, packing=None))
+    return bare.replace(reward_weights=weights, packing=batch.packing)
+
+
+def undivided(batch: Batch) -> Batch:
+    """The one part of a batch that is not split, its packing without the axis of parts."""
+    packing = jax.tree.map(lambda x: x[0], batch.packing)
+    return batch.replace(packing=packing)
 
 
 def in_parts(function: Callable[[Batch], Stats], batch: Batch, parts: int) -> Stats:
     """``function`` over parts of the batch in turn, to bound memory; rows come back in order."""
     if parts == 1:
-        return function(batch)
+        return function(undivided(batch))
     stats = jax.lax.map(function, split(batch, parts))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:]), stats)

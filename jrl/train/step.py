@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, replicated
+from jrl.mesh import batch_sharding, replicated, spec
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     combine_terms,
@@ -29,7 +29,8 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.draw import Law
-from jrl.train.score import in_parts, score, split
+from jrl.train.reference import renew_reference
+from jrl.train.score import in_parts, score, split, undivided
 from jrl.types import (
     NOTHING,
     Array,
@@ -108,6 +109,8 @@ def make_step(
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
         batch = batch.check()
         check_split(batch.tokens.shape[0], minibatches, microbatches)
+        if minibatches > 1:  # their prompts are dealt out here, and were packed before
+            batch = batch.replace(packing=None)
         batch = complete(parts, state, batch, law)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
         key = stream(state.key, "train", state.step)
@@ -134,7 +137,7 @@ def make_step(
             method=method,
         )
         if "ref" in state.frozen:
-            state = _renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
+            state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
         return state, metrics
 
     return step
@@ -227,7 +230,7 @@ def _gradient(
 
     grad = jax.grad(loss, has_aux=True)
     if microbatches == 1:
-        return grad(params, (batch, advantages))
+        return grad(params, (undivided(batch), advantages))
 
     def add(total: Any, rows: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(params, rows)), None
@@ -257,49 +260,6 @@ def _apply_gradient(
         "grad_norm": (norm, jnp.float32(1)),
         "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),
     }
-
-
-def _renew_reference(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    refresh_ref: int,
-    ref_decay: float,
-    reset_optimizer: bool,
-) -> TrainState:
-    """The state after a step, its reference drawn towards the policy or replaced by it."""
-    policy, ref = state.params["policy"], state.frozen["ref"]
-    renewed = refresh_ref or ref_decay != 1
-    if renewed and jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, ref):
-        raise UserError(
-            "the method renews the reference from the policy, and the reference that is given is "
-            "of another shape; leave model.reference out"
-        )
-    if ref_decay != 1:
-
-        def mix(old: Array, new: Array) -> Array:
-            old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
-            return (ref_decay * old32 + (1 - ref_decay) * new32).astype(old.dtype)
-
-        ref = jax.tree.map(mix, ref, policy)
-    if refresh_ref:
-        due = state.step % refresh_ref == 0
-        ref = jax.tree.map(lambda old, new: jnp.where(due, new, old), ref, policy)
-        if reset_optimizer:
-            state = state.replace(opt_state=_reset(optimizer, state, due))
-    return state.replace(frozen=state.frozen | {"ref": ref})
-
-
-def _reset(optimizer: optax.GradientTransformation, state: TrainState, due: Array) -> Any:
-    """The optimiser's state, fresh where ``due``; where its schedule stands is not forgotten."""
-
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    def choose(fresh: Any, old: Any) -> Any:
-        return old if is_schedule(old) else jnp.where(due, fresh, old)
-
-    fresh = optimizer.init(state.params)
-    return jax.tree.map(choose, fresh, state.opt_state, is_leaf=is_schedule)
 
 
 def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
@@ -374,9 +334,11 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The batch on the mesh, prompts divided over the data axes."""
+    packing = jax.device_put(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
+    batch = batch.replace(packing=None)
     weights = jax.device_put(batch.reward_weights, replicated(mesh))
     rows = jax.device_put(batch.replace(reward_weights=None), batch_sharding(mesh))
-    return rows.replace(reward_weights=weights)
+    return rows.replace(reward_weights=weights, packing=packing)
 
 
 def batch_metrics(batch: Batch) -> Metrics:
@@ -384,8 +346,9 @@ def batch_metrics(batch: Batch) -> Metrics:
 
     Returns:
       reward and reward_std (points; the latter inside groups, averaged over them), reward_parts
-      ([R], unweighted), length (tokens), truncated (fraction), completion_tokens and, for drawn
-      completions, entropy (nats a token, estimated by the drawn tokens' own log-probabilities).
+      ([R], unweighted), length (tokens), truncated (fraction), completion_tokens, padding (the
+      fraction of completion columns that hold no token, in rows as the network reads them) and, for
+      drawn completions, entropy (nats a token, estimated by their own log-probabilities).
       Demonstrations count as tokens; beside the policy's own members they count in nothing else.
     """
     live, own = batch.mask & batch.members[:, :, None], drawn(batch)
@@ -405,11 +368,18 @@ def batch_metrics(batch: Batch) -> Metrics:
         "length": jnp.where(members, batch.lengths, 0).sum() / count,
         "truncated": (members & batch.truncated).sum() / count,
         "completion_tokens": live.sum(dtype=jnp.float32),
+        "padding": _padding(batch),
     }
     if "sampler_logprobs" in batch.stats:
         entropies = jnp.where(own, batch.stats["sampler_logprobs"], 0)
         metrics["entropy"] = -entropies.sum() / jnp.maximum(own.sum(), 1)
     return metrics
+
+
+def _padding(batch: Batch) -> Array:
+    if batch.packing is not None:
+        return (batch.packing.members < 0).mean(dtype=jnp.float32)
+    return 1 - batch.lengths.mean(dtype=jnp.float32) / batch.tokens.shape[2]
 
 
 def _minibatch_rows(key: Array, index: Array, n: int, minibatches: int) -> Array:

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jrl.errors import UserError
 from jrl.mesh import RULES, batch_sharding, make_mesh, tree_shardings
 from jrl.models import transformer as T
 from jrl.models.config import ModelConfig
+from jrl.types import SharedRows
 
 TINY = ModelConfig(
     vocab_size=31,
@@ -110,6 +112,91 @@ def test_packed_segments_equal_separate_rows(variant):
     order = jax.random.permutation(jax.random.key(5), 12)
     shuffled, _ = apply(params, *(x[:, order] for x in (tokens, positions, segments)))
     np.testing.assert_allclose(shuffled[:, :9], packed[:, order][:, :9], atol=1e-5)
+
+
+def ragged_groups(packed):
+    """Two prompts, one of them of length 0, with three rows each; the same, each row whole.
+
+    Packed, they are one block, and two rows hold what the six did, prompts mixed.
+    """
+    n, members, p, c = 2, 3, 5, 6
+    prompt_lengths = jnp.array([4, 0])
+    prompts = jax.random.randint(jax.random.key(2), (n, p), 0, TINY.vocab_size)
+    tokens = jax.random.randint(jax.random.key(3), (n * members, c), 0, TINY.vocab_size)
+    lengths = jnp.array([[6], [2], [0], [5], [6], [1]])
+    column = jnp.arange(c)[None]
+    start = jnp.repeat(prompt_lengths, members)[:, None]
+    positions, segments = start + column, (column < lengths).astype(jnp.int32)
+    owners = jnp.zeros_like(tokens)
+    laid = SharedRows(
+        prompts[:, None], prompt_lengths[:, None], tokens, positions, segments, owners
+    )
+    if packed:
+        rows = jnp.array([[0, 3], [4, 1], [5, 2]])  # three rows of two completions each
+        own = segments * (1 + jnp.arange(n * members)[:, None])
+        parts = (tokens, positions, own, owners + jnp.arange(n * members)[:, None] // members)
+        laid = SharedRows(
+            prompts[None], prompt_lengths[None], *(x[rows].reshape(3, -1) for x in parts)
+        )
+    place = jnp.broadcast_to(jnp.arange(p)[None], (n * members, p))
+    repeated = (
+        jnp.concatenate([jnp.repeat(prompts, members, axis=0), tokens], axis=1),
+        jnp.concatenate([place, positions], axis=1),
+        jnp.concatenate([place < start, segments != 0], axis=1).astype(jnp.int32),
+    )
+    rows = rows if packed else jnp.arange(6)[:, None]
+    return laid, repeated, lambda x: x[:, p:][rows].reshape(*laid.tokens.shape, -1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "packed"), [*((v, False) for v in VARIANTS), ("gemma", True), ("mixed", True)]
+)
+def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
+    network, params = make(**VARIANTS[variant])
+    laid, repeated_rows, own = ragged_groups(packed)
+    weights = jax.random.normal(jax.random.key(4), (*laid.tokens.shape, TINY.embed_dim))
+    weights = jnp.where((laid.segments != 0)[:, :, None], weights, 0.0)
+
+    def once(params):
+        hidden, aux = network.hidden_shared(params, laid)
+        return (weights * hidden).sum(), (hidden, aux)
+
+    def repeated(params):
+        hidden, aux = network.hidden(params, *repeated_rows)
+        return (weights * own(hidden)).sum(), (own(hidden), aux)
+
+    quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    gradient, (hidden, aux) = quick(jax.grad(once, has_aux=True))(params)
+    expected_gradient, (expected, like) = quick(jax.grad(repeated, has_aux=True))(params)
+    live = np.asarray(laid.segments) != 0
+    np.testing.assert_allclose(hidden[live], expected[live], atol=1e-5)
+    assert set(aux) == set(like)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(gradient),
+        jax.tree.leaves(expected_gradient),
+        strict=True,
+    ):
+        scale = np.abs(b).max() + 1e-6
+        np.testing.assert_allclose(a, b, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
+    if aux:  # 4 tokens of prompts and 20 of rows, two visits each
+        np.testing.assert_allclose(aux["router_load"].sum(-1), 1, rtol=1e-5)
+        visits = np.asarray(aux["router_load"]) * 48
+        np.testing.assert_allclose(visits, visits.round(), atol=1e-3)
+
+
+def test_a_shared_prompt_goes_through_the_network_once():
+    """As measured by the compiled program: a prompt of 64 for 8 rows of 8."""
+    network = T.transformer(dataclasses.replace(TINY, embed_dim=64, max_length=128))
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    rows = jax.ShapeDtypeStruct((8, 8), jnp.int32)
+    prompts = jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
+    laid = SharedRows(prompts, jax.ShapeDtypeStruct((1, 1), jnp.int32), *[rows] * 4)
+    long = [jax.ShapeDtypeStruct((8, 72), jnp.int32)] * 3
+
+    def flops(function, *inputs):
+        return jax.jit(function).lower(params, *inputs).compile().cost_analysis()["flops"]
+
+    assert flops(network.hidden_shared, laid) < 0.3 * flops(network.hidden, *long)
 
 
 def test_padding_has_finite_values_and_no_gradient():

@@ -22,6 +22,7 @@ from jrl.train import loop
 from jrl.train import setup as build
 from jrl.train.loop import train
 from jrl.train.rollout import to_batch
+from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -118,6 +119,27 @@ def programs(config):
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
     second = jax.make_jaxpr(build.make_train_step(run))(state, batch, run.law)
     return [re.sub(r"0x[0-9a-f]+", "", f"{first}\n{second}")]
+
+
+def padding(config):
+    """Whether completions of unlike length are packed."""
+    n, g, t = 4, 6, 32
+    lengths = np.full((n, g), 3, np.int32)
+    rewards = np.zeros((n, g, 1), np.float32)
+    ones = np.ones((n, g), bool)
+    batch = Batch(
+        prompt_tokens=np.zeros((n, 2), np.int32),
+        prompt_lengths=np.ones(n, np.int32),
+        tokens=np.zeros((n, g, t), np.int32),
+        lengths=lengths,
+        mask=np.arange(t) < lengths[:, :, None],
+        rewards=rewards,
+        reward_weights=np.ones(1, np.float32),
+        members=ones,
+        baseline=~ones,
+        truncated=~ones,
+    )
+    return [build.packer(build.setup(config))(batch).packing is None]
 
 
 def updates(config):
@@ -217,12 +239,14 @@ ON_TASK = {
     "optimizer.b1": (updates, "optimizer.b1=0.5", *ADAM),
     "optimizer.b2": (updates, "optimizer.b2=0.5", *ADAM),
     "optimizer.eps": (updates, "optimizer.eps=0.1", *ADAM),
+    "optimizer.mu_dtype": (updates, "optimizer.mu_dtype=bfloat16", *ADAM),
     "optimizer.clip_norm": (updates, "optimizer.clip_norm=0.1"),
     "train.steps": (whole_run, "train.steps=2"),
     "train.prompts": (programs, "train.prompts=8"),
     "train.epochs": (programs, "train.epochs=3"),
     "train.minibatches": (programs, "train.minibatches=2"),
     "train.microbatches": (programs, "train.microbatches=2"),
+    "train.packing": (padding, "train.packing=true"),
     "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3"),
     "warmup.steps": (whole_run, "warmup.steps=30", "train.steps=0"),
     "warmup.learning_rate": (whole_run, "warmup.learning_rate=2e-2", "train.steps=0"),

@@ -144,3 +144,15 @@ def test_the_rate_may_be_traced():
 
     small, large = step(jnp.array([0.01, 0.1]))
     np.testing.assert_allclose(10 * small, large, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n, keys in OPTIMIZER_KEYS.items() if "mu_dtype" in keys])
+def test_the_first_moment_is_kept_in_its_own_dtype(name):
+    """Weights stay float32, and move nearly as they would."""
+    low = OptimizerTable(name=name, mu_dtype="bfloat16", clip_norm=0)
+    state = make_optimizer(low, 10, 1)(0.1).init({"w": jnp.ones(3)})
+    dtypes = {x.dtype for x in jax.tree.leaves(state) if x.shape == (3,)}
+    assert jnp.dtype(jnp.bfloat16) in dtypes
+    exact, got = run(OptimizerTable(name=name, clip_norm=0)), run(low)
+    assert got["w"].dtype == jnp.float32
+    np.testing.assert_allclose(got["w"], exact["w"], rtol=1e-2)

@@ -10,8 +10,9 @@ import pytest
 from jrl.models.heads import value_head, value_network
 from jrl.sampling.draw import make_law
 from jrl.train import score as module
-from jrl.train.score import head_statistics, in_parts, rows, score, split
-from jrl.types import ValueNetwork
+from jrl.train.packing import pack
+from jrl.train.score import head_statistics, in_parts, rows, score, shared_rows, split
+from jrl.types import Statistic, ValueNetwork
 
 LAWS = {
     "plain": make_law(),
@@ -132,7 +133,7 @@ def test_no_gradient_reaches_padding(network, params, batch):
     def gradient(table):
         def loss(table):
             # The table is looked up in ``hidden`` only: the head reads the untouched one.
-            changed = network._replace(logits=lambda _, h: network.logits(params, h))
+            changed = network._replace(logits=lambda _, h: network.logits(params, h), head=None)
             stats = score(
                 {"policy": params | {"embed": table}},
                 marked,
@@ -149,6 +150,108 @@ def test_no_gradient_reaches_padding(network, params, batch):
     norms = np.linalg.norm(np.asarray(gradient(jnp.asarray(params["embed"]))), axis=1)
     assert norms[17] == norms[18] == 0
     assert (norms[:17] > 0).sum() >= 8
+
+
+LENGTHS = np.array([[16, 1, 3], [2, 0, 5], [7, 2, 2], [1, 1, 9]], np.int32)
+HIDDEN = Statistic("size", lambda hidden, mask: (hidden**2).sum(-1), over="hidden")
+
+
+@pytest.mark.parametrize("make", [value_head, value_network])
+def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params, batch, make):
+    """As when it is repeated for every member: statistics of all kinds, policies and values."""
+    heads = {"policy": params, "value": make(network).init(jax.random.key(1)), "ref": params}
+    heads["value"] = jax.tree.map(lambda x: x + 0.3, heads["value"])
+    heads["ref"] = jax.tree.map(lambda x: 0.9 * x, params)
+    want = frozenset({"logprobs", "entropy", "values", "ref_logprobs"})
+    names = sorted({*want, "size"})
+    weights = jax.random.normal(jax.random.key(4), (len(names), *batch.tokens.shape))
+    plain = network._replace(hidden_shared=None)
+    calls = []
+
+    def gradient(network):
+        spied = network._replace(hidden=lambda *args: calls.append(1) or network.hidden(*args))
+
+        def loss(heads):
+            value = make(spied)
+            stats = score(
+                heads,
+                batch,
+                LAWS["cold"],
+                network=spied,
+                value=value,
+                want=want,
+                statistics=(HIDDEN,),
+            )
+            live = batch.mask
+            return sum(
+                jnp.where(live, w * stats[n], 0).sum() for w, n in zip(weights, names, strict=True)
+            ), stats
+
+        return jax.jit(jax.grad(loss, has_aux=True))(heads)
+
+    once, stats = gradient(network)
+    assert calls == []
+    repeated, expected = gradient(plain)
+    assert len(calls) >= 2
+    live = np.asarray(batch.mask)
+    assert set(stats) == set(expected) == set(names)
+    for name in names:
+        np.testing.assert_allclose(stats[name][live], expected[name][live], atol=1e-5)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(once), jax.tree.leaves(repeated), strict=True
+    ):
+        scale = float(jnp.abs(b).max()) + 1e-6
+        np.testing.assert_allclose(a, b, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_batch, parts):
+    batch = make_batch(g=3, t=16, lengths=LENGTHS, mask=np.arange(16) < LENGTHS[:, :, None])
+    packing = pack(LENGTHS, 16, parts=parts)
+    value = value_head(network)
+    both = {
+        "policy": params,
+        "value": jax.tree.map(lambda x: x + 0.3, value.init(jax.random.key(1))),
+    }
+    want = frozenset({"logprobs", "entropy", "values"})
+    names = sorted({*want, "size"})
+    weights = jax.random.normal(jax.random.key(4), (len(names), *batch.tokens.shape))
+
+    def loss(both, batch):
+        scoring = partial(
+            score,
+            both,
+            law=LAWS["cold"],
+            network=network,
+            value=value,
+            want=want,
+            statistics=(HIDDEN,),
+        )
+        stats = in_parts(scoring, batch, parts)
+        zipped = zip(weights, names, strict=True)
+        return sum(jnp.where(batch.mask, w * stats[n], 0).sum() for w, n in zipped), stats
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    slopes, stats = gradient(both, batch.replace(packing=packing))
+    expected_slopes, expected = gradient(both, batch)
+    live = np.asarray(batch.mask)
+    for name in names:
+        np.testing.assert_allclose(stats[name][live], expected[name][live], atol=1e-5)
+    for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected_slopes), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * (float(jnp.abs(b).max()) + 1e-6))
+
+
+def test_shared_rows_hold_what_the_tokens_are_predicted_from(batch):
+    laid = shared_rows(batch)
+    n, g, t = batch.tokens.shape
+    assert np.array_equal(laid.prompt_lengths, batch.prompt_lengths - 1)
+    for row in range(n * g):
+        i, j = divmod(row, g)
+        q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
+        whole = [*batch.prompt_tokens[i, :q].tolist(), *batch.tokens[i, j, :m].tolist()]
+        assert np.asarray(laid.tokens[row, :m]).tolist() == whole[q - 1 : -1]
+        assert np.asarray(laid.positions[row, :m]).tolist() == list(range(q - 1, q + m - 1))
+        assert np.asarray(laid.segments[row]).tolist() == [1] * m + [0] * (t - m)
 
 
 CHUNKS = {1: (1, 1), 19 * 4: (4, 1), 8 * 19 * 3: (8, 3)}
@@ -169,7 +272,7 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
     def run(limit):
         sizes.clear()
         monkeypatch.setattr(module, "_LOGITS_AT_ONCE", limit)
-        spy = network._replace(logits=spied)
+        spy = network._replace(logits=spied, head=None)
 
         def loss(params, hidden):
             stats = head_statistics(
@@ -196,6 +299,37 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
         strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_a_head_that_is_walked_over_equals_one_that_is_not(network, params):
+    """Policies that are fused beside one whose whole law is read."""
+    hidden = {n: jax.random.normal(jax.random.key(i), (2, 5, 16)) for i, n in enumerate("ab")}
+    hidden = {"policy": hidden["a"], "ref": hidden["b"]}
+    tokens = jax.random.randint(jax.random.key(3), (2, 5), 0, 19)
+    both = {"policy": params, "ref": params}
+    surprise = Statistic("surprise", lambda laws, token: laws["ref"][token], policies=("ref",))
+
+    def run(network, law, statistics=()):
+        return head_statistics(
+            both,
+            hidden,
+            tokens,
+            networks={"policy": network, "ref": network},
+            law=law,
+            want=BOTH | {"ref_logprobs"},
+            statistics=statistics,
+        )
+
+    for law, statistics in (
+        (LAWS["cold"], ()),
+        (make_law(0.0), (surprise,)),
+        (LAWS["truncated"], ()),
+    ):
+        found = run(network, law, statistics)
+        expected = run(network._replace(head=None), law, statistics)
+        assert set(found) == set(expected) == BOTH | {"ref_logprobs"} | {s.name for s in statistics}
+        for name in found:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
 
 
 def test_only_what_is_wanted(network, params, batch):
