@@ -28,7 +28,18 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "step_seconds": plan.step_seconds,
         "tokens_per_step": plan.tokens,
         "remedies": plan.remedies,
-        "programs": {name: program._asdict() for name, program in plan.programs.items()},
+        "programs": {name: _numbers(program) for name, program in plan.programs.items()},
+    }
+
+
+def _numbers(program: Program) -> dict[str, Any]:
+    """A program's numbers by name; the parts of a total beside it."""
+    sent, parts = program.collective_bytes, dict(program.bytes_per_chip)
+    return program._asdict() | {
+        "bytes_per_chip": parts.pop("total"),
+        "bytes_by_part": parts,
+        "collective_bytes": None if sent is None else sum(sent.values()),
+        "collective_bytes_by_kind": sent,
     }
 
 

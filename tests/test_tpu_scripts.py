@@ -1,0 +1,130 @@
+"""The scripts for pods: what they would run, and that launching, watching and stopping works."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import subprocess
+import time
+
+import pytest
+
+SCRIPTS = pathlib.Path(__file__).resolve().parent.parent / "tpu_scripts"
+RUNNABLE = sorted(p for p in SCRIPTS.glob("*.sh") if p.name != "common.sh")
+
+
+def script(name, *args, ok=True, **env):
+    done = subprocess.run(
+        [SCRIPTS / name, *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "ZONE": "", "PROJECT": "", **env},
+    )
+    assert (done.returncode == 0) == ok, done.stderr
+    return done.stdout if ok else done.stderr
+
+
+def dry(name, *args):
+    """The commands of a dry run, each as the arguments that the shell would see."""
+    return [shlex.split(line) for line in script(name, "--dry-run", *args).splitlines()]
+
+
+@pytest.mark.parametrize("path", RUNNABLE, ids=lambda p: p.name)
+def test_every_script_parses_and_explains_itself(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    assert f"{path.name} " in script(path.name, "--help")
+    assert path.name in (SCRIPTS / "README.md").read_text()
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    ("topology", "accelerator", "runtime"),
+    [
+        ("v5e:4x4", "v5litepod-16", "v2-alpha-tpuv5-lite"),
+        ("v5p:8x8x16", "v5p-2048", "v2-alpha-tpuv5"),
+        ("v6e:8x8", "v6e-64", "v2-alpha-tpuv6e"),
+    ],
+)
+def test_create_names_the_accelerator_as_the_cloud_does(topology, accelerator, runtime):
+    (command,) = dry("create.sh", "--zone", "z", "--name", "a", "--topology", topology)
+    assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "create", "a"]
+    assert f"--accelerator-type={accelerator}" in command
+    assert f"--version={runtime}" in command
+
+
+def test_several_slices_are_one_queued_resource():
+    args = ("--zone", "z", "--name", "a", "--slices", "2")
+    (command,) = dry("create.sh", *args, "--spot")
+    assert command[3:6] == ["queued-resources", "create", "a"]
+    assert {"--node-count=2", "--node-prefix=a", "--spot"} <= set(command)
+    assert dry("delete.sh", *args)[0][3:6] == ["queued-resources", "delete", "a"]
+
+
+def test_launch_runs_the_same_line_on_every_host_of_every_slice():
+    args = ("--zone", "z", "--name", "a", "--slices", "2")
+    commands = dry("launch.sh", *args, "--", "c.toml", "data.system=a b")
+    assert [c[5] for c in commands] == ["a-0", "a-1"]
+    assert all("--worker=all" in c for c in commands)
+    (line,) = {c[-1].removeprefix("--command=") for c in commands}
+    assert "JRL_DISTRIBUTED=auto nohup $HOME/jrl/.venv/bin/jrl train c.toml" in line
+    assert shlex.quote("data.system=a b") in line or r"data.system=a\ b" in line
+
+
+def test_gke_and_slurm_say_what_they_would_run():
+    (command,) = dry(
+        "gke.sh",
+        *("--zone", "z", "--cluster", "c", "--image", "i", "--slices", "2"),
+        "--",
+        "x.toml",
+    )
+    assert command[:3] == ["xpk", "workload", "create"]
+    assert {"--tpu-type=v5litepod-16", "--num-slices=2", "--docker-image=i"} <= set(command)
+    assert command[-1] == "--command=JRL_DISTRIBUTED=auto jrl train x.toml"
+    (command,) = dry("slurm.sh", "--nodes", "4", "--", "x.toml", "a=1")
+    assert command[0] == "sbatch"
+    assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(command)
+    assert command[-1] == "--wrap=JRL_DISTRIBUTED=auto srun jrl train x.toml a=1"
+
+
+def test_what_is_missing_is_named():
+    assert "--zone is missing" in script("create.sh", ok=False)
+    assert "nothing to run" in script("launch.sh", "--zone", "z", ok=False)
+    assert "unknown option --nome" in script("status.sh", "--nome", "x", ok=False)
+    assert "topology v9:1x1" in script("create.sh", "--zone", "z", "--topology", "v9:1x1", ok=False)
+
+
+def test_local_processes_are_launched_watched_and_stopped(tmp_path):
+    worker = tmp_path / "jrl"
+    worker.write_text(
+        "#!/usr/bin/env bash\n"
+        "trap 'echo saved; exit 0' TERM\n"
+        'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS: $*"\n'
+        "while true; do sleep 0.05; done\n"
+    )
+    worker.chmod(0o755)
+    hosts = ("--local", "2", "--dir", str(tmp_path / "run"))
+    script("launch.sh", *hosts, "--", "c.toml", "data.system=a b", JRL=str(worker), PORT="7777")
+    pids = []
+    try:
+        for host in range(2):
+            folder = tmp_path / "run" / f"host-{host}"
+            pids.append(int((folder / "train.pid").read_text()))
+            said = f"{host} of 2 at 127.0.0.1:7777: train c.toml data.system=a b\n"
+            wait_for(lambda f=folder, s=said: (f / "train.log").read_text() == s)
+        assert script("status.sh", *hosts).split("\n")[:2] == ["running", "running"]
+        assert "0 of 2 at" in script("logs.sh", *hosts)
+        script("stop.sh", *hosts)
+        wait_for(lambda: "not running\nnot running" in script("status.sh", *hosts))
+        assert script("logs.sh", *hosts).count("saved") == 2
+    finally:
+        for pid in pids:
+            subprocess.run(["kill", "-KILL", str(pid)], capture_output=True)
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

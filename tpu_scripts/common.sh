@@ -1,0 +1,91 @@
+# What the scripts beside this one share; sourced, not run. Every script has --dry-run, which prints
+# the commands that would run, each on a line that a shell can read, and runs none of them.
+set -euo pipefail
+
+NAME=jrl TOPOLOGY=v5e:4x4 SLICES=1 ZONE=${ZONE:-} PROJECT=${PROJECT:-} DIR=jrl DRY=
+SPOT= QUEUED= RUNTIME= FOLLOW= LOCAL= REST=()
+
+usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; exit "${1:-0}"; }
+fail() { echo "$(basename "$0"): $*" >&2; exit 2; }
+
+# Options of all scripts; what follows -- is left in REST.
+parse() {
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --name) NAME=${2:?}; shift ;;
+      --topology) TOPOLOGY=${2:?}; shift ;;
+      --slices) SLICES=${2:?}; shift ;;
+      --zone) ZONE=${2:?}; shift ;;
+      --project) PROJECT=${2:?}; shift ;;
+      --dir) DIR=${2:?}; shift ;;
+      --runtime) RUNTIME=${2:?}; shift ;;
+      --local) LOCAL=${2:?}; shift ;;
+      --spot) SPOT=1 ;;
+      --queued) QUEUED=1 ;;
+      --follow) FOLLOW=1 ;;
+      --dry-run) DRY=1 ;;
+      -h | --help) usage ;;
+      --) shift; REST=("$@"); return ;;
+      *) fail "unknown option $1; --help lists them" ;;
+    esac
+    shift
+  done
+}
+
+# Runs a command, or prints it as it would be typed.
+run() {
+  if [ -n "$DRY" ]; then printf '%q ' "$@"; echo; else "$@"; fi
+}
+
+need_zone() {
+  [ -n "$ZONE" ] || fail "--zone is missing, such as --zone us-central2-b (or set ZONE)"
+  PLACE=(--zone "$ZONE")
+  [ -z "$PROJECT" ] || PLACE+=(--project "$PROJECT")
+}
+
+# Chips of a topology such as v5p:8x8x16.
+chips() {
+  local shape=${TOPOLOGY#*:}
+  echo $((${shape//x/*}))
+}
+
+# The cloud's name of the accelerator, which counts cores for v4 and v5p and chips for others.
+accelerator() {
+  case $TOPOLOGY in
+    v4:*) echo "v4-$((2 * $(chips)))" ;;
+    v5e:*) echo "v5litepod-$(chips)" ;;
+    v5p:*) echo "v5p-$((2 * $(chips)))" ;;
+    v6e:*) echo "v6e-$(chips)" ;;
+    *) fail "topology $TOPOLOGY; write v4:SHAPE, v5e:SHAPE, v5p:SHAPE or v6e:SHAPE" ;;
+  esac
+}
+
+runtime() {
+  case ${RUNTIME:-$TOPOLOGY} in
+    v4:*) echo tpu-ubuntu2204-base ;;
+    v5e:*) echo v2-alpha-tpuv5-lite ;;
+    v5p:*) echo v2-alpha-tpuv5 ;;
+    v6e:*) echo v2-alpha-tpuv6e ;;
+    *) echo "$RUNTIME" ;;
+  esac
+}
+
+# The names of the slices: NAME alone, or NAME-0, NAME-1, ...
+nodes() {
+  if [ "$SLICES" = 1 ]; then echo "$NAME"; else seq -f "$NAME-%g" 0 $((SLICES - 1)); fi
+}
+
+# Runs a line of shell on every host of every slice; with --local N, in N directories here.
+on_hosts() {
+  local line=$1 node host
+  if [ -n "$LOCAL" ]; then
+    for host in $(seq 0 $((LOCAL - 1))); do
+      run env "JRL_HOST=$host" bash -c "mkdir -p $DIR/host-$host; cd $DIR/host-$host || exit; $line"
+    done
+    return
+  fi
+  need_zone
+  for node in $(nodes); do
+    run gcloud compute tpus tpu-vm ssh "$node" "${PLACE[@]}" --worker=all --command="$line"
+  done
+}

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Starts a training run on every host, in the background; it goes on when this shell ends.
+#   launch.sh --zone ZONE [--name NAME] [--slices N] [--dir DIR] [--dry-run] -- CONFIG KEY=VALUE ...
+# Name a run directory that all hosts see: run.dir=PATH on a shared disk or a mounted bucket.
+# The same command again goes on from the newest checkpoint. With --local N, N processes on this
+# machine stand for hosts: the way it is tested.
+
+. "$(dirname "$0")/common.sh"
+parse "$@"
+[ ${#REST[@]} -gt 0 ] || fail "nothing to run; write -- CONFIG KEY=VALUE ... at the end"
+if [ -n "$LOCAL" ]; then
+  # The coordinator is process 0 on this machine; hosts of a TPU ask the cluster instead.
+  jrl=${JRL:-jrl}
+  who="JAX_COORDINATOR_ADDRESS=127.0.0.1:${PORT:-8476} JAX_NUM_PROCESSES=$LOCAL"
+  who+=" JAX_PROCESS_ID=\$JRL_HOST"
+else
+  jrl="\$HOME/$DIR/.venv/bin/jrl"
+  who="JRL_DISTRIBUTED=auto"
+  run_in="cd \$HOME/$DIR || exit; "
+fi
+line=$(printf '%q ' "${REST[@]}")
+on_hosts "${run_in:-}$who nohup $jrl train ${line% } > train.log 2>&1 < /dev/null & \
+echo \$! > train.pid"
