@@ -174,6 +174,11 @@ class Engine:
         return bool(self._waiting or self._told or self.running)
 
     @property
+    def weights(self) -> Any:
+        """The policy's, as ``network.prepare`` laid them out; for reading along what is drawn."""
+        return self._weights
+
+    @property
     def slot_use(self) -> float:
         """The share of slot-steps that drew a token."""
         return self.live_steps / max(self.slot_steps, 1)
