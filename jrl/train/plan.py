@@ -133,7 +133,7 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
         width=width,
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
-        law=build._law(config),
+        law=build._law(config, model.vocab_size),
         weights=build._weights(config, task),
         judge="",
         reward_model=None,

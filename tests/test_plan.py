@@ -1,0 +1,249 @@
+"""jrl plan: compiling for TPUs that are not there, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from jrl.cli import app
+from jrl.config import build_config, load_config
+from jrl.errors import UserError
+from jrl.train import chips, plan
+from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
+from jrl.train.hlo import Collective, Cost
+from jrl.train.plan_search import _candidates, _guess
+from jrl.train.plan_text import as_json, as_text
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is for Linux on x86 alone"
+)
+TINY = {
+    "vocab_size": 512,
+    "layers": 1,
+    "embed_dim": 128,
+    "heads": 2,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "mlp_dim": 256,
+    "max_length": 256,
+}
+
+
+def tiny(*, model=TINY, **tables):
+    tree = {
+        "method": "reinforce",
+        "model": {"config": model, "dtype": "bfloat16"},
+        "data": {"max_prompt_tokens": 16},
+        "sampling": {"group": 2, "max_new_tokens": 16},
+        "optimizer": {"name": "sgd"},
+        "train": {"prompts": 4},
+        "mesh": {"fsdp": 4},
+    }
+    return build_config(tree | tables)
+
+
+# ---------------------------------------------------------------- topologies and chips
+
+
+def test_topologies_are_read_and_unknown_ones_refused_with_the_known():
+    found = parse_topology("2*v5p:4x4x8")
+    assert (found.family, found.shape, found.slices, found.chips) == ("v5p", (4, 4, 8), 2, 256)
+    for name in ("v5p:4x4x5", "v7:2x2", "v5e", "0*v5e:4x4"):
+        with pytest.raises(UserError, match="v5e:2x2|v5p:2x2x1"):
+            parse_topology(name)
+    assert larger(parse_topology("v5e:4x4"), 20) == "v5e:4x8"
+    assert larger(parse_topology("v5e:4x4"), 300) is None
+
+
+def test_every_figure_of_a_chip_has_a_source():
+    for chip in chips.CHIPS.values():
+        assert chip.source.startswith("https://")
+        assert chip.flops / chip.hbm_bandwidth > 100  # operations per byte: all are above a hundred
+
+
+def grid(shape, *slices):
+    """Devices of a mesh as their coordinates alone, slice after slice."""
+    places = [(s, i, j) for s in slices or (0,) for i in range(shape[0]) for j in range(shape[1])]
+    found = np.empty(len(places), object)
+    found[:] = [SimpleNamespace(coords=[i, j, 0], slice_index=s) for s, i, j in places]
+    return found
+
+
+def test_an_axis_has_the_links_of_the_dimensions_it_lies_along():
+    link = chips.CHIPS["v5e"].link_bandwidth
+    small, pod = parse_topology("v5e:4x4"), parse_topology("v5e:16x16")
+    devices = grid((4, 4)).reshape(4, 4)
+    assert axis_bandwidth(small, devices, (0,)) == link  # a line of 4: no way round
+    assert axis_bandwidth(small, devices, (0, 1)) == 2 * link
+    assert axis_bandwidth(pod, grid((16, 16)).reshape(16, 16), (1,)) == 2 * link  # a ring
+    both = grid((4, 4), 0, 1).reshape(2, 16)
+    two = parse_topology("2*v5e:4x4")
+    assert axis_bandwidth(two, both, (0,)) == two.chip.dcn_bandwidth
+    assert axis_bandwidth(two, both, (1,)) == 2 * link
+
+
+def test_the_slowest_of_three_decides_each_computation():
+    topology = parse_topology("v5e:4x4")
+    chip, devices = topology.chip, grid((4, 4)).reshape(1, 16)
+    send = Collective("all-gather", (1,), 16, 1, 2 * chip.link_bandwidth * 3)
+    costs = [
+        Cost(2.0, chip.flops, chip.hbm_bandwidth / 2, ()),
+        Cost(1.0, 0.0, 5 * chip.hbm_bandwidth, ()),
+        Cost(1.0, chip.flops, 0.0, (send,)),
+    ]
+    seconds, bound = plan.roofline(costs, topology, devices)
+    assert bound == {"compute": 2.0, "memory": 5.0, "network": 3.0}
+    assert seconds == 10.0
+
+
+def test_without_libtpu_the_way_to_install_it_is_said(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .*libtpu"):
+        compile_devices(parse_topology("v5e:2x2"))
+
+
+# ---------------------------------------------------------------- plans
+
+
+@needs_libtpu
+def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
+    found = plan.make_plan(tiny(), parse_topology("v5e:2x2"))
+    data = json.loads(json.dumps(as_json(found)))
+    assert data["fits"] is found.fits is True
+    assert set(data["programs"]) == {"sampler", "train_step"}
+    for program in data["programs"].values():
+        parts = program["bytes_by_part"]
+        assert program["bytes_per_chip"] == pytest.approx(sum(parts.values()), rel=1e-6)
+        assert parts["weights"] * 4 == pytest.approx(found.parameters * 4, rel=0.02)
+        assert program["roofline_seconds"] == pytest.approx(sum(program["bound"].values()))
+        assert program["collective_bytes"] == sum(program["collective_bytes_by_kind"].values()) > 0
+        assert all(kind.endswith("/fsdp") for kind in program["collective_bytes_by_kind"])
+    # forward and backward products of the layers and of the head, on one chip's rows of 8
+    layer = 4 * 128 * 128 + 3 * 128 * 256
+    least = 6 * (2 * 32 * layer + 2 * 16 * 128 * 512)
+    assert least < data["programs"]["train_step"]["flops"] < 2 * least
+    text = as_text(found)
+    assert "verdict: fits" in text
+    assert "4 chips" in text
+
+
+@needs_libtpu
+def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
+    topology = parse_topology("v5e:2x2")
+    cases = [
+        ({"mesh": {"tensor": 4}}, "heads.* does not divide over mesh tensor=4"),
+        ({"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
+        ({"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
+        ({"mesh": {"fsdp": 8}}, "needs 8 devices; there are 4"),
+        (
+            {
+                "model": TINY | {"experts": 6, "experts_per_token": 2, "expert_mlp_dim": 64},
+                "mesh": {"expert": 4},
+            },
+            "expert.* of size 6 does not divide over mesh expert=4",
+        ),
+    ]
+    for tables, says in cases:
+        with pytest.raises(UserError, match=says):
+            plan.make_plan(tiny(**tables), topology)
+    two = parse_topology("2*v5e:2x2")
+    with pytest.raises(UserError, match=r"mesh.data = 1 does not divide over 2 slices"):
+        plan.make_plan(tiny(mesh={"fsdp": 8}, train={"prompts": 8}), two)
+
+
+def test_sizes_are_asked_for_when_they_are_missing():
+    config = build_config({"train": {"prompts": 8}})
+    with pytest.raises(UserError, match=r"model.config are both missing"):
+        plan._shape(config, None)
+
+
+def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
+    mesh = SimpleNamespace(shape={"data": 1, "fsdp": 4, "tensor": 1, "context": 1, "expert": 1})
+    topology, gib = parse_topology("v5e:2x2"), plan.GIB
+
+    def remedies(name, config, **sizes):
+        run = SimpleNamespace(config=config, mesh=mesh)
+        sizes = {k: v * gib for k, v in sizes.items()}
+        program = plan.Program(
+            sizes | {"total": sum(sizes.values())}, False, None, None, None, None, None, 0.0
+        )
+        return plan._remedies(run, topology, name, program)
+
+    config = tiny(train={"prompts": 64})
+    found = remedies("train_step", config, weights=2, optimizer=4, temporaries=30)
+    assert found[0] == "train_step: 20.0 GiB too much on each chip"
+    assert "train.microbatches = 4" in found
+    found = remedies("train_step", config, weights=20, optimizer=40)
+    assert any("v5e:4x8" in line for line in found)
+    found = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
+    assert any(line.startswith("sampling.slots = 16") for line in found)
+
+
+def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
+    config = load_config(CONFIGS / "pod_8b_v6e.toml")
+    topology = parse_topology("v6e:8x8")
+    model = plan._shape(config, None)
+    found = list(_candidates(config, model, topology, True))
+    assert {c.disjoint for c in found} == {False, True}
+    for c in found:
+        mesh = dict(c.mesh)
+        assert np.prod(list(mesh.values())) == (32 if c.disjoint else 64)
+        assert model.kv_heads % mesh["tensor"] == 0
+        assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * c.microbatches) == 0
+    best = min(found, key=lambda c: _guess(config, model, topology, c))
+    assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
+def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
+    config = load_config(path)
+    (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
+    topology = parse_topology(line.split("--topology ")[1].strip())
+    assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor * config.mesh.expert == (
+        topology.chips
+    )
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
+def test_pod_configurations_compile_and_fit(path):
+    config = load_config(path)
+    (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
+    topology = parse_topology(line.split("--topology ")[1].strip())
+    found = plan.make_plan(config, topology)
+    assert found.fits, as_text(found)
+
+
+# ---------------------------------------------------------------- the command
+
+
+def test_the_command_refuses_a_topology_and_lists_the_known():
+    done = CliRunner().invoke(app, ["plan", str(CONFIGS / "tiny.toml"), "--topology", "v5e:5x5"])
+    assert done.exit_code == 2
+    assert "v5e:4x4" in done.output
+
+
+def test_the_command_prints_json_and_fails_when_it_does_not_fit(monkeypatch):
+    program = plan.Program({"weights": 20.0, "total": 20.0}, False, *[None] * 5, 1.0)
+    found = plan.Plan(
+        parse_topology("v5e:2x2"), {"fsdp": 4}, {"train_step": program}, False, ["x"], 5, 6
+    )
+    monkeypatch.setattr(plan, "make_plan", lambda *args, **kwargs: found)
+    done = CliRunner().invoke(
+        app, ["plan", str(CONFIGS / "tiny.toml"), "--topology", "v5e:2x2", "--json"]
+    )
+    assert done.exit_code == 1
+    data = json.loads(done.output)
+    assert data["fits"] is False
+    assert data["programs"]["train_step"]["bytes_per_chip"] == 20
+    assert data["programs"]["train_step"]["flops"] is None
+    done = CliRunner().invoke(app, ["plan", str(CONFIGS / "tiny.toml"), "--topology", "v5e:2x2"])
+    assert "DOES NOT FIT" in done.output

@@ -1,0 +1,161 @@
+"""Costs read from the text of compiled programs, against texts small enough to count by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jrl.train.hlo import _groups, program_costs
+
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%body (p: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %p = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8,16]{1,0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %w = f32[16,16]{1,0} constant({...})
+  %dot = f32[8,16]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sum = f32[8,16]{1,0} all-reduce(%dot), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add
+  ROOT %out = (s32[], f32[8,16]{1,0}) tuple(%next, %sum)
+}
+
+%condition (q: (s32[], f32[8,16])) -> pred[] {
+  %q = (s32[], f32[8,16]{1,0}) parameter(0)
+  %n = s32[] constant(5)
+  %j = s32[] get-tuple-element(%q), index=0
+  ROOT %lt = pred[] compare(%j, %n), direction=LT
+}
+
+ENTRY %main (a: f32[8,16]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[8,16]{1,0}) tuple(%zero, %a)
+  %while = (s32[], f32[8,16]{1,0}) while(%init), condition=%condition, body=%body
+  ROOT %r = f32[8,16]{1,0} get-tuple-element(%while), index=1
+}
+"""
+
+
+def totals(text, mesh=(2, 2)):
+    costs = program_costs(text, mesh)
+    sent = {}
+    for cost in costs:
+        for c in cost.collectives:
+            sent[c.kind, c.axes] = sent.get((c.kind, c.axes), 0) + cost.runs * c.bytes
+    flops = sum(c.runs * c.flops for c in costs)
+    return flops, sum(c.runs * c.bytes for c in costs), sent
+
+
+def test_the_body_of_a_loop_counts_as_often_as_it_runs():
+    flops, moved, sent = totals(LOOP)
+    assert flops == 5 * 2 * 8 * 16 * 16
+    assert sent == {("all-reduce", (1,)): 5 * 2 * (8 * 16 * 4) / 2}
+    # x, w and the product; what is reduced, twice; the counter and its sum; the condition
+    assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
+
+
+def test_what_lies_in_the_chip_is_no_traffic():
+    there = LOOP.replace(
+        "%w = f32[16,16]{1,0} constant", "%w = f32[16,16]{1,0:T(8,128)S(1)} constant"
+    )
+    assert totals(LOOP)[1] - totals(there)[1] == 5 * 16 * 16 * 4
+
+
+BRANCHES = """HloModule jit_g
+
+%look (p: f32[4,4]) -> f32[4,4] {
+  %p = f32[4,4]{1,0} parameter(0)
+  ROOT %d = f32[4,4]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%nothing (n: f32[4,4]) -> f32[4,4] {
+  ROOT %n = f32[4,4]{1,0} parameter(0)
+}
+
+ENTRY %main (a: f32[4,4], c: s32[]) -> f32[4,4] {
+  %a = f32[4,4]{1,0} parameter(0)
+  %c = s32[] parameter(1)
+  ROOT %r = f32[4,4]{1,0} conditional(%c, %a, %a), branch_computations={%look, %nothing}
+}
+"""
+
+
+def test_the_branches_of_a_conditional_run_in_equal_parts():
+    assert totals(BRANCHES)[0] == 2 * 4**3 / 2
+
+
+UPDATE = """HloModule jit_h
+
+%put (c: f32[64,64], x: f32[1,64], i: s32[]) -> f32[64,64] {
+  %c = f32[64,64]{1,0} parameter(0)
+  %x = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %u = f32[64,64]{1,0} dynamic-update-slice(%c, %x, %i, %zero)
+}
+
+ENTRY %main (c: f32[64,64], x: f32[1,64], i: s32[]) -> f32[64,64] {
+  %c = f32[64,64]{1,0} parameter(0)
+  %x = f32[1,64]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %r = f32[64,64]{1,0} fusion(%c, %x, %i), kind=kLoop, calls=%put
+}
+"""
+
+
+def test_an_update_in_place_moves_what_it_writes():
+    assert totals(UPDATE)[1] == 3 * 64 * 4 + 4
+
+
+BATCHED = """HloModule jit_k
+
+ENTRY %main (x: bf16[16,4,32,8], y: bf16[16,4,32,8]) -> f32[16,4,32,32] {
+  %x = bf16[16,4,32,8]{3,2,1,0} parameter(0)
+  %y = bf16[16,4,32,8]{3,2,1,0} parameter(1)
+  ROOT %c = f32[16,4,32,32]{3,2,1,0} convolution(%x, %y), """ + (
+    "window={size=16x4 stride=15x3 lhs_dilate=16x4}, dim_labels=01bf_01oi->01bf\n}\n"
+)
+
+
+def test_batch_axes_written_as_windows_are_no_more_work():
+    assert totals(BATCHED)[0] == 16 * 4 * 2 * 32 * 32 * 8
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replica_groups={{0,1},{2,3}}, x", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[4], x", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}, x", [[0, 1, 2, 3]]),
+        ("x", [[0, 1, 2, 3]]),
+    ],
+)
+def test_groups_are_read_in_every_form(text, expected):
+    np.testing.assert_array_equal(_groups(text, 4), expected)
+
+
+KINDS = """HloModule jit_m
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0)
+  %g = f32[16,8]{1,0} all-gather(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
+  %s = f32[4,8]{1,0} reduce-scatter(%x), replica_groups=[2,2]<=[4], dimensions={0}, to_apply=%a
+  %t = f32[8,8]{1,0} all-to-all(%x), replica_groups=[1,4]<=[4], dimensions={0}
+  %p = (f32[8,8], f32[8,8]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0},{2,3},{3,2}}
+  %q = f32[8,8]{1,0} collective-permute-done(%p)
+  ROOT %r = f32[8,8]{1,0} copy(%q)
+}
+"""  # noqa: E501
+
+
+def test_each_collective_sends_its_share_over_its_axes():
+    assert totals(KINDS)[2] == {
+        ("all-gather", (0,)): 256,
+        ("reduce-scatter", (1,)): 128,
+        ("all-to-all", (0, 1)): 192,
+        ("collective-permute", (1,)): 256,
+    }

@@ -1,0 +1,212 @@
+"""Several processes as one run: the same numbers as one process, and a clean end when one is gone.
+
+Two processes of four CPU devices each against one process of eight.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+CONFIG = """
+method = "grpo"
+[data]
+task = "sorting"
+difficulty = 3
+[model.config]
+layers = 1
+embed_dim = 16
+heads = 2
+kv_heads = 2
+head_dim = 8
+mlp_dim = 32
+[sampling]
+group = 4
+[optimizer]
+learning_rate = 1e-2
+[train]
+steps = 4
+prompts = 8
+[eval]
+problems = 16
+[checkpoint]
+every = 2
+keep = 4
+[mesh]
+data = 4
+fsdp = 2
+[log]
+samples_every = 2
+"""
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(command, devices, extra_env):
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        **extra_env,
+    }
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def train(path, *overrides, processes=1, different=()):
+    """Runs to the end on that many processes; their (exit code, output)."""
+    port, running = free_port(), []
+    for i in range(processes):
+        command = ["-m", "jrl", "train", str(path), *overrides, *(different[i : i + 1])]
+        env = {}
+        if processes > 1:
+            flags = (f"--coordinator=127.0.0.1:{port}", f"--process={i}")
+            command += [*flags, f"--processes={processes}"]
+        running.append(start(command, 8 // processes, env))
+    ended = []
+    for process in running:
+        output, _ = process.communicate(timeout=240)
+        ended.append((process.returncode, output))
+    return ended
+
+
+def records(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("processes") / "config.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_two_processes_train_sample_save_and_go_on_as_one_does(config):
+    """The second half of the run of two goes on from the checkpoint of its first half."""
+    one, two = config.parent / "one", config.parent / "two"
+    ((code, output),) = train(config, f"run.dir={one}")
+    assert code == 0, output
+    for steps in (2, 4):
+        for code, output in train(config, f"run.dir={two}", f"train.steps={steps}", processes=2):
+            assert code == 0, output
+    header, *alone = records(one)
+    assert header["device"]["processes"] == 1
+    header, *together = records(two)
+    assert header["device"] | {"processes": 2, "count": 8} == header["device"]
+    assert [entry["step"] for entry in header["resumed"]] == [2]
+    assert [r["step"] for r in together] == [r["step"] for r in alone] == [1, 2, 3, 4]
+    for mine, theirs in zip(together, alone, strict=True):
+        for name in ("reward", "loss", "grad_norm", "length", "completion_tokens"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
+    ends = [json.loads((d / "summary.json").read_text())["accuracy_after"] for d in (one, two)]
+    assert ends[0] == ends[1]
+    samples = [(d / "samples.jsonl").read_text() for d in (one, two)]
+    assert samples[0] == samples[1]
+
+
+def test_processes_that_disagree_all_stop_with_one_message(config):
+    folder = config.parent / "differ"
+    ended = train(
+        config,
+        f"run.dir={folder}",
+        processes=2,
+        different=("train.prompts=8", "train.prompts=16"),
+    )
+    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in ended]
+    assert [code for code, _ in ended] == [2, 2]
+    assert says[0] == says[1]
+    assert "the processes of this run disagree on their configuration" in says[0][0]
+    assert says[0][1].strip() == "train.prompts = 8 in process 0, 16 in process 1"
+    assert not folder.exists()
+
+
+PEER = """
+import sys, time
+from jrl.processes import any_says, check_same, first_says, start
+start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
+import jax
+assert first_says({"who": jax.process_index()}) == {"who": 0}
+assert any_says(jax.process_index() == 1)
+check_same("names", {"a": 1})
+print("joined", flush=True)
+while True:
+    any_says(False)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_process_ends_the_other_within_a_bounded_time(lost):
+    port = free_port()
+    peers = [start(["-c", PEER, str(port), str(i)], 1, {}) for i in range(2)]
+    try:
+        for peer in peers:
+            assert peer.stdout is not None
+            for line in peer.stdout:
+                if line.startswith("joined"):
+                    break
+            else:
+                pytest.fail("a process ended before it had joined")
+        peers[lost].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        code = peers[1 - lost].wait(timeout=40)
+        assert code != 0
+        assert time.monotonic() - begin < 30
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.wait()
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1"}, "JAX_NUM_PROCESSES, JAX_PROCESS_ID missing"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES = 'two'; must be a whole number"),
+    ],
+)
+def test_half_an_address_is_refused(env, says, monkeypatch):
+    from jrl.errors import UserError
+    from jrl.processes import start as join
+
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=says):
+        join()
+
+
+def test_one_process_alone_agrees_with_itself(monkeypatch):
+    from jrl import processes
+
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *a, **k: pytest.fail())
+    processes.start()
+    assert processes.first_says([1, "a"]) == [1, "a"]
+    assert processes.any_says(True) is True
+    assert processes.any_says(False) is False
+    processes.check_same("configuration", {"a": 1})
+
+
+def test_the_source_is_this_checkout():
+    import jrl
+
+    assert pathlib.Path(jrl.__file__).parent.parent == pathlib.Path(__file__).parents[2]
