@@ -1,0 +1,112 @@
+"""Weak scaling on paper: what a chip sends, and how long a step takes, from 4 to 1,024 chips.
+
+    python -m benchmarks.weak_scaling --out benchmarks/weak_scaling
+
+The work of a chip stays the same while chips are added: 4 prompts of 512 tokens, 8 completions of
+1,024 tokens each, of the 1.7B-class policy of ``configs/pod_1.7b_v5e.toml``, on v5p. The state is
+divided over up to 16 chips (mesh.fsdp), further chips are replicas (mesh.data). The programs are
+compiled with few layers and extrapolated (``jrl plan --quick``). Writes OUT.json, OUT.md, OUT.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+CONFIG = Path(__file__).parents[1] / "configs" / "pod_1.7b_v5e.toml"
+SLICES = ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16")
+PROMPTS_PER_CHIP, MOST_SHARDS = 4, 16
+
+
+def measure(shape: str) -> dict[str, Any]:
+    """One row: the plan for one slice."""
+    from jrl.config import load_config
+    from jrl.train.chips import parse_topology
+    from jrl.train.plan import quick_plan
+
+    topology = parse_topology(f"v5p:{shape}")
+    shards = min(topology.chips, MOST_SHARDS)
+    changes = [
+        f"mesh.fsdp={shards}",
+        f"mesh.data={topology.chips // shards}",
+        f"train.prompts={PROMPTS_PER_CHIP * topology.chips}",
+        f"train.microbatches={PROMPTS_PER_CHIP}",
+    ]
+    plan = quick_plan(load_config(CONFIG, changes), topology)
+    row: dict[str, Any] = {"topology": topology.name, "chips": topology.chips, "fits": plan.fits}
+    for name, program in plan.programs.items():
+        row[name] = {
+            "collective_bytes": program.collective_bytes,
+            "roofline_seconds": program.roofline_seconds,
+            "bound": program.bound,
+            "bytes_per_chip": program.bytes_per_chip["total"],
+        }
+    row["step_seconds"] = plan.step_seconds
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown."""
+    head = "| chips | GB sent in training | over fsdp | over data | step, s at least |"
+    lines = [head, "| ---: | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        sent = row["train_step"]["collective_bytes"]
+        over = {
+            axis: sum(v for k, v in sent.items() if axis in k.partition("/")[2].split("+"))
+            for axis in ("fsdp", "data")
+        }
+        lines.append(
+            f"| {row['chips']:,} | {sum(sent.values()) / 1e9:.1f} | {over['fsdp'] / 1e9:.1f} | "
+            f"{over['data'] / 1e9:.1f} | {row['step_seconds']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Bytes and time against the number of chips."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    chips = [row["chips"] for row in rows]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for name, label in (("train_step", "training step"), ("sampler", "sampler")):
+        sent = [sum(row[name]["collective_bytes"].values()) / 1e9 for row in rows]
+        left.plot(chips, sent, "o-", label=label)
+        right.plot(chips, [row[name]["roofline_seconds"] for row in rows], "o-", label=label)
+    right.plot(chips, [row["step_seconds"] for row in rows], "k--", label="both")
+    for axes, text in ((left, "GB sent by a chip"), (right, "seconds, at least")):
+        axes.set(xlabel="chips (v5p)", ylabel=text, ylim=(0, None))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(chips, [f"{c:,}" for c in chips])
+        axes.legend(frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/weak_scaling"))
+    parser.add_argument("--slices", nargs="*", default=list(SLICES))
+    args = parser.parse_args()
+    path = args.out.with_suffix(".json")
+    rows = json.loads(path.read_text()) if path.exists() else []
+    for shape in args.slices:
+        if not any(row["topology"] == f"v5p:{shape}" for row in rows):
+            rows.append(measure(shape))
+            path.write_text(json.dumps(rows, indent=1) + "\n")
+            print(json.dumps(rows[-1]), flush=True)
+    rows.sort(key=lambda row: row["chips"])
+    text = __doc__.split("\n\n")[2] + "\n\n" + table(rows) + "\n\n![plot](weak_scaling.png)\n"
+    args.out.with_suffix(".md").write_text("# Weak scaling on paper\n\n" + text)
+    draw(rows, args.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
