@@ -88,9 +88,10 @@ MUTANTS = {
     "log-probability before temperature": Mutant(
         7,
         "sampling/engine.py",
-        "        logprob = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]\n",
-        "        raw = jax.nn.log_softmax(network.logits(params, hidden[:, 0]))\n"
-        "        logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n",
+        "            token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)\n",
+        "            token, _ = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)\n"
+        "            raw = jax.nn.log_softmax(logits)\n"
+        "            logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n",
     ),
     "a trainer that ignores truncation": Mutant(
         7,

@@ -154,6 +154,7 @@ def test_a_run_without_attention_weights_is_refused():
         axes=lambda: {"table": (None, None)},
         hidden=lambda params, tokens, positions, segments: (params["table"][tokens], {}),
         logits=lambda params, hidden: hidden,
+        prepare=None,
         init_cache=None,
         extend=None,
     )
