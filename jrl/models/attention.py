@@ -1,15 +1,11 @@
-"""Grouped-query attention: rotation, masks, the attention itself, and the key-value cache.
+"""Grouped-query attention of whole sequences: rotation, masks, and the attention itself.
 
-Queries are ``[B, Q, H, h]``; keys and values ``[B, K, L, h]``. The cache keeps values so and keys
-turned, ``[B, K, h, C]``: decoding reads both whole for every token, and in these layouts both
-products run along contiguous numbers (measured 2.2 times as fast on CPU as keys ``[B, K, C, h]``).
+Queries are ``[B, Q, H, h]``; keys and values ``[B, K, L, h]``.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import chex
@@ -24,7 +20,8 @@ from jrl.types import Array
 NO_WINDOW = np.int32(2**30)
 """A window that no sequence reaches."""
 
-_MASKED = -1e30  # finite, so that a row with nothing to see is uniform instead of NaN
+MASKED = -1e30
+"""A hidden score; finite, so that a row with nothing to see is uniform instead of NaN."""
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
@@ -141,7 +138,7 @@ def attend(
     scores = product("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask_bqc[:, None, None], scores, _MASKED)
+    scores = jnp.where(mask_bqc[:, None, None], scores, MASKED)
     weights = jax.nn.softmax(scores, axis=-1).astype(v_bkcd.dtype)
     # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
     return product("bkcd,bkgqc->bqkgd", v_bkcd, weights).reshape(b, q, h, d)
@@ -200,7 +197,7 @@ def attend_shared(
         found = product(spec, q_nkmgqd, keys, jnp.float32) * scale
         if softcap is not None:
             found = softcap * jnp.tanh(found / softcap)
-        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, _MASKED)
+        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, MASKED)
 
     before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
     own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
@@ -232,114 +229,3 @@ def _both_backward(weights: tuple[Array, Array], g: tuple[Array, Array]) -> tupl
 
 
 _softmax_over_both.defvjp(_both_forward, _both_backward)
-
-
-class Part(NamedTuple):
-    """Keys and values that queries look at, held once for ``members`` consecutive rows.
-
-    Attributes:
-      k_mkdc: [M, K, h, C]; row s of the queries reads row s // members, members = S / M.
-      v_mkcd: [M, K, C, h].
-      mask_sqc: [S, Q, C] bool, True where visible.
-      reached: [] bool, False when no query sees any of it, which is then not read; None for always.
-    """
-
-    k_mkdc: Array
-    v_mkcd: Array
-    mask_sqc: Array
-    reached: Array | None = None
-
-
-class Seen(NamedTuple):
-    """What queries saw of a part: enough to merge it with other parts under one softmax.
-
-    Attributes:
-      peak: [S, K, H / K, Q, 1] float32, the largest score.
-      total: [S, K, H / K, Q, 1] float32, the sum of exp(score - peak).
-      values: [S, K, H / K, Q, h] float32, the values weighted by exp(score - peak).
-    """
-
-    peak: Array
-    total: Array
-    values: Array
-
-
-def attend_parts(
-    q_sqhd: Array, parts: Sequence[Part], *, scale: float, softcap: float | None = None
-) -> Array:
-    """``attend`` over keys and values that lie in several places, shared by rows or not.
-
-    The rows that share a part are queries of one matrix product with it. Each part has a softmax of
-    its own, and the parts are merged by their largest scores and sums of weights.
-
-    Args:
-      q_sqhd: [S, Q, H, h].
-      parts: at least one, and one that is always read.
-      scale: what scores are multiplied by.
-      softcap: scores become cap * tanh(score / cap).
-
-    Returns:
-      [S, Q, H, h] in the dtype of the values. A query that sees nothing gets a mean of the values.
-    """
-    s, q, h, d = q_sqhd.shape
-    seen = [_look(q_sqhd, part, scale, softcap) for part in parts]
-    peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
-    shares = [jnp.exp(x.peak - peak) for x in seen]
-    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
-    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
-    out_skgqd = values / total
-    return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(parts[0].v_mkcd.dtype)
-
-
-def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
-    """What the queries see of one part, nothing when none of them reaches it."""
-    s, q, h, d = q_sqhd.shape
-    m, k = part.v_mkcd.shape[:2]
-
-    def look(q_sqhd: Array, part: Part) -> Seen:
-        # The rows of a block and the heads of a group are the rows of one matrix product.
-        q_mkrd = q_sqhd.reshape(m, s // m, q, k, h // k, d).transpose(0, 3, 1, 4, 2, 5)
-        q_mkrd = q_mkrd.reshape(m, k, -1, d)
-        scores = product("mkrd,mkdc->mkrc", q_mkrd, part.k_mkdc, jnp.float32) * scale
-        if softcap is not None:
-            scores = softcap * jnp.tanh(scores / softcap)
-        scores = scores.reshape(m, k, s // m, h // k, q, -1)
-        mask = part.mask_sqc.reshape(m, 1, s // m, 1, q, -1)
-        scores = jnp.where(mask, scores, _MASKED)
-        peak = scores.max(-1, keepdims=True)
-        weights = jnp.exp(scores - peak)
-        total = weights.sum(-1, keepdims=True)
-        rows = weights.astype(part.v_mkcd.dtype).reshape(m, k, -1, weights.shape[-1])
-        values = product("mkrc,mkcd->mkrd", rows, part.v_mkcd, jnp.float32)
-        values = values.reshape(m, k, s // m, h // k, q, d)
-        per_row = lambda x: x.transpose(0, 2, 1, 3, 4, 5).reshape(s, k, h // k, q, -1)  # noqa: E731
-        return Seen(per_row(peak), per_row(total), per_row(values))
-
-    def nothing(q_sqhd: Array, part: Part) -> Seen:
-        lead = (s, k, h // k, q)
-        zero = jnp.zeros((*lead, 1), jnp.float32)
-        return Seen(zero + _MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
-
-    if part.reached is None:
-        return look(q_sqhd, part)
-    return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
-
-
-def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Array) -> dict:
-    """A piece of a layer's cache with live tokens' entries stored.
-
-    Args:
-      old: "k" [S, K, h, C] and "v" [S, K, C, h].
-      new: "k" and "v", each [S, K, Q, h].
-      columns: [S, Q] int32, where in the piece each token goes.
-      live: [S, Q] bool; False (and columns outside the piece) write nothing.
-    """
-    chex.assert_equal_shape([columns, live])
-    rows = jnp.arange(columns.shape[0])[:, None]
-    size = old["v"].shape[2]
-    columns = jnp.where(live & (columns >= 0), columns, size)
-    k, v = (new[name].transpose(0, 2, 1, 3).astype(old[name].dtype) for name in ("k", "v"))
-    return {
-        "k": old["k"].at[rows, :, :, columns].set(k, mode="drop"),
-        "v": old["v"].at[rows, :, columns].set(v, mode="drop"),
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import chex
 import jax
@@ -21,21 +21,19 @@ from jrl.mesh import constrain
 from jrl.models import moe
 from jrl.models.attention import (
     NO_WINDOW,
-    Part,
     Past,
     attend,
-    attend_parts,
     attend_shared,
     frequencies,
     rotate,
     rotation,
     visible,
-    write,
 )
 from jrl.models.config import ModelConfig
+from jrl.models.decode import Part, View, attend_parts, cache_views, init_cache, prepare, write
 from jrl.models.product import PRODUCT, contract
 from jrl.models.weights import abstract as abstract
-from jrl.models.weights import axes, init
+from jrl.models.weights import axes, init, layer_weights
 from jrl.models.weights import count_params as count_params
 from jrl.types import Array, Cache, Head, Network, Params, SharedRows
 
@@ -162,19 +160,6 @@ def _block(
             out = rms_norm(out, w["mlp_post_norm"], config)
         x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
     return x_bqd, extra, stats
-
-
-def _layer(config: ModelConfig, stacked: Params, i: int) -> Params:
-    """Layer i's weights out of the stacks; the two feed-forward stacks skip each other's layers."""
-    sparse = config.sparse
-    position = sum(s == sparse[i] for s in sparse[:i])
-    absent = "mlp" if sparse[i] else "experts"
-    return {
-        name: jax.tree.map(lambda a, j=j: a[j], part)
-        for name, part in stacked.items()
-        if name != absent
-        for j in [position if name in ("mlp", "experts") else i]
-    }
 
 
 # ---------------------------------------------------------------- the network
@@ -322,7 +307,7 @@ def _through_layers(
         return jax.lax.scan(body, carry, (layers, jnp.asarray(turn_ids), jnp.asarray(windows)))
     per_layer = []  # layers of two shapes cannot be stacked
     for i in range(config.layers):
-        carry, stats = body(carry, (_layer(config, layers, i), turn_ids[i], windows[i]))
+        carry, stats = body(carry, (layer_weights(config, layers, i), turn_ids[i], windows[i]))
         per_layer += [stats] if stats else []
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *per_layer)
 
@@ -347,25 +332,6 @@ def head(params: Params, *, config: ModelConfig) -> Head:
     return Head(params["head"], 1, config.logit_softcap)
 
 
-def init_cache(
-    rows: int, length: int, weights: Any = None, pieces: int = 1, *, config: ModelConfig
-) -> Cache:
-    """Nothing written; each layer has pieces {"k": [rows, K, h, c], "v": [rows, K, c, h]}.
-
-    The lengths c of the pieces add up to ``length``.
-    """
-    del weights  # the shape is in the config; other networks size their cache by the weights
-
-    def empty(*shape: int) -> Array:
-        zeros = jnp.zeros((rows, config.kv_heads, *shape), jnp.dtype(config.dtype))
-        return constrain(zeros, "batch", "kv_heads", None, None)
-
-    size, d = -(-length // pieces), config.head_dim
-    sizes = [min(size, length - start) for start in range(0, length, size)]
-    layer = lambda: tuple({"k": empty(d, c), "v": empty(c, d)} for c in sizes)  # noqa: E731
-    return Cache(own=tuple(layer() for _ in range(config.layers)))
-
-
 def extend(
     weights: Any,
     cache: Cache,
@@ -384,11 +350,11 @@ def extend(
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, live])
     x_sqd = _embed(config, weights, tokens)
-    views = {window: _views(cache, positions, live, window) for window in set(config.windows)}
+    views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
     scale, cap, written = _query_scale(config), config.attention_softcap, []
 
-    def bind_cache(i: int, views: list[_View]) -> Mix:
+    def bind_cache(i: int, views: list[View]) -> Mix:
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
             parts, pieces = [], []
             for view in views:
@@ -412,83 +378,6 @@ def extend(
     with jax.named_scope("final_norm"):
         x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
     return x_sqd, cache.replace(own=tuple(written))
-
-
-class _View(NamedTuple):
-    """How queries look at one piece of a cache: the same in all layers with one window.
-
-    Attributes:
-      piece: which.
-      mask: [S, Q, C] bool.
-      columns: [S, Q] int32, where in the piece the tokens are written; None for the prefix.
-      reached: [] bool, whether to read it at all; None for always.
-    """
-
-    piece: int
-    mask: Array
-    columns: Array | None
-    reached: Array | None
-
-
-def _views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[_View]:
-    reach = NO_WINDOW if window is None else np.int32(window)
-    offsets = cache.offsets()[:, None]
-    views, start = [], 0
-    for piece, held in enumerate(cache.own[0]):
-        columns = positions - offsets - start
-        size = held["v"].shape[2]
-        distance = columns[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
-        mask = (distance >= 0) & (distance < reach)
-        # The first piece is always read, so that every query has something to see.
-        reached = None if piece == 0 else jnp.any(live & (columns >= 0))
-        views.append(_View(piece, mask, columns, reached))
-        start += size
-    if cache.prefix is not None:
-        (held,) = cache.prefix[0]
-        place = jnp.arange(held["v"].shape[2], dtype=jnp.int32)[None, None, :]
-        mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
-        views.append(_View(0, mask, None, None))
-    return views
-
-
-def prepare(params: Params, *, config: ModelConfig) -> Any:
-    """The weights as ``extend`` reads them; see ``types.Network.prepare``.
-
-    Layers are taken apart, because a loop over tokens would slice them out of their stacks again
-    for every token; the three projections of attention are one product, as are the two of the
-    feed-forward part; a tied output matrix is turned, because few rows multiply it.
-    """
-    dtype = jnp.dtype(config.dtype)
-    layers = [_layer(config, params["layers"], i) for i in range(config.layers)]
-    head = params["embed"].T if config.tied_embeddings else params["head"]
-    return {
-        "embed": params["embed"].astype(dtype),
-        "head": head.astype(dtype),
-        "layers": tuple(_fused(config, layer) for layer in layers),
-        "final_norm": params["final_norm"],
-    }
-
-
-def _fused(config: ModelConfig, layer: Params) -> Params:
-    """A layer's weights in the dtype of the activations, q/k/v and gate/up side by side."""
-    dtype = jnp.dtype(config.dtype)
-    attention = dict(layer["attention"])
-    heads = [attention.pop(name) for name in ("q", "k", "v")]
-    attention["qkv"] = jnp.concatenate(heads, axis=1).astype(dtype)
-    attention["o"] = attention["o"].astype(dtype)
-    fused = layer | {"attention": attention}
-    if "mlp" in layer:
-        mlp = dict(layer["mlp"])
-        pair = [mlp.pop(name) for name in ("gate", "up")]
-        mlp["gate_up"] = jnp.concatenate(pair, axis=1).astype(dtype)
-        mlp["down"] = mlp["down"].astype(dtype)
-        fused["mlp"] = mlp
-    else:
-        expert_weights = {
-            name: w if name == "router" else w.astype(dtype) for name, w in layer["experts"].items()
-        }
-        fused["experts"] = expert_weights
-    return fused
 
 
 def _query_scale(config: ModelConfig) -> float:

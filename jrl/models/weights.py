@@ -133,3 +133,16 @@ def abstract(config: ModelConfig) -> Any:
 def count_params(config: ModelConfig) -> int:
     """How many numbers the parameters hold; a tied output matrix counts once."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=_is_spec))
+
+
+def layer_weights(config: ModelConfig, stacked: Params, i: int) -> Params:
+    """Layer i's weights out of the stacks; the two feed-forward stacks skip each other's layers."""
+    sparse = config.sparse
+    position = sum(s == sparse[i] for s in sparse[:i])
+    absent = "mlp" if sparse[i] else "experts"
+    return {
+        name: jax.tree.map(lambda a, j=j: a[j], part)
+        for name, part in stacked.items()
+        if name != absent
+        for j in [position if name in ("mlp", "experts") else i]
+    }

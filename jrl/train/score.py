@@ -182,7 +182,8 @@ def head_statistics(
             entropy = own and "entropy" in want
             if name in want or entropy:
                 found = token_logprobs(logits, flat, law, entropy=entropy)
-                stats |= found | {name: found["logprobs"]}
+                stats[name] = found["logprobs"]
+                stats |= {"entropy": found["entropy"]} if entropy else {}
             if policy in read:
                 laws[policy] = log_law(logits, warm)
                 laws |= {"logits": logits} if own else {}

@@ -1,10 +1,21 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models.attention import attend, frequencies, rotate, rotation, visible, write
+from jrl.models.attention import (
+    Past,
+    attend,
+    attend_shared,
+    frequencies,
+    rotate,
+    rotation,
+    visible,
+)
 from jrl.models.config import NO_ROPE, Rope
+from jrl.models.decode import write
 
 B, Q, C, H, K, D = 2, 5, 7, 6, 3, 4
 
@@ -32,6 +43,37 @@ def test_attend_equals_loops_in_float64(softcap):
                 expected[b, i, h] = weights / weights.sum() @ v[b, h // (H // K)]
     got = attend(*inputs(), scale=0.7, softcap=softcap)
     np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_attention_to_a_shared_past_equals_attention_to_copies_of_it(softcap):
+    """Values and gradients; a row that sees nothing of its own or of the past among them."""
+    members, p = 3, 4
+    keys = jax.random.split(jax.random.key(3), 6)
+    q = jax.random.normal(keys[0], (B * members, Q, H, D))
+    own = jax.random.normal(keys[1], (2, B * members, K, Q, D))
+    past = jax.random.normal(keys[2], (2, B, K, p, D))
+    mask_past = jax.random.bernoulli(keys[3], 0.5, (B * members, Q, p)).at[1].set(False)
+    mask_own = jax.random.bernoulli(keys[4], 0.5, (B * members, Q, Q)).at[2].set(False)
+    weights = jax.random.normal(keys[5], q.shape)
+
+    def shared(q, own, past):
+        held = Past(*past, mask_past)
+        out = attend_shared(q, held, *own, mask_own, scale=0.7, softcap=softcap)
+        return (weights * out).sum(), out
+
+    def copied(q, own, past):
+        k, v = jnp.concatenate([jnp.repeat(past, members, axis=1), own], axis=3)
+        mask = jnp.concatenate([mask_past, mask_own], axis=2)
+        out = attend(q, k, v, mask, scale=0.7, softcap=softcap)
+        return (weights * out).sum(), out
+
+    quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    got, out = quick(jax.grad(shared, (0, 1, 2), has_aux=True))(q, own, past)
+    wanted, expected = quick(jax.grad(copied, (0, 1, 2), has_aux=True))(q, own, past)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_a_query_that_sees_nothing_is_finite_with_a_finite_gradient():
@@ -82,12 +124,14 @@ def test_frequencies_of_each_scaling():
     assert not frequencies(NO_ROPE, 8).any()
 
 
-def test_write_stores_live_entries_at_their_positions():
-    cache = jnp.zeros((2, K, C, D))
-    new = jnp.ones((2, K, 2, D))
-    out = write(cache, new, jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]]))
-    columns = np.asarray(out).any((1, 3))
-    assert [np.flatnonzero(row).tolist() for row in columns] == [[3], [0]]
+def test_write_stores_live_entries_at_their_columns():
+    old = {"k": jnp.zeros((2, K, D, C)), "v": jnp.zeros((2, K, C, D))}
+    new = {name: jnp.ones((2, K, 2, D)) for name in old}
+    columns, live = jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]])
+    out = write(old, new, columns, live)
+    for name, axes in (("k", (1, 2)), ("v", (1, 3))):
+        written = np.asarray(out[name]).any(axes)
+        assert [np.flatnonzero(row).tolist() for row in written] == [[3], [0]]
 
 
 @pytest.mark.parametrize("queries", [1, 256])

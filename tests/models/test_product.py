@@ -88,7 +88,7 @@ def test_fused_logprobs_equal_the_whole_softmax(v, axis, softcap, devices, kept,
     for name in stats:
         np.testing.assert_allclose(stats[name], expected[name], atol=2e-5)
     for a, b in zip(slopes, expected_slopes, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5)
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
 
 
 def test_fused_gradients_in_bfloat16_leave_in_the_operands_dtypes():

@@ -238,13 +238,13 @@ def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_b
     for name in names:
         np.testing.assert_allclose(stats[name][live], expected[name][live], atol=1e-5)
     for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected_slopes), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5 * (float(jnp.abs(b).max()) + 1e-6))
+        np.testing.assert_allclose(a, b, atol=5e-5 * (float(jnp.abs(b).max()) + 1e-6))
 
 
 def test_shared_rows_hold_what_the_tokens_are_predicted_from(batch):
     laid = shared_rows(batch)
     n, g, t = batch.tokens.shape
-    assert np.array_equal(laid.prompt_lengths, batch.prompt_lengths - 1)
+    assert np.array_equal(laid.prompt_lengths[:, 0], batch.prompt_lengths - 1)
     for row in range(n * g):
         i, j = divmod(row, g)
         q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
