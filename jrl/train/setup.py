@@ -505,7 +505,9 @@ def sampler_program(
             slots=sampling.slots,
             chunk=sampling.chunk,
         )
-        return jax.jit(on_task)
+        # Processes that keep samples must see all of them.
+        alone = jax.process_count() == 1
+        return jax.jit(on_task, out_shardings=None if alone else everywhere)
     on_text = partial(
         generate,
         network=run.network,
