@@ -29,8 +29,9 @@ from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import REMAT, transformer
+from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
-from jrl.sampling.engine import generate, prefill
+from jrl.sampling.engine import prefill
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step
 from jrl.types import Batch, TrainState

@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
 from benchmarks.flags import WARMUP, write
-from benchmarks.work import Source, Work, build, new_state, parser, place, slot_use
+from benchmarks.work import Source, Work, build, new_state, parser, place
 from jrl.compiles import CompileCounter
 from jrl.types import Params, TrainState
 
@@ -64,7 +64,7 @@ def sampling_figures(
         "decode_s": max(rollout - before, 0.0),
         "rollout_tok_s": steady(rates),
         "tokens": steady(tokens),
-        "slot_use": steady([slot_use(rollout) for rollout in source.drawn]),
+        "slot_use": steady([n / s for n, s in zip(tokens, source.slot_steps, strict=True)]),
         "first_step_s": walls[0],
         "compiles": counts[-1],
         "late_compiles": counts[-1] - counts[min(WARMUP, len(counts)) - 1],

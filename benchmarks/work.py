@@ -18,7 +18,7 @@ from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.continuous import generate
+from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups
 from jrl.train.state import init_state, state_shardings
@@ -52,6 +52,10 @@ class Work(NamedTuple):
 def parser(about: str) -> argparse.ArgumentParser:
     """The shared flags and those of this library's own programs."""
     p = flags.parser(about)
+    p.add_argument("--slots", type=int, default=0, help="sequences decoded at a time (0: all)")
+    p.add_argument(
+        "--chunk", type=int, default=4, help="decode steps between two looks at free slots"
+    )
     p.add_argument(
         "--gemm",
         type=int,
@@ -120,13 +124,15 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
 
 
 def sampler(work: Work) -> Any:
-    """Program 1, compiled, as a run on text compiles it."""
+    """Program 1, compiled, as a run on text compiles it; it counts its slot-steps besides."""
     program = partial(
-        generate,
+        generate_counted,
         network=work.network,
         group=work.args.group,
         max_new_tokens=work.args.gen_len,
         stop_tokens=(flags.EOS,) if work.args.eos == "natural" else (),
+        slots=work.args.slots,
+        chunk=work.args.chunk,
     )
     return jax.jit(program, out_shardings=replicated(work.mesh))
 
@@ -148,25 +154,23 @@ class Source:
     Attributes:
       rollout_seconds: of each draw, from prompts on the host to completions on the host.
       drawn: the rollouts, on the host.
+      slot_steps: decode steps of each draw, summed over the slots in use.
     """
 
     def __init__(self, work: Work) -> None:
         self.work, self.program = work, sampler(work)
         self.rollout_seconds: list[float] = []
         self.drawn: list[Rollout] = []
+        self.slot_steps: list[int] = []
 
     def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
         """See ``jrl.train.rollout.Draw``; the prompts are those of step ``step``."""
         begin = time.perf_counter()
         tokens, lengths = self.work.prompts[int(step)]
         sample_key = stream(key, "sample", step)
-        rollout = self.program(sample_key, params, tokens, lengths, self.work.law, step, positions)
-        rollout = jax.device_get(rollout)
+        drawn = self.program(sample_key, params, tokens, lengths, self.work.law, step, positions)
+        rollout, slot_steps = jax.device_get(drawn)
         self.rollout_seconds.append(time.perf_counter() - begin)
         self.drawn.append(rollout)
+        self.slot_steps.append(int(slot_steps))
         return Groups(rollout, even_share(rollout), [], {}, {"prompt": positions})
-
-
-def slot_use(rollout: Rollout) -> float:
-    """Fraction of the decoded slot-steps that drew a token: all slots run until the last stops."""
-    return float(rollout.lengths.sum() / (rollout.lengths.size * max(rollout.lengths.max(), 1)))
