@@ -276,6 +276,10 @@ class Statistic(NamedTuple):
         float32, where ``laws`` maps the name of each policy in ``policies`` to the [V] float32
         log-probabilities of its law before the token, temperature and truncation included (a token
         that a truncation removed has -inf), and "logits" to the [V] raw logits of the policy.
+        With ``over`` "attention", a function of ONE sequence: (weights [H, T, L], lags [T, L], mask
+        [T]) -> [T], where row t holds how completion token t weighs the columns of the sequence,
+        the last T of which are the completion, and ``lags`` says how many tokens back each column
+        lies, below 0 for what the token does not see; only with ``start``.
         With ``over`` "hidden", a function of ONE sequence: (hidden [T, D], mask [T]) -> [T], where
         ``hidden`` are the last layer's states from which the tokens were predicted.
       policies: of "policy", "ref", "teacher" and other frozen ones; "policy" carries gradient.
@@ -492,6 +496,9 @@ class Network(NamedTuple):
         None where the network cannot; the prompt is then repeated for each of its rows.
       head: (params) -> ``Head``: ``logits`` are its scores. None where they are made otherwise;
         they are then made for a few tokens at a time, all of the vocabulary at once.
+      attention: (params, tokens [B, L], positions [B, L], segments [B, L]) -> [B, H, L, L] float32,
+        how each token weighs the ones before it in one layer, the middle one; 0 for what it does
+        not see. Large: for the few methods that read it. None where there is none.
     """
 
     vocab_size: int
@@ -506,6 +513,7 @@ class Network(NamedTuple):
     extend: Callable[..., tuple[Array, Cache]]
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None
+    attention: Callable[[Params, Array, Array, Array], Array] | None = None
 
 
 class ValueNetwork(NamedTuple):

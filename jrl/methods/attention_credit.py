@@ -47,7 +47,8 @@ def preplan_anchor(
     """GRPO with larger advantages where attention shows the model planning and anchoring.
 
     "Attention Illuminates LLM Reasoning: The Preplan-and-Anchor Rhythm Enables Fine-Grained Policy
-    Optimization" (arXiv:2510.13554). From the attention a[t, s] of one scoring pass:
+    Optimization" (arXiv:2510.13554). From the attention a[t, s] of one scoring pass at the start of
+    the step, in the middle layer:
 
         WAAD_t = mean over local heads of sum_s a[t, s] min(t - s, window)
         FAI_s  = mean over global heads and later t, nearest <= t - s <= farthest, of a[t, s]
@@ -57,7 +58,7 @@ def preplan_anchor(
     top ``fraction`` of FAI. ``rule`` multiplies by ``factor`` the advantages of planning tokens
     ("local") or of anchors ("global"), or ("coupled") of anchors, which pass the part ``shared`` of
     their bonus back to a planning token at most ``reach`` tokens before them whose WAAD is higher,
-    unless they plan themselves. Not known: every number here, and whether the paper amplifies
+    unless they plan themselves. Not known: every number here, which layers are read, and whether the paper amplifies
     advantages below 0 (``positive_only`` leaves them); the defaults are ours, and so is the reading
     of the coupling.
     """
@@ -81,5 +82,4 @@ def preplan_anchor(
         ),
         schedule=Schedule(epochs),
         min_group=2,
-        waits="a network that gives its attention weights to the scoring pass",
     )

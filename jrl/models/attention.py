@@ -132,16 +132,28 @@ def attend(
     """
     chex.assert_rank([q_bqhd, k_bkcd, v_bkcd, mask_bqc], [4, 4, 4, 3])
     chex.assert_equal_shape([k_bkcd, v_bkcd])
+    weights = attention_weights(q_bqhd, k_bkcd, mask_bqc, scale=scale, softcap=softcap)
+    # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
+    seen = product("bkcd,bkgqc->bqkgd", v_bkcd, weights.astype(v_bkcd.dtype))
+    return seen.reshape(q_bqhd.shape)
+
+
+def attention_weights(
+    q_bqhd: Array,
+    k_bkcd: Array,
+    mask_bqc: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """[B, K, H / K, Q, C] float32: how ``attend`` weighs the values; each query's sum to one."""
     b, q, h, d = q_bqhd.shape
     k = k_bkcd.shape[1]
     q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
     scores = product("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(mask_bqc[:, None, None], scores, MASKED)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_bkcd.dtype)
-    # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
-    return product("bkcd,bkgqc->bqkgd", v_bkcd, weights).reshape(b, q, h, d)
+    return jax.nn.softmax(jnp.where(mask_bqc[:, None, None], scores, MASKED), axis=-1)
 
 
 class Past(NamedTuple):

@@ -24,6 +24,7 @@ from jrl.models.attention import (
     Past,
     attend,
     attend_shared,
+    attention_weights,
     frequencies,
     rotate,
     rotation,
@@ -210,6 +211,31 @@ def hidden(
     x_bld, stats = _through_layers(config, remat, params["layers"], turn_ids, body, x_bld)
     with jax.named_scope("final_norm"):
         return rms_norm(x_bld, params["final_norm"], config), stats
+
+
+def attention(
+    params: Params, tokens: Array, positions: Array, segments: Array, *, config: ModelConfig
+) -> Array:
+    """The attention weights of the middle layer; see ``types.Network.attention``."""
+    chex.assert_equal_shape([tokens, positions, segments])
+    x_bld, live = _embed(config, params, tokens), segments != 0
+    mask, distance = visible(positions, segments, positions, segments)
+    turns, turn_ids = _turns(config, positions)
+    scale, cap = _query_scale(config), config.attention_softcap
+    weights = jnp.zeros(())
+    for i in range(config.layers // 2 + 1):
+        window = config.windows[i]
+        near = mask if window is None else mask & (distance < window)
+
+        def mix(q: Array, k: Array, v: Array, near: Array = near) -> tuple[Array, Array]:
+            seen = attention_weights(q, k, near, scale=scale, softcap=cap)
+            return attend(q, k, v, near, scale=scale, softcap=cap), seen
+
+        w = layer_weights(config, params["layers"], i)
+        x_bld, weights, _ = _block(config, w, x_bld, live, turns[turn_ids[i]], mix)
+    b, l = tokens.shape
+    seen_bhll = weights.reshape(b, config.heads, l, l)
+    return jnp.where(near[:, None], seen_bhll, 0)
 
 
 def hidden_shared(
@@ -415,4 +441,5 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
         extend=bind(extend, config=config),
         hidden_shared=bind(hidden_shared, config=config, remat=remat),
         head=bind(head, config=config),
+        attention=bind(attention, config=config),
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError
+from jrl.errors import UserError, choose
 from jrl.mesh import RULES, batch_shards, constrain
 from jrl.models.product import fused_logprobs
 from jrl.sampling.draw import Law, log_law, token_logprobs
@@ -308,8 +308,31 @@ def score(
             live = batch.mask.reshape(n * g, t)
             states = unpack(before[statistic.policies[0]])
             stats[statistic.name] = jax.vmap(statistic.apply)(states, live)
+        if statistic.over == "attention":
+            name = statistic.policies[0]
+            stats[statistic.name] = _of_attention(statistic, params[name], batch, nets[name])
     wanted = want | {statistic.name for statistic in statistics}
     return {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
+
+
+def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
+    """[B, T]: a statistic of attention weights, one sequence at a time because they are large."""
+    if network.attention is None:
+        raise UserError(
+            f"{statistic.name} is read from the network's attention, which this network does not "
+            "give; use one of jrl.models.transformer, or a method that does not need it"
+        )
+    n, g, t = batch.tokens.shape
+    laid, attention = rows(batch), network.attention
+
+    def one(row: tuple[Array, ...]) -> Array:
+        tokens, positions, segments, mask = row
+        weights = attention(params, tokens[None], positions[None], segments[None])[0, :, -t:]
+        lags = positions[-t:, None] - positions[None]
+        return statistic.apply(weights, jnp.where((segments != 0)[None], lags, -1), mask)
+
+    each = (laid.tokens, laid.positions, laid.segments, batch.mask.reshape(n * g, t))
+    return jax.lax.map(one, each)
 
 
 def _readers(
@@ -320,10 +343,9 @@ def _readers(
     own = {"policy"} if names & {"logprobs", "entropy"} else set()
     heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
-        if statistic.over not in ("vocabulary", "hidden"):
-            raise UserError(
-                f"{statistic.name} is read from the network's {statistic.over}, which no network "
-                "gives to the scoring pass; choose a method that does not need it"
+        if statistic.over not in ("vocabulary", "hidden", "attention"):
+            raise choose(
+                f"{statistic.name}.over", statistic.over, ("vocabulary", "hidden", "attention")
             )
         if statistic.over == "vocabulary":
             heads |= set(statistic.policies)

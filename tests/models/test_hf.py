@@ -208,6 +208,19 @@ def test_logits_greedy_and_round_trip_equal_the_reference(case, tmp_path):
         np.testing.assert_array_equal(reference_logits(loaded.eval(), tokens), expected)
 
 
+def test_attention_weights_equal_the_reference(tmp_path):
+    architecture, changes = CASES["gemma3_capped"]
+    model = write_reference(tmp_path, architecture, changes)
+    config, params = hf.load(tmp_path)
+    tokens = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (2, 24))
+    with torch.no_grad():
+        given = model(torch.tensor(tokens), output_attentions=True).attentions
+    place = jnp.broadcast_to(jnp.arange(24), (2, 24))
+    attention = jax.jit(transformer(config).attention)
+    got = attention(params, jnp.asarray(tokens), place, jnp.ones_like(place))
+    np.testing.assert_allclose(got, given[config.layers // 2].numpy(), atol=1e-5)
+
+
 # ---------------------------------------------------------------- files
 
 

@@ -339,3 +339,29 @@ def test_microbatches_of_bfloat16_weights_add_up_in_float32(bag, bag_params, mak
     after = jax.eval_shape(step, state, batch, LAWS["plain"])[0]
     assert {x.dtype for x in jax.tree.leaves(after.params)} == {np.dtype(jnp.bfloat16)}
     assert ":f32[19,8] = add " in str(jax.make_jaxpr(step)(state, batch, LAWS["plain"]))
+
+
+def test_a_statistic_of_attention_sees_each_completion_alone(network, params, batch, quick_jit):
+    """What each completion token pays to the token right before it, prompts of any length."""
+
+    def apply(weights, lags, mask):
+        return jnp.where(mask, (weights * (lags == 1)[None]).sum((0, 2)), 0)
+
+    previous = Statistic("previous", apply, over="attention", start=True)
+    common = {"network": network, "value": None, "want": frozenset()}
+    run = quick_jit(partial(score, law=make_law(), statistics=(previous,), **common))
+    got = np.asarray(run({"policy": params}, batch)["previous"])
+    attention = quick_jit(network.attention)
+    n, g, t = batch.tokens.shape
+    for i, j in itertools.product(range(n), range(g)):
+        start, length = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
+        alone = np.zeros((1, batch.prompt_tokens.shape[1] + t), np.int32)
+        both = [*batch.prompt_tokens[i, :start], *batch.tokens[i, j, :length]]
+        alone[0, : len(both)] = both
+        place = jnp.arange(alone.shape[1])[None]
+        weights = attention(params, alone, place, (place < len(both)).astype(jnp.int32))
+        paid = np.asarray(weights)[0].sum(0)
+        for step in np.flatnonzero(batch.mask[i, j]):
+            at = start + step
+            np.testing.assert_allclose(got[i, j, step], paid[at, at - 1], atol=1e-5)
+    assert np.count_nonzero(got) > n * g
