@@ -150,7 +150,8 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
     # libtpu looks for the machine's own TPU and its metadata server, neither of which is there.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "none")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # of no account, but read
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # plans may be made side by side
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}

@@ -91,6 +91,12 @@ def records(folder):
     return [json.loads(line) for line in lines]
 
 
+def drawn(folder):
+    """The kept samples of training; those of evaluations depend on where a run was broken."""
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r.get("split") != "eval"]
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("processes") / "config.toml"
@@ -117,8 +123,7 @@ def test_two_processes_train_sample_save_and_go_on_as_one_does(config):
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
     ends = [json.loads((d / "summary.json").read_text())["accuracy_after"] for d in (one, two)]
     assert ends[0] == ends[1]
-    samples = [(d / "samples.jsonl").read_text() for d in (one, two)]
-    assert samples[0] == samples[1]
+    assert drawn(one) == drawn(two) != []
 
 
 def test_processes_that_disagree_all_stop_with_one_message(config):
@@ -172,7 +177,7 @@ def test_a_lost_process_ends_the_other_within_a_bounded_time(lost):
     finally:
         for peer in peers:
             peer.kill()
-            peer.wait()
+            peer.communicate()
 
 
 @pytest.mark.parametrize(
