@@ -108,8 +108,8 @@ MUTANTS = {
     "prompt padding that is attended to": Mutant(
         7,
         "models/transformer.py",
-        "    inside = places < laid.prompt_lengths[:, None]\n",
-        "    inside = places < p + 0 * laid.prompt_lengths[:, None]\n",
+        "    inside = places < laid.prompt_lengths.reshape(m * b, 1)\n",
+        "    inside = places < p + 0 * laid.prompt_lengths.reshape(m * b, 1)\n",
     ),
     "the wrong sign": Mutant(
         8,
