@@ -176,6 +176,60 @@ def sample(
         typer.echo("    " + "  ".join(f"{name} {_cell(value)}" for name, value in details.items()))
 
 
+@app.command(short_help="Serve a policy to other programs.", no_args_is_help=True)
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="A run directory, a Hugging Face directory, or a configuration file.",
+        ),
+    ],
+    overrides: Overrides = None,
+    engine: Annotated[
+        str, typer.Option(help="jrl: OpenAI's protocol over HTTP; jetstream: JetStream's, gRPC.")
+    ] = "jrl",
+    host: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="The model's name; the directory's when left out.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
+    queue: Annotated[int, typer.Option(help="Completions that may wait.", min=0)] = 256,
+    grace: Annotated[
+        float, typer.Option(help="Seconds left to requests when asked to stop.", min=0)
+    ] = 30.0,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Serve a policy over HTTP as OpenAI's API does, or over gRPC as JetStream does.
+
+    There is no password, and it listens on this machine alone unless --host says otherwise. Needs
+    the extra serve, or jetstream. Prompts and completions are at most data.max_prompt_tokens and
+    sampling.max_new_tokens long; with jetstream sampling.temperature and so on apply to everything.
+
+    Example: jrl serve runs/gsm8k --port 8000
+    """
+    if engine not in ("jrl", "jetstream"):
+        raise choose("--engine", engine, ["jrl", "jetstream"])
+    if (Path(target) / "config.json").exists() and not (Path(target) / "config.toml").exists():
+        chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
+    else:
+        chosen = _read(target, overrides)
+    _use_compile_cache()
+    from jrl import serving
+
+    options = serving.Options(
+        name=name or Path(target).resolve().name,
+        host=host,
+        port=port,
+        slots=slots,
+        queue=queue,
+        grace_seconds=grace,
+    )
+    run = serving.serve_openai if engine == "jrl" else serving.serve_jetstream
+    run(chosen, options, checkpoint=checkpoint, echo=typer.echo)
+
+
 @app.command(short_help="Write a checkpoint in Hugging Face form.", no_args_is_help=True)
 def convert(
     target: Target,

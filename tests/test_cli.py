@@ -14,7 +14,7 @@ from jrl.config import config_hash, describe, load_config
 from jrl.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
-COMMANDS = ["train", "eval", "sample", "convert", "report", "methods", "show-config"]
+COMMANDS = ["train", "eval", "sample", "convert", "serve", "report", "methods", "show-config"]
 
 
 def jrl(*arguments):

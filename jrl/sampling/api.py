@@ -272,8 +272,9 @@ def _chat_prompt(body: Json, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...
         where = f"messages[{i}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(f"{where} must be an object with a role and a content", param="messages")
-        more = set(message) - {"role", "content", "name", "refusal"}
-        if more := sorted(name for name in more if message[name] is not None):
+        known = ("role", "content", "name", "refusal")
+        more = [name for name in message if name not in known and message[name] is not None]
+        if more:
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
@@ -289,7 +290,7 @@ def _content(message: Json, where: str) -> str:
     content = message.get("content")
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]
     if not all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in parts

@@ -19,6 +19,10 @@ FINISH: Mapping[StopReason, str] = {
 """OpenAI's words for why a completion ended, and one of our own: the server gave it up."""
 
 
+Top = Sequence[tuple[int, float]]
+"""The likeliest ids at one place with their log-probabilities, nats, the likeliest first."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """Tokens that one completion gained.
@@ -26,13 +30,11 @@ class Drawn:
     Attributes:
       tokens: [k] ids, the stop token included.
       logprobs: [k] nats.
-      top: for each token the likeliest ids and their log-probabilities, nats; empty if not asked.
       stop: why it ended, RUNNING while it goes on.
     """
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    top: Sequence[Sequence[tuple[int, float]]]
     stop: StopReason
 
 
@@ -49,13 +51,18 @@ class Choice:
         self._stream = TextStream(tokenizer, ask.stop)
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
-        self._top: list[Sequence[tuple[int, float]]] = []
+        self._top: list[Top] = []
         self._given, self._told = 0, 0  # characters, and tokens with log-probabilities
         self.drawn = 0
         self.finish: str | None = None
 
-    def take(self, drawn: Drawn) -> Json | None:
-        """What a client may be sent now, as a choice of a streamed piece; None for nothing yet."""
+    def take(self, drawn: Drawn, top: Sequence[Top] = ()) -> Json | None:
+        """What a client may be sent now, as a choice of a streamed piece; None for nothing yet.
+
+        Args:
+          drawn: what the completion gained.
+          top: the likeliest alternatives of each token, where they are asked for.
+        """
         if self.finish is not None:
             return None
         self.drawn += len(drawn.tokens)
@@ -64,7 +71,7 @@ class Choice:
             spoken = spoken[:-1]
         self._tokens += spoken
         self._logprobs += drawn.logprobs[: len(spoken)]
-        self._top += drawn.top[: len(spoken)]
+        self._top += top[: len(spoken)]
         text = self._stream.push(spoken)
         if self._stream.stopped:
             self.finish = FINISH[StopReason.STOP_STRING]

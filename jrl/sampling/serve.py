@@ -16,13 +16,13 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.api import ApiError, Ask, Json, Limits, parse
-from jrl.sampling.reply import Choice, Drawn, head, usage
+from jrl.sampling.reply import Choice, Drawn, Top, head, usage
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -38,6 +38,14 @@ OnDrawn = Callable[[int, Drawn | Exception], None]
 """(member, what it gained or why it failed); called from the sampler's thread."""
 
 
+class Alternatives(Protocol):
+    """Finds the likeliest tokens at each place of a completion as it grows."""
+
+    def more(self, tokens: Sequence[int]) -> list[Top]:
+        """``ask.top_logprobs`` alternatives for each of the next tokens."""
+        ...
+
+
 class Sampler(Protocol):
     """What the server asks of an engine; every method may be called from any thread."""
 
@@ -46,12 +54,16 @@ class Sampler(Protocol):
         """Why the engine no longer runs, or None."""
         ...
 
-    def submit(self, prompt: tuple[int, ...], ask: Ask, on_drawn: OnDrawn) -> Any:
-        """Queues ``ask.n`` completions of a prompt; returns a handle.
+    def submit(self, prompt: tuple[int, ...], index: int, ask: Ask, on_drawn: OnDrawn) -> Any:
+        """Queues ``ask.n`` completions of the prompt of that index; returns a handle.
 
         Raises:
           UserError: the engine cannot draw them.
         """
+        ...
+
+    def alternatives(self, prompt: tuple[int, ...], ask: Ask) -> Alternatives:
+        """What finds the likeliest tokens at each place of one completion."""
         ...
 
     def abort(self, handle: Any) -> None:
@@ -73,12 +85,13 @@ class Job:
         self._events: asyncio.Queue[tuple[int, Drawn | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._handles: list[Any] = []
+        self._finders: dict[int, Alternatives] = {}
 
     def start(self) -> None:
         """Hands the prompts to the engine."""
         for i, prompt in enumerate(self.ask.prompts):
             told = functools.partial(self._told, i * self.ask.n)
-            self._handles.append(self._sampler.submit(prompt, self.ask, told))
+            self._handles.append(self._sampler.submit(prompt, i, self.ask, told))
 
     def stop(self) -> None:
         """Gives up what has not ended."""
@@ -92,13 +105,29 @@ class Job:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (first + member, drawn))
 
+    async def _top(self, index: int, drawn: Drawn) -> Sequence[Top]:
+        """The alternatives of the tokens drawn, where they are asked for."""
+        if not self.ask.top_logprobs:
+            return ()
+
+        def find() -> list[Top]:
+            if index not in self._finders:
+                prompt = self.ask.prompts[index // self.ask.n]
+                self._finders[index] = self._sampler.alternatives(prompt, self.ask)
+            return self._finders[index].more(drawn.tokens)
+
+        return await asyncio.to_thread(find)
+
     async def pieces(self, gone: asyncio.Future[None]) -> AsyncIterator[Json]:
         """The choices as they grow, until all have ended or the client is ``gone``."""
         while any(choice.finish is None for choice in self.choices):
             if self._events.empty():
                 event = asyncio.ensure_future(self._events.get())
                 try:
-                    await asyncio.wait({event, gone}, return_when=asyncio.FIRST_COMPLETED)
+                    both: set[asyncio.Future[Any]] = {event, gone}
+                    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+                except asyncio.CancelledError:  # the time to finish is over
+                    raise ApiError("the server is stopping", status=503) from None
                 finally:
                     event.cancel()
                 if not event.done():
@@ -109,8 +138,9 @@ class Job:
             if gone.done():
                 return
             if isinstance(drawn, Exception):
-                raise drawn
-            piece = self.choices[index].take(drawn)
+                told = f"the engine failed: {type(drawn).__name__}: {drawn}"
+                raise ApiError(told, status=500) from drawn
+            piece = self.choices[index].take(drawn, await self._top(index, drawn))
             if piece is not None:
                 yield piece
 
@@ -433,7 +463,7 @@ def run(
       RuntimeError: the engine failed.
     """
     running = Running(service, host, port, grace_seconds)
-    asked = []
+    asked: list[int] = []
 
     def on_signal(number: int, frame: object) -> None:
         running.stop(now=bool(asked))

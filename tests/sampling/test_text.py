@@ -1,4 +1,4 @@
-"""Text as it is drawn: whole characters, stop strings across tokens, and whatever comes at a time."""
+"""Text as it is drawn: whole characters, stop strings across tokens, however many at a time."""
 
 import numpy as np
 import pytest
