@@ -22,9 +22,9 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.draw import make_law
 from jrl.train import setup as build
 from jrl.train.compiled import held_out
-from jrl.train.rollout import Groups, TextSource, samples_of
+from jrl.train.rollout import Groups, TextSource, compiled_stream, samples_of
 from jrl.train.setup import Run
-from jrl.types import Array, Params, stream
+from jrl.types import Array, Params
 
 
 class Evaluation(NamedTuple):
@@ -228,7 +228,7 @@ class Evaluator:
         draw = source.draw if self.pool is None else build.with_rewards(self.run, source.draw)
         draws = [
             draw(
-                stream(key, "eval", 0),
+                compiled_stream(key, "eval", np.int32(0)),
                 params,
                 np.int32(0),
                 (start + np.arange(size)).astype(np.int32),

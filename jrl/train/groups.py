@@ -88,8 +88,13 @@ def collect(
     return place_batch(batch, mesh), groups, cursor
 
 
+_batch_on_device = jax.jit(to_batch, static_argnames="own")
+
+
 def _batch(method: Method, groups: Groups, weights: Any) -> Batch:
-    return to_batch(groups.rollout, groups.rewards, weights, groups.ids, own=method.draw.own)
+    # One program where the rollout lies on the device, not one for every line.
+    make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
+    return make(groups.rollout, groups.rewards, weights, groups.ids, own=method.draw.own)
 
 
 def _edit(method: Method, groups: Groups) -> Groups:

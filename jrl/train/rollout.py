@@ -195,6 +195,10 @@ def join_members(rollouts: Sequence[Rollout]) -> Rollout:
 # ---------------------------------------------------------------- prompts in text
 
 
+compiled_stream = jax.jit(stream, static_argnums=1)
+"""``stream`` as one program, for use outside of others."""
+
+
 class TextSource(NamedTuple):
     """Prompts in text, a compiled sampler, and reward functions on the host.
 
@@ -226,7 +230,7 @@ class TextSource(NamedTuple):
         tokens, lengths = pad_prompts(chosen, self.width)
         members = []
         if self.program is not None:
-            sample_key = stream(key, "sample", step)
+            sample_key = compiled_stream(key, "sample", step)
             drawn = self.program(sample_key, params, tokens, lengths, self.law, step, positions)
             members.append(jax.device_get(drawn))
         if self.demonstrations:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -438,9 +439,13 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
         for name in run.networks
     }
+
+    def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
+        return make(jax.random.key(seed), params, frozen)
+
     # Donated, because the state copies what it is given.
-    make_placed = jax.jit(make, out_shardings=shardings, donate_argnums=(1, 2))
-    return make_placed(jax.random.key(run.config.seed), params, frozen), shardings
+    make_placed = jax.jit(seeded, out_shardings=shardings, donate_argnums=(1, 2))
+    return make_placed(np.uint32(run.config.seed), params, frozen), shardings
 
 
 def policy_layout(run: Run) -> Params:
@@ -456,9 +461,12 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
     where = jax.tree.map(lambda x: x.sharding, policy_layout(run))
     params = run.params if run.params is None else jax.device_put(run.params, where)
-    make = partial(init_policy, network=run.network)
+
+    def make(seed: Any, params: Params) -> Any:
+        return init_policy(jax.random.key(seed), params, network=run.network)
+
     made = jax.jit(make, out_shardings=(replicated(run.mesh), where), donate_argnums=1)
-    return made(jax.random.key(run.config.seed), params)
+    return made(np.uint32(run.config.seed), params)
 
 
 def with_rewards(run: Run, draw: Draw) -> Draw:
