@@ -115,7 +115,8 @@ def generate(
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
-      slots: S, sequences decoded at a time, on each part of the mesh's data axis; 0 takes all.
+      slots: S, sequences decoded at a time, by each device of a mesh that has a data axis
+        alone; 0 takes all.
       block: members of a group that share one copy of their prompt's cache and leave their slots
         together; divides G = group + baseline_members. 0 is the whole group when all sequences
         have a slot, and 1 when they queue.
@@ -419,16 +420,21 @@ def _compact(run: Run, size: int) -> Run:
 
 
 def _data_parts(prompts: int) -> int:
-    """Parts of the mesh's data axis that sample on their own: 1, or all where they divide it."""
+    """Parts of the mesh's data axis that sample on their own: all, where nothing else is divided.
+
+    Parts whose own devices must talk to each other go in step: backends may pair up all devices
+    for that, and then wait for parts that have finished.
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty else mesh.shape.get("data", 1)
-    return parts if prompts % parts == 0 else 1
+    if mesh.empty or mesh.shape.get("data", 1) != mesh.size or prompts % mesh.size:
+        return 1
+    return mesh.size
 
 
 def _over_data(sample: Callable[..., Any], parts: int) -> Callable[..., Any]:
     """``sample`` run by each part of the data axis on its own prompts, in its own time.
 
-    No part waits for another in the loop over tokens. Weights that other axes divide stay so.
+    No part waits for another in the loop over tokens.
     """
     if parts == 1:
         return sample
@@ -437,6 +443,5 @@ def _over_data(sample: Callable[..., Any], parts: int) -> Callable[..., Any]:
         sample,
         in_specs=(whole, whole, own, own, whole, whole, own),
         out_specs=own,
-        axis_names={"data"},
         check_vma=False,
     )
