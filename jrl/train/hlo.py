@@ -75,14 +75,14 @@ class Collective(NamedTuple):
       kind: of ``COLLECTIVES``.
       axes: indices of the mesh's axes.
       size: chips that take part together.
-      count: how often a chip takes part.
+      times: how often a chip takes part.
       bytes: what a chip sends in all of them.
     """
 
     kind: str
     axes: tuple[int, ...]
     size: int
-    count: float
+    times: float
     bytes: float
 
 

@@ -77,6 +77,8 @@ class Plan(NamedTuple):
       remedies: what would make it fit; empty when it does.
       parameters: numbers in the policy.
       tokens: completion tokens of a step, at most.
+      layers: those of the programs that were compiled, where the numbers come from a line through
+        shallower ones; empty where the run's own programs were.
     """
 
     topology: Topology
@@ -86,6 +88,7 @@ class Plan(NamedTuple):
     remedies: list[str]
     parameters: int
     tokens: int
+    layers: tuple[int, ...] = ()
 
     @property
     def step_seconds(self) -> float | None:
@@ -210,14 +213,15 @@ def abstract_batch(run: build.Run) -> Batch:
     g = own + (draw.baseline_members if own else 0) + draw.demonstrations
     rows = batch_sharding(run.mesh)
 
-    def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    def array(dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
 
     stats = {"external": array(jnp.float32, n, g, t)}
     if draw.own:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
     parts = len(run.weights)
-    everywhere = replicated(run.mesh)
+    everywhere: Any = replicated(run.mesh)
+    weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)
     return Batch(
         prompt_tokens=array(jnp.int32, n, p),
         prompt_lengths=array(jnp.int32, n),
@@ -225,7 +229,7 @@ def abstract_batch(run: build.Run) -> Batch:
         lengths=array(jnp.int32, n, g),
         mask=array(bool, n, g, t),
         rewards=array(jnp.float32, n, g, parts),
-        reward_weights=jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere),
+        reward_weights=weights,
         members=array(bool, n, g),
         baseline=array(bool, n, g),
         truncated=array(bool, n, g),
@@ -243,6 +247,7 @@ def make_plan(
     *,
     echo: Callable[[str], None] = lambda line: None,
     placement: str = "colocated",
+    effort: float = 0.0,
 ) -> Plan:
     """Compiles both programs of a run for a topology and says whether they fit.
 
@@ -252,6 +257,8 @@ def make_plan(
       echo: where progress goes.
       placement: "colocated", where the training state stays in memory while sampling, or
         "sampler" or "train_step", for one of the two programs on chips of its own.
+      effort: XLA's in making the programs fast, -1 to 1; a run has 0. Below 0 they compile several
+        times sooner, and take a little more memory than the run's (seen: a fifth of temporaries).
 
     Raises:
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
@@ -276,7 +283,8 @@ def make_plan(
         resident = {}
         if name == "sampler" and placement == "colocated":
             resident = {k: v for k, v in kept.items() if k != "weights"}
-        programs[name] = _compile(lowered, run, topology, name, kept, resident)
+        options = {"exec_time_optimization_effort": effort} if effort else None
+        programs[name] = _compile(lowered, options, run, topology, name, kept, resident)
     remedies = [r for n, p in programs.items() for r in _remedies(run, topology, n, p)]
     tokens = config.train.prompts * abstract_batch(run).tokens.shape[1]
     return Plan(
@@ -296,6 +304,7 @@ def quick_plan(
     *,
     echo: Callable[[str], None] = lambda line: None,
     placement: str = "colocated",
+    effort: float = -1.0,
 ) -> Plan:
     """``make_plan`` from the same model with few layers, twice, and a line through the two.
 
@@ -306,13 +315,14 @@ def quick_plan(
     period = int(np.lcm.reduce([len(p) for p in _patterns(model)]))
     low, high = 2 * period, 4 * period
     if model.layers <= high or config.model.config is None:
-        return make_plan(config, topology, echo=echo, placement=placement)
+        return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
     plans = []
     for layers in (low, high):
         shallow = {**config.model.config, "layers": layers}
         table = config.model.model_copy(update={"config": shallow})
         chosen = config.model_copy(update={"model": table})
-        plans.append(make_plan(chosen, topology, echo=echo, placement=placement))
+        planned = make_plan(chosen, topology, echo=echo, placement=placement, effort=effort)
+        plans.append(planned)
     mesh = make_mesh(config.mesh.model_dump(), compile_devices(topology))
     run = abstract_run(config, mesh)
     steps = (model.layers - low) / (high - low)
@@ -346,6 +356,7 @@ def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:
 
 def _compile(
     lowered: Any,
+    options: Mapping[str, float] | None,
     run: build.Run,
     topology: Topology,
     name: str,
@@ -356,7 +367,7 @@ def _compile(
     limit, extra = topology.chip.hbm_bytes, sum(resident.values())
     weights = {"weights": kept["weights"]} if name == "sampler" else dict(kept)
     try:
-        compiled = lowered.compile()
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", str(error))
         if used is None:
@@ -408,7 +419,7 @@ def roofline(
         network = 0.0
         for c in cost.collectives:
             rate = axis_bandwidth(topology, devices, c.axes)
-            network += max(c.bytes / rate, c.count * HOP_SECONDS)
+            network += max(c.bytes / rate, c.times * HOP_SECONDS)
         times = {
             "compute": cost.flops / chip.flops,
             "memory": cost.bytes / chip.hbm_bandwidth,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jrl.train.plan import GIB, Plan, Program
@@ -27,6 +27,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "step_seconds": plan.step_seconds,
         "tokens_per_step": plan.tokens,
+        "extrapolated_from_layers": list(plan.layers),
         "remedies": plan.remedies,
         "programs": {name: _numbers(program) for name, program in plan.programs.items()},
     }
@@ -53,6 +54,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one chip"
     yield f"{plan.parameters / 1e9:.2f}B parameters on {topology.name}, {topology.chips} chips"
     yield f"mesh {mesh}"
+    if plan.layers:
+        yield f"extrapolated from programs of {' and '.join(map(str, plan.layers))} layers"
     for name, program in plan.programs.items():
         yield ""
         yield from _program(_WORDS[name], program, topology.chip.hbm_bytes)
@@ -97,7 +100,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def search_text(found: list[Mapping[str, Any]]) -> str:
+def search_text(found: Sequence[Mapping[str, Any]]) -> str:
     """The candidates of a search as a table, best first."""
     rows = [("", "predicted step", "GiB a chip", "changes")]
     for i, item in enumerate(found, 1):
