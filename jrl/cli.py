@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -92,20 +93,31 @@ def train(
         typer.Argument(metavar="CONFIG", help="Configuration file; a run directory goes on."),
     ],
     overrides: Overrides = None,
+    coordinator: Annotated[
+        str | None, typer.Option(help="HOST:PORT of process 0, in a run of several processes.")
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="How many processes.", min=1)] = None,
+    process: Annotated[int | None, typer.Option(help="Which one this is, from 0.", min=0)] = None,
 ) -> None:
     """Train a policy, and write metrics, samples, checkpoints and a report.
 
     Everything goes to the run directory, run.dir (runs/NAME-TIME when not set). A run that was
     stopped goes on from its newest checkpoint when the same command names its directory.
 
+    On several hosts, start the same command on each with --coordinator, --processes and --process
+    (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID), or with JRL_DISTRIBUTED=auto
+    where the cluster knows; run.dir must be one directory that all of them see.
+
     Example: jrl train configs/gsm8k.toml model.path=DIR data.train=FILE data.eval=FILE
     """
+    from jrl.processes import first_says, start
+
+    start(coordinator, processes, process)
     chosen = _read(config, overrides)
     if chosen.run.dir is None:
         name = chosen.method if "=" in config else Path(config).stem
-        chosen = chosen.model_copy(
-            update={"run": chosen.run.model_copy(update={"dir": str(_fresh_dir(name))})}
-        )
+        fresh = first_says(str(_fresh_dir(name)))
+        chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"dir": fresh})})
     directory = Path(chosen.run.dir or "")
     typer.echo(f"run directory: {directory}")
     from jrl.train.loop import train as run_training
@@ -293,6 +305,66 @@ def methods(
             cells = [_plain(item[column]) for column in columns]
             table.add_row(*cells, "; ".join(item["identities"]), item["waits"])
         _console().print(table)
+
+
+@app.command(short_help="Say what a run needs on a TPU slice.", no_args_is_help=True)
+def plan(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="Configuration file.")],
+    overrides: Overrides = None,
+    topology: Annotated[
+        str, typer.Option(help="Slice to plan for, such as v5p:8x8x16 or 2*v5e:16x16.")
+    ] = "v5e:4x4",
+    quick: Annotated[
+        bool, typer.Option(help="Compile a few layers and extrapolate to all of them.")
+    ] = False,
+    effort: Annotated[
+        float | None,
+        typer.Option(
+            help="XLA's effort in making programs fast; a run has 0, --quick and --search -1, which"
+            " compiles several times sooner and overestimates memory a little.",
+            min=-1,
+            max=1,
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option(help="Try meshes, remat, microbatches and placements; rank them.")
+    ] = False,
+    candidates: Annotated[
+        int, typer.Option(help="How many candidates a search compiles.", min=1)
+    ] = 6,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a run for TPUs that are not there, and say what it needs on them.
+
+    XLA compiles the sampler and the training step for every chip of the slice; no TPU and no
+    weights are needed, only libtpu. Printed are memory on each chip, operations, collectives, and
+    the time that the chip's figures allow. The exit code is 1 when the run does not fit.
+
+    Example: jrl plan configs/pod_8b_v5e.toml --topology v5e:16x16
+    """
+    chosen = _read(config, overrides)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is here to compile, not to run
+    from jrl.train.chips import parse_topology
+    from jrl.train.plan import make_plan, quick_plan
+    from jrl.train.plan_search import search as search_plans
+    from jrl.train.plan_text import as_json as plan_json
+    from jrl.train.plan_text import as_text, search_text
+
+    def echo(line: str) -> None:
+        typer.echo(line, err=True)
+
+    slices = parse_topology(topology)
+    if search:
+        found = search_plans(chosen, slices, limit=candidates, echo=echo)
+        fits = found[0]["fits"]
+        typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
+    else:
+        options: dict[str, Any] = {} if effort is None else {"effort": effort}
+        planned = (quick_plan if quick else make_plan)(chosen, slices, echo=echo, **options)
+        fits = planned.fits
+        typer.echo(json.dumps(plan_json(planned), indent=2) if as_json else as_text(planned))
+    if not fits:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="Train several methods side by side.", no_args_is_help=True)
