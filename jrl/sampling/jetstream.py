@@ -465,6 +465,8 @@ def _driver_class() -> type:
         def _process_prefill_content(
             self, request: Any, tokenizer: Any, is_bos: bool, max_prefill_length: int
         ) -> tuple[Any, int]:
+            # Ids without a BOS before them: they are checked, and complete. Theirs wants an array.
+            request.prefill_content = np.asarray(request.prefill_content, np.int32)
             return super()._process_prefill_content(request, tokenizer, False, max_prefill_length)
 
         def give_up(self, error: BaseException) -> None:
