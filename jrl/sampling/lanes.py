@@ -84,7 +84,7 @@ def empty_lanes(
         mask=jnp.zeros((s, t), bool),
         logprobs=jnp.zeros((s, t), jnp.float32),
         versions=jnp.full((s, t), -1, jnp.int32),
-        stop=jnp.full(s, StopReason.LENGTH, jnp.int32),
+        stop=jnp.full(s, jnp.int32(StopReason.LENGTH)),
         keys=jax.random.split(jax.random.key(0), s),
         law=law,
     )
