@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from jrl.cli import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.train import chips, plan
+from jrl.train import chips, plan, plan_search
 from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train.hlo import Collective, Cost
 from jrl.train.plan_search import _candidates, _guess
@@ -200,6 +200,37 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
         assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * c.microbatches) == 0
     best = min(found, key=lambda c: _guess(config, model, topology, c))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
+
+
+def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
+    """Two halves run side by side, for as long as the slower of them and the weights' way."""
+    topology = parse_topology("v6e:8x8")
+
+    def pretend(config, topology, *, placement="colocated"):
+        seconds = {"sampler": 8.0, "train_step": config.train.microbatches}
+        names = [placement] if placement != "colocated" else list(seconds)
+        size = plan.GIB * (100 if config.mesh.tensor == 1 else 2)
+        programs = {
+            name: plan.Program(
+                {"weights": size, "total": size}, size < 32 * plan.GIB, *[None] * 3, seconds[name],
+                None, 1.0
+            )
+            for name in names
+        }  # fmt: skip
+        fits = all(p.fits for p in programs.values())
+        return plan.Plan(topology, {}, programs, fits, [], 1, 1)
+
+    monkeypatch.setattr(plan_search, "quick_plan", pretend)
+    config = load_config(CONFIGS / "pod_8b_v6e.toml")
+    found = plan_search.search(config, topology, limit=400)
+    fitting = [f["step_seconds"] for f in found if f["fits"]]
+    assert fitting == sorted(fitting)
+    assert [f["fits"] for f in found] == sorted((f["fits"] for f in found), reverse=True)
+    move = 2 * plan.GIB / topology.chip.link_bandwidth
+    assert found[0]["placement"] == "disjoint"
+    assert found[0]["step_seconds"] == pytest.approx(8.0 + move)
+    together = [f for f in found if f["placement"] == "colocated" and f["fits"]]
+    assert together[0]["step_seconds"] == 9.0
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
