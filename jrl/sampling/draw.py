@@ -9,6 +9,7 @@ from __future__ import annotations
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jrl.errors import UserError
@@ -63,11 +64,12 @@ def make_law(
     for name, (value, fine, domain) in checks.items():
         if not fine:
             raise UserError(f"sampling.{name} = {value!r}; must be {domain}")
+    # Put on the device as they are: a conversion would be a program of its own.
     return Law(
-        temperature=jnp.float32(temperature),
-        top_k=jnp.int32(top_k),
-        top_p=jnp.float32(top_p),
-        min_p=jnp.float32(min_p),
+        temperature=jax.device_put(np.float32(temperature)),
+        top_k=jax.device_put(np.int32(top_k)),
+        top_p=jax.device_put(np.float32(top_p)),
+        min_p=jax.device_put(np.float32(min_p)),
         truncates=top_k > 0 or top_p < 1,
         floors=min_p > 0,
         greedy=temperature == 0,
