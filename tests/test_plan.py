@@ -250,7 +250,7 @@ def test_pod_configurations_compile_and_fit(path):
     config = load_config(path)
     (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
     topology = parse_topology(line.split("--topology ")[1].strip())
-    found = plan.make_plan(config, topology)
+    found = plan.make_plan(config, topology, effort=-1.0)
     assert found.fits, as_text(found)
 
 
