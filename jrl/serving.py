@@ -131,6 +131,7 @@ def serve_openai(
     Raises:
       UserError: see ``load_policy``; or the place is taken.
     """
+    serve.check_ready(options.host, options.port)
     policy = load_policy(config, checkpoint=checkpoint)
     tokenizer = policy.tokenizer
     with jax.set_mesh(policy.mesh):
@@ -167,6 +168,7 @@ def serve_jetstream(
       UserError: see ``load_policy``; or the place is taken.
     """
     jetstream.library()
+    serve.listen(options.host, options.port).close()
     policy = load_policy(config, checkpoint=checkpoint)
     sampling = config.sampling
     engine = jetstream.make_engine(

@@ -386,10 +386,9 @@ class Running:
     """
 
     def __init__(self, service: Service, host: str, port: int, grace_seconds: float) -> None:
-        try:
-            import uvicorn
-        except ModuleNotFoundError as error:
-            raise UserError(f"{error}; install jrl[serve]") from None
+        check_ready(host, port)
+        import uvicorn
+
         self.service = service
         self.error: BaseException | None = None
         self._socket = listen(host, port)
@@ -430,6 +429,16 @@ class Running:
         """Whether it has ended, after waiting so long at most."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+
+def check_ready(host: str, port: int) -> None:
+    """Raises UserError when the extra ``serve`` is not installed, or the place is taken."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(f"{error}; install the extra serve, jrl[serve]") from None
+    listen(host, port).close()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import types
@@ -546,6 +547,15 @@ def test_an_engine_that_fails_ends_the_server_with_its_error():
 def test_a_place_that_is_taken_is_named(server):
     with pytest.raises(UserError, match=rf"--port {server.port}: .*in use"):
         Running(server.service, server.host, server.port, 1.0)
+    with pytest.raises(UserError, match=r"--host 192\.0\.2\.1 --port 0: .*assign"):
+        Running(server.service, "192.0.2.1", 0, 1.0)
+
+
+@pytest.mark.parametrize("module", ["starlette", "uvicorn"])
+def test_without_the_extra_the_message_says_what_to_install(server, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"install the extra serve, jrl\[serve\]"):
+        Running(server.service, "127.0.0.1", 0, 1.0)
 
 
 # ---------------------------------------------------------------- a real policy
@@ -678,13 +688,23 @@ def test_the_knobs_turn(policy):
     assert complete(policy, extra_body={"top_k": 1}) == greedy
 
 
-def test_a_client_that_goes_away_frees_its_slots_in_the_engine(policy):
+def test_a_client_that_goes_away_frees_its_slots_in_the_engine(policy, monkeypatch):
     client, worker = policy
+    engine = worker._engine
+    step, before = engine.step, engine.live_steps
+
+    def slowly():
+        time.sleep(0.2)
+        return step()
+
+    monkeypatch.setattr(engine, "step", slowly)
     ask = {"model": "tiny", "prompt": "1", "max_tokens": 20, "logit_bias": {"1": -100}}
     stream = client.completions.create(**ask, n=SLOTS, stream=True)
     next(iter(stream))
     stream.close()
-    until(lambda: not worker._handles)
+    until(lambda: not engine.busy)
+    assert engine.live_steps - before < 20 * SLOTS
+    monkeypatch.undo()
     assert len(complete(policy, n=SLOTS)) == SLOTS
 
 
