@@ -154,3 +154,27 @@ def test_bfloat16_attention_and_its_gradient_are_close_to_float32(queries):
         assert a.dtype == jnp.bfloat16
         error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
         assert float(error) < 0.02
+
+
+@pytest.mark.parametrize("queries", [1, 64])
+def test_bfloat16_attention_to_a_shared_past_is_close_to_float32(queries):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (4, queries, 4, 64))
+    own = jax.random.normal(keys[1], (2, 4, 2, queries, 64))
+    past = jax.random.normal(keys[2], (2, 2, 2, 128, 64))
+    before = jnp.ones((4, queries, 128), bool)
+    mask = jnp.ones((4, queries, queries), bool)
+
+    def total(q, own, past):
+        out = attend_shared(q, Past(*past, before), *own, mask, scale=0.125)
+        return (out.astype(jnp.float32) ** 2).sum()
+
+    compute = jax.jit(jax.value_and_grad(total, (0, 1, 2)))
+    low = [x.astype(jnp.bfloat16) for x in (q, own, past)]
+    value, gradients = compute(*low)
+    exact, expected = compute(*(x.astype(jnp.float32) for x in low))
+    assert float(value) == pytest.approx(float(exact), rel=0.02)
+    for a, b in zip(gradients, expected, strict=True):
+        assert a.dtype == jnp.bfloat16
+        error = jnp.linalg.norm(a.astype(jnp.float32) - b) / jnp.linalg.norm(b)
+        assert float(error) < 0.02

@@ -217,28 +217,33 @@ def test_padding_has_finite_values_and_no_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, changed)
 
 
-def gradient_program(config, remat):
+def gradient_program(config, remat, shared):
     network = T.transformer(config, remat=remat)
     params = network.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
+    laid, *_ = ragged_groups(packed=False)
 
     def loss(params):
-        hidden, _ = whole(network, params, tokens, jnp.array([6, 4]))
+        if shared:
+            hidden, _ = network.hidden_shared(params, laid)
+        else:
+            hidden, _ = whole(network, params, tokens, jnp.array([6, 4]))
         return (network.logits(params, hidden) ** 2).mean()
 
     return jax.grad(loss), params
 
 
-def test_remat_recomputes_what_it_says_and_changes_no_number():
+@pytest.mark.parametrize(("shared", "attending"), [(False, 2), (True, 6)])
+def test_remat_recomputes_what_it_says_and_changes_no_number(shared, attending):
     products, gradients = {}, {}
     for remat in ("none", "dots", "full"):
-        gradient, params = gradient_program(TINY, remat)
+        gradient, params = gradient_program(TINY, remat, shared)
         products[remat] = str(jax.make_jaxpr(gradient)(params)).count("dot_general[")
         gradients[remat] = jax.jit(gradient)(params)
-    # "dots" repeats attention's two products; "full" also the projections, but for the last one,
-    # whose result no derivative needs.
-    assert products["dots"] - products["none"] == 2
-    assert products["full"] - products["none"] == 2 + 6
+    # "dots" repeats the two products of each attention: of prompts, of rows, of both; "full" also
+    # the projections, but for the last one, whose result no derivative needs.
+    assert products["dots"] - products["none"] == attending
+    assert products["full"] - products["none"] == attending + 6 * (2 if shared else 1)
     for remat in ("dots", "full"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
