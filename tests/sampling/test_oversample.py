@@ -69,8 +69,8 @@ def test_the_gain_on_a_long_tail():
         # Nothing is lost: what was not taken is whole, partial or under way.
         taken = {number for step in steps for number in step}
         assert taken | set(collector.whole) | set(collector.partial) == set(requests)
-    assert use[0] < 0.45
-    assert use[6] > 1.4 * use[0]
+    assert use[0] < 0.6, use
+    assert use[6] > 1.5 * use[0], use
     # With nothing carried over every step has one policy; with it some completions have several.
     for more, steps in all_steps.items():
         several = False
