@@ -142,7 +142,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
         ({"mesh": {"tensor": 4}}, "heads.* does not divide over mesh tensor=4"),
         ({"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
         ({"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
-        ({"mesh": {"fsdp": 8}}, "needs 8 devices; there are 4"),
+        ({"mesh": {"tensor": 8}}, "needs 8 devices; there are 4"),
         (
             {
                 "model": TINY | {"experts": 6, "experts_per_token": 2, "expert_mlp_dim": 64},
