@@ -38,7 +38,7 @@ from jrl.types import Batch, TrainState
 
 SHAPES: dict[str, dict[str, int | bool]] = {
     "tiny": {
-        "layers": 2,
+        "layers": 1,
         "embed_dim": 32,
         "heads": 2,
         "kv_heads": 1,

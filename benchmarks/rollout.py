@@ -64,7 +64,7 @@ def sampling_figures(
         "decode_s": max(rollout - before, 0.0),
         "rollout_tok_s": steady(rates),
         "tokens": steady(tokens),
-        "slot_use": steady([n / s for n, s in zip(tokens, source.slot_steps, strict=True)]),
+        "slot_use": steady(source.slot_use),
         "first_step_s": walls[0],
         "compiles": counts[-1],
         "late_compiles": counts[-1] - counts[min(WARMUP, len(counts)) - 1],

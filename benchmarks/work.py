@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -22,7 +23,10 @@ from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups
 from jrl.train.state import init_state, state_shardings
-from jrl.types import Array, Network, Params, Rollout, TrainState, stream
+from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState, stream
+
+DEVIATION = 0.01
+"""Of the matrices at the start; see ``start_weights``."""
 
 
 class Work(NamedTuple):
@@ -113,11 +117,34 @@ def _padded(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
     return tokens, np.array([len(prompt) for prompt in rows], np.int32)
 
 
+def start_weights(key: Array, network: Network) -> Params:
+    """Random weights as small as Tunix draws them, with feed-forward parts that begin at zero.
+
+    A policy's first steps decide how long its completions get, and with them how much work there
+    is when a token may end them; so both libraries begin alike. The policy is almost uniform.
+    """
+    params = network.init(key)
+
+    def small(x: Array) -> Array:
+        return (x / jnp.std(x.astype(jnp.float32)) * DEVIATION).astype(x.dtype)
+
+    layers = params["layers"]
+    attention = {n: small(x) if n in "qkvo" else x for n, x in layers["attention"].items()}
+    zeros = jax.tree.map(jnp.zeros_like, layers["mlp"])
+    tables = {name: small(params[name]) for name in ("embed", "head") if name in params}
+    return params | tables | {"layers": layers | {"attention": attention, "mlp": zeros}}
+
+
 def new_state(work: Work) -> tuple[TrainState, TrainState]:
     """A state with weights at random, and where it lies."""
-    make = partial(
-        init_state, network=work.network, objective=work.method.objective, optimizer=work.optimizer
-    )
+    objective, network = work.method.objective, work.network
+
+    def make(key: Array) -> TrainState:
+        params = start_weights(key, network)
+        return init_state(
+            key, params, network=network, objective=objective, optimizer=work.optimizer
+        )
+
     key = jax.random.key(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, key), work.mesh, network=work.network)
     return jax.jit(make, out_shardings=shardings)(key), shardings
@@ -140,12 +167,26 @@ def sampler(work: Work) -> Any:
 def even_share(rollout: Rollout) -> np.ndarray:
     """[N, G, 1] float32, points: the fraction of even ids in each completion; 0 for an empty one.
 
-    The stop token is not counted, since it is not part of the text that the peers judge.
+    Only tokens in the mask count.
     """
-    stopped = (rollout.tokens == flags.EOS) | ~rollout.mask
-    kept = ~np.logical_or.accumulate(stopped, axis=-1)
-    even = (kept & (rollout.tokens % 2 == 0)).sum(-1)
-    return (even / np.maximum(kept.sum(-1), 1)).astype(np.float32)[:, :, None]
+    even = (rollout.mask & (rollout.tokens % 2 == 0)).sum(-1)
+    return (even / np.maximum(rollout.mask.sum(-1), 1)).astype(np.float32)[:, :, None]
+
+
+def without_stop(rollout: Rollout) -> Rollout:
+    """The rollout, on the host, with the tokens that ended a completion left out of the mask.
+
+    Tunix takes them off before it judges and trains. Completions stay as long as they are drawn at
+    first when nothing teaches a policy to end them, and so the work stays the same.
+    """
+    stopped = (rollout.stop == StopReason.STOP_TOKEN)[:, :, None]
+    last = np.arange(rollout.mask.shape[-1])[None, None] == rollout.lengths[:, :, None] - 1
+    mask = rollout.mask & ~(stopped & last)
+    return rollout.replace(
+        mask=mask,
+        sampler_logprobs=np.where(mask, rollout.sampler_logprobs, np.float32(0)),
+        versions=np.where(mask, rollout.versions, np.int32(-1)),
+    )
 
 
 class Source:
@@ -153,15 +194,15 @@ class Source:
 
     Attributes:
       rollout_seconds: of each draw, from prompts on the host to completions on the host.
-      drawn: the rollouts, on the host.
-      slot_steps: decode steps of each draw, summed over the slots in use.
+      drawn: the rollouts, on the host, as they are trained on.
+      slot_use: of each draw, slot-steps that drew a token, one that ends a completion included.
     """
 
     def __init__(self, work: Work) -> None:
         self.work, self.program = work, sampler(work)
         self.rollout_seconds: list[float] = []
         self.drawn: list[Rollout] = []
-        self.slot_steps: list[int] = []
+        self.slot_use: list[float] = []
 
     def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
         """See ``jrl.train.rollout.Draw``; the prompts are those of step ``step``."""
@@ -171,6 +212,8 @@ class Source:
         drawn = self.program(sample_key, params, tokens, lengths, self.work.law, step, positions)
         rollout, slot_steps = jax.device_get(drawn)
         self.rollout_seconds.append(time.perf_counter() - begin)
+        live = int(rollout.mask.sum())
+        rollout = without_stop(rollout) if self.work.args.eos == "natural" else rollout
         self.drawn.append(rollout)
-        self.slot_steps.append(int(slot_steps))
+        self.slot_use.append(live / int(slot_steps))
         return Groups(rollout, even_share(rollout), [], {}, {"prompt": positions})

@@ -26,8 +26,8 @@ from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.draw import make_law
 from jrl.sampling.continuous import generate
+from jrl.sampling.draw import make_law
 from jrl.tables import OptimizerTable
 from jrl.train.compiled import held_out
 from jrl.train.groups import collect

@@ -88,10 +88,11 @@ MUTANTS = {
     "log-probability before temperature": Mutant(
         7,
         "sampling/engine.py",
-        "            token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)\n",
-        "            token, _ = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)\n"
+        ", logits, slots.law)\n        here = rows",
+        ", logits, slots.law)\n"
         "            raw = jax.nn.log_softmax(logits)\n"
-        "            logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n",
+        "            logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n"
+        "        here = rows",
     ),
     "a trainer that ignores truncation": Mutant(
         7,

@@ -58,9 +58,9 @@ def preplan_anchor(
     top ``fraction`` of FAI. ``rule`` multiplies by ``factor`` the advantages of planning tokens
     ("local") or of anchors ("global"), or ("coupled") of anchors, which pass the part ``shared`` of
     their bonus back to a planning token at most ``reach`` tokens before them whose WAAD is higher,
-    unless they plan themselves. Not known: every number here, which layers are read, and whether the paper amplifies
-    advantages below 0 (``positive_only`` leaves them); the defaults are ours, and so is the reading
-    of the coupling.
+    unless they plan themselves. Not known: every number here, which layers are read, and whether
+    the paper amplifies advantages below 0 (``positive_only`` leaves them); the defaults are ours,
+    and so is the reading of the coupling.
     """
     statistics = attention_credit.rhythm_statistics(window, nearest, farthest, heads)
     return Method(

@@ -339,19 +339,23 @@ def test_it_listens_on_loopback_alone(server):
 
 
 class Held:
-    """An engine that draws while it may, and fails where it is told to."""
+    """An engine that draws while it may, and fails where it is told to.
+
+    ``live`` holds how many slots drew a token, step by step.
+    """
 
     def __init__(self, slots):
         self.inner = build(jetstream.make_engine, slots=slots)
-        self.may, self.broken, self.steps = threading.Event(), None, 0
+        self.may, self.broken, self.live = threading.Event(), None, []
         generate = self.inner.generate
 
         def held(weights, state):
             self.may.wait(20)
             if self.broken is not None:
                 raise self.broken
-            self.steps += 1
-            return generate(weights, state)
+            state, result = generate(weights, state)
+            self.live.append(int(np.asarray(result.data)[:, 1].sum()))
+            return state, result
 
         self.inner.generate = held
 
@@ -383,14 +387,32 @@ def test_a_client_that_goes_away_frees_its_slot():
         held.may.set()
         next(first)
         held.may.clear()
-        before = held.steps
+        before = len(held.live)
         first.cancel()
-        while running.driver.requests[0].max_tokens > 0:
-            time.sleep(0.01)
+        until(lambda: running.driver.requests[0].max_tokens < 0)
         second = client.Decode(request("2+2=", 2))
         held.may.set()
         assert len(list(second)) == 2
-        assert held.steps - before < NEW // 2
+        assert len(held.live) - before < NEW // 2
+
+
+def until(true, seconds=10):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@needs
+def test_a_slot_that_is_free_draws_nothing():
+    held = Held(2)
+    held.may.set()
+    with serving(held.inner) as running:
+        ask(running, "1", 1)
+        until(lambda: running.driver._generate_slots[0].qsize() == 2)
+        before = len(held.live)
+        ask(running, "2+2=", 9)
+        assert max(held.live[before:]) == 1
 
 
 @needs
