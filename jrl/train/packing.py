@@ -81,8 +81,7 @@ def pack(
 
     >>> packing = pack(np.array([[4, 1, 1, 2, 0]]), 4)
     >>> packing.members[0].tolist(), packing.steps[0].tolist()
-    ([[0, 0, 0, 0, -1, -1, -1, -1], [3, 3, 1, 2, -1, -1, -1, -1]], [[0, 1, 2, 3, 0, 0, 0, 0], \
-[0, 1, 0, 0, 0, 0, 0, 0]])
+    ([[0, 0, 0, 0, 3, 3, 1, 2]], [[0, 1, 2, 3, 0, 1, 0, 0]])
     """
     n, g = lengths.shape
     each = n // parts
