@@ -6,7 +6,6 @@ own, from the same function, and run on the same inputs; what is left of the who
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +15,10 @@ from benchmarks import floor
 from benchmarks.clock import typical
 from benchmarks.work import Work
 from jrl.mesh import replicated
+from jrl.sampling.draw import Law
 from jrl.sampling.engine import prefill
-from jrl.train.score import score
-from jrl.types import Batch, Params, Rollout, TrainState
+from jrl.train.score import in_parts, score
+from jrl.types import Batch, Params, Rollout, Stats, TrainState
 
 ROUNDS = 5
 
@@ -32,11 +32,20 @@ def prefill_seconds(work: Work, params: Params) -> float:
     return typical(jax.jit(run), params, *work.prompts[-1], rounds=ROUNDS)
 
 
+def microbatches(work: Work) -> int:
+    """Into how many parts the flags divide a batch."""
+    return work.args.batch // work.args.micro if work.args.micro else 1
+
+
 def reference_seconds(work: Work, state: TrainState, batch: Batch) -> float | None:
     """Scoring a batch with the reference; None where there is none."""
     if "ref" not in state.frozen:
         return None
-    run = partial(score, network=work.network, value=None, want=frozenset({"ref_logprobs"}))
+
+    def run(params: Params, batch: Batch, law: Law) -> Stats:
+        wanted = {"network": work.network, "value": None, "want": frozenset({"ref_logprobs"})}
+        return in_parts(lambda part: score(params, part, law, **wanted), batch, microbatches(work))
+
     program = jax.jit(run, out_shardings=replicated(work.mesh))
     return typical(program, state.params | state.frozen, batch, work.law, rounds=ROUNDS)
 

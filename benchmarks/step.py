@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,9 @@ from benchmarks.flags import write
 from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, parser, place
 from jrl.compiles import CompileCounter
-from jrl.mesh import replicated
+from jrl.mesh import batch_shards, replicated
 from jrl.train.groups import collect
+from jrl.train.packing import Packer
 from jrl.train.step import compile_step, make_step
 from jrl.types import Batch, TrainState
 
@@ -31,17 +32,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         work = build(args)
         with jax.set_mesh(work.mesh):
             state, shardings = new_state(work)
-            source, walls, updates, counts, rewards = Source(work), [], [], [], []
+            source, counts = Source(work), []
+            walls, updates, rewards, padding = [], [], [], []
             step = compile_step(_step(work), shardings, work.mesh)
+            pack = _packer(work)
             law = jax.device_put(work.law, replicated(work.mesh))
             for i in range(args.steps):
                 begin = time.perf_counter()
-                batch = _collect(work, source, state, i)
+                batch = _collect(work, source, pack, state, i)
                 seconds, (state, metrics) = timed(step, state, batch, law)
                 walls.append(time.perf_counter() - begin)
                 updates.append(seconds)
                 counts.append(compiles.count)
                 rewards.append(float(metrics["reward"]))
+                padding.append(float(metrics["padding"]))
             used = peak_memory_mb()
             policy = state.params["policy"]
             result = sampling_figures(work, policy, source, walls, counts)
@@ -49,7 +53,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             result |= {
                 "reference_s": reference,
                 "train_s": steady(updates) - (reference or 0.0),
-                "other_s": steady(walls) - steady(updates) - result["rollout_s"],
+                "other_s": steady(_rest(walls, updates, source.rollout_seconds)),
+                "padding": steady(padding),
                 "max_rss_mb": used,
                 "reward_first": rewards[0],
                 "reward_last": rewards[-1],
@@ -62,16 +67,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _step(work: Work) -> Any:
-    args = work.args
     return make_step(
         network=work.network,
         objective=work.method.objective,
         optimizer=work.optimizer,
-        microbatches=args.batch // args.micro if args.micro else 1,
+        microbatches=phases.microbatches(work),
     )
 
 
-def _collect(work: Work, source: Source, state: TrainState, step: int) -> Batch:
+def _packer(work: Work) -> Callable[[Batch], Batch]:
+    if work.args.no_packing:
+        return lambda batch: batch
+    return Packer(phases.microbatches(work), batch_shards(work.mesh))
+
+
+def _rest(walls: list[float], *parts: list[float]) -> list[float]:
+    """What is left of each step's time without its parts."""
+    return [wall - sum(each) for wall, *each in zip(walls, *parts, strict=True)]
+
+
+def _collect(
+    work: Work, source: Source, pack: Callable[[Batch], Batch], state: TrainState, step: int
+) -> Batch:
     batch, _, _ = collect(
         state.key,
         state.params["policy"],
@@ -82,6 +99,7 @@ def _collect(work: Work, source: Source, state: TrainState, step: int) -> Batch:
         weights=np.ones(1, np.float32),
         method=work.method,
         mesh=work.mesh,
+        pack=pack,
     )
     return batch
 

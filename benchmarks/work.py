@@ -60,6 +60,7 @@ def parser(about: str) -> argparse.ArgumentParser:
     p.add_argument(
         "--chunk", type=int, default=4, help="decode steps between two looks at free slots"
     )
+    p.add_argument("--no-packing", action="store_true", help="train on completions as drawn")
     p.add_argument(
         "--gemm",
         type=int,

@@ -49,10 +49,11 @@ MUTANTS = {
         2,
         "train/step.py",
         "        batch = batch.check()\n",
-        "        from jrl.objectives.kl import k1\n"
         "        from jrl.errors import choose\n"
+        "        from jrl.methods.domains import is_zero\n"
+        "        from jrl.objectives.segments import segments\n"
         "        batch = batch.check()\n"
-        "        k1(batch.rewards[0, 0], batch.rewards[0, 0]), choose('a', 'b', ['c'])\n",
+        "        segments(batch.members), is_zero(0), choose('a', 'b', ['c'])\n",
     ),
     "weights that lose their place": Mutant(
         4,

@@ -112,6 +112,7 @@ def test_without_libtpu_the_way_to_install_it_is_said(monkeypatch):
 # ---------------------------------------------------------------- plans
 
 
+@pytest.mark.slow  # libtpu serves one process at a time and ends a second one, such as a worker
 @needs_libtpu
 def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     found = plan.make_plan(tiny(), parse_topology("v5e:2x2"))

@@ -130,24 +130,39 @@ def generate(
     Raises:
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
-    return generate_counted(
-        key,
-        params,
-        prompt_tokens,
-        prompt_lengths,
-        law,
-        version,
-        ids,
-        network=network,
-        group=group,
-        max_new_tokens=max_new_tokens,
-        stop_tokens=stop_tokens,
-        baseline_members=baseline_members,
-        slots=slots,
-        block=block,
-        chunk=chunk,
-        shrink=shrink,
-    )[0]
+    n, t = prompt_tokens.shape[0], max_new_tokens
+    g = group + baseline_members
+    plan = _plan(n * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
+    if plan.slots < n * g or plan.smaller or _data_parts(n) > 1:
+        return generate_counted(
+            key,
+            params,
+            prompt_tokens,
+            prompt_lengths,
+            law,
+            version,
+            ids,
+            network=network,
+            group=group,
+            max_new_tokens=t,
+            stop_tokens=stop_tokens,
+            baseline_members=baseline_members,
+            slots=slots,
+            block=block,
+            chunk=chunk,
+            shrink=shrink,
+        )[0]
+    # All sequences at once, to the end: the same with nothing in between.
+    check_fits(network, prompt_tokens.shape[1], t)
+    weights = network.prepare(params)
+    store = prefill(weights, prompt_tokens, prompt_lengths, network=network)
+    jobs = _jobs(store, key, ids, prompt_tokens, prompt_lengths, law, group, baseline_members)
+    run = _seat(jobs, plan, network=network, weights=weights, width=t)
+    rows, _ = counted_decode(
+        weights, run.slots, version, network=network, steps=t, stop_tokens=stop_tokens
+    )
+    drawn = rows.tokens, rows.logprobs, rows.lengths, rows.stop
+    return _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g)
 
 
 def generate_counted(
@@ -190,14 +205,8 @@ def generate_counted(
         version: Array,
         ids: Array,
     ) -> tuple[Array, Array, Array, Array, Array]:
-        jobs = Jobs(
-            store=prefill(weights, tokens, lengths, network=network),
-            prompt_lengths=lengths,
-            last=jnp.take_along_axis(tokens, lengths[:, None] - 1, axis=1)[:, 0],
-            keys=sequence_keys(key, ids, g).reshape(-1),
-            law=law.replace(greedy=law.greedy or baseline_members > 0),
-            warm=jnp.tile(jnp.arange(g) < group, tokens.shape[0]),
-        )
+        store = prefill(weights, tokens, lengths, network=network)
+        jobs = _jobs(store, key, ids, tokens, lengths, law, group, baseline_members)
 
         def decode(slots: Slots, steps: Array | int, until: Array | int) -> tuple[Slots, Array]:
             return counted_decode(
@@ -216,9 +225,46 @@ def generate_counted(
 
     args = (key, weights, prompt_tokens, prompt_lengths, law, version, ids)
     tokens, logprobs, lengths, stop, steps = _over_data(sample, parts)(*args)
+    drawn = tokens, logprobs, lengths, stop
+    return _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g), steps.sum()
+
+
+def _jobs(
+    store: Cache,
+    key: Array,
+    ids: Array,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    law: Law,
+    group: int,
+    baseline_members: int,
+) -> Jobs:
+    """The sequences to draw, all members of all prompts."""
+    g = group + baseline_members
+    return Jobs(
+        store=store,
+        prompt_lengths=prompt_lengths,
+        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
+        keys=sequence_keys(key, ids, g).reshape(-1),
+        law=law.replace(greedy=law.greedy or baseline_members > 0),
+        warm=jnp.tile(jnp.arange(g) < group, prompt_tokens.shape[0]),
+    )
+
+
+def _as_rollout(
+    drawn: tuple[Array, Array, Array, Array],
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    version: Array,
+    group: int,
+    g: int,
+) -> Rollout:
+    """The record of tokens [N * G, T], log-probabilities, lengths and reasons to stop [N * G]."""
+    tokens, logprobs, lengths, stop = drawn
+    n, t = prompt_tokens.shape[0], tokens.shape[1]
     lengths, stop = lengths.reshape(n, g), stop.reshape(n, g)
     mask = jnp.arange(t)[None, None] < lengths[:, :, None]
-    rollout = Rollout(
+    return Rollout(
         prompt_tokens=prompt_tokens,
         prompt_lengths=prompt_lengths,
         tokens=tokens.reshape(n, g, t),
@@ -228,8 +274,7 @@ def generate_counted(
         versions=jnp.where(mask, version, -1).astype(jnp.int32),
         stop=stop,
         baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
-    )
-    return rollout.check(), steps.sum()
+    ).check()
 
 
 def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
@@ -273,10 +318,10 @@ def smaller_sizes(slots: int) -> tuple[int, ...]:
     """The numbers of slots below ``slots``, each about 3/4 of the one before: 24, 16, 12, 8, ...
 
     >>> smaller_sizes(32)
-    (24, 16, 12, 8, 6, 4, 3, 2)
+    (24, 16, 12, 8, 6, 4, 2)
     """
     powers = [2**i for i in range(int(np.log2(max(slots, 1))) + 1)]
-    sizes = {s for power in powers for s in (power, power + power // 2)}
+    sizes = {s for power in powers for s in (power, power + power // 2) if s != 3}
     return tuple(sorted((s for s in sizes if _SMALLEST <= s < slots), reverse=True))
 
 
@@ -352,15 +397,24 @@ def _finish(
         slots, count = decode(run.slots, steps, until)
         return run.replace(slots=slots, steps=run.steps + count * run.seats.shape[0])
 
+    first, *later = *plan.smaller, 0  # so many may be left when a state is given up
     if plan.slots < rows:
 
         def chunked(run: Run) -> Run:
-            return _refill(advance(run, chunk, 0), jobs, plan.block)
+            queue = run.waiting < rows
+            steps, until = jnp.where(queue, chunk, width), jnp.where(queue, 0, first)
+            return _refill(advance(run, steps, until), jobs, plan.block)
 
-        run = jax.lax.while_loop(lambda run: run.waiting < rows, chunked, run)
-    for size in plan.smaller:
-        run = _compact(advance(run, width, size), size)
-    return _hand_over(advance(run, width, 0))
+        def goes_on(run: Run) -> Array:
+            running = jnp.sum(run.slots.stop == StopReason.RUNNING)
+            return (run.waiting < rows) | (running > first)
+
+        run = jax.lax.while_loop(goes_on, chunked, run)
+    else:
+        run = advance(run, width, first)
+    for size, until in zip(plan.smaller, later, strict=True):
+        run = advance(_compact(run, size), width, until)
+    return _hand_over(run)
 
 
 def _hand_over(run: Run, rows: Array | None = None) -> Run:

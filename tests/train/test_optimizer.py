@@ -90,6 +90,7 @@ KNOBS = [
     ("lion", {"weight_decay": 0.1}),
     ("lion", {"b1": 0.1}),
     ("lion", {"b2": 0.1}),
+    *((name, {"mu_dtype": "bfloat16"}) for name in ("adamw", "adam", "sgd", "lion")),
     ("adafactor", {"weight_decay": 0.1}),
     ("adafactor", {"eps": 0.5}),
 ]
@@ -109,7 +110,7 @@ def test_every_knob_changes_a_number(name, knob):
         optimizer = make_optimizer(table, 10)(0.1)
         params = {"w": jnp.full((4, 3), 2.0)}
         state, update = optimizer.init(params), jax.jit(optimizer.update)
-        for size in (1.0, -0.005, 1.0, -1.0):
+        for size in (1.0, -0.0051, 1.003, -1.0):
             changes, state = update({"w": jnp.full((4, 3), size)}, state, params)
             params = optax.apply_updates(params, changes)
         return np.asarray(params["w"])
