@@ -34,8 +34,9 @@ from jrl.sampling.engine import (
 )
 from jrl.types import Array, Cache, Network, Params, Rollout, StopReason
 
-SHRINK_TOKENS = 192
-"""Completions at least so long pay for the smaller states that ``shrink`` compiles."""
+SHRINK_TOKENS = 1024
+"""Completions at least so long pay for the smaller states that ``shrink`` compiles: each is the
+decode loop once more, and at 256 tokens they took many times longer to compile than a rollout."""
 
 _SMALLEST = 2
 
