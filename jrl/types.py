@@ -227,10 +227,12 @@ class TrainState(struct.PyTreeNode):
 
     Attributes:
       step: [] int32, training steps done; also the policy's version.
-      params: {"policy": tree, and "value": tree when the objective needs values}.
+      params: {"policy": tree, and "value": tree when the objective needs values}. Of a network
+        with a ``split`` the policy's tree is its trained part.
       opt_state: the optax state of ``params``.
       frozen: policies that are read and not trained, by name: "ref" the reference, "teacher";
-        only those that the objective needs.
+        only those that the objective needs. Of a network with a ``split`` also "base", which is
+        the reference as well unless another one is given.
       method: the objective's own state (trackers, controllers); () when it keeps none.
       key: [2] uint32, the data of the run's root key; every use has a ``stream`` of its own. Raw,
         because jit keeps a second entry for a typed key that comes back from it (JAX 0.10, 0.12).
@@ -470,6 +472,31 @@ class Head(NamedTuple):
     softcap: float | None = None
 
 
+class Split(NamedTuple):
+    """How the parameters of a network fall into a frozen base and what is trained on top of it.
+
+    The base alone is a tree that the network's functions take too: the policy as it was.
+
+    Attributes:
+      init: (key) -> the trained part as it starts, where it changes nothing.
+      split: (params) -> (trained part, base); the trained part is {} for a base alone. Works on any
+        tree shaped like the parameters, such as logical axes.
+      join: (trained part, base) -> params, the same arrays.
+      freeze: (whole parameters of ``plain``) -> base, as it is kept; on the host or the device.
+      thaw: (base) -> whole parameters of ``plain``.
+      merge: (params) -> whole parameters of ``plain`` that compute the same.
+      plain: the network all of whose weights are trained.
+    """
+
+    init: Callable[[Array], Params]
+    split: Callable[[Any], tuple[Any, Any]]
+    join: Callable[[Any, Any], Any]
+    freeze: Callable[[Params], Params]
+    thaw: Callable[[Params], Params]
+    merge: Callable[[Params], Params]
+    plain: Network
+
+
 class Network(NamedTuple):
     """A causal language model as functions over its parameters.
 
@@ -499,6 +526,7 @@ class Network(NamedTuple):
       attention: (params, tokens [B, L], positions [B, L], segments [B, L]) -> [B, H, L, L] float32,
         how each token weighs the ones before it in one layer, the middle one; 0 for what it does
         not see. Large: for the few methods that read it. None where there is none.
+      split: where a part of the parameters is frozen, which; None where all of them are trained.
     """
 
     vocab_size: int
@@ -514,6 +542,7 @@ class Network(NamedTuple):
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None
     attention: Callable[[Params, Array, Array, Array], Array] | None = None
+    split: Split | None = None
 
 
 class ValueNetwork(NamedTuple):

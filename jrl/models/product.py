@@ -22,10 +22,19 @@ PRODUCT = "product"
 """The name, for rematerialisation, of results of products with weights."""
 
 
-def contract(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
+class Factored:
+    """A weight that is held as several arrays and multiplied as one: ``quant.Int8``, ``lora``'s."""
+
+    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+        """``product(spec, x, self, dtype)``."""
+        raise NotImplementedError
+
+
+def contract(spec: str, x: Array, w: Array | Factored, dtype: Any = None) -> Array:
     """``product`` of activations with a weight, named ``PRODUCT`` for rematerialisation."""
     # A policy that looks for products does not find those inside a custom derivative.
-    return checkpoint_name(product(spec, x, w, dtype), PRODUCT)
+    made = w.times(spec, x, dtype) if isinstance(w, Factored) else product(spec, x, w, dtype)
+    return checkpoint_name(made, PRODUCT)
 
 
 def product(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
