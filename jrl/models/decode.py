@@ -20,6 +20,7 @@ from jrl.mesh import constrain
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
 from jrl.models.product import product
+from jrl.models.quant import quantise_entries
 from jrl.models.weights import layer_weights
 from jrl.types import Array, Cache, Params
 
@@ -32,12 +33,16 @@ class Part(NamedTuple):
       v_mkcd: [M, K, C, h].
       mask_sqc: [S, Q, C] bool, True where visible.
       reached: [] bool, False when no query sees any of it, which is then not read; None for always.
+      k_scale: [M, K, 1, C] float32, what keys are multiplied by; None where they are floats.
+      v_scale: [M, K, C, 1] float32, the same for values.
     """
 
     k_mkdc: Array
     v_mkcd: Array
     mask_sqc: Array
     reached: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
 
 class Seen(NamedTuple):
@@ -69,7 +74,7 @@ def attend_parts(
       softcap: scores become cap * tanh(score / cap).
 
     Returns:
-      [S, Q, H, h] in the dtype of the values. A query that sees nothing gets a mean of the values.
+      [S, Q, H, h] in the dtype of the queries. A query that sees nothing gets a mean of the values.
     """
     s, q, h, d = q_sqhd.shape
     seen = [_look(q_sqhd, part, scale, softcap) for part in parts]
@@ -78,7 +83,7 @@ def attend_parts(
     total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
     values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
     out_skgqd = values / total
-    return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(parts[0].v_mkcd.dtype)
+    return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
 def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
@@ -91,6 +96,8 @@ def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> See
         q_mkrd = q_sqhd.reshape(m, s // m, q, k, h // k, d).transpose(0, 3, 1, 4, 2, 5)
         q_mkrd = q_mkrd.reshape(m, k, -1, d)
         scores = product("mkrd,mkdc->mkrc", q_mkrd, part.k_mkdc, jnp.float32) * scale
+        if part.k_scale is not None:
+            scores = scores * part.k_scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         scores = scores.reshape(m, k, s // m, h // k, q, -1)
@@ -99,8 +106,10 @@ def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> See
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(-1, keepdims=True)
-        rows = weights.astype(part.v_mkcd.dtype).reshape(m, k, -1, weights.shape[-1])
-        values = product("mkrc,mkcd->mkrd", rows, part.v_mkcd, jnp.float32)
+        rows = weights.reshape(m, k, -1, weights.shape[-1])
+        if part.v_scale is not None:
+            rows = rows * part.v_scale.transpose(0, 1, 3, 2)
+        values = product("mkrc,mkcd->mkrd", rows.astype(q_sqhd.dtype), part.v_mkcd, jnp.float32)
         values = values.reshape(m, k, s // m, h // k, q, d)
         per_row = lambda x: x.transpose(0, 2, 1, 3, 4, 5).reshape(s, k, h // k, q, -1)  # noqa: E731
         return Seen(per_row(peak), per_row(total), per_row(values))
@@ -119,7 +128,8 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
     """A piece of a layer's cache with live tokens' entries stored.
 
     Args:
-      old: "k" [S, K, h, C] and "v" [S, K, C, h].
+      old: "k" [S, K, h, C] and "v" [S, K, C, h]; as int8 with "k_scale" [S, K, 1, C] and "v_scale"
+        [S, K, C, 1], one float32 for each position and head.
       new: "k" and "v", each [S, K, Q, h].
       columns: [S, Q] int32, where in the piece each token goes.
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
@@ -128,11 +138,18 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
     rows = jnp.arange(columns.shape[0])[:, None]
     size = old["v"].shape[2]
     columns = jnp.where(live & (columns >= 0), columns, size)
-    k, v = (new[name].transpose(0, 2, 1, 3).astype(old[name].dtype) for name in ("k", "v"))
-    return {
-        "k": old["k"].at[rows, :, :, columns].set(k, mode="drop"),
-        "v": old["v"].at[rows, :, columns].set(v, mode="drop"),
-    }
+    entries = {name: new[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
+    if "k_scale" in old:
+        rounded = {name: quantise_entries(x) for name, x in entries.items()}
+        entries = {name: x for name, (x, _) in rounded.items()}
+        entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
+    put = {}
+    for name, x in entries.items():
+        place = (
+            old[name].at[rows, :, :, columns] if name[0] == "k" else old[name].at[rows, :, columns]
+        )
+        put[name] = place.set(x.astype(old[name].dtype), mode="drop")
+    return put
 
 
 def init_cache(

@@ -392,7 +392,8 @@ def extend(
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }
                     pieces.append(held)
-                parts.append(Part(held["k"], held["v"], view.mask, view.reached))
+                scales = held.get("k_scale"), held.get("v_scale")
+                parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
             return attend_parts(q, parts, scale=scale, softcap=cap), tuple(pieces)
 
         return mix

@@ -1,0 +1,244 @@
+"""Weights as 8-bit integers with one float32 scale for each output channel, and keys and values.
+
+Symmetric rounding: a channel's largest magnitude becomes 127, so that a number is off by at most
+half of a scale, max |channel| / 254. Products multiply the integers, which every dtype of
+activations holds exactly, and scale what comes out: no weight is ever held as floats beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from jrl.errors import UserError
+from jrl.models.config import ModelConfig
+from jrl.models.product import Factored
+from jrl.models.weights import WeightSpec, weights
+from jrl.types import Array, Cache, Network, Params
+
+LARGEST = 127
+
+
+class Int8(struct.PyTreeNode, Factored):
+    """A weight as integers and scales; its product carries gradient to the activations alone.
+
+    Attributes:
+      values: int8, the shape of the weight.
+      scales: float32, the same with size 1 along the axes that products sum over.
+    """
+
+    values: Any
+    scales: Any
+
+    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+        """``product(spec, x, whole, dtype)``."""
+        return _times(spec, x, self.values, self.scales, dtype)
+
+    def whole(self, dtype: Any = jnp.float32) -> Any:
+        """The weight that the integers stand for."""
+        return (self.values.astype(np.float32) * self.scales).astype(dtype)
+
+
+def is_int8(x: object) -> bool:
+    """Whether a node of a tree is such a weight; for ``is_leaf``."""
+    return isinstance(x, Int8)
+
+
+def quantise(w: Any, inputs: int, lead: int = 0) -> Int8:
+    """A weight as ``Int8``.
+
+    Args:
+      w: floats, NumPy or JAX; [lead axes, input axes, output axes].
+      inputs: axes that products sum over.
+      lead: axes before them, such as the layers.
+
+    Returns:
+      The weight, NumPy for NumPy; |whole - w| is at most half a scale everywhere.
+
+    >>> quantise(np.array([[1.0, -4.0], [-0.5, 2.0]]), 1).values.tolist()
+    [[127, -127], [-64, 64]]
+    """
+    xp: Any = np if isinstance(w, np.ndarray) else jnp
+    w = w.astype(np.float32)
+    scales = _scales(w, tuple(range(lead, lead + inputs)), xp)
+    return Int8(_round(w, scales, xp), scales)
+
+
+def _scales(x: Any, axes: tuple[int, ...], xp: Any) -> Any:
+    peak = xp.max(xp.abs(x), axis=axes, keepdims=True)
+    return xp.where(peak > 0, peak / LARGEST, 1.0).astype(np.float32)
+
+
+def _round(x: Any, scales: Any, xp: Any) -> Any:
+    return xp.clip(xp.round(x / scales), -LARGEST, LARGEST).astype(np.int8)
+
+
+def _letters(spec: str) -> tuple[str, str, str]:
+    operands, out = spec.split("->")
+    x, w = operands.split(",")
+    return x, w, out
+
+
+def _along_output(scales: Array, spec: str) -> Array:
+    """The scales of a weight, lined up with the result of a product with it."""
+    _, w, out = _letters(spec)
+    order = [w.index(c) for c in out if c in w]
+    order += [i for i in range(len(w)) if i not in order]
+    sizes = [scales.shape[w.index(c)] if c in w else 1 for c in out]
+    return scales.transpose(order).reshape(sizes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
+def _times(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> Array:
+    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
+    return (out * _along_output(scales, spec)).astype(dtype or x.dtype)
+
+
+def _forward(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> tuple[Array, tuple]:
+    # No numbers of x are kept: only their dtype is needed to go back.
+    return _times(spec, x, values, scales, dtype), (jnp.zeros((), x.dtype), values, scales)
+
+
+def _backward(spec: str, dtype: Any, kept: tuple, g: Array) -> tuple[Array, None, None]:
+    like, values, scales = kept
+    x, w, out = _letters(spec)
+    g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(like.dtype)
+    back = jnp.einsum(
+        f"{w},{out}->{x}", values.astype(like.dtype), g, preferred_element_type=jnp.float32
+    )
+    return back.astype(like.dtype), None, None
+
+
+_times.defvjp(_forward, _backward)
+
+
+# ---------------------------------------------------------------- whole models
+
+
+def check_dense(config: ModelConfig, key: str) -> None:
+    """Raises UserError for a model with routed experts, whose products take floats."""
+    if any(config.sparse):
+        raise UserError(
+            f"{key} = 'int8': the model has {config.experts} routed experts, whose weights are not "
+            f"kept as integers; remove {key}"
+        )
+
+
+def quantise_layers(params: Params, config: ModelConfig) -> Params:
+    """The parameters with every matrix of a layer as ``Int8``; embedding, head and norms as given.
+
+    Args:
+      params: the decoder's, on the host or the device.
+      config: a model without experts.
+    """
+    check_dense(config, "quantise_layers")
+
+    def turn(spec: WeightSpec, w: Any) -> Any:
+        if not spec.inputs:
+            return w
+        if not isinstance(w, np.ndarray):
+            return quantise(w, spec.inputs, 1)
+        layers = [quantise(layer, spec.inputs) for layer in w]  # one at a time in float32
+        return jax.tree.map(lambda *parts: np.stack(parts), *layers)
+
+    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
+    layers = jax.tree.map(turn, weights(config)["layers"], params["layers"], is_leaf=is_spec)
+    return params | {"layers": layers}
+
+
+def layer_axes(config: ModelConfig, axes: Any) -> Any:
+    """The logical axes of what ``quantise_layers`` gives, from those of the parameters."""
+
+    def turn(spec: WeightSpec, names: tuple) -> Any:
+        if not spec.inputs:
+            return names
+        scales = (names[0], *(None,) * spec.inputs, *names[1 + spec.inputs :])
+        return Int8(names, scales)
+
+    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
+    layers = jax.tree.map(turn, weights(config)["layers"], axes["layers"], is_leaf=is_spec)
+    return axes | {"layers": layers}
+
+
+def dequantise(params: Params, dtype: Any) -> Params:
+    """The parameters with every ``Int8`` as the floats that it stands for."""
+    turn = lambda x: x.whole(dtype) if is_int8(x) else x  # noqa: E731
+    return jax.tree.map(turn, params, is_leaf=is_int8)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+_INPUTS = {"q": 1, "k": 1, "v": 1, "qkv": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
+
+
+def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) -> Network:
+    """The network as it samples with 8-bit weights, an 8-bit cache, or both.
+
+    It draws from another law than the network trains: that of the rounded weights, or of rounded
+    keys and values. Log-probabilities that a sampler records with it are those of that law.
+
+    Args:
+      network: the policy, of ``config``.
+      config: the decoder's shape.
+      weights: "int8" for the policy's matrices, the output matrix among them, in 8 bits; "same".
+      cache: "int8" for keys and values in 8 bits, a scale for each position and head; "same".
+
+    Returns:
+      The network, itself when both are "same".
+
+    Raises:
+      UserError: 8-bit weights of a model with routed experts.
+    """
+    if weights == "int8":
+        check_dense(config, "sampling.weights")
+        network = network._replace(prepare=_rounding(network.prepare))
+    if cache == "int8":
+        network = network._replace(init_cache=_short_cache(network.init_cache))
+    return network
+
+
+def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
+    def prepare_int8(params: Params) -> Any:
+        made = prepare(params)
+
+        def turn(path: tuple, w: Any) -> Any:
+            inputs = _INPUTS.get(path[-1].key, 0)
+            return quantise(w, inputs) if inputs and not isinstance(w, Factored) else w
+
+        held = lambda x: isinstance(x, Factored)  # noqa: E731
+        layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)
+        return made | {"layers": layers, "head": quantise(made["head"], 1)}
+
+    return prepare_int8
+
+
+def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
+    def init_int8_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
+        empty = init_cache(rows, length, weights, pieces)
+
+        def short(piece: dict[str, Array]) -> dict[str, Array]:
+            k, v = piece["k"], piece["v"]
+            return {
+                "k": k.astype(jnp.int8),
+                "v": v.astype(jnp.int8),
+                "k_scale": k[:, :, :1].astype(jnp.float32),
+                "v_scale": v[:, :, :, :1].astype(jnp.float32),
+            }
+
+        return Cache(own=tuple(tuple(map(short, pieces)) for pieces in empty.own))
+
+    return init_int8_cache
+
+
+def quantise_entries(x: Array) -> tuple[Array, Array]:
+    """Keys or values [..., h] as int8 [..., h] and float32 scales [..., 1], one a vector."""
+    x = x.astype(jnp.float32)
+    scales = _scales(x, (x.ndim - 1,), jnp)
+    return _round(x, scales, jnp), scales
