@@ -165,6 +165,9 @@ class SamplingTable(Table):
         0, "completions decoded at a time, others wait for a free slot; 0 takes all", ge=0
     )
     chunk: int = _key(4, "tokens drawn between two looks at which slots are free", ge=1)
+    gather_weights: bool = _key(
+        True, "send weights that mesh.fsdp divides once a rollout, not for every token; needs room"
+    )
 
 
 class RewardTable(Table):

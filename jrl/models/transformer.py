@@ -75,9 +75,9 @@ def _attention(
 ) -> tuple[Array, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if "qkv" in w:  # prepared for sampling
-        sizes = (config.heads, config.heads + config.kv_heads)
-        parts = jnp.split(contract("bqd,dhk->bqhk", x_bqd, w["qkv"]), sizes, axis=2)
-        q_bqhd, (k_bkqd, v_bkqd) = parts[0], (x.transpose(0, 2, 1, 3) for x in parts[1:])
+        out_bqkgd = contract("bqd,dkgh->bqkgh", x_bqd, w["qkv"])  # g: queries, key, value
+        q_bqhd = out_bqkgd[:, :, :, :-2].reshape(*x_bqd.shape[:2], config.heads, config.head_dim)
+        k_bkqd, v_bkqd = (out_bqkgd[:, :, :, i].transpose(0, 2, 1, 3) for i in (-2, -1))
     else:
         q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
         k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
@@ -109,7 +109,8 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         return x + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else x
 
     if "gate_up" in w:  # prepared for sampling
-        gate, up = jnp.split(contract("bqd,df->bqf", x_bqd, w["gate_up"]), 2, axis=2)
+        both = contract("bqd,dcf->bqcf", x_bqd, w["gate_up"])
+        gate, up = both[:, :, 0], both[:, :, 1]
     else:
         gate, up = (contract("bqd,df->bqf", x_bqd, w[name]) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
@@ -411,7 +412,7 @@ def _query_scale(config: ModelConfig) -> float:
     return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
 
 
-def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
+def transformer(config: ModelConfig, *, remat: str = "none", gather: bool = True) -> Network:
     """The decoder of a configuration, as functions over its parameters.
 
     Args:
@@ -419,6 +420,7 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
       remat: what the backward pass of ``hidden`` recomputes for each layer: "none" keeps
         everything, "dots" keeps the results of products with weights, "full" keeps the layer's
         input.
+      gather: see ``decode.prepare``.
 
     Returns:
       A ``Network``; its functions are pure and not jitted.
@@ -437,7 +439,7 @@ def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
         axes=bind(axes, config),
         hidden=bind(hidden, config=config, remat=remat),
         logits=bind(logits, config=config),
-        prepare=bind(prepare, config=config),
+        prepare=bind(prepare, config=config, gather=gather),
         init_cache=bind(init_cache, config=config),
         extend=bind(extend, config=config),
         hidden_shared=bind(hidden_shared, config=config, remat=remat),

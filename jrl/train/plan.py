@@ -109,7 +109,7 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     task = run_task(config)
     check_batch(config, batch_shards(mesh))
     model = _shape(config, task)
-    network = transformer(model, remat=config.model.remat)
+    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
     method = build._method(config, task)
     if extra := frozen_directories(config):
         raise UserError(

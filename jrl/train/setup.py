@@ -119,7 +119,7 @@ def setup(config: Config) -> Run:
     mesh = make_mesh(config.mesh.model_dump())
     check_batch(config, batch_shards(mesh))
     tokenizer, model, params = _model(config, task)
-    network = transformer(model, remat=config.model.remat)
+    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
     judged, counts = _judged(config, tokenizer, task)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     if task is None and not judged:
