@@ -135,7 +135,6 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
     """
     chex.assert_equal_shape([columns, live])
-    rows = jnp.arange(columns.shape[0])[:, None]
     size = old["v"].shape[2]
     columns = jnp.where(live & (columns >= 0), columns, size)
     entries = {name: new[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
@@ -143,13 +142,17 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
         rounded = {name: quantise_entries(x) for name, x in entries.items()}
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
-    put = {}
-    for name, x in entries.items():
-        place = (
-            old[name].at[rows, :, :, columns] if name[0] == "k" else old[name].at[rows, :, columns]
-        )
-        put[name] = place.set(x.astype(old[name].dtype), mode="drop")
-    return put
+
+    # Row by row, so that rows on other devices are seen to be untouched.
+    def put(old_k: Array, x_qk: Array, at: Array, *, turned: bool) -> Array:
+        place = old_k.at[:, :, at] if turned else old_k.at[:, at]
+        axes = (1, 2, 0) if turned else (1, 0, 2)
+        return place.set(x_qk.transpose(axes).astype(old_k.dtype), mode="drop")
+
+    return {
+        name: jax.vmap(functools.partial(put, turned=name[0] == "k"))(old[name], x, columns)
+        for name, x in entries.items()
+    }
 
 
 def init_cache(

@@ -71,7 +71,7 @@ def test_no_token_waits_for_weights_that_the_mesh_divides():
     least = 4 * matrices / 2 * 3 / 4
     _, before, loop = drawn(True)
     assert before["all-gather"] > least
-    assert sum(loop.values()) < 0.05 * least  # eight rows' keys and values
+    assert not loop  # nor does one for what other devices keep: rows of the cache, norms
     _, before, loop = drawn(False)
     assert loop["all-gather"] > 0.9 * least
 
