@@ -60,7 +60,12 @@ class Seen(NamedTuple):
 
 
 def attend_parts(
-    q_sqhd: Array, parts: Sequence[Part], *, scale: float, softcap: float | None = None
+    q_sqhd: Array,
+    parts: Sequence[Part],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    look: Callable[[Array, Part, float, float | None], Seen] | None = None,
 ) -> Array:
     """``attend`` over keys and values that lie in several places, shared by rows or not.
 
@@ -72,12 +77,13 @@ def attend_parts(
       parts: at least one, and one that is always read.
       scale: what scores are multiplied by.
       softcap: scores become cap * tanh(score / cap).
+      look: (queries, part, scale, softcap) -> what they see of it; None for ``look_at_part``.
 
     Returns:
       [S, Q, H, h] in the dtype of the queries. A query that sees nothing gets a mean of the values.
     """
     s, q, h, d = q_sqhd.shape
-    seen = [_look(q_sqhd, part, scale, softcap) for part in parts]
+    seen = [(look or look_at_part)(q_sqhd, part, scale, softcap) for part in parts]
     peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
     shares = [jnp.exp(x.peak - peak) for x in seen]
     total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
@@ -86,7 +92,7 @@ def attend_parts(
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
-def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
     """What the queries see of one part, nothing when none of them reaches it."""
     s, q, h, d = q_sqhd.shape
     m, k = part.v_mkcd.shape[:2]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -166,7 +166,7 @@ def blockwise(*, scale: float, softcap: float | None, block: int = BLOCK) -> Ker
       softcap: scores become cap * tanh(score / cap).
       block: most queries, and keys, of a block.
     """
-    chosen = {"scale": scale, "softcap": softcap, "block": block}
+    chosen: dict[str, Any] = {"scale": scale, "softcap": softcap, "block": block}
     return Kernel(
         functools.partial(_blocks_forward, **chosen), functools.partial(_blocks_backward, **chosen)
     )
@@ -182,7 +182,7 @@ class _Blocks(NamedTuple):
       queries: of [I, B, q].
       keys: of [J, B, c].
       pairs: [I * J] int32, the blocks that may see each other, as i * J + j, in that order.
-      count: [] int32, how many of them count.
+      needed: [] int32, how many of them count.
     """
 
     q: Array
@@ -191,7 +191,7 @@ class _Blocks(NamedTuple):
     queries: Marks
     keys: Marks
     pairs: Array
-    count: Array
+    needed: Array
 
 
 def _cut(x: Array, axis: int, size: int) -> Array:
@@ -294,7 +294,7 @@ def _blocks_forward(
 
     nothing = jnp.full(lead, MASKED, jnp.float32), jnp.zeros(lead, jnp.float32)
     start = *nothing, jnp.zeros(blocks.q.shape, jnp.float32)
-    peaks, totals, values = jax.lax.fori_loop(0, blocks.count, meet, start)
+    peaks, totals, values = jax.lax.fori_loop(0, blocks.needed, meet, start)
     some = totals > 0
     log_sums = jnp.where(some, peaks + jnp.log(jnp.where(some, totals, 1.0)), MASKED)
     values = values / jnp.where(some, totals, 1.0)[..., None]
@@ -338,7 +338,7 @@ def _blocks_backward(
         return dq.at[i].add(dq_i), dk.at[j].add(dk_j), dv.at[j].add(dv_j)
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
-    dq, dk, dv = jax.lax.fori_loop(0, blocks.count, meet, start)
+    dq, dk, dv = jax.lax.fori_loop(0, blocks.needed, meet, start)
     dk, dv = (_whole(x, 2, c) for x in (dk, dv))
     dq = _whole(dq, 3, n).reshape(b, h, n, d)
     chex.assert_equal_shape([dk, place.k_bkcd])

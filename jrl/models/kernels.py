@@ -9,24 +9,29 @@ the platform and the shapes at hand.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jrl.errors import UserError, choose
 from jrl.mesh import RULES
 from jrl.models.attention import Past, attend, attend_shared, visible
 from jrl.models.config import ModelConfig
+from jrl.models.decode import Part, Seen, attend_parts, look_at_part
 from jrl.models.flash import Kernel, Marks, Place, attend_places, blockwise
-from jrl.types import Array
+from jrl.types import Array, Cache
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
 
 DENSE_BYTES = 2**30
 """Scores of a layer, float32, that a device makes at once; beyond it they go in blocks."""
+
+MOST_TABLES = 512
+"""Rows of a cache times key-value heads, of a device, that splash keeps tables of blocks for. Each
+takes 1.5 KiB of the 1 MiB of scalar memory that a core has, for up to 128 blocks."""
 
 _SHORTEST = 128
 """Fewest keys for which splash is chosen: it fills shorter rows up to so many."""
@@ -48,9 +53,23 @@ class Shape(NamedTuple):
 
 def platform() -> str:
     """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    found = getattr(device, "platform", None) or jax.default_backend()
-    return "gpu" if found in ("cuda", "rocm") else str(found)
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return _named(device.platform if device is not None else jax.default_backend())
+
+
+def _named(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, how: str) -> None:
+    """``check_attention`` before anything runs on a mesh, and whether its axes allow it."""
+    check_attention(config, how, _named(mesh.devices.flat[0].platform))
+    context = mesh.shape[RULES["length"][0]]
+    if how in ("splash", "blockwise") and context > 1:
+        raise UserError(
+            f"model.attention = {how!r} takes whole rows, and mesh.context = {context} divides "
+            "them; set mesh.context to 1, or model.attention to 'auto' or 'xla'"
+        )
 
 
 def check_attention(config: ModelConfig, how: str, where: str) -> None:
@@ -290,13 +309,13 @@ def look_at_both(
 
 
 def _kernel(kind: str, config: ModelConfig, past: int | None) -> Kernel:
-    chosen = {"scale": scale_of(config), "softcap": config.attention_softcap}
+    scale, cap = scale_of(config), config.attention_softcap
     if kind == "blockwise":
-        return blockwise(**chosen)
+        return blockwise(scale=scale, softcap=cap)
     from jrl.models.splash import splash_kernel  # Pallas takes long to import
 
     windows, interpret = tuple(set(config.windows)), platform() != "tpu"
-    return splash_kernel(**chosen, windows=windows, past=past, interpret=interpret)
+    return splash_kernel(scale=scale, softcap=cap, windows=windows, past=past, interpret=interpret)
 
 
 def _places(
@@ -308,6 +327,59 @@ def _places(
     rows = min(place.k_bkcd.shape[0] for place in places)
     heads = places[0].k_bkcd.shape[1]
     return divided(look, rows, heads, q, places, jnp.asarray(window, jnp.int32))
+
+
+# ---------------------------------------------------------------- caches
+
+
+def look_at_parts(how: str, config: ModelConfig) -> Callable[[Array, Sequence[Part]], Array]:
+    """How new tokens look at what a cache holds; see ``decode.attend_parts``."""
+    dense = functools.partial(
+        attend_parts, scale=scale_of(config), softcap=config.attention_softcap
+    )
+    if not _reads_caches(how):
+        return dense
+    from jrl.models.splash_cache import fits, splash_look  # Pallas takes long to import
+
+    kernel = functools.partial(splash_look, interpret=platform() != "tpu")
+
+    def look(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+        found = kernel if fits(q, part, MOST_TABLES) else look_at_part
+        return found(q, part, scale, softcap)
+
+    def by_kernel(q: Array, parts: list[Part]) -> Array:
+        return dense(q, parts, look=look)
+
+    def look_at(q: Array, parts: Sequence[Part]) -> Array:
+        rows = min(part.v_mkcd.shape[0] for part in parts)
+        return divided(by_kernel, rows, config.kv_heads, q, list(parts))
+
+    return look_at
+
+
+def _reads_caches(how: str) -> bool:
+    return how == "splash" or (how == "auto" and platform() == "tpu")
+
+
+def roomy_cache(
+    how: str,
+    heads: int,
+    init_cache: Callable[..., Cache],
+    rows: int,
+    length: int,
+    weights: Any = None,
+    pieces: int = 1,
+) -> Cache:
+    """A network's ``init_cache``, and where a kernel reads caches the lengths that it can read.
+
+    The kernel finds what is in use by itself, so that one piece does, unless the rows are too many
+    for it.
+    """
+    if _reads_caches(how):
+        length = -(-length // _SHORTEST) * _SHORTEST
+        own = rows // _parts(RULES["batch"], rows) * heads // _parts(RULES["heads"], heads)
+        pieces = 1 if own <= MOST_TABLES else pieces
+    return init_cache(rows, length, weights, pieces)
 
 
 # ---------------------------------------------------------------- cuDNN

@@ -208,8 +208,8 @@ def _backward(
             segments = splash.SegmentIds(ids, key_ids)
             # The kernel's own derivative starts from what it saw by itself. Given what was seen
             # at all places, the same functions make the gradient of that.
-            residuals = (q, k, v, segments, None, out, log_sum)
-            residuals += kernel.dq_mask_info, kernel.dkv_mask_info
+            infos = kernel.dq_mask_info, kernel.dkv_mask_info
+            residuals = (q, k, v, segments, None, out, log_sum, *infos)
             kwargs = kernel.kwargs | {"save_residuals": False, "res": residuals, "do": g}
             found = splash._splash_attention_bwd(**kwargs)
             return found[3], found[4], found[5]
