@@ -81,9 +81,11 @@ def prefill(
       The network's cache with N rows of P tokens.
     """
     n, p = prompt_tokens.shape
+    cache = network.init_cache(n, p, weights)
+    if network.fill is not None:
+        return network.fill(weights, cache, prompt_tokens, prompt_lengths - 1)
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < prompt_lengths[:, None] - 1
-    cache = network.init_cache(n, p, weights)
     _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
     return cache
 
