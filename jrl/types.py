@@ -531,9 +531,9 @@ class Network(NamedTuple):
       axes: () -> a tree like params whose leaves are tuples of logical axis names (or None).
       hidden: (params, tokens [B, L], positions [B, L], segments [B, L]) -> ([B, L, D], aux).
         A token attends to tokens of its own segment at positions no later than its own; segment 0
-        is padding. Along a segment positions rise with the columns. ``aux`` is a dict of arrays with
-        a leading axis of sparse layers, sums over the tokens (``models.moe.router_sums``); empty
-        for dense models.
+        is padding. Along a segment positions rise with the columns. ``aux`` is a dict of arrays
+        with a leading axis of sparse layers, sums over the tokens (``models.moe.router_sums``);
+        empty for dense models.
       logits: (params, hidden [..., D]) -> [..., V] float32.
       prepare: (params) -> weights laid out for ``extend``, once for many calls of it: layers apart,
         products fused, in the dtype that they are computed in. ``logits`` takes either kind.
