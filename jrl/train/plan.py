@@ -25,6 +25,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params, transformer
 from jrl.sampling.engine import check_fits
 from jrl.train import setup as build
+from jrl.train.adapters import trained_network
 from jrl.train.chips import HOP_SECONDS, Topology, axis_bandwidth, compile_devices, larger
 from jrl.train.hlo import Cost, program_costs
 from jrl.train.optimizer import make_optimizer
@@ -110,6 +111,7 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     check_batch(config, batch_shards(mesh))
     model = _shape(config, task)
     network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
+    network = trained_network(config, model, network)
     method = build._method(config, task)
     if extra := frozen_directories(config):
         raise UserError(

@@ -29,8 +29,9 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.draw import Law
-from jrl.train.reference import renew_reference
+from jrl.train.reference import check_renewable, renew_reference
 from jrl.train.score import in_parts, score, split, undivided
+from jrl.train.state import policies_of
 from jrl.types import (
     NOTHING,
     Array,
@@ -104,6 +105,8 @@ def make_step(
     """
     check_value(objective, value)
     check_vocabularies(network, networks)
+    if network.split is not None and "ref" in objective.frozen - {*networks}:
+        check_renewable(refresh_ref, ref_decay)
     parts = Parts(network, objective, optimizer, value, networks, minibatches, microbatches)
 
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
@@ -164,7 +167,7 @@ def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
         return batch
     scoring = partial(
         score,
-        state.params | state.frozen,
+        policies_of(state.params, state.frozen, parts.network),
         law=law,
         network=parts.network,
         value=parts.value,
@@ -221,7 +224,7 @@ def _gradient(
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
         batch, advantages = rows
-        stats = batch.stats | live(params | frozen, batch, law)
+        stats = batch.stats | live(policies_of(params, frozen, parts.network), batch, law)
         terms, sums = policy_loss(objective, stats, batch, advantages, method)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
