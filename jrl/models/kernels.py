@@ -29,6 +29,9 @@ ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
 DENSE_BYTES = 2**30
 """Scores of a layer, float32, that a device makes at once; beyond it they go in blocks."""
 
+MASK_BYTES = 2**32
+"""The mask that cuDNN is given, two bytes a number, of a device; larger ones go in blocks."""
+
 MOST_TABLES = 512
 """Rows of a cache times key-value heads, of a device, that splash keeps tables of blocks for. Each
 takes 1.5 KiB of the 1 MiB of scalar memory that a core has, for up to 128 blocks."""
@@ -126,10 +129,10 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
         return how
     if where == "tpu" and exact and shape.keys >= _SHORTEST and _context() == 1:
         return "splash"
-    if where == "gpu" and not _no_cudnn(config, where):
+    own = shape.rows // _parts(RULES["batch"], shape.rows) * shape.queries * shape.keys
+    if where == "gpu" and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
         return "cudnn"
-    devices = _parts(RULES["batch"], shape.rows) * _parts(RULES["heads"], config.kv_heads)
-    scores = 4 * config.heads * shape.rows * shape.queries * shape.keys // devices
+    scores = 4 * own * config.heads // _parts(RULES["heads"], config.kv_heads)
     return "blockwise" if scores > DENSE_BYTES and _context() == 1 else "xla"
 
 

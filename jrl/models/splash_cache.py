@@ -17,8 +17,8 @@ from jrl.models.decode import Part, Seen
 from jrl.models.splash import LANES
 from jrl.types import Array
 
-_LARGEST = 1024
-"""Most keys of a block; small blocks cost more for their number than for their bytes."""
+_LARGEST = 512
+"""Most keys of a block. Of a row's last block all is read, and each block costs time of its own."""
 
 _SUBLANES = 16
 """What the queries of a block are filled up to a multiple of."""
