@@ -11,11 +11,11 @@ from jax.sharding import Mesh
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, make_mesh
-from jrl.tables import MeshTable, rollout_conflicts
+from jrl.tables import AxesTable, rollout_conflicts
 
 
-def make_meshes(config: Config) -> tuple[Mesh, Mesh | None]:
-    """The mesh of training, and that of rollout where it has devices of its own.
+def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | None]:
+    """The mesh of training, and that of rollout where it has devices of its own, if ``apart``.
 
     Training takes the first devices and rollout the ones after them. The number of devices of one
     divides that of the other, so that weights go from device to device in whole shards.
@@ -25,8 +25,8 @@ def make_meshes(config: Config) -> tuple[Mesh, Mesh | None]:
         other; naming the keys.
     """
     table, placement = config.mesh, config.placement
-    if placement.kind == "shared":
-        return make_mesh(table.model_dump()), None
+    if placement.kind == "shared" or not apart:
+        return make_mesh(table.axes, slices=table.slices), None
     if jax.process_count() > 1:
         raise UserError(
             "placement.kind = 'disjoint' runs in one process, and this run has "
@@ -50,17 +50,17 @@ def make_meshes(config: Config) -> tuple[Mesh, Mesh | None]:
     rollout = make_mesh(theirs, devices[n : n + m])
     if problems := list(rollout_conflicts(config, batch_shards(rollout))):
         raise UserError("\n".join(problems))
-    return make_mesh(sizes, devices[:n]), rollout
+    return make_mesh(sizes, devices[:n], slices=table.slices), rollout
 
 
-def _fixed(table: MeshTable) -> int:
+def _fixed(table: AxesTable) -> int:
     """Devices that a table asks for by number."""
-    return math.prod(size for size in table.model_dump().values() if size != -1)
+    return math.prod(size for size in table.axes.values() if size != -1)
 
 
-def _filled(table: MeshTable, devices: int) -> Mapping[str, int]:
+def _filled(table: AxesTable, devices: int) -> Mapping[str, int]:
     """The sizes of a table with -1 made what these devices leave."""
-    sizes, fixed = table.model_dump(), _fixed(table)
+    sizes, fixed = table.axes, _fixed(table)
     for axis, size in sizes.items():
         if size == -1:
             if devices < fixed or devices % fixed:

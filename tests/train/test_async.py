@@ -17,6 +17,7 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.metrics import read_jsonl
 from jrl.train import async_, loop
+from jrl.train import setup as build
 from jrl.train.async_ import Ahead, ages, restored, stored
 from jrl.train.groups import Drawn
 from jrl.train.handover import Handover, HandoverError, checked, checksum
@@ -464,3 +465,6 @@ def test_what_is_left_goes_to_the_mesh_that_asks_for_it():
     )
     assert (mesh.size, rollout.shape["data"]) == (4, 4)
     assert make_meshes(sizes(BASE))[1] is None
+    # Who only evaluates such a run needs no devices for rollout.
+    alone = build.setup(sizes([*BASE, *DISJOINT, "mesh.data=8", "train.prompts=8"]), trains=False)
+    assert (alone.mesh.size, alone.rollout_mesh) == (8, None)
