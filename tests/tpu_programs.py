@@ -68,13 +68,11 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     "in_loop" are those in the loop over tokens.
     """
     from jrl.config import build_config
-    from jrl.mesh import make_mesh
     from jrl.train import plan
-    from jrl.train.chips import compile_devices, parse_topology
+    from jrl.train.chips import parse_topology
 
     config = build_config(tree)
-    devices = compile_devices(parse_topology(topology))
-    run = plan.abstract_run(config, make_mesh(config.mesh.model_dump(), devices))
+    run = plan.abstract_run(config, plan._mesh(config, parse_topology(topology)))
     lower, found = {"sampler": plan.lower_sampler, "train_step": plan.lower_step}, {}
     for name in programs:
         options = {"exec_time_optimization_effort": -1.0}
@@ -82,7 +80,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
         calls = [x for x in text.splitlines() if 'custom_call_target="tpu_custom_call"' in x]
         names = [re.match(r"\s*(?:ROOT )?%(\w+?)(?:\.\d+)? = ", x)[1] for x in calls]
         loop = sum("/while/body/" in x for x in calls)
-        found[name] = {"kernels": sorted(names), "in_loop": loop, "devices": len(devices)}
+        found[name] = {"kernels": sorted(names), "in_loop": loop, "devices": run.mesh.size}
     return found
 
 
