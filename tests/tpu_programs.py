@@ -77,10 +77,15 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     for name in programs:
         options = {"exec_time_optimization_effort": -1.0}
         text = lower[name](run).compile(compiler_options=options).as_text()
-        calls = [x for x in text.splitlines() if 'custom_call_target="tpu_custom_call"' in x]
-        names = [re.match(r"\s*(?:ROOT )?%(\w+?)(?:\.\d+)? = ", x)[1] for x in calls]
-        loop = sum("/while/body/" in x for x in calls)
-        found[name] = {"kernels": sorted(names), "in_loop": loop, "devices": run.mesh.size}
+        bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+        calls, loops, inside = [], 0, ""
+        for line in text.splitlines():
+            if line.endswith("{") and not line.startswith(" "):
+                inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+            if 'custom_call_target="tpu_custom_call"' in line:
+                calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
+                loops += inside in bodies
+        found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
     return found
 
 
