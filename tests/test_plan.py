@@ -140,7 +140,7 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
 def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
     one, two = "v5e:2x2", "2*v5e:2x2"
     cases = [
-        (one, {"mesh": {"tensor": 4}}, "heads.* does not divide over mesh tensor=4"),
+        (one, {"mesh": {"tensor": 4}}, "mesh.tensor = 4 does not divide the model's heads = 2"),
         (one, {"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
         (one, {"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
         (one, {"mesh": {"tensor": 8}}, "needs 8 devices; there are 4"),
@@ -150,7 +150,7 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
                 "model": TINY | {"experts": 6, "experts_per_token": 2, "expert_mlp_dim": 64},
                 "mesh": {"expert": 4},
             },
-            "expert.* of size 6 does not divide over mesh expert=4",
+            "mesh.expert = 4 does not divide the model's experts = 6",
         ),
         (
             two,
