@@ -47,7 +47,10 @@ Axes = tuple[str | None, ...]
 
 
 def make_mesh(
-    sizes: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
+    sizes: Mapping[str, int] | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    slices: int = 0,
 ) -> Mesh:
     """A mesh over all of ``AXES``, in that order, with automatic (GSPMD) axis types.
 
@@ -55,6 +58,8 @@ def make_mesh(
       sizes: mesh axis -> devices along it; absent axes have 1; one may be -1, "what is left".
       devices: the devices to lay out; all of ``jax.devices()`` when the sizes ask for that many,
         else the first ones.
+      slices: how many slices the devices are in, for a job that must have so many; 0 for as many as
+        there are. Devices that do not say, as those of a CPU, are slices in the order they come in.
 
     Returns:
       The mesh; its size is the product of the sizes. On TPUs neighbours in the mesh are neighbours
@@ -62,8 +67,8 @@ def make_mesh(
       one slice to the next, over the data-centre network.
 
     Raises:
-      UserError: an unknown axis, two -1, a product that the devices cannot fill, or a data axis
-        that the slices do not divide.
+      UserError: an unknown axis, two -1, a product that the devices cannot fill, another number of
+        slices, or a data axis that they do not divide.
     """
     shape = dict.fromkeys(AXES, 1) | dict(sizes or {})
     if unknown := set(shape) - set(AXES):
@@ -84,20 +89,35 @@ def make_mesh(
     if fixed > len(devices) or min(shape.values()) < 1:
         asked = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
         raise UserError(f"mesh {asked} needs {fixed} devices; there are {len(devices)}")
-    grid = _arrange(devices[:fixed], shape)
+    grid = arrange(devices[:fixed], shape, slices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def _arrange(devices: list[jax.Device], shape: Mapping[str, int]) -> np.ndarray:
-    """The devices in a grid of ``AXES``, laid out as their network is."""
+def arrange(devices: Sequence[Any], shape: Mapping[str, int], slices: int = 0) -> np.ndarray:
+    """The devices in a grid of ``AXES``, laid out as their network is.
+
+    Args:
+      devices: as many as the shape asks for; a ``slice_index`` says which slice one belongs to.
+      shape: devices along each axis.
+      slices: see ``make_mesh``.
+
+    Returns:
+      The grid. With several slices those with consecutive indices along the data axis are whole
+      slices one after the other, and all other axes stay inside a slice.
+    """
     sizes = [shape[a] for a in AXES]
-    slices = len({getattr(d, "slice_index", None) or 0 for d in devices})
-    if slices > 1:
-        if shape["data"] % slices:
-            raise UserError(
-                f"mesh.data = {shape['data']} does not divide over {slices} slices, between which "
-                f"only the data axis can lie; make it a multiple of {slices}"
-            )
+    found = len({getattr(d, "slice_index", None) or 0 for d in devices})
+    if slices and slices != found and (found > 1 or devices[0].platform == "tpu"):
+        raise UserError(
+            f"mesh.slices = {slices}: the devices are in {found}; start that many, or remove it"
+        )
+    slices = slices or found
+    if slices > 1 and shape["data"] % slices:
+        raise UserError(
+            f"mesh.data = {shape['data']} does not divide over {slices} slices, between which only "
+            f"the data axis can lie; make it a multiple of {slices}"
+        )
+    if found > 1:
         inside = [shape["data"] // slices, *sizes[1:]]
         return mesh_utils.create_hybrid_device_mesh(
             inside, [slices, *[1] * len(sizes[1:])], devices, allow_split_physical_axes=True

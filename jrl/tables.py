@@ -5,10 +5,11 @@ Checks that involve several keys are here too, and name every key they involve.
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -72,8 +73,19 @@ class ModelTable(Table):
     )
     dtype: DType = _key("float32", "type that activations are computed in")
     param_dtype: DType = _key("float32", "type that weights and optimizer state are kept in")
+    attention: Literal["auto", "blockwise", "cudnn", "splash", "xla"] = _key(
+        "auto",
+        "what computes attention, to the same numbers up to rounding: xla, all scores at once;"
+        " blockwise, memory linear in the length; splash, for TPUs, which decoding uses too; cudnn,"
+        " for GPUs in 16 bit; auto, the fastest that is exact here",
+    )
     remat: Literal["none", "full", "dots"] = _key(
         "none", "what the backward pass recomputes: nothing, all, or all but matrix products"
+    )
+    grouped_matmul: Literal["auto", "blocks", "megablox", "ragged"] = _key(
+        "auto",
+        "products with routed experts: XLA's own (ragged), a Pallas kernel for TPUs (megablox) or a"
+        " loop (blocks); auto: blocks on the CPU, ragged elsewhere",
     )
 
 
@@ -284,6 +296,13 @@ class TrainTable(Table):
     packing: bool = _key(
         False, "pack completions of unlike length into rows; up to 64 programs for as many widths"
     )
+    replay_routing: bool = _key(
+        False, "send each token to the experts that the sampler sent it to; for models with experts"
+    )
+    router_balance: float = _key(
+        0.0, "weight of the loss on uneven use of experts, which is 1 when it is even", ge=0
+    )
+    router_z: float = _key(0.0, "weight of the loss on the size of a router's scores", ge=0)
     mode: Literal["host", "compiled"] = _key(
         "host", "host: rewards in Python; compiled: a procedural task's whole run is one program"
     )
@@ -349,18 +368,25 @@ class CheckpointTable(Table):
     keep: int = _key(2, "newest checkpoints kept", ge=1)
 
 
-class MeshTable(Table):
+class AxesTable(Table):
     """How devices are arranged; the product is the number of devices used."""
 
     data: int = _key(1, "devices that split the batch; -1: all that are left")
     fsdp: int = _key(1, "devices that split the batch and the weights; -1: all that are left")
     tensor: int = _key(1, "devices that split heads and layers' widths; -1: all that are left")
-    context: int = _key(1, "devices that split the sequence; -1: all that are left")
-    expert: int = _key(1, "devices that split experts; -1: all that are left")
+    context: int = _key(1, "devices that split sequences in training; -1: all that are left")
+    expert: int = _key(1, "devices that split the batch and the experts; -1: all that are left")
+
+    table: ClassVar[str] = "mesh"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return {axis: getattr(self, axis) for axis in AxesTable.model_fields}
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        sizes = {f"mesh.{axis}": getattr(self, axis) for axis in type(self).model_fields}
+        sizes = {f"{self.table}.{axis}": size for axis, size in self.axes.items()}
         for key, size in sizes.items():
             if size < 1 and size != -1:
                 raise ValueError(f"{key} = {size}; must be at least 1, or -1 for all that are left")
@@ -372,7 +398,58 @@ class MeshTable(Table):
     @property
     def batch_shards(self) -> int | None:
         """Parts that a batch is split into, or None when it depends on the devices present."""
-        return None if -1 in (self.data, self.fsdp) else self.data * self.fsdp
+        sizes = (self.data, self.fsdp, self.expert)
+        return None if -1 in sizes else math.prod(sizes)
+
+
+class MeshTable(AxesTable):
+    """How the devices of training, and of rollout unless it has its own, are arranged."""
+
+    slices: int = _key(
+        0,
+        "slices that the devices must be in, joined by the data-centre network, over which only"
+        " mesh.data goes; 0: as many as there are",
+        ge=0,
+    )
+
+
+class RolloutMeshTable(AxesTable):
+    """How the devices of rollout are arranged where they are not those of training."""
+
+    table: ClassVar[str] = "placement.rollout"
+
+
+class PlacementTable(Table):
+    """Where completions are drawn, and how far that may run ahead of training."""
+
+    kind: Literal["shared", "disjoint"] = _key(
+        "shared",
+        "shared: rollout and training take turns on the devices of mesh; disjoint: rollout has"
+        " devices of its own, those after the devices of mesh",
+    )
+    staleness: int = _key(
+        0,
+        "with disjoint, how many training steps behind the policy that draws a batch may be when"
+        " the batch is trained on; from 1 on, rollout and training run at the same time",
+        ge=0,
+    )
+    rollout: RolloutMeshTable = _key(RolloutMeshTable(), "")
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        if self.kind == "disjoint":
+            return self
+        sizes = {f"placement.rollout.{a}": n for a, n in self.rollout.axes.items()}
+        unread = {key: size for key, size in sizes.items() if size != 1}
+        if self.staleness:
+            unread["placement.staleness"] = self.staleness
+        if unread:
+            key, value = next(iter(unread.items()))
+            raise ValueError(
+                f"{key} = {value} is not read with placement.kind = 'shared', where rollout and"
+                " training take turns; remove it or set placement.kind to 'disjoint'"
+            )
+        return self
 
 
 class LogTable(Table):
@@ -412,12 +489,15 @@ class Config(Table):
     eval: EvalTable = _key(EvalTable(), "")
     checkpoint: CheckpointTable = _key(CheckpointTable(), "")
     mesh: MeshTable = _key(MeshTable(), "")
+    placement: PlacementTable = _key(PlacementTable(), "")
     log: LogTable = _key(LogTable(), "")
 
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
         problems = [*_source_conflicts(self), *_batch_conflicts(self, self.mesh.batch_shards)]
         problems += _law_conflicts(self)
+        if self.placement.kind == "disjoint":
+            problems += _placement_conflicts(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -516,8 +596,38 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
         parts = shards * train.minibatches * train.microbatches
         yield (
             f"a microbatch of {train.microbatch_prompts} prompts cannot be split over mesh.data *"
-            f" mesh.fsdp = {shards} devices; make train.prompts = {train.prompts} a multiple of"
-            f" {parts}, or lower train.microbatches = {train.microbatches}"
+            f" mesh.fsdp * mesh.expert = {shards} devices; make train.prompts = {train.prompts} a"
+            f" multiple of {parts}, or lower train.microbatches = {train.microbatches}"
+        )
+
+
+def _placement_conflicts(config: Config) -> Iterator[str]:
+    """What does not go with devices of its own for rollout."""
+    if config.train.mode == "compiled":
+        yield (
+            "placement.kind = 'disjoint' and train.mode = 'compiled' are both given: a compiled run"
+            " is one program on one mesh; set train.mode to 'host'"
+        )
+    if config.data.pairs is not None:
+        yield (
+            "placement.kind = 'disjoint' needs a rollout, and data.pairs has none; set"
+            " placement.kind to 'shared'"
+        )
+    tables: tuple[AxesTable, ...] = (config.mesh, config.placement.rollout)
+    left = [f"{t.table}.{a}" for t in tables for a, size in t.axes.items() if size == -1]
+    if len(left) > 1:
+        yield f"{' and '.join(left)} are -1; only one of the two meshes can take what is left"
+    shards = config.placement.rollout.batch_shards
+    if shards is not None:
+        yield from rollout_conflicts(config, shards)
+
+
+def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
+    """Why the prompts of a step do not divide over the devices of rollout, if they do not."""
+    if config.train.prompts % shards:
+        yield (
+            f"train.prompts = {config.train.prompts} cannot be split over the {shards} devices of"
+            f" placement.rollout that divide a batch; make it a multiple of {shards}"
         )
 
 
@@ -526,7 +636,7 @@ def check_batch(config: Config, shards: int) -> None:
 
     Args:
       config: the run's configuration.
-      shards: devices over which the batch is split, data times fsdp.
+      shards: devices over which the batch is split, data times fsdp times expert.
 
     Raises:
       UserError: it does not split evenly.

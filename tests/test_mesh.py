@@ -1,6 +1,7 @@
 """Meshes, placements and their errors; a training step on a mesh against one device."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jrl.errors import UserError
 from jrl.mesh import (
     AXES,
     RULES,
+    arrange,
     batch_sharding,
     batch_shards,
     constrain,
@@ -184,3 +186,38 @@ def test_fsdp_and_tensor_shards_train_as_one_device():
     ):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     assert one_log[1]["kl"] > 1e-6
+
+
+# ---------------------------------------------------------------- several slices
+
+
+def chip(number, member, slices=None):
+    place = {"id": number, "process_index": slices or 0, "platform": "cpu", "device_kind": "x"}
+    return SimpleNamespace(**place, **({} if slices is None else {"slice_index": slices}), m=member)
+
+
+def test_slices_follow_each_other_along_the_data_axis_alone():
+    """Devices are given slice by slice in turn, as several hosts may list them."""
+    devices = [chip(2 * i + s, i, s) for i in range(4) for s in (0, 1)]
+    shape = {"data": 4, "fsdp": 1, "tensor": 2, "context": 1, "expert": 1}
+    grid = arrange(devices, shape, 2)
+    assert grid.shape == (4, 1, 2, 1, 1)
+    assert [[d.slice_index for d in row.ravel()] for row in grid] == [
+        [0, 0],
+        [0, 0],
+        [1, 1],
+        [1, 1],
+    ]
+    assert sorted(d.id for d in grid.ravel()) == list(range(8))
+    assert (arrange(devices, shape) == grid).all()
+    with pytest.raises(UserError, match="mesh.slices = 4: the devices are in 2; start that many"):
+        arrange(devices, shape, 4)
+    with pytest.raises(UserError, match="mesh.data = 1 does not divide over 2 slices"):
+        arrange(devices, shape | {"data": 1, "fsdp": 4}, 2)
+
+
+def test_devices_that_name_no_slice_are_slices_in_their_order():
+    mesh = make_mesh({"data": 4, "tensor": 2}, slices=2)
+    assert mesh.devices.ravel().tolist() == jax.devices()
+    with pytest.raises(UserError, match="mesh.data = 3 does not divide over 2 slices"):
+        make_mesh({"data": 3}, slices=2)

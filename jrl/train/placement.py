@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import Mesh
@@ -17,8 +17,8 @@ from jrl.tables import AxesTable, rollout_conflicts
 def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | None]:
     """The mesh of training, and that of rollout where it has devices of its own, if ``apart``.
 
-    Training takes the first devices and rollout the ones after them. The number of devices of one
-    divides that of the other, so that weights go from device to device in whole shards.
+    Training takes the first devices of every process and rollout the ones after them. The number
+    of devices of one divides that of the other, so that weights move in whole shards.
 
     Raises:
       UserError: devices are too few, what is left does not divide, or neither number divides the
@@ -27,11 +27,6 @@ def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | Non
     table, placement = config.mesh, config.placement
     if placement.kind == "shared" or not apart:
         return make_mesh(table.axes, slices=table.slices), None
-    if jax.process_count() > 1:
-        raise UserError(
-            "placement.kind = 'disjoint' runs in one process, and this run has "
-            f"{jax.process_count()}; set placement.kind to 'shared'"
-        )
     devices = jax.devices()
     needs = [_fixed(t) for t in (table, placement.rollout)]
     sizes = _filled(table, len(devices) - needs[1])
@@ -47,10 +42,27 @@ def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | Non
             f"mesh has {n} devices and placement.rollout {m}; one number must divide the other, so "
             "that weights move between devices in whole shards"
         )
-    rollout = make_mesh(theirs, devices[n : n + m])
+    mine, others = _shares(devices, n, m)
+    rollout = make_mesh(theirs, others)
     if problems := list(rollout_conflicts(config, batch_shards(rollout))):
         raise UserError("\n".join(problems))
-    return make_mesh(sizes, devices[:n], slices=table.slices), rollout
+    return make_mesh(sizes, mine, slices=table.slices), rollout
+
+
+def _shares(
+    devices: Sequence[jax.Device], n: int, m: int
+) -> tuple[list[jax.Device], list[jax.Device]]:
+    """So many devices to train on and others to draw on, as many of each in every process."""
+    processes = jax.process_count()
+    per = len(devices) // processes
+    if n % processes or m % processes or n + m > per * processes:
+        raise UserError(
+            f"mesh has {n} devices and placement.rollout {m}, which do not divide over the "
+            f"{processes} processes; make both numbers multiples of {processes}"
+        )
+    each = [[d for d in devices if d.process_index == p] for p in range(processes)]
+    n, m = n // processes, m // processes
+    return [d for own in each for d in own[:n]], [d for own in each for d in own[n : n + m]]
 
 
 def _fixed(table: AxesTable) -> int:

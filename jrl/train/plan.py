@@ -23,18 +23,21 @@ from jrl.errors import UserError
 from jrl.mesh import RULES, batch_sharding, batch_shards, make_mesh, replicated
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.transformer import count_params, transformer
+from jrl.models.kernels import check_attention_on_mesh
+from jrl.models.routing import record_dtype
+from jrl.models.transformer import count_params
 from jrl.models.weights import WeightSpec
 from jrl.models.weights import weights as weight_table
 from jrl.sampling.engine import check_fits
 from jrl.train import setup as build
 from jrl.train.adapters import trained_network
+from jrl.train.checks import check_experts, check_model_on_mesh
 from jrl.train.chips import HOP_SECONDS, Topology, axis_bandwidth, compile_devices, larger
 from jrl.train.hlo import Cost, program_costs
 from jrl.train.optimizer import make_optimizer
 from jrl.train.policies import frozen_directories, run_shape, run_task
 from jrl.train.reward_model import VALUES
-from jrl.types import Batch, TrainState
+from jrl.types import Batch, RoutingRecord, TrainState
 
 GIB = 1 << 30
 
@@ -102,6 +105,11 @@ class Plan(NamedTuple):
         return None if None in times else float(sum(t for t in times if t is not None))
 
 
+def _mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
+    table = config.mesh
+    return make_mesh(table.axes, compile_devices(topology), slices=table.slices)
+
+
 def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     """A run without data, tokenizer or weights: what its two programs are made of.
 
@@ -114,15 +122,17 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     task = run_task(config)
     check_batch(config, batch_shards(mesh))
     model = _shape(config, task)
-    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
-    network = trained_network(config, model, network)
     method = build._method(config, task)
+    check_experts(config, model, method)
+    network = trained_network(config, model, build.policy_network(config, model))
     if extra := frozen_directories(config):
         raise UserError(
             f"frozen policies of other sizes ({', '.join(extra)}) are not planned for; remove them"
         )
     width = task.prompt_tokens if task else -(-config.data.max_prompt_tokens // 16) * 16
     check_fits(network, width, build._max_new_tokens(config, task))
+    check_model_on_mesh(mesh, model, width, build._max_new_tokens(config, task))
+    check_attention_on_mesh(mesh, model, config.model.attention)
     epochs = config.train.epochs or method.schedule.epochs
     optimizer = make_optimizer(
         config.optimizer, config.train.steps, epochs * config.train.minibatches
@@ -241,7 +251,19 @@ def abstract_batch(run: build.Run) -> Batch:
         truncated=array(bool, n, g),
         stats=stats,
         ids={"prompt": array(jnp.int32, n)},
+        routing=_abstract_routing(run.model, array, (n, p), (n, g, t))
+        if config.train.replay_routing
+        else None,
     )
+
+
+def _abstract_routing(
+    model: ModelConfig, array: Callable[..., Any], prompts: Any, tokens: Any
+) -> RoutingRecord:
+    """The shapes of a record for prompts [N, P] and completions [N, G, T]."""
+    each = sum(model.sparse), model.experts_per_token
+    dtype = record_dtype(model)
+    return RoutingRecord(array(dtype, *prompts, *each), array(dtype, *tokens, *each))
 
 
 # ---------------------------------------------------------------- compiling and judging
@@ -269,7 +291,7 @@ def make_plan(
     Raises:
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
     """
-    mesh = make_mesh(config.mesh.model_dump(), compile_devices(topology))
+    mesh = _mesh(config, topology)
     if mesh.size != topology.chips:
         raise UserError(
             f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
@@ -329,7 +351,7 @@ def quick_plan(
         chosen = config.model_copy(update={"model": table})
         planned = make_plan(chosen, topology, echo=echo, placement=placement, effort=effort)
         plans.append(planned)
-    mesh = make_mesh(config.mesh.model_dump(), compile_devices(topology))
+    mesh = _mesh(config, topology)
     run = abstract_run(config, mesh)
     steps = (model.layers - low) / (high - low)
 

@@ -102,12 +102,12 @@ def _candidates(
     for disjoint in (False, True) if halves else (False,):
         chips = topology.chips // (2 if disjoint else 1)
         for sizes in _meshes(model, chips):
-            data, fsdp = sizes[0], sizes[1]
-            prompts = config.train.prompts // config.train.minibatches
-            if prompts % (data * fsdp) or (topology.slices > 1 and data % topology.slices):
+            data, fsdp, _, expert = sizes
+            prompts, shards = config.train.prompts // config.train.minibatches, data * fsdp * expert
+            if prompts % shards or (topology.slices > 1 and data % topology.slices):
                 continue
             mesh = tuple(zip(("data", "fsdp", "tensor", "expert"), sizes, strict=True))
-            shared = prompts // (data * fsdp)
+            shared = prompts // shards
             for remat, parts in itertools.product(("full", "dots"), (1, 2, 4, 8, 16, 32)):
                 if shared % parts == 0:
                     yield Candidate(mesh, remat, parts, disjoint)

@@ -19,13 +19,15 @@ from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
 from jrl.data.tasks import Task
 from jrl.errors import UserError, choose
-from jrl.mesh import batch_shards, make_mesh, replicated, tree_shardings
+from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token
+from jrl.models.kernels import check_attention_on_mesh
 from jrl.models.quant import sampler
+from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.surrogates import Correction, weighted
@@ -36,9 +38,11 @@ from jrl.sampling.draw import Law, make_law
 from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
 from jrl.train.adapters import lora_of, place, start_params, trained_network
+from jrl.train.checks import check_experts, check_model_on_mesh
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
 from jrl.train.packing import Packer
+from jrl.train.placement import make_meshes
 from jrl.train.policies import (
     check_named,
     frozen_directories,
@@ -56,6 +60,7 @@ from jrl.train.reward_model import (
     with_model_points,
 )
 from jrl.train.rollout import Draw, check_group, task_rollout
+from jrl.train.router import RouterLosses
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
 from jrl.types import Batch, Network, Params, Prompt, TrainState, ValueNetwork
@@ -87,6 +92,7 @@ class Run(NamedTuple):
       reward_model: the trained one behind the reward part "model", or None.
       epochs: passes over each step's batch.
       params: the checkpoint's weights on the host, or None to draw them.
+      rollout_mesh: where completions to train on are drawn; None for ``mesh``.
     """
 
     config: Config
@@ -109,20 +115,26 @@ class Run(NamedTuple):
     reward_model: ModelReward | None
     epochs: int
     params: Params
+    rollout_mesh: Mesh | None = None
 
 
-def setup(config: Config) -> Run:
+def setup(config: Config, *, trains: bool = True) -> Run:
     """Builds and checks a run; what is wrong with the configuration is said here.
+
+    Args:
+      config: of the run.
+      trains: False to set no devices aside for rollout.
 
     Raises:
       UserError: naming the key, the value and what would do, before any step runs.
     """
     task = run_task(config)
     method = _method(config, task)
-    mesh = make_mesh(config.mesh.model_dump())
+    mesh, rollout_mesh = make_meshes(config, apart=trains)
     check_batch(config, batch_shards(mesh))
     tokenizer, model, params = _model(config, task)
-    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
+    check_experts(config, model, method)
+    network = policy_network(config, model)
     network = trained_network(config, model, network)
     params = start_params(config, model, network, params)
     judged, counts = _judged(config, tokenizer, task)
@@ -141,6 +153,8 @@ def setup(config: Config) -> Run:
     check_vocabularies(network, networks)
     for each in (network, *networks.values()):
         check_fits(each, width, _max_new_tokens(config, task))
+    check_model_on_mesh(mesh, model, width, _max_new_tokens(config, task))
+    check_attention_on_mesh(mesh, model, config.model.attention)
     trunk = network
     if network.split is not None and config.value.kind == "network":
         trunk = network.split.plain  # it is trained as a whole
@@ -168,9 +182,10 @@ def setup(config: Config) -> Run:
         law=_law(config, model.vocab_size),
         weights=_weights(config, task),
         judge=_judge(config, task),
-        reward_model=load_reward_model(config, mesh),
+        reward_model=load_reward_model(config, rollout_mesh or mesh),
         epochs=epochs,
         params=params,
+        rollout_mesh=rollout_mesh,
     )
 
 
@@ -216,14 +231,27 @@ def correction_text(run: Run) -> str:
 def sampler_of(run: Run) -> Network:
     """The policy as completions to train on are drawn from it."""
     sampling = run.config.sampling
-    return sampler(run.network, run.model, weights=sampling.weights, cache=sampling.cache)
+    network = sampler(run.network, run.model, weights=sampling.weights, cache=sampling.cache)
+    return recording(network, run.model) if run.config.train.replay_routing else network
+
+
+def policy_network(config: Config, model: ModelConfig) -> Network:
+    """The policy as a function of whole weights."""
+    return transformer(
+        model,
+        attention=config.model.attention,
+        remat=config.model.remat,
+        gather=config.sampling.gather_weights,
+        grouped_matmul=config.model.grouped_matmul,
+    )
 
 
 def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     """The frozen policies that are named and read, each of its own size."""
     needed = method.objective.frozen
     names = [name for name in frozen_directories(config) if name in needed]
-    return {name: transformer(frozen_shape(config, name)) for name in names}
+    how = config.model.attention
+    return {name: transformer(frozen_shape(config, name), attention=how) for name in names}
 
 
 def _law(config: Config, vocab_size: int) -> Law:
@@ -434,8 +462,23 @@ def check_trainable(run: Run) -> None:
             "training needs a temperature above 0"
         )
     state_layout(run)
+    if run.rollout_mesh is not None:
+        _check_disjoint(run, run.rollout_mesh)
     if config.train.mode == "compiled":
         make_train_iteration(run)
+
+
+def _check_disjoint(run: Run, mesh: Mesh) -> None:
+    """Raises UserError when a run cannot draw on devices of its own."""
+    if not run.method.draw.own:
+        raise UserError(
+            f"placement.kind = 'disjoint': method = {run.config.method!r} draws nothing; set it to "
+            "'shared'"
+        )
+    try:
+        policy_layout(run, mesh)
+    except UserError as error:
+        raise UserError(f"placement.rollout: {error}") from None
 
 
 # ---------------------------------------------------------------- the state and the two programs
@@ -499,10 +542,10 @@ def _whole(network: Network, state: TrainState) -> Params:
     return network.split.thaw(state.frozen["base"])
 
 
-def policy_layout(run: Run) -> Params:
-    """The shapes of the policy's weights, each with where it lies on the run's mesh."""
+def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
+    """The shapes of the policy's weights, each with where it lies on the run's mesh or another."""
     shapes = jax.eval_shape(run.network.init, jax.random.key(0))
-    where = tree_shardings(run.mesh, run.network.axes(), shapes)
+    where = tree_shardings(mesh or run.mesh, run.network.axes(), shapes)
     return jax.tree.map(
         lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
     )
@@ -549,7 +592,8 @@ def sampler_program(
 
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
-    everywhere = replicated(run.mesh)
+    mesh = run.mesh if split == "eval" else run.rollout_mesh or run.mesh
+    everywhere = replicated(mesh)
     sampling = run.config.sampling
     network = sampler_of(run) if split == "train" else run.network
     if run.task is not None:
@@ -605,6 +649,8 @@ def make_train_step(run: Run) -> Step:
         networks=run.networks,
         minibatches=train.minibatches,
         microbatches=train.microbatches,
+        router=RouterLosses(balance=train.router_balance, z=train.router_z),
+        replay_routing=train.replay_routing,
         **run.method.schedule._replace(epochs=run.epochs)._asdict(),
     )
 

@@ -217,6 +217,10 @@ def whole_run(config):
 # ---------------------------------------------------------------- the table
 
 EVALS = ("eval.samples=2", "eval.temperature=1.0")
+SPARSE = (
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32, experts=4,"
+    " experts_per_token=2, expert_mlp_dim=8}"
+)
 ADAM = ("optimizer={name='adamw', learning_rate=0.1, weight_decay=0.1}",)
 ON_TASK = {
     "method": (programs, "method=rloo"),
@@ -224,7 +228,9 @@ ON_TASK = {
     "model.config": (shaped, "model.config.mlp_dim=48"),
     "model.dtype": (programs, "model.dtype=bfloat16"),
     "model.param_dtype": (programs, "model.param_dtype=bfloat16"),
+    "model.attention": (programs, "model.attention=blockwise"),
     "model.remat": (programs, "model.remat=full"),
+    "model.grouped_matmul": (programs, "model.grouped_matmul=ragged", SPARSE),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
     "data.task": (programs, "data.task=sorting", "data.difficulty="),
     "data.difficulty": (programs, "data.difficulty=2"),
@@ -253,6 +259,9 @@ ON_TASK = {
     "train.minibatches": (programs, "train.minibatches=2"),
     "train.microbatches": (programs, "train.microbatches=2"),
     "train.packing": (padding, "train.packing=true"),
+    "train.replay_routing": (programs, "train.replay_routing=true", SPARSE),
+    "train.router_balance": (programs, "train.router_balance=0.1", SPARSE),
+    "train.router_z": (programs, "train.router_z=0.1", SPARSE),
     "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3"),
     "warmup.steps": (whole_run, "warmup.steps=30", "train.steps=0"),
     "warmup.learning_rate": (whole_run, "warmup.learning_rate=2e-2", "train.steps=0"),
@@ -307,6 +316,7 @@ ELSEWHERE = {
     "sampling.gather_weights": (
         "sampling/test_gather.py::test_no_token_waits_for_weights_that_the_mesh_divides"
     ),
+    "mesh.slices": "test_mesh.py::test_slices_follow_each_other_along_the_data_axis_alone",
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
     "run.resume": "test_metrics.py::test_resume_never_and_must",
     "reward_pool.timeout_seconds": (
