@@ -27,8 +27,8 @@ import jax
 import numpy as np
 
 from jrl.train import setup as build
-from jrl.train.groups import Drawn, assemble, draw_groups
-from jrl.train.handover import Handover, HandoverError, Weights, checked
+from jrl.train.groups import Drawn, assemble, draw_groups, to_host
+from jrl.train.handover import Handover, HandoverError, Weights
 from jrl.train.rollout import Draw, Groups
 from jrl.train.setup import Run
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
@@ -97,7 +97,7 @@ class Ahead:
             self._key = np.asarray(key)
             self._pending.extend(self._thread.submit(self._again, d) for d in self._carried)
             self._next, self._first = step + len(self._carried), step
-        weights = self._hand_over(policy, step)
+        weights = self._hand_over.send(policy, step)
         while self._next <= step + self._staleness:
             self._pending.append(self._thread.submit(self._new, weights, self._next))
             self._next += 1
@@ -117,7 +117,7 @@ class Ahead:
         began = time.perf_counter()
         version = max(number - self._staleness, self._first)
         with jax.set_mesh(self._hand_over.rollout_mesh):
-            params = checked(weights, version)
+            params = self._hand_over.receive(weights, version)
             drawn = self._draw(self._key, params, step=number, version=version, cursor=self._cursor)
             counts = ages(drawn.groups, number, self._staleness)
             batch = jax.block_until_ready(self._assemble(drawn))
@@ -193,7 +193,10 @@ def draw_ahead(run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn]) -> A
     def groups(key: Array, params: Params, *, step: int, version: int, cursor: int) -> Drawn:
         stamped = partial(draw, version=np.int32(version))
         sizes: dict[str, Any] = {"prompts": prompts, "weights": weights, "method": run.method}
-        return draw_groups(key, params, stamped, step, cursor, **sizes)
+        drawn = draw_groups(key, params, stamped, step, cursor, **sizes)
+        # Arrays of one set of devices cannot go to another where processes share them.
+        alone = jax.process_count() == 1
+        return drawn if alone else drawn._replace(groups=to_host(drawn.groups))
 
     where = jax.tree.map(lambda x: x.sharding, build.policy_layout(run, run.rollout_mesh))
     place: dict[str, Any] = {"mesh": run.mesh, "pack": build.packer(run)}

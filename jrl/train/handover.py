@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.errors import UserError
@@ -68,57 +69,25 @@ def _mix(x: Array) -> Array:
 
 
 class Weights(NamedTuple):
-    """A policy as it was handed over, not yet to be trusted; ``checked`` gives its parameters.
+    """A policy on its way; ``Handover.received`` gives its parameters when all is well.
 
     Attributes:
       version: training steps that made it.
-      params: on the receiving mesh.
-      sent: [leaves] uint32, the checksum of what was sent, computed on the sending mesh.
-      arrived: [leaves] uint32, the checksum of ``params``, computed on the receiving mesh.
+      params: on the receiving devices, divided as they were sent.
+      sent: [leaves] uint32, the checksum of what was sent, computed by the sending devices.
     """
 
     version: int
     params: Params
     sent: Array
-    arrived: Array
-
-
-def checked(weights: Weights, version: int) -> Params:
-    """The parameters, when they are of that version and bit for bit what was sent.
-
-    Raises:
-      HandoverError: another version, or a leaf whose checksum differs, named.
-    """
-    if weights.version != version:
-        raise HandoverError(
-            f"the rollout devices hold version {weights.version} of the policy where the schedule "
-            f"asks for version {version}"
-        )
-    paths = jax.tree_util.tree_flatten_with_path(weights.params)[0]
-    sums = zip(paths, *jax.device_get((weights.sent, weights.arrived)), strict=True)
-    wrong = [
-        f"{jax.tree_util.keystr(path, simple=True, separator='.')} (sent {sent:08x}, arrived "
-        f"{arrived:08x})"
-        for (path, _), sent, arrived in sums
-        if sent != arrived
-    ]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise HandoverError(
-            f"version {version} of the policy changed on its way to the rollout devices: "
-            f"{', '.join(wrong[:3])}{more}; nothing was drawn with it. Run the command again to go "
-            "on from the newest checkpoint, and look after the devices if it happens again"
-        )
-    params: Params = weights.params
-    return params
 
 
 class Handover:
     """Moves a policy from the devices that train it to those that draw with it.
 
-    Every shard goes from one device to another and none through the host: where the two meshes
-    divide a weight differently, the larger one divides it as the smaller one does, before the move
-    or after it.
+    Every shard goes from one device to another of the same process, and none through the host:
+    where the two meshes divide a weight differently, the larger one divides it as the smaller one
+    does, before the move or after it.
 
     Args:
       where: the policy's tree, a ``NamedSharding`` on the rollout mesh for each leaf.
@@ -143,18 +112,48 @@ class Handover:
         self._sum_here = jax.jit(checksum, out_shardings=replicated(mesh))
         self._sum_there = jax.jit(checksum, out_shardings=replicated(rollout_mesh))
 
-    def __call__(self, params: Params, version: int) -> Weights:
-        """The policy on the rollout mesh; returns at once, while the devices move it.
+    def send(self, params: Params, version: int) -> Weights:
+        """Starts the move, and returns while the devices are at it.
 
         Args:
           params: on the training mesh; may be donated as soon as this returns.
           version: training steps that made it.
         """
         sent = self._sum_here(params)
-        landed = jax.device_put(self._spread(params), self._lands)
-        with jax.set_mesh(self.rollout_mesh):
-            there = self._settle(landed)
-            return Weights(version, there, sent, self._sum_there(there))
+        landed = jax.tree.map(_move, self._spread(params), self._lands)
+        return Weights(version, landed, sent)
+
+    def receive(self, weights: Weights, version: int) -> Params:
+        """The parameters on the rollout mesh, of that version and bit for bit what was sent.
+
+        Call it under ``jax.set_mesh(rollout_mesh)``; it waits for the weights.
+
+        Raises:
+          HandoverError: another version, or a leaf whose checksum differs, named.
+        """
+        if weights.version != version:
+            raise HandoverError(
+                f"the rollout devices hold version {weights.version} of the policy where the "
+                f"schedule asks for version {version}"
+            )
+        params = self._settle(weights.params)
+        paths = jax.tree_util.tree_flatten_with_path(params)[0]
+        arrived = self._sum_there(params)
+        sums = zip(paths, np.asarray(weights.sent), np.asarray(arrived), strict=True)
+        wrong = [
+            f"{jax.tree_util.keystr(path, simple=True, separator='.')} (sent {there:08x}, arrived "
+            f"{here:08x})"
+            for (path, _), there, here in sums
+            if there != here
+        ]
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise HandoverError(
+                f"version {version} of the policy changed on its way to the rollout devices: "
+                f"{', '.join(wrong[:3])}{more}; nothing was drawn with it. Run the command again "
+                "to go on from the newest checkpoint; look after the devices if it happens again"
+            )
+        return params
 
 
 def _untouched(params: Params) -> Params:
@@ -162,7 +161,29 @@ def _untouched(params: Params) -> Params:
 
 
 def _like(small: Mesh, large: Mesh) -> Mesh:
-    """A mesh over the devices of the large one that divides arrays as the small one does."""
+    """A mesh over the devices of the large one that divides arrays as the small one does.
+
+    Copies of a shard are neighbours, so that with as many devices of both meshes in each process
+    there is one in the process that needs it.
+    """
     copies = large.size // small.size
-    grid = large.devices.reshape(copies, *small.devices.shape)
-    return Mesh(grid, ("copies", *AXES), axis_types=(AxisType.Auto,) * (1 + len(AXES)))
+    grid = large.devices.reshape(*small.devices.shape, copies)
+    return Mesh(grid, (*AXES, "copies"), axis_types=(AxisType.Auto,) * (1 + len(AXES)))
+
+
+def _move(x: Array, to: NamedSharding) -> Array:
+    """An array on other devices, which take over its shards as they are."""
+    here: dict[Any, list[Array]] = {}
+    for shard in x.addressable_shards:
+        here.setdefault(_box(shard.index, x.shape), []).append(shard.data)
+    moved = []
+    for device, index in to.addressable_devices_indices_map(x.shape).items():
+        copies = here[_box(index, x.shape)]
+        copies.append(copies.pop(0))  # each copy is sent in turn
+        moved.append(jax.device_put(copies[-1], device))
+    return jax.make_array_from_single_device_arrays(x.shape, to, moved)
+
+
+def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Where a shard lies in its array, as something to look up."""
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))

@@ -20,7 +20,7 @@ from jrl.train import async_, loop
 from jrl.train import setup as build
 from jrl.train.async_ import Ahead, ages, restored, stored
 from jrl.train.groups import Drawn
-from jrl.train.handover import Handover, HandoverError, checked, checksum
+from jrl.train.handover import Handover, HandoverError, checksum
 from jrl.train.loop import fit, train
 from jrl.train.placement import make_meshes
 from jrl.train.rollout import Groups
@@ -111,8 +111,9 @@ def test_weights_arrive_bit_for_bit_and_never_through_the_host(mine, theirs, mon
     hand_over = Handover(where, mesh, rollout_mesh)
     with monkeypatch.context() as patch, jax.set_mesh(mesh):
         patch.setattr(type(params["w"]), "_value", property(fetched))
-        weights = hand_over(params, 3)
-    there = checked(weights, 3)
+        weights = hand_over.send(params, 3)
+    with jax.set_mesh(rollout_mesh):
+        there = hand_over.receive(weights, 3)
     for name, leaf in tree().items():
         assert there[name].sharding == where[name]
         assert np.array_equal(np.asarray(there[name]), leaf)
@@ -126,9 +127,9 @@ def test_a_leaf_that_changed_on_its_way_is_named_with_its_version():
     corrupted(hand_over)
     params = jax.device_put(tree(), mesh.devices.item())
     with pytest.raises(HandoverError, match=r"version 7 of the policy changed .*: w \(sent"):
-        checked(hand_over(params, 7), 7)
+        hand_over.receive(hand_over.send(params, 7), 7)
     with pytest.raises(HandoverError, match="hold version 7 of the policy .* asks for version 8"):
-        checked(hand_over(params, 7), 8)
+        hand_over.receive(hand_over.send(params, 7), 8)
 
 
 def corrupted(hand_over):
@@ -391,10 +392,10 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
     tmp_path, monkeypatch
 ):
     class Corrupting(Handover):
-        def __call__(self, params, version):
+        def send(self, params, version):
             if version == 1:
                 corrupted(self)
-            return super().__call__(params, version)
+            return super().send(params, version)
 
     monkeypatch.setattr(async_, "Handover", Corrupting)
     with pytest.raises(HandoverError, match=r"version 1 of the policy changed .*: embed \(sent"):
