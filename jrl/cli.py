@@ -346,6 +346,7 @@ def plan(
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu is here to compile, not to run
     from jrl.train.chips import parse_topology
     from jrl.train.plan import make_plan, quick_plan
+    from jrl.train.plan_apart import plan_apart
     from jrl.train.plan_search import search as search_plans
     from jrl.train.plan_text import as_json as plan_json
     from jrl.train.plan_text import as_text, search_text
@@ -360,7 +361,11 @@ def plan(
         typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
     else:
         options: dict[str, Any] = {} if effort is None else {"effort": effort}
-        planned = (quick_plan if quick else make_plan)(chosen, slices, echo=echo, **options)
+        planner = quick_plan if quick else make_plan
+        if chosen.placement.kind == "disjoint":
+            planned = plan_apart(chosen, slices, planner, echo=echo, **options)
+        else:
+            planned = planner(chosen, slices, echo=echo, **options)
         fits = planned.fits
         typer.echo(json.dumps(plan_json(planned), indent=2) if as_json else as_text(planned))
     if not fits:

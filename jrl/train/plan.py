@@ -53,8 +53,8 @@ class Program(NamedTuple):
 
     Attributes:
       bytes_per_chip: what lies in the chip's memory while it runs, by what it is; "total" is the
-        sum. "prepared" are the weights as the sampler reads them, "resident" parts of a state that
-        the program does not touch among the others. Parts that could not be told apart are absent.
+        sum. "prepared" are the weights as the sampler reads them. Parts that could not be told
+        apart are absent.
       fits: whether the total is within the chip's memory.
       flops: operations of a chip; None where XLA gave up for want of memory, as below.
       hbm_bytes: moved between memory and the chip's units.
@@ -87,6 +87,8 @@ class Plan(NamedTuple):
       tokens: completion tokens of a step, at most.
       layers: those of the programs that were compiled, where the numbers come from a line through
         shallower ones; empty where the run's own programs were.
+      rollout_mesh: of the sampler's devices where they are others; None where they are the same.
+      move_seconds: what the weights' way to those devices takes.
     """
 
     topology: Topology
@@ -97,12 +99,16 @@ class Plan(NamedTuple):
     parameters: int
     tokens: int
     layers: tuple[int, ...] = ()
+    rollout_mesh: dict[str, int] | None = None
+    move_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float | None:
-        """The two programs one after the other; None where one could not be compiled."""
+        """The two programs one after the other, or side by side; None where one is not known."""
         times = [p.roofline_seconds for p in self.programs.values()]
-        return None if None in times else float(sum(t for t in times if t is not None))
+        together = sum if self.rollout_mesh is None else max
+        known = [t for t in times if t is not None]
+        return None if None in times else float(together(known)) + self.move_seconds
 
 
 def _mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
@@ -375,7 +381,9 @@ def quick_plan(
     remedies = [r for n, p in programs.items() for r in _remedies(run, topology, n, p)]
     fits = all(p.fits for p in programs.values())
     parameters = count_params(model)
-    return plans[0]._replace(programs=programs, fits=fits, remedies=remedies, parameters=parameters)
+    return plans[0]._replace(
+        programs=programs, fits=fits, remedies=remedies, parameters=parameters, layers=(low, high)
+    )
 
 
 def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:

@@ -18,6 +18,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "topology": plan.topology.name,
         "chips": plan.topology.chips,
         "mesh": plan.mesh,
+        "rollout_mesh": plan.rollout_mesh,
         "parameters": plan.parameters,
         "chip": {
             "hbm_bytes": chip.hbm_bytes,
@@ -51,9 +52,12 @@ def as_text(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     topology = plan.topology
-    mesh = " x ".join(f"{axis} {n}" for axis, n in plan.mesh.items() if n > 1) or "one chip"
     yield f"{plan.parameters / 1e9:.2f}B parameters on {topology.name}, {topology.chips} chips"
-    yield f"mesh {mesh}"
+    if plan.rollout_mesh is None:
+        yield f"mesh {_mesh(plan.mesh)}"
+    else:
+        yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.rollout_mesh)}"
+        yield f"side by side; weights take {_seconds(plan.move_seconds)} from the one to the other"
     if plan.layers:
         yield f"extrapolated from programs of {' and '.join(map(str, plan.layers))} layers"
     for name, program in plan.programs.items():
@@ -70,6 +74,10 @@ def _lines(plan: Plan) -> Iterator[str]:
     for remedy in plan.remedies:
         yield f"  {remedy}"
     yield f"chip figures: {topology.chip.source}"
+
+
+def _mesh(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "one chip"
 
 
 def _program(name: str, program: Program, limit: int) -> Iterator[str]:
