@@ -138,14 +138,17 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
+_FREE = ("train.steps", "eval.every", "model.attention", "placement.kind")
+
+
 def may_differ(key: str) -> bool:
     """Whether a run may go on with another value of this dotted key.
 
     Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
     when; and ``train.steps``, the end of the run.
     """
-    free = ("run.", "log.", "checkpoint.", "mesh.", "reward_pool.")
-    return key.startswith(free) or key in ("train.steps", "eval.every")
+    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout.", "reward_pool.")
+    return key.startswith(free) or key in _FREE
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -282,7 +282,7 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
     Raises:
       UserError: nothing to evaluate on, or no such checkpoint.
     """
-    run = build.setup(config)
+    run = build.setup(config, trains=False)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         if run.task is not None:
@@ -315,7 +315,7 @@ def sample_run(
     Raises:
       UserError: a procedural task asked about other prompts, or no such checkpoint.
     """
-    run = build.setup(config)
+    run = build.setup(config, trains=False)
     if run.task is not None and prompts is not None:
         raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
     with jax.set_mesh(run.mesh):

@@ -12,6 +12,7 @@ policy and the sampler with an importance weight that carries no gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ class Correction(NamedTuple):
 CORRECTIONS: dict[str, Callable[[float], Correction | None]] = {
     "none": lambda cap: None,
     "proximal": lambda cap: Correction("none"),
+    "decoupled": lambda cap: Correction("truncate", "token", 0.0, math.inf),
     "tis": lambda cap: Correction("truncate", "token", 0.0, cap),
     "mis": lambda cap: Correction("mask", "token", 0.0, cap),
     "icepop": lambda cap: Correction("mask", "token", 1 / cap, cap),
@@ -72,10 +74,11 @@ CORRECTIONS: dict[str, Callable[[float], Correction | None]] = {
     "sequence_mis": lambda cap: Correction("mask", "sequence", 0.0, cap),
     "geometric_mis": lambda cap: Correction("mask", "geometric", 1 / cap, cap),
 }
-"""By name, from the greatest weight. "tis": truncated importance sampling; "mis": masked, tokens
-whose weight exceeds the cap are dropped; "icepop": those whose weight leaves [1 / cap, cap] are;
-"sequence_tis", "sequence_mis": the same with the weight of the whole sequence; "geometric_mis":
-sequences are dropped whose tokens' geometric mean leaves [1 / cap, cap]."""
+"""By name, from the greatest weight. "proximal": no weight; "decoupled": the whole weight, as in
+AReaL (arXiv:2505.24298); "tis": truncated importance sampling; "mis": masked, tokens whose weight
+exceeds the cap are dropped; "icepop": those whose weight leaves [1 / cap, cap] are; "sequence_tis",
+"sequence_mis": the same with the weight of the whole sequence; "geometric_mis": sequences are
+dropped whose tokens' geometric mean leaves [1 / cap, cap]."""
 
 
 def named_correction(name: str, cap: float) -> Correction | None:

@@ -33,8 +33,9 @@ from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.train import adapters
 from jrl.train import setup as build
+from jrl.train.async_ import Ahead, draw_ahead, restored, stored
 from jrl.train.compiled import iterate, warm_start, with_policy
-from jrl.train.groups import collect
+from jrl.train.groups import Drawn, collect
 from jrl.train.law import measure_run
 from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
 from jrl.train.reward_model import trains_reward
@@ -174,6 +175,8 @@ class _Training:
                 self.measure = JudgedEvaluator(run, sizes)
         self.law = jax.device_put(run.law, replicated(run.mesh))
         self.position = Position()
+        self.carried: list[Drawn] = []
+        self.ahead: Ahead | None = None
         self.clock = time.perf_counter()
 
     def run(self, state: TrainState, shardings: TrainState) -> dict[str, Any]:
@@ -205,6 +208,7 @@ class _Training:
                 kept, extra = self.checkpoints.restore(adapters.without_base(state))
                 state = self._with_base(adapters.with_base(kept, state.frozen["base"]))
                 adapters.check_base(self.config, state.frozen["base"], extra["base"])
+            self.carried = [restored(notes, self.run_) for notes in extra.pop("carried", [])]
             self.position = Position(**extra)
             self.writer.truncate_after(int(state.step))
             self.echo(f"going on from step {int(state.step)} of {self.writer.dir}")
@@ -283,19 +287,6 @@ class _Training:
         self, state: TrainState, shardings: TrainState, stopping: threading.Event
     ) -> TrainState:
         config, run = self.config, self.run_
-        gather: Collect
-        if self.source is not None:
-            gather = self.source.collect
-        else:
-            gather = partial(
-                collect,
-                draw=build.with_rewards(run, self._source()),
-                prompts=config.train.prompts,
-                weights=np.array(list(run.weights.values()), np.float32),
-                method=run.method,
-                mesh=run.mesh,
-                pack=build.packer(run),
-            )
 
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
@@ -307,31 +298,54 @@ class _Training:
                 records = samples_of(groups, run.tokenizer, task, run.weights, config.log.samples)
                 self.writer.write_samples(done, records)
             self._save_if_due(done, state)
+            if self.ahead is not None and jax.process_count() > 1:
+                self.ahead.drawn()  # what all processes do together wants all devices idle
             return _asked_to(stopping)
 
         program = build.train_program(run, shardings)
-        return fit(
-            state,
-            gather,
-            program,
-            self.law,
-            config.train.steps,
-            cursor=self.position.cursor,
-            policy=self._policy,
-            on_step=on_step,
+        with contextlib.ExitStack() as stack:
+            return fit(
+                state,
+                self._gather(stack),
+                program,
+                self.law,
+                config.train.steps,
+                cursor=self.position.cursor,
+                policy=self._policy,
+                on_step=on_step,
+            )
+
+    def _gather(self, stack: contextlib.ExitStack) -> Collect:
+        """Hops 1 to 4; drawn ahead where rollout has devices of its own."""
+        config, run = self.config, self.run_
+        if self.source is not None:
+            return self.source.collect
+        draw = build.with_rewards(run, self._source())
+        if run.rollout_mesh is not None:
+            self.ahead = draw_ahead(run, draw, self.position.cursor, self.carried)
+            return stack.enter_context(self.ahead).collect
+        return partial(
+            collect,
+            draw=draw,
+            prompts=config.train.prompts,
+            weights=np.array(list(run.weights.values()), np.float32),
+            method=run.method,
+            mesh=run.mesh,
+            pack=build.packer(run),
         )
 
     def _source(self) -> Draw:
         config, run = self.config, self.run_
         program = build.train_sampler(run)
+        law = jax.device_put(run.law, replicated(run.rollout_mesh or run.mesh))
         if run.task is not None:
-            return partial(program, law=self.law)
+            return partial(program, law=law)
         return TextSource(
             prompts=run.prompts["train"],
             width=run.width,
             seed=config.seed if config.data.shuffle else None,
             program=program,
-            law=self.law,
+            law=law,
             pool=self.pool,
             tokenizer=run.tokenizer,
             demonstrations=run.method.draw.demonstrations,
@@ -433,7 +447,11 @@ class _Training:
         self.clock = time.perf_counter()  # evaluating and saving is not training time
 
     def _save(self, state: TrainState) -> None:
-        self.checkpoints.save(int(state.step), self._kept(state), extra=self.position._asdict())
+        drawn = self.carried if self.ahead is None else self.ahead.drawn()
+        extra = self.position._asdict()
+        if drawn:  # by policies that are no longer there
+            extra["carried"] = [stored(groups) for groups in drawn]
+        self.checkpoints.save(int(state.step), self._kept(state), extra=extra)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -365,11 +365,24 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The batch on the mesh, prompts divided over the data axes."""
-    packing = jax.device_put(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
+    packing = _place(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
     batch = batch.replace(packing=None)
-    weights = jax.device_put(batch.reward_weights, replicated(mesh))
-    rows = jax.device_put(batch.replace(reward_weights=None), batch_sharding(mesh))
+    weights = _place(batch.reward_weights, replicated(mesh))
+    rows = _place(batch.replace(reward_weights=None), batch_sharding(mesh))
     return rows.replace(reward_weights=weights, packing=packing)
+
+
+def _place(tree: Any, where: NamedSharding) -> Any:
+    """Arrays of the host or a device where they belong; no process waits for another here."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, where)
+
+    def put(x: Any) -> Array:
+        if isinstance(x, jax.Array):
+            return jax.device_put(x, where)
+        return jax.make_array_from_callback(x.shape, where, lambda part: x[part])
+
+    return jax.tree.map(put, tree)
 
 
 def batch_metrics(batch: Batch) -> Metrics:
