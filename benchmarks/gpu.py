@@ -28,6 +28,7 @@ from benchmarks.flags import write
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
+from jrl.models.kernels import ATTENTION, Shape, kernel_for
 from jrl.models.transformer import REMAT, transformer
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
@@ -80,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gen-len", type=int, default=1024)
     p.add_argument("--packed", nargs="*", type=int, default=[4096, 16_384], help="training tokens")
     p.add_argument("--remat", default="dots", choices=REMAT)
+    p.add_argument("--attention", default="auto", choices=ATTENTION, help="on a GPU auto is cuDNN")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--gemm", type=int, default=8192, help="side of the bare product")
     p.add_argument("--copy-mb", type=int, default=4096, help="size of the bare copy")
@@ -103,7 +105,7 @@ def sampling_row(
     config: ModelConfig, params: Any, batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Decode and prefill of ``batch`` rows: times, and what they move and compute."""
-    network, rng = transformer(config), np.random.default_rng(0)
+    network, rng = transformer(config, attention=args.attention), np.random.default_rng(0)
     group = args.group if batch % args.group == 0 else 1
     n, p, t = batch // group, args.prompt_len, args.gen_len
     prompts, lengths = tokens_like(rng, config, n, p), jnp.full(n, p, jnp.int32)
@@ -122,6 +124,7 @@ def sampling_row(
     return {
         "batch": batch,
         "group": group,
+        "prefill_attention": kernel_for(args.attention, config, Shape(n, p, p), steady=True),
         "prefill_s": before,
         "decode_s": decode_s,
         "tok_s": batch * t / decode_s,
@@ -132,7 +135,7 @@ def sampling_row(
 
 def training_row(config: ModelConfig, packed: int, args: argparse.Namespace) -> dict[str, Any]:
     """One GRPO update on one group whose prompt and completions are ``packed`` tokens together."""
-    network, p = transformer(config, remat=args.remat), args.prompt_len
+    network, p = transformer(config, attention=args.attention, remat=args.remat), args.prompt_len
     members = packed // p - 1
     objective, mesh = get_method("grpo").objective, make_mesh({"data": 1})
     optimizer = optax.adamw(1e-6)
@@ -156,6 +159,7 @@ def training_row(config: ModelConfig, packed: int, args: argparse.Namespace) -> 
     took = float(np.median(seconds[1:]))
     return {
         "packed_tokens": p * (1 + members),
+        "attention": kernel_for(args.attention, config, Shape(members, p, 2 * p), steady=True),
         "step_s": took,
         "flop_s": 3 * floor.score_flops(config, drawn) / took,
         "held_bytes": held,
@@ -247,7 +251,7 @@ def table(result: dict[str, Any], command: str) -> str:
         f"copy {result['copy_gb_s']} GB/s, read and written; rematerialisation {result['remat']}.",
     ]
     sampling = ("batch", "decode_s", "tok_s", "decode_fraction", "prefill_s", "prefill_fraction")
-    training = ("packed_tokens", "step_s", "fraction", "memory_over_kept")
+    training = ("packed_tokens", "attention", "step_s", "fraction", "memory_over_kept")
     for shape, rows in result["shapes"].items():
         for kind, names in (("sampling", sampling), ("training", training)):
             if rows[kind]:

@@ -2,15 +2,17 @@
 
     python -m benchmarks.head --tokens 2048 --dim 256
 
-Compiles log-probabilities with their gradient and prints one JSON line a vocabulary: the peak of
-temporary bytes by XLA's own account, walked over (``models.product.fused_logprobs``) and whole.
-Nothing is run.
+Compiles log-probability and entropy, alone and with their gradients, and prints one JSON line a
+vocabulary: the peak of temporary bytes by XLA's own account, walked over
+(``models.product.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the head's
+weight, are not temporary. Nothing is run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,10 @@ from jrl.models.product import fused_logprobs
 from jrl.types import Head
 
 
-def temporary_bytes(vocab: int, tokens: int, dim: int, dtype: str, whole: bool) -> int:
-    """Of log-probability and entropy with their gradients, at the peak, outputs not counted."""
+def temporary_bytes(
+    vocab: int, tokens: int, dim: int, dtype: str, *, whole: bool, backward: bool
+) -> int:
+    """Of log-probability and entropy at the peak, with their gradients or without."""
 
     def loss(hidden: jax.Array, weight: jax.Array, ids: jax.Array) -> jax.Array:
         kept = 2**62 if whole else 0
@@ -33,24 +37,53 @@ def temporary_bytes(vocab: int, tokens: int, dim: int, dtype: str, whole: bool) 
         jax.ShapeDtypeStruct((vocab, dim), jnp.float32),
         jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     )
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    program = jax.grad(loss, (0, 1)) if backward else loss
+    return jax.jit(program).lower(*inputs).compile().memory_analysis().temp_size_in_bytes
+
+
+def measure(vocab: int, tokens: int, dim: int, dtype: str) -> dict[str, int]:
+    """Temporary bytes by name: walked over and whole, forward and backward."""
+    return {
+        f"{name}_{way}": temporary_bytes(
+            vocab, tokens, dim, dtype, whole=name == "whole", backward=way == "backward"
+        )
+        for name in ("walked_over", "whole")
+        for way in ("forward", "backward")
+    }
+
+
+def table(found: dict[int, dict[str, int]]) -> str:
+    """The figures in Markdown, MiB."""
+    heads = ("walked over, forward", "with gradients", "whole, forward", "with gradients")
+    lines = [f"| vocabulary | {' | '.join(heads)} |", "| ---: | ---: | ---: | ---: | ---: |"]
+    for vocab, sizes in found.items():
+        cells = " | ".join(f"{size / 2**20:,.1f}" for size in sizes.values())
+        lines.append(f"| {vocab:,} | {cells} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    """Prints the lines."""
+    """Prints the lines, and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vocab", type=int, nargs="+", default=[2**15, 2**17, 2**18])
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--table", type=Path, help="write the figures to this Markdown file")
     options = parser.parse_args()
+    found = {}
     for vocab in options.vocab:
-        sizes = {
-            name: temporary_bytes(vocab, options.tokens, options.dim, options.dtype, whole)
-            for name, whole in (("walked_over", False), ("whole", True))
-        }
-        print(json.dumps({"vocab": vocab, "temporary_bytes": sizes}))
+        found[vocab] = measure(vocab, options.tokens, options.dim, options.dtype)
+        print(json.dumps({"vocab": vocab, "temporary_bytes": found[vocab]}), flush=True)
+    if options.table is not None:
+        text = [
+            "# Temporary bytes of the head",
+            f"Written by `python -m benchmarks.head --tokens {options.tokens} --dim {options.dim}"
+            f" --dtype {options.dtype} --table {options.table}` on {jax.default_backend()}: MiB at"
+            " the peak, by XLA's memory analysis, of log-probability and entropy of every token.",
+            table(found),
+        ]
+        options.table.write_text("\n\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

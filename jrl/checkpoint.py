@@ -90,7 +90,8 @@ class Checkpoints:
         Args:
           step: training steps done, at least 0.
           state: any pytree of arrays, typed PRNG keys and Python numbers; None where absent.
-          extra: what the host must remember (data position, metrics); must survive JSON.
+          extra: what the host must remember (data position, metrics, batches drawn ahead): what
+            survives JSON, and NumPy arrays inside its dicts and lists.
 
         Raises:
           UserError: this save or the one before it could not be written (earlier steps stay as
@@ -108,15 +109,17 @@ class Checkpoints:
                 " holds from another continuation; remove the later steps or use another run.dir"
             )
         named, _ = _named_leaves(state)
+        lifted: dict[str, np.ndarray] = {}
         meta = {
             "format": FORMAT,
             "leaves": {name: _layout(leaf) for name, leaf in named.items()},
-            "extra": dict(extra or {}),
+            "extra": _lift(dict(extra or {}), lifted),
         }
         try:
             json.dumps(meta)
         except (TypeError, ValueError) as error:
             raise UserError(f"checkpoint step {step}: extra cannot be JSON: {error}") from error
+        named |= lifted
         arrays = {name: _stored(leaf) for name, leaf in named.items() if np.size(leaf)}
         try:
             writer = self._open_writer()
@@ -173,7 +176,7 @@ class Checkpoints:
             as such.
           step: the step to read; None for the newest that is whole.
           subset: True to read only the template's leaves where the checkpoint holds more, such
-            as the parameters without the optimiser.
+            as the parameters without the optimiser; arrays in ``extra`` are None then.
 
         Returns:
           ``(state, extra)``.
@@ -227,7 +230,8 @@ class Checkpoints:
             meta = reader.restore(path, args=args)["meta"]
             saved = meta["leaves"]
             _check_layout(step, self.directory, saved, named, subset)
-            wanted = {name: leaf for name, leaf in named.items() if np.size(leaf)}
+            lifted = {} if subset else _lifted(meta["extra"])
+            wanted = {name: leaf for name, leaf in (named | lifted).items() if np.size(leaf)}
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeRestore(
                     item=dict.fromkeys(wanted, 0),
@@ -240,7 +244,8 @@ class Checkpoints:
             _restored(arrays[name], leaf, saved[name]) if name in arrays else _empty(leaf)
             for name, leaf in named.items()
         ]
-        return treedef.unflatten(leaves), meta["extra"]
+        lifted = {name: arrays.get(name, empty) for name, empty in lifted.items()}
+        return treedef.unflatten(leaves), _lower(meta["extra"], lifted)
 
     def _open_writer(self) -> Any:
         import orbax.checkpoint as ocp
@@ -297,6 +302,47 @@ def _named_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"two leaves of the state are both called {twice!r}; rename one")
     return named, treedef
+
+
+ARRAY = "array:"
+"""How the names of arrays in ``extra`` begin; one stands there as {name: [dtype, shape]}."""
+
+
+def _lift(value: Any, arrays: dict[str, np.ndarray], place: str = "extra") -> Any:
+    """The value with its arrays moved to ``arrays``, a note in the place of each."""
+    if isinstance(value, np.ndarray):
+        name = f"{ARRAY}{place}"
+        arrays[name] = value
+        return {name: [str(value.dtype), list(value.shape)]}
+    if isinstance(value, Mapping):
+        return {key: _lift(item, arrays, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_lift(item, arrays, f"{place}.{i}") for i, item in enumerate(value)]
+    return value
+
+
+def _lifted(value: Any) -> dict[str, np.ndarray]:
+    """An empty array by name for every note that ``_lift`` left."""
+    if isinstance(value, Mapping):
+        found: dict[str, np.ndarray] = {}
+        for key, item in value.items():
+            if key.startswith(ARRAY):
+                found[key] = np.empty(item[1], item[0])
+            else:
+                found |= _lifted(item)
+        return found
+    if isinstance(value, list):
+        return {name: array for item in value for name, array in _lifted(item).items()}
+    return {}
+
+
+def _lower(value: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The value with the arrays back in their places."""
+    if isinstance(value, Mapping):
+        if len(value) == 1 and (name := next(iter(value))).startswith(ARRAY):
+            return arrays.get(name)
+        return {key: _lower(item, arrays) for key, item in value.items()}
+    return [_lower(item, arrays) for item in value] if isinstance(value, list) else value
 
 
 def _is_key(leaf: Any) -> bool:

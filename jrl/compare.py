@@ -31,6 +31,7 @@ from jrl.sampling.draw import make_law
 from jrl.train import setup as build
 from jrl.train.compiled import held_out, iterate, warm_start
 from jrl.train.setup import Run
+from jrl.train.state import policy_of
 from jrl.types import Array, Params
 
 RESAMPLES = 10_000
@@ -198,7 +199,7 @@ class _Start:
 
         def begin(key: Array) -> tuple[Array, Params]:
             state = make(key, run.params, {})
-            policy = state.params["policy"]
+            policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(
                     state.key,
@@ -236,7 +237,7 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
 
     def train(key: Array, policy: Params) -> tuple[Params, Any]:
         state, curves = iterate(iteration, make(key, policy, {}), run.law, run.config.train.steps)
-        return state.params["policy"], curves
+        return policy_of(state, run.network), curves
 
     policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
     after = np.asarray(start.measure(start.roots, policies))

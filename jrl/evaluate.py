@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import replicated
@@ -21,6 +20,7 @@ from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.draw import make_law
 from jrl.train import setup as build
+from jrl.train.adapters import restore_policy
 from jrl.train.compiled import held_out
 from jrl.train.rollout import Groups, TextSource, compiled_stream, samples_of
 from jrl.train.setup import Run
@@ -255,17 +255,18 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     Raises:
       UserError: ``run.dir`` holds a run but no such checkpoint.
     """
-    directory = Path(run.config.run.dir or "") / "checkpoints"
-    began = (directory.parent / "config.toml").exists()
+    began = (Path(run.config.run.dir or "") / "config.toml").exists()
     if run.config.run.dir is None or (checkpoint is None and not began):
         return *build.new_policy(run), 0
     wanted = {
         "step": jax.ShapeDtypeStruct((), np.int32),
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
-        "params": {"policy": build.policy_layout(run)},
     }
-    found, _ = Checkpoints(directory, 1).restore(wanted, checkpoint, subset=True)
-    return found["key"], found["params"]["policy"], int(found["step"])
+    layout = build.policy_layout(run)
+    policy, found = restore_policy(
+        run.config, run.network, layout, checkpoint=checkpoint, also=wanted
+    )
+    return found["key"], policy, int(found["step"])
 
 
 def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, Any]:

@@ -32,6 +32,8 @@ def export_run(config: Config, directory: Path, *, checkpoint: int | None = None
     run = build.setup(config)
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, checkpoint)
+        if run.network.split is not None:
+            params = jax.jit(run.network.split.merge)(params)
         params = jax.device_get(params)
     hf.save(directory, run.model, params, source_dir=config.model.path)
     return directory

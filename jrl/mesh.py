@@ -18,10 +18,18 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jrl.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
-"""Mesh axes: replicas, shards of the state, of matrices, of the sequence, of experts."""
+"""Mesh axes: replicas, shards of the state, of matrices, of the sequence, of experts.
+
+What the first two and the last divide is the batch: the expert axis divides the experts' weights
+where there are some, and the batch as a data axis does (``models/moe.py``). The context axis
+divides the columns of what is trained on. Queries, and all that is computed for one token by
+itself, stay where their columns are; keys and values are all-gathered in each layer, 2 * K * h
+numbers a token, and their gradients reduce-scattered, which with few key-value heads is little
+beside the D numbers a token that the tensor axis exchanges twice a layer. Sampling does not divide
+columns."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": ("context",),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
@@ -149,20 +157,54 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, spec(("batch",)))
 
 
+def shards(mesh: Mesh | AbstractMesh, logical: str) -> int:
+    """Over how many parts a logical axis is divided."""
+    return int(np.prod([mesh.shape[a] for a in RULES[logical]]))
+
+
 def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Over how many parts the leading axis of a batch is divided."""
-    return int(np.prod([mesh.shape[a] for a in RULES["batch"]]))
+    return shards(mesh, "batch")
+
+
+def divides(mesh: Mesh | AbstractMesh, logical: str, size: int) -> bool:
+    """Whether an axis of this size falls into equal parts."""
+    return size % shards(mesh, logical) == 0
+
+
+def check_sizes(mesh: Mesh, sizes: Sequence[tuple[str, str, int]]) -> None:
+    """Raises UserError for the sizes of a run that a mesh does not divide, one line for each.
+
+    Args:
+      mesh: where it would run.
+      sizes: (logical axis, what a person calls it, size).
+    """
+    lines = []
+    for logical, name, size in sizes:
+        parts = shards(mesh, logical)
+        if size % parts:
+            asked = " x ".join(f"mesh.{a} = {mesh.shape[a]}" for a in RULES[logical])
+            fits = [str(n) for n in range(1, parts) if size % n == 0]
+            lines.append(
+                f"{asked} does not divide {name} = {size}; choose {', '.join(fits)}"
+                f" or make {name} a multiple of {parts}"
+            )
+    if lines:
+        raise UserError("\n".join(lines))
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pins an activation to its logical axes' partition; without a mesh, returns it untouched.
 
     The mesh is the one of ``jax.set_mesh``, so that a model runs unchanged without any. Mesh axes
-    whose parts run by themselves (``jax.shard_map``) are not spoken of.
+    whose parts run by themselves (``jax.shard_map``) are not spoken of, and a length that does not
+    fall into equal parts, such as the one token of a decode step, stays whole.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    named = zip(axes, x.shape, strict=True)
+    axes = tuple(None if a == "length" and not divides(mesh, a, size) else a for a, size in named)
     if mesh.manual_axes:
         rest = {a: tuple(m for m in over if m not in mesh.manual_axes) for a, over in RULES.items()}
         return jax.lax.with_sharding_constraint(x, spec(axes, rest))

@@ -10,17 +10,19 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling import jetstream, serve
 from jrl.sampling.draw import make_law
 from jrl.sampling.driver import Engine
 from jrl.sampling.worker import Worker
+from jrl.train.adapters import place, restore_policy, start_params, trained_network
 from jrl.train.policies import run_shape, run_task
 from jrl.types import Network, Params
 
@@ -86,7 +88,7 @@ def load_policy(config: Config, *, checkpoint: int | None) -> Policy:
         assert path is not None, "run_shape wants a checkpoint where there is no task"
     tokenizer: Tokenizer = task.tokenizer if task is not None else load_tokenizer(path or "")
     check_vocab(tokenizer, shape.vocab_size)
-    network = transformer(shape)
+    network = trained_network(config, shape, transformer(shape))
     mesh = make_mesh(config.mesh.model_dump())
     new_tokens = config.sampling.max_new_tokens if task is None else task.completion_tokens
     prompt_tokens = config.data.max_prompt_tokens if task is None else task.prompt_tokens
@@ -97,12 +99,14 @@ def load_policy(config: Config, *, checkpoint: int | None) -> Policy:
             "prompt included; lower it"
         )
     with jax.set_mesh(mesh):
-        params = _params(config, network, mesh, path, checkpoint)
+        params = _params(config, shape, network, mesh, checkpoint)
+    sampling = config.sampling
+    network = sampler(network, shape, weights=sampling.weights, cache=sampling.cache)
     return Policy(network, params, tokenizer, mesh, min(prompt_tokens, room), new_tokens)
 
 
 def _params(
-    config: Config, network: Network, mesh: Mesh, path: Path | None, checkpoint: int | None
+    config: Config, shape: ModelConfig, network: Network, mesh: Mesh, checkpoint: int | None
 ) -> Params:
     """The weights on the mesh: a run's, a checkpoint's, or random ones."""
     shapes = jax.eval_shape(network.init, jax.random.key(0))
@@ -112,14 +116,10 @@ def _params(
         layout = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
         )
-        wanted = {"params": {"policy": layout}}
-        found, _ = Checkpoints(directory / "checkpoints", 1).restore(
-            wanted, checkpoint, subset=True
-        )
-        return found["params"]["policy"]
-    if path is not None:
-        _, params = hf.load(path, dtype=config.model.param_dtype)
-        return jax.device_put(params, where)
+        return restore_policy(config, network, layout, checkpoint=checkpoint)[0]
+    if config.model.path is not None:
+        _, params = hf.load(config.model.path, dtype=config.model.param_dtype)
+        return place(network, start_params(config, shape, network, params), where)
     return jax.jit(network.init, out_shardings=where)(jax.random.key(config.seed))
 
 

@@ -77,6 +77,37 @@ class ModelTable(Table):
     )
 
 
+class LoraTable(Table):
+    """Low-rank adapters: few trained weights on top of frozen ones."""
+
+    rank: int | None = _key(
+        None, "rank of the adapters; all weights are trained when not set", ge=1
+    )
+    alpha: float = _key(16.0, "what adapters add is multiplied by alpha / rank", gt=0)
+    targets: tuple[str, ...] = _key(
+        ("q", "k", "v", "o", "gate", "up", "down"), "projections that get adapters", strict=False
+    )
+    base: Literal["float", "int8"] = _key(
+        "float",
+        "what frozen weights are kept in: model.param_dtype, or 8 bits and a scale for each output"
+        " channel of every layer's matrices",
+    )
+    path: str | None = _key(
+        None, "PEFT adapter directory to start from, of the same rank, alpha and targets"
+    )
+
+    @model_validator(mode="after")
+    def _only_what_is_read(self) -> Self:
+        if self.rank is None:
+            for key, field in type(self).model_fields.items():
+                if (value := getattr(self, key)) != field.default:
+                    value = list(value) if isinstance(value, tuple) else value
+                    raise ValueError(
+                        f"lora.{key} = {value!r} is not read without adapters; set lora.rank"
+                    )
+        return self
+
+
 class ValueTable(Table):
     """The value network, for methods that have one."""
 
@@ -165,6 +196,24 @@ class SamplingTable(Table):
         0, "completions decoded at a time, others wait for a free slot; 0 takes all", ge=0
     )
     chunk: int = _key(4, "tokens drawn between two looks at which slots are free", ge=1)
+    weights: Literal["same", "int8"] = _key(
+        "same",
+        "int8: completions to train on, and those served, are drawn with weights rounded to 8 bits,"
+        " which is another law than the policy's; sampler_logprobs are that law's",
+    )
+    cache: Literal["same", "int8"] = _key(
+        "same",
+        "int8: while they are drawn, keys and values are kept in 8 bits with a scale for each"
+        " position and head, which is another law, too",
+    )
+    correction: Literal["auto", "none"] = _key(
+        "auto",
+        "auto: with weights or cache in 8 bits, losses are weighted for the difference between the"
+        " two laws (truncated importance sampling), unless the method does so; none: they are not",
+    )
+    gather_weights: bool = _key(
+        True, "send weights that mesh.fsdp divides once a rollout, not for every token; needs room"
+    )
 
 
 class RewardTable(Table):
@@ -342,6 +391,7 @@ class Config(Table):
     seed: int = _key(0, "root of every random draw", ge=0, lt=2**32)
     run: RunTable = _key(RunTable(), "")
     model: ModelTable = _key(ModelTable(), "")
+    lora: LoraTable = _key(LoraTable(), "")
     value: ValueTable = _key(ValueTable(), "")
     frozen: dict[str, str] = _key(
         {}, "directories of further policies that a method reads and does not train, by name"
@@ -367,6 +417,7 @@ class Config(Table):
     @model_validator(mode="after")
     def _no_conflicts(self) -> Self:
         problems = [*_source_conflicts(self), *_batch_conflicts(self, self.mesh.batch_shards)]
+        problems += _law_conflicts(self)
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -402,6 +453,21 @@ def _source_conflicts(config: Config) -> Iterator[str]:
                 f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns;"
                 " set it to 0"
             )
+
+
+def _law_conflicts(config: Config) -> Iterator[str]:
+    """What says something about adapters or a law of 8 bits that are not there."""
+    sampling, lora = config.sampling, config.lora
+    if sampling.correction == "none" and (sampling.weights, sampling.cache) == ("same", "same"):
+        yield (
+            "sampling.correction = 'none' is read with sampling.weights or sampling.cache = 'int8'"
+            " alone; remove it"
+        )
+    if lora.path is not None and config.model.path is None:
+        yield (
+            f"lora.path = {lora.path!r} needs the checkpoint that its adapters belong to; set"
+            " model.path"
+        )
 
 
 def _unread_by_tasks(config: Config) -> Iterator[str]:

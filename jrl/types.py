@@ -99,6 +99,21 @@ class Prompt:
     solution: np.ndarray | None = None
 
 
+class RoutingRecord(struct.PyTreeNode):
+    """Which experts tokens were sent to, in each of the n sparse layers; -1 is not on record.
+
+    int8, or int16 where there are more than 128 experts.
+
+    Attributes:
+      prompts: [N, P, n, k], the prompts' tokens but the last one.
+      tokens: [N, G, T, n, k]; at t the token that completion token t was predicted from: the
+        prompt's last one, then the completion's own.
+    """
+
+    prompts: Array
+    tokens: Array
+
+
 class Rollout(struct.PyTreeNode):
     """What the sampler did: tokens, and everything recorded while drawing them.
 
@@ -114,6 +129,7 @@ class Rollout(struct.PyTreeNode):
         drew it: outside mask, and in demonstrations.
       stop: [N, G] int32, a ``StopReason``.
       baseline: [N, G] bool, True for a member drawn greedily as a baseline, never trained on.
+      routing: which experts each token was sent to; None where nobody asked for it.
     """
 
     prompt_tokens: Array
@@ -125,6 +141,7 @@ class Rollout(struct.PyTreeNode):
     versions: Array
     stop: Array
     baseline: Array
+    routing: RoutingRecord | None = None
 
     def check(self) -> Rollout:
         """Asserts the shapes and dtypes above; works on tracers. Returns self."""
@@ -184,6 +201,7 @@ class Batch(struct.PyTreeNode):
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch that goes on has none.
       packing: how completions go through the network; None for a row each.
+      routing: as in ``Rollout``, for a training step that replays it.
     """
 
     prompt_tokens: Array
@@ -200,6 +218,7 @@ class Batch(struct.PyTreeNode):
     ids: dict[str, Array] = struct.field(default_factory=dict)
     notes: dict[str, tuple[Array, Array]] = struct.field(default_factory=dict)
     packing: Packing | None = None
+    routing: RoutingRecord | None = None
 
     def check(self) -> Batch:
         """Asserts the shapes and dtypes above; works on tracers. Returns self."""
@@ -438,8 +457,9 @@ class SharedRows(NamedTuple):
     """Rows of tokens that go on from prompts, each prompt held once.
 
     A token of a row attends to the tokens of its own segment at positions no later than its own,
-    and to those tokens of its prompt. There are M blocks of b prompts each, and rows
-    m * R / M .. (m + 1) * R / M - 1 go on from the prompts of block m.
+    and to those tokens of its prompt. Along a segment positions rise by one from column to column.
+    There are M blocks of b prompts each, and rows m * R / M .. (m + 1) * R / M - 1 go on from the
+    prompts of block m.
 
     Attributes:
       prompt_tokens: [M, b, P] int32, from column 0 and position 0.
@@ -448,6 +468,8 @@ class SharedRows(NamedTuple):
       positions: [R, C] int32.
       segments: [R, C] int32; 0 is padding.
       owners: [R, C] int32, in [0, b): which prompt of its block a token goes on from.
+      routing: the experts to send tokens to, prompts [M, b, P, n, k] and tokens [R, C, n, k]; None
+        to send them where the router does.
     """
 
     prompt_tokens: Array
@@ -456,6 +478,7 @@ class SharedRows(NamedTuple):
     positions: Array
     segments: Array
     owners: Array
+    routing: RoutingRecord | None = None
 
 
 class Head(NamedTuple):
@@ -508,7 +531,9 @@ class Network(NamedTuple):
       axes: () -> a tree like params whose leaves are tuples of logical axis names (or None).
       hidden: (params, tokens [B, L], positions [B, L], segments [B, L]) -> ([B, L, D], aux).
         A token attends to tokens of its own segment at positions no later than its own; segment 0
-        is padding. ``aux`` is a dict of arrays (router statistics); empty for dense models.
+        is padding. Along a segment positions rise with the columns. ``aux`` is a dict of arrays
+        with a leading axis of sparse layers, sums over the tokens (``models.moe.router_sums``);
+        empty for dense models.
       logits: (params, hidden [..., D]) -> [..., V] float32.
       prepare: (params) -> weights laid out for ``extend``, once for many calls of it: layers apart,
         products fused, in the dtype that they are computed in. ``logits`` takes either kind.
@@ -518,6 +543,8 @@ class Network(NamedTuple):
         cache). Writes Q tokens into the cache at their positions and attends to everything written
         at or before them, the prefix included. Tokens that are not live are neither written nor
         attended to.
+      fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty
+        cache and rows of so many tokens from position 0 on, where there is a faster way to it.
       hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
         row behind its prompt, for the columns of the row; a prompt goes through the network once.
         None where the network cannot; the prompt is then repeated for each of its rows.
@@ -527,6 +554,9 @@ class Network(NamedTuple):
         how each token weighs the ones before it in one layer, the middle one; 0 for what it does
         not see. Large: for the few methods that read it. None where there is none.
       split: where a part of the parameters is frozen, which; None where all of them are trained.
+      recorded: (a cache's own or prefix arrays) -> [S, C, n, k], the experts that the token in each
+        column was sent to in the n sparse layers, -1 where there is none; see ``RoutingRecord``.
+        None where the cache keeps no such record.
     """
 
     vocab_size: int
@@ -539,10 +569,12 @@ class Network(NamedTuple):
     prepare: Callable[[Params], Any]
     init_cache: Callable[..., Cache]
     extend: Callable[..., tuple[Array, Cache]]
+    fill: Callable[..., Cache] | None = None
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None
     attention: Callable[[Params, Array, Array, Array], Array] | None = None
     split: Split | None = None
+    recorded: Callable[[Any], Array] | None = None
 
 
 class ValueNetwork(NamedTuple):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import sys
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

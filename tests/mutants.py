@@ -89,11 +89,11 @@ MUTANTS = {
     "log-probability before temperature": Mutant(
         7,
         "sampling/engine.py",
-        ", logits, slots.law)\n        here = rows",
+        ", logits, slots.law)\n        here = jnp",
         ", logits, slots.law)\n"
         "            raw = jax.nn.log_softmax(logits)\n"
         "            logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n"
-        "        here = rows",
+        "        here = jnp",
     ),
     "a trainer that ignores truncation": Mutant(
         7,

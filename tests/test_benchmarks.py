@@ -57,11 +57,13 @@ def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
     path = tmp_path / "gpu.md"
     sizes = ["--prompt-len", "8", "--gen-len", "4", "--gemm", "32", "--copy-mb", "1"]
     rows = ["--batches", "2", "--packed", "32", "--rounds", "1", "--table", str(path)]
+    rows += ["--attention", "blockwise"]
     gpu.main(["--shapes", "tiny", *sizes, *rows])
     result = json.loads(capsys.readouterr().out)["shapes"]["tiny"]
     (sampling,), (training,) = result["sampling"], result["training"]
     assert sampling["decode_fraction"] > 0
     assert training["packed_tokens"] == 32
+    assert training["attention"] == sampling["prefill_attention"] == "blockwise"
     assert training["fraction"] > 0
     assert training["memory_over_kept"] > 1
     assert "| 2 |" in path.read_text()

@@ -220,9 +220,15 @@ def test_a_mismatch_names_the_leaf(tmp_path):
         checkpoints.restore(template.replace(key=jax.random.key(0, impl="rbg")))
 
 
-def test_extra_must_be_json(tmp_path):
+def test_extra_must_be_json_but_for_numpy_arrays(tmp_path):
     with pytest.raises(UserError, match="extra cannot be JSON"):
-        Checkpoints(tmp_path, 1).save(0, {"w": jnp.zeros(1)}, extra={"array": np.zeros(2)})
+        Checkpoints(tmp_path, 1).save(0, {"w": jnp.zeros(1)}, extra={"array": jnp.zeros(2)})
+    arrays = {"list": [{"a": np.arange(3)}, None], "empty": np.zeros((0, 2), np.float32), "n": 1}
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        checkpoints.save(0, {"w": jnp.zeros(1)}, extra=arrays)
+        _, extra = checkpoints.restore({"w": jnp.zeros(1)})
+    jax.tree.map(np.testing.assert_array_equal, extra, arrays)
+    assert [x.dtype for x in jax.tree.leaves(extra)[:2]] == [np.float32, np.int64]
 
 
 def test_leaves_of_one_name_are_refused(tmp_path):

@@ -74,7 +74,7 @@ def test_sizes_that_cannot_be(asked, named):
 
 def test_where_arrays_lie():
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    assert spec(("batch", None)) == PartitionSpec(("data", "fsdp"), None)
+    assert spec(("batch", None)) == PartitionSpec(("data", "fsdp", "expert"), None)
     assert sharding(mesh, ("embed", "mlp"), (4, 6)).shard_shape((4, 6)) == (2, 3)
     assert sharding(mesh, (None, "head_dim"), (3, 5)).is_fully_replicated
     assert batch_sharding(mesh).shard_shape((8, 3)) == (2, 3)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tpu_programs import ask, needs_libtpu
 from typer.testing import CliRunner
 
 from jrl.cli import app
@@ -18,12 +20,8 @@ from jrl.train import chips, plan, plan_search
 from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train.hlo import Collective, Cost
 from jrl.train.plan_search import _candidates, _guess
-from jrl.train.plan_text import as_json, as_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is for Linux on x86 alone"
-)
 TINY = {
     "vocab_size": 512,
     "layers": 1,
@@ -36,7 +34,7 @@ TINY = {
 }
 
 
-def tiny(*, model=TINY, **tables):
+def tiny_tree(*, model=TINY, **tables):
     tree = {
         "method": "reinforce",
         "model": {"config": model, "dtype": "bfloat16"},
@@ -46,7 +44,11 @@ def tiny(*, model=TINY, **tables):
         "train": {"prompts": 4},
         "mesh": {"fsdp": 4},
     }
-    return build_config(tree | tables)
+    return tree | tables
+
+
+def tiny(**tables):
+    return build_config(tiny_tree(**tables))
 
 
 # ---------------------------------------------------------------- topologies and chips
@@ -112,17 +114,16 @@ def test_without_libtpu_the_way_to_install_it_is_said(monkeypatch):
 # ---------------------------------------------------------------- plans
 
 
-@pytest.mark.slow  # libtpu serves one process at a time and ends a second one, such as a worker
+@pytest.mark.slow
 @needs_libtpu
 def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
-    found = plan.make_plan(tiny(), parse_topology("v5e:2x2"))
-    data = json.loads(json.dumps(as_json(found)))
-    assert data["fits"] is found.fits is True
+    data = ask("planned", tiny_tree(), "v5e:2x2")
+    assert data["fits"] is True
     assert set(data["programs"]) == {"sampler", "train_step"}
     for program in data["programs"].values():
         parts = program["bytes_by_part"]
         assert program["bytes_per_chip"] == pytest.approx(sum(parts.values()), rel=1e-6)
-        assert parts["weights"] * 4 == pytest.approx(found.parameters * 4, rel=0.02)
+        assert parts["weights"] * 4 == pytest.approx(data["numbers"] * 4, rel=0.02)
         assert program["roofline_seconds"] == pytest.approx(sum(program["bound"].values()))
         assert program["collective_bytes"] == sum(program["collective_bytes_by_kind"].values()) > 0
         assert all(kind.endswith("/fsdp") for kind in program["collective_bytes_by_kind"])
@@ -131,33 +132,36 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     layer = 4 * 128 * 128 + 3 * 128 * 256
     least = 6 * (48 * layer + 32 * 128 * 512)
     assert least < data["programs"]["train_step"]["flops"] < 1.5 * least
-    text = as_text(found)
-    assert "verdict: fits" in text
-    assert "4 chips" in text
+    assert "verdict: fits" in data["text"]
+    assert "4 chips" in data["text"]
 
 
 @needs_libtpu
 def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
-    topology = parse_topology("v5e:2x2")
+    one, two = "v5e:2x2", "2*v5e:2x2"
     cases = [
-        ({"mesh": {"tensor": 4}}, "heads.* does not divide over mesh tensor=4"),
-        ({"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
-        ({"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
-        ({"mesh": {"tensor": 8}}, "needs 8 devices; there are 4"),
+        (one, {"mesh": {"tensor": 4}}, "mesh.tensor = 4 does not divide the model's heads = 2"),
+        (one, {"train": {"prompts": 6}}, "a microbatch of 6 prompts"),
+        (one, {"mesh": {"fsdp": 2}}, "mesh uses 2 of the 4 chips"),
+        (one, {"mesh": {"tensor": 8}}, "needs 8 devices; there are 4"),
         (
+            one,
             {
                 "model": TINY | {"experts": 6, "experts_per_token": 2, "expert_mlp_dim": 64},
                 "mesh": {"expert": 4},
             },
-            "expert.* of size 6 does not divide over mesh expert=4",
+            "mesh.expert = 4 does not divide the model's experts = 6",
+        ),
+        (
+            two,
+            {"mesh": {"fsdp": 8}, "train": {"prompts": 8}},
+            "mesh.data = 1 does not divide over 2 slices",
         ),
     ]
-    for tables, says in cases:
-        with pytest.raises(UserError, match=says):
-            plan.make_plan(tiny(**tables), topology)
-    two = parse_topology("2*v5e:2x2")
-    with pytest.raises(UserError, match=r"mesh.data = 1 does not divide over 2 slices"):
-        plan.make_plan(tiny(mesh={"fsdp": 8}, train={"prompts": 8}), two)
+    topologies, tables, says = zip(*cases, strict=True)
+    said = ask("refused", [tiny_tree(**x) for x in tables], topologies)
+    for line, expected in zip(said, says, strict=True):
+        assert re.search(expected, line), line
 
 
 def test_sizes_are_asked_for_when_they_are_missing():
@@ -248,11 +252,10 @@ def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
 @pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
 def test_pod_configurations_compile_and_fit(path):
-    config = load_config(path)
     (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
-    topology = parse_topology(line.split("--topology ")[1].strip())
-    found = plan.make_plan(config, topology, effort=-1.0)
-    assert found.fits, as_text(found)
+    tree = load_config(path).model_dump(mode="json", exclude_none=True)
+    found = ask("planned", tree, line.split("--topology ")[1].strip(), -1.0)
+    assert found["fits"], found["text"]
 
 
 # ---------------------------------------------------------------- the command

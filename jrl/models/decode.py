@@ -8,7 +8,7 @@ times as fast on CPU as keys ``[B, K, C, h]``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -21,7 +21,7 @@ from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
 from jrl.models.product import product
 from jrl.models.quant import quantise_entries
-from jrl.models.weights import layer_weights
+from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
 
 
@@ -60,7 +60,12 @@ class Seen(NamedTuple):
 
 
 def attend_parts(
-    q_sqhd: Array, parts: Sequence[Part], *, scale: float, softcap: float | None = None
+    q_sqhd: Array,
+    parts: Sequence[Part],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    look: Callable[[Array, Part, float, float | None], Seen] | None = None,
 ) -> Array:
     """``attend`` over keys and values that lie in several places, shared by rows or not.
 
@@ -72,12 +77,13 @@ def attend_parts(
       parts: at least one, and one that is always read.
       scale: what scores are multiplied by.
       softcap: scores become cap * tanh(score / cap).
+      look: (queries, part, scale, softcap) -> what they see of it; None for ``look_at_part``.
 
     Returns:
       [S, Q, H, h] in the dtype of the queries. A query that sees nothing gets a mean of the values.
     """
     s, q, h, d = q_sqhd.shape
-    seen = [_look(q_sqhd, part, scale, softcap) for part in parts]
+    seen = [(look or look_at_part)(q_sqhd, part, scale, softcap) for part in parts]
     peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
     shares = [jnp.exp(x.peak - peak) for x in seen]
     total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
@@ -86,7 +92,7 @@ def attend_parts(
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
-def _look(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
     """What the queries see of one part, nothing when none of them reaches it."""
     s, q, h, d = q_sqhd.shape
     m, k = part.v_mkcd.shape[:2]
@@ -135,7 +141,6 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
     """
     chex.assert_equal_shape([columns, live])
-    rows = jnp.arange(columns.shape[0])[:, None]
     size = old["v"].shape[2]
     columns = jnp.where(live & (columns >= 0), columns, size)
     entries = {name: new[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
@@ -143,13 +148,17 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
         rounded = {name: quantise_entries(x) for name, x in entries.items()}
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
-    put = {}
-    for name, x in entries.items():
-        place = (
-            old[name].at[rows, :, :, columns] if name[0] == "k" else old[name].at[rows, :, columns]
-        )
-        put[name] = place.set(x.astype(old[name].dtype), mode="drop")
-    return put
+
+    # Row by row, so that rows on other devices are seen to be untouched.
+    def put(old_k: Array, x_qk: Array, at: Array, *, turned: bool) -> Array:
+        place = old_k.at[:, :, at] if turned else old_k.at[:, at]
+        axes = (1, 2, 0) if turned else (1, 0, 2)
+        return place.set(x_qk.transpose(axes).astype(old_k.dtype), mode="drop")
+
+    return {
+        name: jax.vmap(functools.partial(put, turned=name[0] == "k"))(old[name], x, columns)
+        for name, x in entries.items()
+    }
 
 
 def init_cache(
@@ -212,41 +221,66 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
 # ---------------------------------------------------------------- the weights
 
 
-def prepare(params: Params, *, config: ModelConfig) -> Any:
+def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     """The weights as ``extend`` reads them; see ``types.Network.prepare``.
 
     Layers are taken apart, because a loop over tokens would slice them out of their stacks again
     for every token; the three projections of attention are one product, as are the two of the
     feed-forward part; a tied output matrix is turned, because few rows multiply it.
+
+    Args:
+      params: the network's parameters.
+      config: the model.
+      gather: whether every device gets all the numbers of its part of a matrix that the mesh's
+        fsdp axis divides: they are sent once here, instead of once for every token.
     """
     dtype = jnp.dtype(config.dtype)
-    layers = [layer_weights(config, params["layers"], i) for i in range(config.layers)]
+
+    def lay(w: Array, *axes: str | None) -> Array:
+        return constrain(w, *("act_embed" if gather and a == "embed" else a for a in axes))
+
+    def vector(spec: WeightSpec, w: Array) -> Array:
+        return w if spec.inputs else lay(w, *spec.axes)
+
+    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
+    table = weights(config)["layers"]
+    stacks = jax.tree.map(vector, table, params["layers"], is_leaf=is_spec)
+    layers = [layer_weights(config, stacks, i) for i in range(config.layers)]
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
-        "embed": params["embed"].astype(dtype),
-        "head": head.astype(dtype),
-        "layers": tuple(_fused(config, layer) for layer in layers),
-        "final_norm": params["final_norm"],
+        "embed": lay(params["embed"].astype(dtype), "vocab", "embed"),
+        "head": lay(head.astype(dtype), "embed", "vocab"),
+        "layers": tuple(_fused(config, layer, lay) for layer in layers),
+        "final_norm": lay(params["final_norm"], "embed"),
     }
 
 
-def _fused(config: ModelConfig, layer: Params) -> Params:
-    """A layer's weights in the dtype of the activations, q/k/v and gate/up side by side."""
+def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Params:
+    """A layer's weights, q/k/v and gate/up side by side.
+
+    Each key-value head lies beside the query heads that read it, [D, K, H / K + 2, h], so that a
+    device that has some of the heads has them all: first the queries', then key and value.
+    """
     dtype = jnp.dtype(config.dtype)
     attention = dict(layer["attention"])
-    heads = [attention.pop(name) for name in ("q", "k", "v")]
-    attention["qkv"] = jnp.concatenate(heads, axis=1).astype(dtype)
-    attention["o"] = attention["o"].astype(dtype)
+    q, k, v = (attention.pop(name).astype(dtype) for name in ("q", "k", "v"))
+    q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+    together = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+    attention["qkv"] = lay(together, "embed", "kv_heads", None, None)
+    attention["o"] = lay(attention["o"].astype(dtype), "heads", None, "embed")
     fused = layer | {"attention": attention}
     if "mlp" in layer:
         mlp = dict(layer["mlp"])
-        pair = [mlp.pop(name) for name in ("gate", "up")]
-        mlp["gate_up"] = jnp.concatenate(pair, axis=1).astype(dtype)
-        mlp["down"] = mlp["down"].astype(dtype)
+        pair = jnp.stack([mlp.pop("gate"), mlp.pop("up")], axis=1).astype(dtype)
+        mlp["gate_up"] = lay(pair, "embed", None, "mlp")
+        mlp["down"] = lay(mlp["down"].astype(dtype), "mlp", "embed")
         fused["mlp"] = mlp
     else:
-        expert_weights = {
-            name: w if name == "router" else w.astype(dtype) for name, w in layer["experts"].items()
+        gate, up, down = (layer["experts"][name].astype(dtype) for name in ("gate", "up", "down"))
+        fused["experts"] = {
+            "router": lay(layer["experts"]["router"], "embed", "expert"),
+            "gate": lay(gate, "expert", "embed", "mlp"),
+            "up": lay(up, "expert", "embed", "mlp"),
+            "down": lay(down, "expert", "mlp", "embed"),
         }
-        fused["experts"] = expert_weights
     return fused

@@ -1,121 +1,176 @@
 """Routed experts: every token visits its best experts, and none is dropped.
 
-Tokens are sorted by expert and each expert multiplies its own contiguous run of rows (a grouped
-matrix product), so the work is that of the visited experts whatever the balance.
+Tokens are sorted by expert and each expert multiplies its own contiguous run of rows
+(``jrl.models.grouped``), so the work is that of the visited experts whatever the balance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from jrl.models.product import PRODUCT
+from jrl.mesh import RULES, divides, spec
+from jrl.models.grouped import Gather, grouped_matmul
 from jrl.types import Array
 
 
+class Routing(NamedTuple):
+    """Where M tokens go.
+
+    Attributes:
+      weights: [M, k] float32, what each expert's output is multiplied by; carries gradient.
+      experts: [M, k] int32.
+      probs: [M, E] float32, the softmax of all scores.
+      own: [M, k] int32, where the scores alone would send them.
+    """
+
+    weights: Array
+    experts: Array
+    probs: Array
+    own: Array
+
+
 def route(
-    logits: Array, *, experts_per_token: int, norm_topk_prob: bool
-) -> tuple[Array, Array, Array]:
+    logits: Array,
+    *,
+    experts_per_token: int,
+    norm_topk_prob: bool,
+    recorded: Array | None = None,
+) -> Routing:
     """Which experts each token visits, and with what weight.
+
+    With ``recorded`` experts it is the replay of "Stabilizing MoE Reinforcement Learning by
+    Aligning Training and Inference Routers" (arXiv:2510.11370): the experts are those on record,
+    and their weights the probabilities that these scores give them, through which the router
+    learns.
 
     Args:
       logits: [M, E] float32, the router's scores.
       experts_per_token: experts visited, the most probable first.
       norm_topk_prob: scale the visited experts' probabilities to sum to one.
-
-    Returns:
-      weights [M, k] float32, experts [M, k] int32, and probs [M, E] float32 (the full softmax).
+      recorded: [M, k] int, experts to visit instead; a token of which nothing is on record, -1,
+        goes where the scores send it.
     """
     chex.assert_rank(logits, 2)
     chex.assert_type(logits, jnp.float32)
     probs = jax.nn.softmax(logits, axis=-1)
-    weights, experts = jax.lax.top_k(probs, experts_per_token)
+    weights, own = jax.lax.top_k(probs, experts_per_token)
+    experts = own
+    if recorded is not None:
+        chex.assert_equal_shape([recorded, own])
+        experts = jnp.where(recorded < 0, own, recorded.astype(jnp.int32))
+        weights = jnp.take_along_axis(probs, experts, axis=1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return weights, experts, probs
+    return Routing(weights, experts, probs, own)
 
 
-def router_statistics(experts: Array, probs: Array, live: Array) -> dict[str, Array]:
-    """How evenly and how surely live tokens are routed.
+# ---------------------------------------------------------------- numbers of a router
+
+
+def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array]:
+    """What live tokens did in one layer, as sums; those of several parts of a batch add up.
 
     Args:
-      experts: [M, k] int32, experts visited.
-      probs: [M, E] float32.
+      logits: [M, E] float32.
+      routing: of the tokens.
       live: [M] bool; padding is not counted.
 
     Returns:
-      ``router_load`` [E] float32, each expert's share of the visits (sums to 1), and
-      ``router_entropy`` [] float32, nats, the mean entropy of the router's law. Zeros when no
-      token is live.
+      float32 each: "router_tokens" [], "router_asked" [] (visits that the tokens were to make),
+      "router_visits" [E] (those that each expert is given),
+      "router_probs" [E] (the sum of its probabilities; carries gradient), "router_entropy" []
+      (nats), "router_z" [] (squared logarithms of the softmax's denominators; carries gradient) and
+      "router_moved" [] (visits of experts that the scores alone would not have chosen).
     """
-    chex.assert_rank([experts, probs, live], [2, 2, 1])
-    counted = live.astype(jnp.float32)
-    tokens = jnp.maximum(counted.sum(), 1.0)
-    visits = jnp.zeros(probs.shape[1], jnp.float32).at[experts].add(counted[:, None])
+    chex.assert_rank([logits, live], [2, 1])
+    counted, probs = live.astype(jnp.float32), routing.probs
+    zeros = jnp.zeros(probs.shape[1], jnp.float32)
+    visits = zeros.at[routing.experts].add(counted[:, None], mode="drop")
     entropy = -(probs * jnp.log(jnp.maximum(probs, 1e-30))).sum(axis=-1)
-    return {
-        "router_load": visits / (tokens * experts.shape[1]),
-        "router_entropy": (entropy * counted).sum() / tokens,
+    stays = (routing.experts[:, :, None] == routing.own[:, None, :]).any(-1)
+    sums = {
+        "router_tokens": counted.sum(),
+        "router_asked": counted.sum() * routing.experts.shape[1],
+        "router_visits": visits,
+        "router_probs": (probs * counted[:, None]).sum(0),
+        "router_entropy": (jax.lax.stop_gradient(entropy) * counted).sum(),
+        "router_z": (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted).sum(),
+        "router_moved": (~stays * counted[:, None]).sum(),
     }
+    return sums
 
 
-def grouped_matmul(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
-    """Each run of rows times its own matrix, accumulated in float32, in the dtype of ``x_md``.
+def balance_loss(sums: dict[str, Array]) -> Array:
+    """How unevenly tokens are sent to experts, times the number of tokens, averaged over layers.
+
+    The auxiliary loss of "Switch Transformers: Scaling to Trillion Parameter Models with Simple and
+    Efficient Sparsity" (arXiv:2101.03961), eq. 4, with the share of visits in place of the share of
+    tokens where a token visits several experts: E times the sum over experts of that share times
+    the mean probability. It is 1 when both are even. (The loss of Hugging Face's Mixtral and
+    Qwen3-MoE is k times as large, and takes all layers as one.)
 
     Args:
-      x_md: [M, D], rows sorted by expert.
-      w_edf: [E, D, F].
-      rows_e: [E] int32, rows of each expert; they sum to M.
+      sums: from ``router_sums``, each with a leading axis of layers.
+
+    Returns:
+      [] float32; divide by the number of tokens.
     """
-    chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
-    return checkpoint_name(_grouped_matmul(x_md, w_edf, rows_e), PRODUCT)
+    visits, probs = sums["router_visits"], sums["router_probs"]
+    share = visits / jnp.maximum(visits.sum(-1, keepdims=True), 1)
+    return visits.shape[-1] * (jax.lax.stop_gradient(share) * probs).sum(-1).mean()
 
 
-@jax.custom_vjp
-def _grouped_matmul(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
-    w_edf = w_edf.astype(x_md.dtype)
-    y_mf = jax.lax.ragged_dot(x_md, w_edf, rows_e, preferred_element_type=jnp.float32)
-    return y_mf.astype(x_md.dtype)
+def z_loss(sums: dict[str, Array]) -> Array:
+    """The squared logarithm of the softmax's denominator, summed over tokens, mean over layers.
+
+    The router z-loss of "ST-MoE: Designing Stable and Transferable Sparse Expert Models"
+    (arXiv:2202.08906), eq. 5, which keeps the router's scores small.
+
+    Args:
+      sums: from ``router_sums``, each with a leading axis of layers.
+
+    Returns:
+      [] float32; divide by the number of tokens.
+    """
+    return sums["router_z"].mean()
 
 
-_BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())),  # rows are what is summed over
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[],
-)
+# ---------------------------------------------------------------- the experts
 
 
-def _forward(x_md: Array, w_edf: Array, rows_e: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped_matmul(x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
+class Experts(NamedTuple):
+    """The weights of a layer's experts, and how their products are made.
 
+    Attributes:
+      gate: [E, D, F].
+      up: [E, D, F].
+      down: [E, F, D].
+      act: the gate's non-linearity.
+      kernel: of ``grouped.KERNELS``.
+    """
 
-def _backward(kept: tuple[Array, Array, Array], g_mf: Array) -> tuple[Array, Array, None]:
-    # Written out because the derivative JAX makes multiplies float32 cotangents by bfloat16
-    # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
-    x_md, w_edf, rows_e = kept
-    w_efd = w_edf.astype(x_md.dtype).transpose(0, 2, 1)
-    dx_md = jax.lax.ragged_dot(g_mf, w_efd, rows_e, preferred_element_type=jnp.float32)
-    dw_edf = jax.lax.ragged_dot_general(
-        x_md, g_mf, rows_e, _BY_EXPERT, preferred_element_type=jnp.float32
-    )
-    return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
-
-
-_grouped_matmul.defvjp(_forward, _backward)
+    gate: Array
+    up: Array
+    down: Array
+    act: Callable[[Array], Array]
+    kernel: str = "auto"
 
 
 def routed(
     x_md: Array,
     weights_mk: Array,
     experts_mk: Array,
-    gate: Array,
-    up: Array,
-    down: Array,
-    act: Callable[[Array], Array],
+    live_m: Array,
+    experts: Experts,
+    *,
+    first: Array | int = 0,
+    fsdp: bool = False,
 ) -> Array:
     """The weighted sum of the visited experts' gated feed-forward outputs.
 
@@ -123,22 +178,119 @@ def routed(
       x_md: [M, D].
       weights_mk: [M, k] float32.
       experts_mk: [M, k] int32.
-      gate: [E, D, F].
-      up: [E, D, F].
-      down: [E, F, D].
-      act: the gate's non-linearity.
+      live_m: [M] bool; padding visits nobody.
+      experts: all of them, or those that this device has.
+      first: the number of the first of them; visits of others count as 0.
+      fsdp: under ``jax.shard_map``, whether D of the weights is divided over that axis.
 
     Returns:
-      [M, D] in the dtype of ``x_md``; summed over experts in float32.
+      [M, D] float32.
     """
-    chex.assert_rank([x_md, weights_mk, gate, up, down], [2, 2, 3, 3, 3])
+    chex.assert_rank([x_md, weights_mk, live_m, experts.gate], [2, 2, 1, 3])
     chex.assert_equal_shape([weights_mk, experts_mk])
-    m, k = experts_mk.shape
-    visits = experts_mk.reshape(m * k)
+    (m, k), here = experts_mk.shape, experts.gate.shape[0]
+    visits = jnp.where(live_m[:, None], experts_mk - first, here).reshape(m * k)
+    visits = jnp.where((visits >= 0) & (visits < here), visits, here)  # elsewhere: sorted last
     order = jnp.argsort(visits, stable=True)
-    rows_e = jnp.bincount(visits, length=gate.shape[0]).astype(jnp.int32)
-    sorted_x = x_md[order // k]
-    hidden = act(grouped_matmul(sorted_x, gate, rows_e)) * grouped_matmul(sorted_x, up, rows_e)
-    out = grouped_matmul(hidden, down, rows_e)
-    unsorted = out[jnp.argsort(order)].reshape(m, k, -1)
-    return jnp.einsum("mkd,mk->md", unsorted.astype(jnp.float32), weights_mk).astype(x_md.dtype)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(m * k), unique_indices=True)
+    rows_e = jnp.bincount(visits, length=here + 1)[:here].astype(jnp.int32)
+    sorted_x = _spread(x_md, order, back, k)
+
+    def times(x: Array, w: Array, dim: int) -> Array:
+        gather = Gather("fsdp", dim) if fsdp else None
+        return grouped_matmul(x, w, rows_e, kernel=experts.kernel, gather=gather)
+
+    hidden = experts.act(times(sorted_x, experts.gate, 1)) * times(sorted_x, experts.up, 1)
+    out = _reorder(times(hidden, experts.down, 2), back, order).reshape(m, k, -1)
+    return jnp.einsum("mkd,mk->md", out.astype(jnp.float32), weights_mk)
+
+
+@jax.custom_vjp
+def _reorder(x: Array, order: Array, back: Array) -> Array:
+    """``x[order]`` for a permutation; ``back`` is its inverse."""
+    return x[order]
+
+
+_reorder.defvjp(
+    lambda x, order, back: (x[order], back),
+    # A gather, where the derivative that JAX makes is a scatter.
+    lambda back, g: (g[back], None, None),
+)
+
+
+def _spread(x_md: Array, order: Array, back: Array, copies: int) -> Array:
+    """[M * k, D]: k copies of each row, in this order."""
+    m, d = x_md.shape
+    repeated = jnp.broadcast_to(x_md[:, None], (m, copies, d)).reshape(m * copies, d)
+    return _reorder(repeated, order, back)
+
+
+# ---------------------------------------------------------------- over devices
+
+
+def over_mesh(
+    x_bqd: Array,
+    weights_bqk: Array,
+    experts_bqk: Array,
+    live_bq: Array,
+    experts: Experts,
+    *,
+    fsdp: bool,
+) -> Array:
+    """``routed`` on the mesh of ``jax.set_mesh``, each device with the experts that it has.
+
+    Tokens are divided over the expert axis as they are over the data axes. The devices that share
+    out the experts exchange all their tokens (an all-gather), each works on those that visit its
+    own experts, and the sums go back to where the tokens came from (a reduce-scatter in float32).
+    With k visits a token and no more than k devices on the axis that moves hardly more than sending
+    each token to its experts alone, and there is room for every token on every device, so that none
+    is dropped. Nothing is exchanged between data-parallel devices but, with ``fsdp``, the weights.
+
+    Args:
+      x_bqd: [B, Q, D].
+      weights_bqk: [B, Q, k] float32.
+      experts_bqk: [B, Q, k] int32.
+      live_bq: [B, Q] bool.
+      experts: all of them.
+      fsdp: whether D of the weights is divided over that axis.
+
+    Returns:
+      [B, Q, D] in the dtype of ``x_bqd``.
+    """
+    b, q, d = x_bqd.shape
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes:
+        x, w, e, live = (_flat(a) for a in (x_bqd, weights_bqk, experts_bqk, live_bq))
+        return routed(x, w, e, live, experts).reshape(b, q, d).astype(x_bqd.dtype)
+    rows = RULES["batch"] if divides(mesh, "batch", b) else ()
+    columns = RULES["length"] if divides(mesh, "length", q) else ()
+    tokens, inner = PartitionSpec(rows or None, columns or None), "embed" if fsdp else None
+    wide = spec(("expert", inner, "mlp"))
+    apart = "expert" in rows
+
+    def whole(x: Array) -> Array:
+        return jax.lax.all_gather(_flat(x), "expert", axis=0, tiled=True) if apart else _flat(x)
+
+    def local(
+        x: Array, w: Array, e: Array, live: Array, gate: Array, up: Array, down: Array
+    ) -> Array:
+        mine = experts._replace(gate=gate, up=up, down=down)
+        first = jax.lax.axis_index("expert") * gate.shape[0]
+        y = routed(whole(x), whole(w), whole(e), whole(live), mine, first=first, fsdp=fsdp)
+        y = jax.lax.psum(y, "tensor" if apart else ("tensor", "expert"))
+        if apart:
+            y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
+        return y.reshape(x.shape).astype(x.dtype)
+
+    run = jax.shard_map(
+        local,
+        in_specs=(*(tokens,) * 4, wide, wide, spec(("expert", "mlp", inner))),
+        out_specs=tokens,
+        check_vma=False,
+    )
+    mats = experts.gate, experts.up, experts.down
+    return run(x_bqd, weights_bqk, experts_bqk, live_bq, *mats)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, *x.shape[2:])

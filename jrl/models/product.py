@@ -29,6 +29,10 @@ class Factored:
         """``product(spec, x, self, dtype)``."""
         raise NotImplementedError
 
+    def in_8_bits(self, inputs: int) -> Factored:
+        """The weight with its matrix in 8 bits; ``inputs`` axes are summed over."""
+        raise NotImplementedError
+
 
 def contract(spec: str, x: Array, w: Array | Factored, dtype: Any = None) -> Array:
     """``product`` of activations with a weight, named ``PRODUCT`` for rematerialisation."""

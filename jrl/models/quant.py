@@ -40,6 +40,11 @@ class Int8(struct.PyTreeNode, Factored):
         """``product(spec, x, whole, dtype)``."""
         return _times(spec, x, self.values, self.scales, dtype)
 
+    def in_8_bits(self, inputs: int) -> Int8:
+        """Itself."""
+        del inputs
+        return self
+
     def whole(self, dtype: Any = jnp.float32) -> Any:
         """The weight that the integers stand for."""
         return (self.values.astype(np.float32) * self.scales).astype(dtype)
@@ -210,7 +215,9 @@ def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
 
         def turn(path: tuple, w: Any) -> Any:
             inputs = _INPUTS.get(path[-1].key, 0)
-            return quantise(w, inputs) if inputs and not isinstance(w, Factored) else w
+            if isinstance(w, Factored):
+                return w.in_8_bits(inputs)
+            return quantise(w, inputs) if inputs else w
 
         held = lambda x: isinstance(x, Factored)  # noqa: E731
         layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)

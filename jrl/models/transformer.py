@@ -8,8 +8,9 @@ axis. ``hidden`` scans over that axis, so that a deep model compiles as fast as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -21,9 +22,7 @@ from jrl.mesh import constrain
 from jrl.models import moe
 from jrl.models.attention import (
     NO_WINDOW,
-    Past,
     attend,
-    attend_shared,
     attention_weights,
     frequencies,
     rotate,
@@ -31,12 +30,26 @@ from jrl.models.attention import (
     visible,
 )
 from jrl.models.config import ModelConfig
-from jrl.models.decode import Part, View, attend_parts, cache_views, init_cache, prepare, write
+from jrl.models.decode import Part, View, cache_views, init_cache, prepare, write
+from jrl.models.grouped import KERNELS
+from jrl.models.kernels import (
+    ATTENTION,
+    Look,
+    Owners,
+    Shape,
+    kernel_for,
+    look_at_both,
+    look_at_parts,
+    look_at_rows,
+    roomy_cache,
+    scale_of,
+)
 from jrl.models.product import PRODUCT, contract
+from jrl.models.routing import record
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init, layer_weights
 from jrl.models.weights import count_params as count_params
-from jrl.types import Array, Cache, Head, Network, Params, SharedRows
+from jrl.types import NOTHING, Array, Cache, Head, Network, Params, RoutingRecord, SharedRows
 
 REMAT = ("dots", "full", "none")
 """What the backward pass of a layer recomputes: all but products with weights, all, nothing."""
@@ -70,14 +83,43 @@ Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [B, Q, H, h], k [B, K, Q, h], v [B, K, Q, h]) -> (values seen [B, Q, H, h], anything)."""
 
 
+class Options(NamedTuple):
+    """How attention and routed experts are computed.
+
+    Attributes:
+      attention: of ``kernels.ATTENTION``.
+      grouped_matmul: of ``grouped.KERNELS``.
+      fsdp: whether the mesh's fsdp axis divides the weights, as it does unless they were gathered.
+    """
+
+    attention: str = "auto"
+    grouped_matmul: str = "auto"
+    fsdp: bool = True
+
+
+PLAIN = Options()
+
+
+class Routed(NamedTuple):
+    """Where a layer's router sent tokens; of a dense layer, nothing.
+
+    Attributes:
+      experts: [B, Q, k] int32.
+      sums: of ``moe.router_sums``.
+    """
+
+    experts: Array | None = None
+    sums: Mapping[str, Array] = NOTHING
+
+
 def _attention(
     config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array], mix: Mix
 ) -> tuple[Array, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
     if "qkv" in w:  # prepared for sampling
-        sizes = (config.heads, config.heads + config.kv_heads)
-        parts = jnp.split(contract("bqd,dhk->bqhk", x_bqd, w["qkv"]), sizes, axis=2)
-        q_bqhd, (k_bkqd, v_bkqd) = parts[0], (x.transpose(0, 2, 1, 3) for x in parts[1:])
+        out_bqkgd = contract("bqd,dkgh->bqkgh", x_bqd, w["qkv"])  # g: queries, key, value
+        q_bqhd = out_bqkgd[:, :, :, :-2].reshape(*x_bqd.shape[:2], config.heads, config.head_dim)
+        k_bkqd, v_bkqd = (out_bqkgd[:, :, :, i].transpose(0, 2, 1, 3) for i in (-2, -1))
     else:
         q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
         k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
@@ -93,8 +135,9 @@ def _attention(
     q_bqhd = rotate(q_bqhd, cos[:, :, None], sin[:, :, None])
     k_bkqd = rotate(k_bkqd, cos[:, None], sin[:, None])
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
-    k_bkqd = constrain(k_bkqd, "batch", "kv_heads", "length", None)
-    v_bkqd = constrain(v_bkqd, "batch", "kv_heads", "length", None)
+    # Where the length is divided each device keeps its queries and gets all keys and values.
+    k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
+    v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
     out = contract("bqhk,hkd->bqd", seen_bqhd, w["o"])
     if config.o_bias:
@@ -109,7 +152,8 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         return x + _row(w[f"{name}_bias"], 3).astype(x.dtype) if config.mlp_bias else x
 
     if "gate_up" in w:  # prepared for sampling
-        gate, up = jnp.split(contract("bqd,df->bqf", x_bqd, w["gate_up"]), 2, axis=2)
+        both = contract("bqd,dcf->bqcf", x_bqd, w["gate_up"])
+        gate, up = both[:, :, 0], both[:, :, 1]
     else:
         gate, up = (contract("bqd,df->bqf", x_bqd, w[name]) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
@@ -118,21 +162,28 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
 
 
 def _experts(
-    config: ModelConfig, w: Params, x_bqd: Array, live_bq: Array
-) -> tuple[Array, dict[str, Array]]:
-    """The feed-forward part of a sparse layer, with its router's statistics."""
-    x_md = x_bqd.reshape(-1, x_bqd.shape[-1])
-    logits_me = contract("md,de->me", x_md, w["router"], jnp.float32)
-    weights_mk, experts_mk, probs_me = moe.route(
+    config: ModelConfig,
+    w: Params,
+    x_bqd: Array,
+    live_bq: Array,
+    recorded_bqk: Array | None,
+    options: Options,
+) -> tuple[Array, Routed]:
+    """The feed-forward part of a sparse layer, and where its router sent the tokens."""
+    b, q, _ = x_bqd.shape
+    logits = contract("bqd,de->bqe", x_bqd, w["router"], jnp.float32)
+    logits_me = constrain(logits, "batch", "length", None).reshape(b * q, -1)
+    routing = moe.route(
         logits_me,
         experts_per_token=config.experts_per_token,
         norm_topk_prob=config.norm_topk_prob,
+        recorded=None if recorded_bqk is None else recorded_bqk.reshape(b * q, -1),
     )
+    weights_bqk, experts_bqk = (x.reshape(b, q, -1) for x in (routing.weights, routing.experts))
     act = _ACTIVATIONS[config.activation]
-    y_md = moe.routed(x_md, weights_mk, experts_mk, w["gate"], w["up"], w["down"], act)
-    return y_md.reshape(x_bqd.shape), moe.router_statistics(
-        experts_mk, probs_me, live_bq.reshape(-1)
-    )
+    mats = moe.Experts(w["gate"], w["up"], w["down"], act, options.grouped_matmul)
+    y_bqd = moe.over_mesh(x_bqd, weights_bqk, experts_bqk, live_bq, mats, fsdp=options.fsdp)
+    return y_bqd, Routed(experts_bqk, moe.router_sums(logits_me, routing, live_bq.reshape(-1)))
 
 
 def _block(
@@ -142,8 +193,10 @@ def _block(
     live_bq: Array,
     turn: tuple[Array, Array],
     mix: Mix,
-) -> tuple[Array, Any, dict[str, Array]]:
-    """One layer: x plus attention plus feed-forward; also what ``mix`` gave and router numbers."""
+    recorded_bqk: Array | None = None,
+    options: Options = PLAIN,
+) -> tuple[Array, Any, Routed]:
+    """One layer: x plus attention plus feed-forward; also what ``mix`` gave and the routing."""
     with jax.named_scope("attention"):
         normed = rms_norm(x_bqd, w["attention_norm"], config)
         out, extra = _attention(config, w["attention"], normed, turn, mix)
@@ -152,15 +205,15 @@ def _block(
         x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
     with jax.named_scope("experts" if "experts" in w else "mlp"):
         normed = rms_norm(x_bqd, w["mlp_norm"], config)
-        stats: dict[str, Array] = {}
+        routing = Routed()
         if "experts" in w:
-            out, stats = _experts(config, w["experts"], normed, live_bq)
+            out, routing = _experts(config, w["experts"], normed, live_bq, recorded_bqk, options)
         else:
             out = _mlp(config, w["mlp"], normed)
         if config.post_norms:
             out = rms_norm(out, w["mlp_post_norm"], config)
         x_bqd = constrain(x_bqd + out, "batch", "length", "act_embed")
-    return x_bqd, extra, stats
+    return x_bqd, extra, routing
 
 
 # ---------------------------------------------------------------- the network
@@ -189,31 +242,31 @@ def hidden(
     *,
     config: ModelConfig,
     remat: str = "none",
+    options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
     """The normalised output of the last layer for whole sequences; see ``types.Network.hidden``."""
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segments])
     x_bld, live = _embed(config, params, tokens), segments != 0
-    mask, distance = visible(positions, segments, positions, segments)
+    look = look_at_rows(options.attention, config, positions, segments)
     turns, turn_ids = _stacked_turns(config, positions)
-    scale, cap = _query_scale(config), config.attention_softcap
 
     def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
-        w, turn_id, window = layer
-        near = mask if config.window is None else mask & (distance < window)
+        w, turn_id, window, _ = layer
 
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend(q, k, v, near, scale=scale, softcap=cap), None
+            return look(q, k, v, window), None
 
-        x_bld, _, stats = _block(config, w, x_bld, live, _pick(turns, turn_id), mix)
-        return x_bld, stats
+        turn = _pick(turns, turn_id)
+        x_bld, _, routing = _block(config, w, x_bld, live, turn, mix, None, options)
+        return x_bld, dict(routing.sums)
 
     x_bld, stats = _through_layers(config, remat, params["layers"], turn_ids, body, x_bld)
     with jax.named_scope("final_norm"):
         return rms_norm(x_bld, params["final_norm"], config), stats
 
 
-def attention(
+def attention_of(
     params: Params, tokens: Array, positions: Array, segments: Array, *, config: ModelConfig
 ) -> Array:
     """The attention weights of the middle layer; see ``types.Network.attention``."""
@@ -221,7 +274,7 @@ def attention(
     x_bld, live = _embed(config, params, tokens), segments != 0
     mask, distance = visible(positions, segments, positions, segments)
     turns, turn_ids = _turns(config, positions)
-    scale, cap = _query_scale(config), config.attention_softcap
+    scale, cap = scale_of(config), config.attention_softcap
     weights = jnp.zeros(())
     for i in range(config.layers // 2 + 1):
         window = config.windows[i]
@@ -239,61 +292,70 @@ def attention(
 
 
 def hidden_shared(
-    params: Params, laid: SharedRows, *, config: ModelConfig, remat: str = "none"
+    params: Params,
+    laid: SharedRows,
+    *,
+    config: ModelConfig,
+    remat: str = "none",
+    options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
     """The same for rows that share prompts; see ``types.Network.hidden_shared``.
 
     Prompts and rows go through each layer one after the other, and the rows read the prompts' keys
-    and values there. Router statistics are over the tokens of both.
+    and values there. A router's sums are over the tokens of both.
     """
     chex.assert_rank([laid.prompt_tokens, laid.tokens], [3, 2])
     chex.assert_equal_shape([laid.tokens, laid.positions, laid.segments, laid.owners])
     m, b, p = laid.prompt_tokens.shape
-    members = laid.tokens.shape[0] // m
     places = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32)[None], (m * b, p))
     inside = places < laid.prompt_lengths.reshape(m * b, 1)
-    segments, live = inside.astype(jnp.int32), laid.segments != 0
-    ahead = live[:, :, None] & jnp.repeat(inside.reshape(m, b * p), members, axis=0)[:, None]
-    if b > 1:
-        slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)[None, None]
-        ahead &= laid.owners[:, :, None] == slots
-    views = (
-        visible(places, segments, places, segments),
-        visible(laid.positions, laid.segments, laid.positions, laid.segments),
-        (ahead, laid.positions[:, :, None] - jnp.tile(places[:1], (1, b))[:, None]),
+    live = laid.segments != 0
+    at_prompts = look_at_rows(
+        options.attention,
+        config,
+        places,
+        inside.astype(jnp.int32),
+        lengths=laid.prompt_lengths.reshape(m * b),
     )
+    owned = Owners(laid.positions, laid.segments, laid.owners, laid.prompt_lengths, p)
+    at_both = look_at_both(options.attention, config, owned)
     prompts = laid.prompt_tokens.reshape(m * b, p)
     xs = _embed(config, params, prompts), _embed(config, params, laid.tokens)
     prompt_turns, turn_ids = _stacked_turns(config, places[:1])
     row_turns, _ = _stacked_turns(config, laid.positions)
-    scale, cap = _query_scale(config), config.attention_softcap
+    recorded = _by_layer(laid.routing) if laid.routing is not None else None
 
     def body(xs: tuple[Array, Array], layer: tuple) -> tuple[tuple, dict[str, Array]]:
-        (x_npd, x_rcd), (w, turn_id, window) = xs, layer
-        near_pp, near_cc, near_cp = (
-            mask if config.window is None else mask & (distance < window)
-            for mask, distance in views
-        )
+        (x_npd, x_rcd), (w, turn_id, window, replay) = xs, layer
+        for_prompts, for_rows = replay or (None, None)
 
         def read(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, Array]]:
-            return attend(q, k, v, near_pp, scale=scale, softcap=cap), (k, v)
+            return at_prompts(q, k, v, window), (k, v)
 
         turn = _pick(prompt_turns, turn_id)
-        x_npd, (k_nkpd, v_nkpd), of_prompts = _block(config, w, x_npd, inside, turn, read)
-        past = Past(_side_by_side(k_nkpd, m), _side_by_side(v_nkpd, m), near_cp)
+        x_npd, (k_nkpd, v_nkpd), of_prompts = _block(
+            config, w, x_npd, inside, turn, read, for_prompts, options
+        )
+        before = _side_by_side(k_nkpd, m), _side_by_side(v_nkpd, m)
 
         def go_on(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend_shared(q, past, k, v, near_cc, scale=scale, softcap=cap), None
+            return at_both(q, *before, k, v, window), None
 
         turn = _pick(row_turns, turn_id)
-        x_rcd, _, of_rows = _block(config, w, x_rcd, live, turn, go_on)
-        share = inside.sum() / jnp.maximum(inside.sum() + live.sum(), 1).astype(jnp.float32)
-        both = jax.tree.map(lambda a, b: share * a + (1 - share) * b, of_prompts, of_rows)
-        return (x_npd, x_rcd), both
+        x_rcd, _, of_rows = _block(config, w, x_rcd, live, turn, go_on, for_rows, options)
+        return (x_npd, x_rcd), {name: x + of_rows.sums[name] for name, x in of_prompts.sums.items()}
 
-    (_, x_rcd), stats = _through_layers(config, remat, params["layers"], turn_ids, body, xs)
+    (_, x_rcd), stats = _through_layers(
+        config, remat, params["layers"], turn_ids, body, xs, recorded
+    )
     with jax.named_scope("final_norm"):
         return rms_norm(x_rcd, params["final_norm"], config), stats
+
+
+def _by_layer(routing: RoutingRecord) -> tuple[Array, Array]:
+    """Recorded experts of prompts [n, M * b, P, k] and rows [n, R, C, k], layers first."""
+    prompts = routing.prompts.reshape(-1, *routing.prompts.shape[2:])
+    return jnp.moveaxis(prompts, 2, 0), jnp.moveaxis(routing.tokens, 2, 0)
 
 
 def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
@@ -323,17 +385,26 @@ def _through_layers(
     turn_ids: np.ndarray,
     body: Callable[[Any, tuple], tuple[Any, dict[str, Array]]],
     carry: Any,
+    recorded: Any = None,
 ) -> tuple[Any, dict[str, Array]]:
-    """``body`` over (weights, rotation, window) of every layer; what it gives beside is stacked."""
+    """``body`` over (weights, rotation, window, recorded experts) of every layer.
+
+    What it gives beside is stacked. The record, if any, has a leading axis of sparse layers.
+    """
     if remat != "none":
         kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
         body = jax.checkpoint(body, policy=kept if remat == "dots" else None, prevent_cse=False)
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
-        return jax.lax.scan(body, carry, (layers, jnp.asarray(turn_ids), jnp.asarray(windows)))
-    per_layer = []  # layers of two shapes cannot be stacked
+        xs = (layers, jnp.asarray(turn_ids), jnp.asarray(windows), recorded)
+        return jax.lax.scan(body, carry, xs)
+    per_layer: list[dict[str, Array]] = []  # layers of two shapes cannot be stacked
     for i in range(config.layers):
-        carry, stats = body(carry, (layer_weights(config, layers, i), turn_ids[i], windows[i]))
+        replay = None
+        if config.sparse[i]:
+            replay = jax.tree.map(operator.itemgetter(len(per_layer)), recorded)
+        layer = layer_weights(config, layers, i), turn_ids[i], windows[i], replay
+        carry, stats = body(carry, layer)
         per_layer += [stats] if stats else []
     return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *per_layer)
 
@@ -366,19 +437,22 @@ def extend(
     live: Array,
     *,
     config: ModelConfig,
+    options: Options = PLAIN,
+    fresh: Look | None = None,
 ) -> tuple[Array, Cache]:
     """The same as ``hidden`` for the next Q tokens of each row; see ``types.Network.extend``.
 
     Own column c of a row holds the token at position c + the length of its prefix. Every row must
     have written its tokens up to p before position p is asked for; what lies beyond is not looked
-    at, and a piece of the cache that no live row has reached is not read.
+    at, and a piece of the cache that no live row has reached is not read. Where the cache was empty
+    the tokens may look at each other instead, ``fresh``.
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, live])
     x_sqd = _embed(config, weights, tokens)
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
-    scale, cap, written = _query_scale(config), config.attention_softcap, []
+    at_parts, written = look_at_parts(options.attention, config), []
 
     def bind_cache(i: int, views: list[View]) -> Mix:
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
@@ -394,53 +468,94 @@ def extend(
                     pieces.append(held)
                 scales = held.get("k_scale"), held.get("v_scale")
                 parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
-            return attend_parts(q, parts, scale=scale, softcap=cap), tuple(pieces)
+            if fresh is not None:
+                return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
+            return at_parts(q, parts), tuple(pieces)
 
         return mix
 
     for i, window in enumerate(config.windows):
-        mix = bind_cache(i, views[window])
-        x_sqd, new, _ = _block(config, weights["layers"][i], x_sqd, live, turns[turn_ids[i]], mix)
+        mix, turn = bind_cache(i, views[window]), turns[turn_ids[i]]
+        x_sqd, new, routing = _block(
+            config, weights["layers"][i], x_sqd, live, turn, mix, None, options
+        )
+        if routing.experts is not None and "experts" in cache.own[i][0]:
+            new = record(cache.own[i], new, routing.experts, views[window], live)
         written.append(new)
     with jax.named_scope("final_norm"):
         x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
     return x_sqd, cache.replace(own=tuple(written))
 
 
-def _query_scale(config: ModelConfig) -> float:
-    return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+def fill(
+    weights: Any,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: ModelConfig,
+    options: Options = PLAIN,
+) -> Cache:
+    """``extend`` of an empty cache by whole rows; see ``types.Network.fill``."""
+    n, p = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
+    live = positions < lengths[:, None]
+    kind, fresh = kernel_for(options.attention, config, Shape(n, p, p), steady=True), None
+    # What was rounded on its way into the cache is read from there.
+    if kind != "xla" and "k_scale" not in cache.own[0][0]:
+        marks = live.astype(jnp.int32)
+        fresh = look_at_rows(options.attention, config, positions, marks, lengths=lengths)
+    rest = {"config": config, "options": options, "fresh": fresh}
+    return extend(weights, cache, tokens, positions, live, **rest)[1]  # type: ignore[arg-type]
 
 
-def transformer(config: ModelConfig, *, remat: str = "none") -> Network:
+def transformer(
+    config: ModelConfig,
+    *,
+    attention: str = "auto",
+    remat: str = "none",
+    gather: bool = True,
+    grouped_matmul: str = "auto",
+) -> Network:
     """The decoder of a configuration, as functions over its parameters.
 
     Args:
       config: the model.
+      attention: which kernel it runs on, of ``kernels.ATTENTION``.
       remat: what the backward pass of ``hidden`` recomputes for each layer: "none" keeps
         everything, "dots" keeps the results of products with weights, "full" keeps the layer's
         input.
+      gather: see ``decode.prepare``.
+      grouped_matmul: how products with routed experts are made; of ``grouped.KERNELS``.
 
     Returns:
       A ``Network``; its functions are pure and not jitted.
 
     Raises:
-      UserError: an unknown ``remat``.
+      UserError: an unknown ``attention``, ``remat`` or ``grouped_matmul``.
     """
+    if attention not in ATTENTION:
+        raise choose("attention", attention, ATTENTION)
     if remat not in REMAT:
         raise choose("remat", remat, REMAT)
+    if grouped_matmul not in KERNELS:
+        raise choose("grouped_matmul", grouped_matmul, KERNELS)
     bind = functools.partial
+    options = Options(attention, grouped_matmul)
+    sampling = options._replace(fsdp=not gather)
     return Network(
         vocab_size=config.vocab_size,
         embed_dim=config.embed_dim,
         max_length=config.max_length,
         init=bind(init, config=config),
         axes=bind(axes, config),
-        hidden=bind(hidden, config=config, remat=remat),
+        hidden=bind(hidden, config=config, remat=remat, options=options),
         logits=bind(logits, config=config),
-        prepare=bind(prepare, config=config),
-        init_cache=bind(init_cache, config=config),
-        extend=bind(extend, config=config),
-        hidden_shared=bind(hidden_shared, config=config, remat=remat),
+        prepare=bind(prepare, config=config, gather=gather),
+        init_cache=bind(roomy_cache, attention, config.kv_heads, bind(init_cache, config=config)),
+        extend=bind(extend, config=config, options=sampling),
+        fill=bind(fill, config=config, options=sampling),
+        hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
         head=bind(head, config=config),
-        attention=bind(attention, config=config),
+        attention=bind(attention_of, config=config),
     )

@@ -240,6 +240,25 @@ def ratio_surrogate(loss: RatioLoss, correction: Correction | None = None) -> Su
     return Surrogate(checked(apply), frozenset({"sampler_logprobs", against}))
 
 
+def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
+    """A surrogate without ratios, its losses multiplied by a correction's weight.
+
+    For tokens that another law drew than the policy's, such as a sampler with fewer bits.
+
+    Args:
+      surrogate: of one sequence.
+      correction: from the policy at the start of the training step to the sampler.
+    """
+
+    def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        losses, metrics = surrogate.apply(stats, advantages, mask)
+        weight = correction.weight(stats, mask)
+        return losses * weight, {**metrics, "correction_weight": weight}
+
+    read = frozenset({"sampler_logprobs", "proximal_logprobs"})
+    return surrogate._replace(apply=checked(apply), needs=surrogate.needs | read)
+
+
 def bounded_exp(log_ratio: Array) -> Array:
     """Exp with its argument clamped to ``LOG_RATIO_LIMIT``; NaN stays NaN."""
     return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))

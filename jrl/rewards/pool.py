@@ -70,6 +70,7 @@ class RewardPool:
         self.workers, self.timeout_seconds, self.on_error = workers, timeout_seconds, on_error
         self._pool: Any = None
         self._closed = False
+        self._turn = threading.Lock()  # rollout and evaluation may ask from threads of their own
         if workers:
             self._pool = _start(self.functions, workers)
 
@@ -99,7 +100,7 @@ class RewardPool:
         ]
         points = np.zeros((len(samples), len(self.functions)), np.float32)
         counts = {"reward_timeouts": 0.0, "reward_errors": 0.0}
-        with contextlib.closing(self._results(calls, samples)) as results:
+        with self._turn, contextlib.closing(self._results(calls, samples)) as results:
             for (column, name, members), result in zip(calls, results, strict=True):
                 if not isinstance(result, _Failure):
                     points[members, column] = result

@@ -32,7 +32,7 @@ from jrl.sampling.engine import (
     sequence_keys,
     start,
 )
-from jrl.types import Array, Cache, Network, Params, Rollout, StopReason
+from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord, StopReason
 
 SHRINK_TOKENS = 128
 """Completions at least so long pay for the smaller states that ``shrink`` compiles."""
@@ -71,7 +71,9 @@ class Run(struct.PyTreeNode):
       slots: S rows in blocks that share a prefix.
       seats: [S] int32, the sequence in each slot.
       waiting: [] int32, the first sequence that has had no slot yet.
-      tokens, logprobs, lengths, stop: [B, ...], what came of the sequences that left their slots.
+      tokens, logprobs, lengths, stop, experts: [B, ...], what came of the sequences that left their
+        slots; ``experts`` None where the cache keeps no record of them.
+      recorded: what reads that record; static.
       steps: [] int32, slot-steps so far: one for every slot in every decode step.
     """
 
@@ -82,7 +84,9 @@ class Run(struct.PyTreeNode):
     logprobs: Array
     lengths: Array
     stop: Array
+    experts: Array | None
     steps: Array
+    recorded: Callable[[Any], Array] | None = struct.field(pytree_node=False, default=None)
 
 
 def generate(
@@ -167,7 +171,10 @@ def generate(
         weights, run.slots, version, network=network, steps=t, stop_tokens=stop_tokens
     )
     drawn = rows.tokens, rows.logprobs, rows.lengths, rows.stop
-    return _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g)
+    rollout = _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g)
+    if (recorded := network.recorded) is None:
+        return rollout
+    return _with_routing(rollout, recorded(store.own), recorded(rows.cache.own))
 
 
 def generate_counted(
@@ -209,7 +216,7 @@ def generate_counted(
         law: Law,
         version: Array,
         ids: Array,
-    ) -> tuple[Array, Array, Array, Array, Array]:
+    ) -> tuple[Array | None, ...]:
         store = prefill(weights, tokens, lengths, network=network)
         jobs = _jobs(store, key, ids, tokens, lengths, law, group, baseline_members)
 
@@ -226,12 +233,15 @@ def generate_counted(
 
         run = _seat(jobs, plan, network=network, weights=weights, width=t)
         run = _finish(run, jobs, plan, decode, chunk=chunk)
-        return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None]
+        seen = None if network.recorded is None else network.recorded(store.own)
+        return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None], seen, run.experts
 
     args = (key, weights, prompt_tokens, prompt_lengths, law, version, ids)
-    tokens, logprobs, lengths, stop, steps = _over_data(sample, parts)(*args)
-    drawn = tokens, logprobs, lengths, stop
-    return _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g), steps.sum()
+    *drawn, steps, of_prompts, experts = _over_data(sample, parts)(*args)
+    rollout = _as_rollout(tuple(drawn), prompt_tokens, prompt_lengths, version, group, g)
+    if experts is not None:
+        rollout = _with_routing(rollout, of_prompts, experts)
+    return rollout, steps.sum()
 
 
 def _jobs(
@@ -280,6 +290,16 @@ def _as_rollout(
         stop=stop,
         baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
     ).check()
+
+
+def _with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
+    """The rollout with the record of its prompts [N, P, n, k] and completions [N * G, T, n, k]."""
+    n, g, t = rollout.tokens.shape  # a cache may have more columns than were asked for
+    tokens = tokens[:, :t].reshape(n, g, t, *tokens.shape[2:])
+    prompts = prompts[:, : rollout.prompt_tokens.shape[1]]
+    # Behind a sequence's end lies what its slot held before.
+    tokens = jnp.where(rollout.mask[..., None, None], tokens, -1)
+    return rollout.replace(routing=RoutingRecord(prompts, tokens))
 
 
 def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
@@ -384,6 +404,10 @@ def _seat(jobs: Jobs, plan: _Plan, *, network: Network, weights: Any, width: int
     slots = jax.tree.map(_by_row, slots.replace(cache=None, law=None, keys=None)).replace(
         cache=cache, law=slots.law, keys=slots.keys, prompt_lengths=fresh["prompt_lengths"]
     )
+    recorded, experts = network.recorded, None
+    if recorded is not None:
+        held = jax.eval_shape(recorded, empty.own)
+        experts = _by_row(jnp.full((rows, *held.shape[1:]), -1, held.dtype))
     return Run(
         slots=slots,
         seats=seats,
@@ -392,7 +416,9 @@ def _seat(jobs: Jobs, plan: _Plan, *, network: Network, weights: Any, width: int
         logprobs=_by_row(jnp.zeros((rows, width), jnp.float32)),
         lengths=jnp.zeros(rows, jnp.int32),
         stop=jnp.zeros(rows, jnp.int32),
+        experts=experts,
         steps=jnp.int32(0),
+        recorded=recorded,
     )
 
 
@@ -444,7 +470,18 @@ def _hand_over(run: Run, rows: Array | None = None) -> Run:
         logprobs=put(run.logprobs, run.slots.logprobs),
         lengths=put(run.lengths, run.slots.lengths),
         stop=put(run.stop, run.slots.stop),
+        experts=_put_record(run, rows),
     )
+
+
+def _put_record(run: Run, rows: Array | None) -> Array | None:
+    """The record of routing with that of some slots, or all, in their sequences' rows."""
+    if run.recorded is None or run.experts is None:
+        return None
+    own, seats = run.slots.cache.own, run.seats
+    if rows is not None:
+        own, seats = jax.tree.map(lambda x: x[rows], (own, seats))
+    return run.experts.at[seats].set(run.recorded(own), mode="drop")
 
 
 def _refill(run: Run, jobs: Jobs, block: int) -> Run:

@@ -81,9 +81,11 @@ def prefill(
       The network's cache with N rows of P tokens.
     """
     n, p = prompt_tokens.shape
+    cache = network.init_cache(n, p, weights)
+    if network.fill is not None:
+        return network.fill(weights, cache, prompt_tokens, prompt_lengths - 1)
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < prompt_lengths[:, None] - 1
-    cache = network.init_cache(n, p, weights)
     _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
     return cache
 
@@ -177,7 +179,6 @@ def counted_decode(
     """``decode``, and the number of steps it took, [] int32."""
     stops = jnp.asarray(stop_tokens, jnp.int32)
     stops = stops if stops.ndim == 2 else stops[None]
-    rows = jnp.arange(slots.pending.shape[0])
     width = slots.tokens.shape[1]
 
     def running(carry: tuple[Array, Slots]) -> Array:
@@ -195,8 +196,8 @@ def counted_decode(
         with jax.named_scope("draw"):
             logits = network.logits(weights, hidden[:, 0])
             token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)
-        here = rows, jnp.where(runs, slots.lengths, width)
-        put = lambda x, new: x.at[here].set(new, mode="drop")  # noqa: E731
+        here = jnp.where(runs, slots.lengths, width)
+        put = lambda x, new: _put(x, here, new)  # noqa: E731
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
         stopped = jnp.any(token[:, None] == stops, axis=1)
@@ -214,6 +215,13 @@ def counted_decode(
 
     count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
     return slots, count
+
+
+def _put(x: Array, columns: Array, new: Array) -> Array:
+    """``x`` [S, T] with new [S] or [] in each row's column; columns beyond T write nothing."""
+    # Row by row, so that rows on other devices are seen to be untouched.
+    put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
+    return jax.vmap(put)(x, columns, jnp.broadcast_to(new, columns.shape).astype(x.dtype))
 
 
 def _uniform(keys: Array, counts: Array) -> Array:

@@ -24,7 +24,7 @@ from jrl.methods import get_method
 from jrl.methods.base import Method, Schedule
 from jrl.sampling.draw import Law, make_law
 from jrl.train.rollout import Groups, task_rollout, to_batch
-from jrl.train.state import init_state
+from jrl.train.state import init_state, policy_of
 from jrl.train.step import Metrics, Step, check_value, make_step
 from jrl.types import (
     NOTHING,
@@ -52,6 +52,7 @@ def make_iteration(
     group: int,
     slots: int = 0,
     chunk: int = 4,
+    sampler: Network | None = None,
 ) -> Iterate:
     """One iteration, prompt to gradient, as a pure function of (state, law).
 
@@ -65,6 +66,7 @@ def make_iteration(
       group: G, members drawn from the law.
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between two looks at which slots are free.
+      sampler: the policy as completions are drawn from it; None for ``network``.
 
     Returns:
       (state, law) -> (state, metrics).
@@ -82,14 +84,14 @@ def make_iteration(
     def iteration(state: TrainState, law: Law) -> tuple[TrainState, Metrics]:
         groups = task_rollout(
             state.key,
-            state.params["policy"],
+            policy_of(state, network if sampler is None else sampler),
             state.step,
             state.step * prompts + jnp.arange(prompts, dtype=jnp.int32),
             law=law,
             task=task,
             split="train",
             parts=tuple(weights),
-            network=network,
+            network=network if sampler is None else sampler,
             group=group if method.draw.own else 0,
             baseline_members=method.draw.baseline_members,
             demonstrations=method.draw.demonstrations,
@@ -143,7 +145,7 @@ def warm_start(
 
     Args:
       key: the run's root key.
-      params: the policy's.
+      params: the policy's; of those of a network with a ``split`` the base is trained.
       task: the procedural task; its training split is used.
       network: the policy.
       steps: optimiser updates.
@@ -153,6 +155,12 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
+    if network.split is not None:
+        trained, base = network.split.split(params)
+        sizes = {"steps": steps, "batch": batch, "learning_rate": learning_rate}
+        whole = network.split.thaw(base)
+        whole, losses = warm_start(key, whole, task=task, network=network.split.plain, **sizes)  # type: ignore[arg-type]
+        return network.split.join(trained, network.split.freeze(whole)), losses
     objective = get_method("sft").objective
     optimizer = optax.adam(learning_rate)
     step = make_step(network=network, objective=objective, optimizer=optimizer)
@@ -261,14 +269,13 @@ def make_run(
             frozen=frozen,
         )
         if warmup is not None:
-            policy, _ = warm_start(
-                state.key, state.params["policy"], task=task, network=network, **warmup
-            )
-            state = with_policy(state, policy, rate, keep_ref="ref" in frozen)
+            policy = policy_of(state, network)
+            policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
+            state = with_policy(state, policy, rate, network=network, keep_ref="ref" in frozen)
         accuracy = partial(
             held_out, law=make_law(0.0), task=task, network=network, problems=eval_problems
         )
-        before = accuracy(state.key, state.params["policy"]).rewards.mean()
+        before = accuracy(state.key, policy_of(state, network)).rewards.mean()
         iteration = make_iteration(
             make_step(
                 network=network,
@@ -286,7 +293,7 @@ def make_run(
             group=group,
         )
         state, curves = iterate(iteration, state, law, steps)
-        after = accuracy(state.key, state.params["policy"]).rewards.mean()
+        after = accuracy(state.key, policy_of(state, network)).rewards.mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
@@ -302,6 +309,7 @@ def with_policy(
     policy: Params,
     optimizer: optax.GradientTransformation,
     *,
+    network: Network,
     keep_ref: bool = False,
 ) -> TrainState:
     """The state with another policy from step 0: fresh moments, the reference refreshed too.
@@ -310,10 +318,14 @@ def with_policy(
       state: at step 0.
       policy: its new tree.
       optimizer: that of the state.
+      network: the policy.
       keep_ref: the reference was given, so it stays as it is.
     """
-    params = state.params | {"policy": policy}
     frozen = state.frozen
+    if network.split is not None:
+        policy, base = network.split.split(policy)
+        frozen = frozen | {"base": base}
+    params = state.params | {"policy": policy}
     if "ref" in frozen and not keep_ref:
         frozen = frozen | {"ref": jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=optimizer.init(params), frozen=frozen)

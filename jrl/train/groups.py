@@ -8,7 +8,7 @@ batch is full, so that every step trains on as many informative groups as asked 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,6 +18,21 @@ from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.train.rollout import Draw, Groups, to_batch
 from jrl.train.step import place_batch
 from jrl.types import Array, Batch, Params
+
+
+class Drawn(NamedTuple):
+    """The groups of one training step.
+
+    Attributes:
+      groups: N of them.
+      live: [N] bool, False where a group that the method's editor dropped fills a place; None when
+        all are live.
+      cursor: prompts used so far, these included.
+    """
+
+    groups: Groups
+    live: Any
+    cursor: int
 
 
 def collect(
@@ -48,10 +63,32 @@ def collect(
       pack: lays completions out in rows, such as a ``packing.Packer``.
 
     Returns:
-      (batch on the mesh, the groups in it, the new cursor). With an editor, ``counts`` of the
-      groups gains reward (points, over all groups drawn, kept or not), rounds, groups_kept
-      (fraction of those drawn) and groups_missing (places left without a kept group when the rounds
-      ran out; a dropped one stands there, masked out).
+      (batch on the mesh, the groups in it, the new cursor); see ``draw_groups`` for the counts.
+    """
+    drawn = draw_groups(
+        key, params, draw, step, cursor, prompts=prompts, weights=weights, method=method
+    )
+    batch = assemble(drawn, weights=weights, method=method, mesh=mesh, pack=pack)
+    return batch, drawn.groups, drawn.cursor
+
+
+def draw_groups(
+    key: Array,
+    params: Params,
+    draw: Draw,
+    step: int,
+    cursor: int,
+    *,
+    prompts: int,
+    weights: Any,
+    method: Method,
+) -> Drawn:
+    """The groups of a training step; the arguments are those of ``collect``.
+
+    Returns:
+      N groups. With an editor, ``counts`` of the groups gains reward (points, over all groups
+      drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing (places
+      left without a kept group when the rounds ran out; a dropped one stands there).
     """
     editor = method.groups
     version = np.int32(step)
@@ -59,13 +96,13 @@ def collect(
     groups = _edit(method, draw(key, params, version, places))
     cursor += prompts
     if editor.keep is keep_all:
-        return place_batch(pack(_batch(method, groups, weights)), mesh), groups, cursor
-    groups = _to_host(groups)
+        return Drawn(groups, None, cursor)
+    groups = to_host(groups)
     kept = _keep(editor, groups, weights)
     rounds = 1
     while editor.refill and kept.sum() < prompts and rounds < editor.max_rounds:
         places = method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
-        more = _to_host(_edit(method, draw(key, params, version, places)))
+        more = to_host(_edit(method, draw(key, params, version, places)))
         cursor, rounds = cursor + prompts, rounds + 1
         groups = _join(groups, more)
         kept = np.concatenate([kept, _keep(editor, more, weights)])
@@ -80,12 +117,19 @@ def collect(
         "groups_kept": float(kept.mean()),
         "groups_missing": float(prompts - live.sum()),
     }
-    groups = _take(groups, order)._replace(counts=counts)
-    batch = _batch(method, groups, weights)
-    mask = np.asarray(batch.mask) & live[:, None, None]
-    members = np.asarray(batch.members) & live[:, None]
-    batch = pack(batch.replace(mask=mask, members=members))
-    return place_batch(batch, mesh), groups, cursor
+    return Drawn(_take(groups, order)._replace(counts=counts), live, cursor)
+
+
+def assemble(
+    drawn: Drawn, *, weights: Any, method: Method, mesh: Mesh, pack: Callable[[Batch], Batch]
+) -> Batch:
+    """The batch of a training step, on its mesh; dropped groups are masked out."""
+    batch, live = _batch(method, drawn.groups, weights), drawn.live
+    if live is not None:
+        mask = np.asarray(batch.mask) & live[:, None, None]
+        members = np.asarray(batch.members) & live[:, None]
+        batch = batch.replace(mask=mask, members=members)
+    return place_batch(pack(batch), mesh)
 
 
 _batch_on_device = jax.jit(to_batch, static_argnames="own")
@@ -101,7 +145,7 @@ def _edit(method: Method, groups: Groups) -> Groups:
     """The method's own edit of the reward parts."""
     if method.rewards is same_rewards:
         return groups
-    groups = _to_host(groups)
+    groups = to_host(groups)
     return groups._replace(rewards=method.rewards(groups.rewards, groups.rollout))
 
 
@@ -111,7 +155,8 @@ def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
     return np.asarray(editor.keep(scores, ~np.asarray(groups.rollout.baseline)), bool)
 
 
-def _to_host(groups: Groups) -> Groups:
+def to_host(groups: Groups) -> Groups:
+    """The groups with every array on the host."""
     rollout, rewards, ids = jax.device_get((groups.rollout, groups.rewards, groups.ids))
     subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
     return groups._replace(rollout=rollout, rewards=rewards, subject=subject, ids=ids)

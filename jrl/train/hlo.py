@@ -248,7 +248,7 @@ def _with_fused(
 def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
     if operation.kind == "custom-call":
         found = re.search(r'"flops":"?(\d+)', operation.text)
-        return float(found[1]) if found else 0.0
+        return float(found[1]) if found else _splash_flops(operation, operations)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
     if operation.kind != "convolution":
@@ -265,6 +265,22 @@ def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
         size = left[labels[1].index(digit)]
         count *= _valid(size, out[labels[3].index(digit)], *window[i])
     return count
+
+
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)_")
+_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Matrix products of queries by keys, or as large, that a pass of the attention kernel makes."""
+
+
+def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> float:
+    """Of JAX's attention kernel, which does not say: all blocks, those above a diagonal too."""
+    found = _SPLASH.match(operation.name)
+    if found is None:
+        return 0.0
+    sources = [operations[name].outputs[0] for name in operation.operands if name in operations]
+    q, k = [x.sizes for x in sources if x.dtype in ("bf16", "f16", "f32")][:2]
+    keys = k[-1] * k[-2] / q[-1]  # keys may be turned
+    return 2.0 * _PRODUCTS[found[1]] * float(np.prod(q, dtype=np.float64)) * keys
 
 
 def _dot_flops(operation: Operation, operations: dict[str, Operation]) -> float:

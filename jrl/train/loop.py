@@ -32,15 +32,18 @@ from jrl.processes import any_says, check_same
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
+from jrl.train import adapters
 from jrl.train import setup as build
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.groups import collect
+from jrl.train.law import measure_run
 from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
 from jrl.train.reward_model import trains_reward
 from jrl.train.rollout import Draw, Groups, TextSource, samples_of
 from jrl.train.setup import Run
+from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
-from jrl.types import Batch, TrainState
+from jrl.types import Batch, Params, TrainState
 
 Collect = Callable[..., tuple[Batch, Groups, int]]
 """(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""
@@ -58,12 +61,14 @@ class Position(NamedTuple):
       seconds: time spent in training steps.
       tokens: completion tokens trained on.
       before: the evaluation before the first step.
+      base: the checksum of the frozen base, where adapters are trained.
     """
 
     cursor: int = 0
     seconds: float = 0.0
     tokens: float = 0.0
     before: dict[str, float] | None = None
+    base: int | None = None
 
 
 class NonFinite(UserError):
@@ -78,6 +83,7 @@ def fit(
     steps: int,
     *,
     cursor: int = 0,
+    policy: Callable[[TrainState], Params] = lambda state: state.params["policy"],
     on_step: Callable[[int, TrainState, Metrics, Groups, int], bool],
 ) -> TrainState:
     """Trains until ``steps`` steps are done in all, or ``on_step`` returns True.
@@ -89,14 +95,14 @@ def fit(
       law: the law drawn from.
       steps: training steps at the end, those before this call included.
       cursor: prompts used before this call.
+      policy: the tree that is sampled from.
       on_step: called after each step with (steps done, state, metrics, groups, cursor).
 
     Returns:
       The state after the last step.
     """
     for i in range(int(state.step), steps):
-        key, policy = state.key, state.params["policy"]
-        batch, groups, cursor = collect(key, policy, step=i, cursor=cursor)
+        batch, groups, cursor = collect(state.key, policy(state), step=i, cursor=cursor)
         state, metrics = step(state, batch, law)
         if on_step(i + 1, state, metrics, groups, cursor):
             break
@@ -176,6 +182,7 @@ class _Training:
         """From the state to the summary."""
         with _stop_on_signal() as stopping:
             state = self._begin(state)
+            self._tell_law(state)
             steps, start = self.config.train.steps, int(state.step)
             with Progress("train", total=steps, start=start) as self.progress:
                 self.clock = time.perf_counter()
@@ -194,7 +201,12 @@ class _Training:
     def _begin(self, state: TrainState) -> TrainState:
         """The newest checkpoint, or the warm start and the first evaluation."""
         if self.writer.resuming and self.checkpoints.latest_step() is not None:
-            state, extra = self.checkpoints.restore(state)
+            if self.run_.network.split is None:
+                state, extra = self.checkpoints.restore(state)
+            else:
+                kept, extra = self.checkpoints.restore(adapters.without_base(state))
+                state = self._with_base(adapters.with_base(kept, state.frozen["base"]))
+                adapters.check_base(self.config, state.frozen["base"], extra["base"])
             self.position = Position(**extra)
             self.writer.truncate_after(int(state.step))
             self.echo(f"going on from step {int(state.step)} of {self.writer.dir}")
@@ -202,7 +214,10 @@ class _Training:
         if self.writer.resuming:  # stopped before its first checkpoint
             self.writer.truncate_after(-1)
         warmup, run = self.config.warmup, self.run_
-        if warmup.steps:
+        policy = self._policy(state)
+        if run.network.split is not None and adapters.has_base(self.config):
+            state = self._with_base(state)  # stopped before its first checkpoint
+        elif warmup.steps:
             warm = jax.jit(
                 partial(
                     warm_start,
@@ -212,14 +227,57 @@ class _Training:
                     batch=warmup.batch,
                     learning_rate=warmup.learning_rate,
                 ),
-                out_shardings=(jax.tree.map(lambda x: x.sharding, state.params["policy"]), None),
+                out_shardings=(jax.tree.map(lambda x: x.sharding, policy), None),
             )
-            policy, losses = warm(state.key, state.params["policy"])
-            state = with_policy(state, policy, run.optimizer, keep_ref="ref" in run.networks)
+            policy, losses = warm(state.key, policy)
+            keep: dict[str, Any] = {"network": run.network, "keep_ref": "ref" in run.networks}
+            state = with_policy(state, policy, run.optimizer, **keep)
             self.echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
+        self._note_base(state)
         before = self._evaluate(state)
         self.position = self.position._replace(before=before)
         return state
+
+    def _policy(self, state: TrainState) -> Params:
+        return policy_of(state, self.run_.network)
+
+    def _kept(self, state: TrainState) -> TrainState:
+        """What a checkpoint holds of a state."""
+        whole = self.run_.network.split is None
+        return state if whole else adapters.without_base(state)
+
+    def _with_base(self, state: TrainState) -> TrainState:
+        """The state with the base that the run directory holds, where it does."""
+        if self.config.model.path is not None:
+            return state
+        layout = state.frozen["base"]
+        base = adapters.load_base(self.config, self.run_.network, layout)
+        return adapters.with_base(state, base)
+
+    def _note_base(self, state: TrainState) -> None:
+        """Keeps what later calls need to know of a frozen base."""
+        if self.run_.network.split is None:
+            return
+        base = state.frozen["base"]
+        if self.config.model.path is None and not adapters.has_base(self.config):
+            adapters.save_base(self.config, base)
+        self.position = self.position._replace(base=adapters.checksum(base))
+
+    def _tell_law(self, state: TrainState) -> None:
+        """Says how far the sampler's law is from the policy's, where it is another one."""
+        run, sampling = self.run_, self.config.sampling
+        if not build.draws_another_law(self.config) or not run.method.draw.own:
+            return
+        found = measure_run(run, state)
+        kept = {"weights": sampling.weights, "cache": sampling.cache}
+        what = " and ".join(name for name, kind in kept.items() if kind == "int8")
+        self.echo(
+            f"sampling with {what} in 8 bits draws from another law than the policy's: over "
+            f"{found['tokens']:.0f} tokens log-probabilities differ by "
+            f"{found['mean_difference']:.2g} nats on average and {found['max_difference']:.2g} at "
+            f"most, and KL(sampler, policy) is {found['kl']:.2g} nats a token; "
+            + build.correction_text(run)
+        )
 
     # ------------------------------------------------------------ the two modes
 
@@ -261,6 +319,7 @@ class _Training:
             self.law,
             config.train.steps,
             cursor=self.position.cursor,
+            policy=self._policy,
             on_step=on_step,
         )
 
@@ -376,12 +435,12 @@ class _Training:
         self.clock = time.perf_counter()  # evaluating and saving is not training time
 
     def _save(self, state: TrainState) -> None:
-        self.checkpoints.save(int(state.step), state, extra=self.position._asdict())
+        self.checkpoints.save(int(state.step), self._kept(state), extra=self.position._asdict())
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self.evaluator.available and not trains_reward(self.config):
-            found = self.evaluator(state.key, state.params["policy"])
+            found = self.evaluator(state.key, self._policy(state))
             self.writer.write_samples(int(state.step), found.samples[: self.config.log.samples])
             metrics |= found.metrics
         return metrics if self.measure is None else metrics | self.measure(state)

@@ -20,6 +20,7 @@ from jrl.sampling.draw import Law
 from jrl.train.rollout import Groups, place
 from jrl.train.score import in_parts
 from jrl.train.setup import Run
+from jrl.train.state import policies_of
 from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
 from jrl.types import Array, Batch, Prompt, Rollout, StopReason, TrainState
 
@@ -117,7 +118,8 @@ def make_measure(parts: Parts) -> Measure:
     def measure(state: TrainState, batch: Batch, law: Law) -> Pairs:
         batch = complete(parts, state, batch.check(), law)
         advantages, batch, _, _ = compute_advantages(objective, batch, state.method)
-        scoring = partial(_score, parts, state.params | state.frozen, law)
+        policies = policies_of(state.params, state.frozen, parts.network)
+        scoring = partial(_score, parts, policies, law)
         stats = batch.stats | in_parts(scoring, batch, at_once)
         terms, sums = policy_loss(objective, stats, batch, advantages, state.method)
         loss = combine_terms(objective, terms, state.method)

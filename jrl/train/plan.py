@@ -7,9 +7,10 @@ kind and mesh axis, and the time that the chip's figures allow.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +20,15 @@ import numpy as np
 
 from jrl.config import Config, check_batch, from_table
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, batch_shards, make_mesh, replicated
+from jrl.mesh import RULES, batch_sharding, batch_shards, make_mesh, replicated
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params, transformer
+from jrl.models.weights import WeightSpec
+from jrl.models.weights import weights as weight_table
 from jrl.sampling.engine import check_fits
 from jrl.train import setup as build
+from jrl.train.adapters import trained_network
 from jrl.train.chips import HOP_SECONDS, Topology, axis_bandwidth, compile_devices, larger
 from jrl.train.hlo import Cost, program_costs
 from jrl.train.optimizer import make_optimizer
@@ -46,7 +50,8 @@ class Program(NamedTuple):
 
     Attributes:
       bytes_per_chip: what lies in the chip's memory while it runs, by what it is; "total" is the
-        sum. Parts that could not be told apart are absent.
+        sum. "prepared" are the weights as the sampler reads them, "resident" parts of a state that
+        the program does not touch among the others. Parts that could not be told apart are absent.
       fits: whether the total is within the chip's memory.
       flops: operations of a chip; None where XLA gave up for want of memory, as below.
       hbm_bytes: moved between memory and the chip's units.
@@ -109,7 +114,8 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
     task = run_task(config)
     check_batch(config, batch_shards(mesh))
     model = _shape(config, task)
-    network = transformer(model, remat=config.model.remat)
+    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
+    network = trained_network(config, model, network)
     method = build._method(config, task)
     if extra := frozen_directories(config):
         raise UserError(
@@ -367,16 +373,14 @@ def _compile(
     limit, extra = topology.chip.hbm_bytes, sum(resident.values())
     weights = {"weights": kept["weights"]} if name == "sampler" else dict(kept)
     try:
-        compiled = lowered.compile(compiler_options=options)
+        with _no_compile_cache():
+            compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMG]) of ([\d.]+)([KMG]) hbm", str(error))
-        if used is None:
+        temporaries = _wanted_temporaries(str(error), sum(weights.values()))
+        if temporaries is None:
             raise
-        units = {"K": 2**10, "M": 2**20, "G": 2**30}
-        total = float(used[1]) * units[used[2]]
-        sizes = {**resident, **weights}
-        sizes["temporaries"] = max(total - sum(weights.values()), 0.0)
-        sizes["total"] = total + extra
+        sizes = {**resident, **weights, "temporaries": temporaries}
+        sizes["total"] = sum(sizes.values())
         seconds = time.perf_counter() - start
         return Program(sizes, False, None, None, None, None, None, seconds)
     stats = compiled.memory_analysis()
@@ -385,7 +389,9 @@ def _compile(
     total += stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
     sizes = {**resident, **weights}
     if name == "sampler":
-        sizes["cache"] = min(_cache_bytes(run), float(stats.temp_size_in_bytes))
+        room = float(stats.temp_size_in_bytes)
+        sizes["cache"] = min(_cache_bytes(run), room)
+        sizes["prepared"] = min(_prepared_bytes(run), room - sizes["cache"])
     sizes["program"] = float(stats.generated_code_size_in_bytes)
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)
@@ -402,6 +408,29 @@ def _compile(
         bound=bound,
         compile_seconds=time.perf_counter() - start,
     )
+
+
+@contextlib.contextmanager
+def _no_compile_cache() -> Iterator[None]:
+    """What is compiled for chips that are not there cannot be read back from JAX's cache."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _wanted_temporaries(error: str, arguments: float) -> float | None:
+    """Bytes of temporaries that a program wanted in vain; None where the error is another one."""
+    if found := re.search(r"HLO temporaries \(([\d.]+)([KMGT])\)", error):
+        return float(found[1]) * _UNITS[found[2]]
+    if found := re.search(r"Used ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm", error):
+        return max(float(found[1]) * _UNITS[found[2]] - arguments, 0.0)
+    return None
 
 
 def roofline(
@@ -474,6 +503,20 @@ def _cache_bytes(run: build.Run) -> float:
     return float(tokens * each)
 
 
+def _prepared_bytes(run: build.Run) -> float:
+    """Bytes of the weights as the sampler reads them on one chip, beside those it is given."""
+    model, whole = run.model, run.config.sampling.gather_weights
+    itemsize, total = jnp.dtype(model.dtype).itemsize, 0.0
+    table = weight_table(model)
+    if model.tied_embeddings:
+        table["head"] = table["embed"]
+    for spec in jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, WeightSpec)):
+        over = {a for name in spec.axes if name is not None for a in RULES[name]}
+        over -= {"fsdp"} if whole else set()
+        total += np.prod(spec.shape) * itemsize / np.prod([run.mesh.shape[a] for a in over])
+    return float(total)
+
+
 # ---------------------------------------------------------------- what would make it fit
 
 
@@ -513,6 +556,12 @@ def _remedies(run: build.Run, topology: Topology, name: str, program: Program) -
                 "sampling.group, or raise mesh.tensor"
             )
         return lines
+    prepared = _prepared_bytes(run)
+    if config.sampling.gather_weights and run.mesh.shape["fsdp"] > 1 and 2 * prepared > over:
+        lines.append(
+            f"sampling.gather_weights = false keeps divided the {prepared / GIB:.1f} GiB of weights"
+            " that are gathered to sample, and sends them for every token"
+        )
     batch = config.train.prompts // batch_shards(run.mesh) * config.sampling.group
     if batch >= 2 * factor:
         lines.append(f"sampling.slots = {max(batch // factor, 1)} completions at a time on a chip")

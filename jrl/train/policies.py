@@ -7,13 +7,13 @@ it holds config.toml.
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import Config, from_table, load_config
 from jrl.data.tasks import Task, get_task
 from jrl.errors import UserError
@@ -21,6 +21,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
+from jrl.train.adapters import restore_policy, trained_network
 from jrl.types import Params
 
 
@@ -110,13 +111,15 @@ def frozen_params(config: Config, name: str) -> Params:
     dtype = config.model.param_dtype
     if not _is_run(path, frozen_key(name)):
         return hf.load(path, dtype=dtype)[1]
-    theirs = load_config(path / "config.toml")
-    network = transformer(run_shape(theirs, run_task(theirs)))
+    theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
+    shape = run_shape(theirs, run_task(theirs))
+    network = trained_network(theirs, shape, transformer(shape))
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    wanted = {"params": {"policy": host}}
-    found, _ = Checkpoints(path / "checkpoints", 1).restore(wanted, subset=True)
-    return jax.tree.map(lambda x: x.astype(dtype), found["params"]["policy"])
+    policy, _ = restore_policy(theirs, network, host)
+    if network.split is not None:
+        policy = jax.device_get(network.split.merge(policy))
+    return jax.tree.map(lambda x: x.astype(dtype), policy)
 
 
 def _is_run(path: Path, key: str) -> bool:

@@ -42,6 +42,16 @@ def renew_reference(
     return state.replace(frozen=state.frozen | {"ref": ref})
 
 
+def check_renewable(refresh_ref: int, ref_decay: float) -> None:
+    """Raises UserError for a method that renews a reference that is the base of adapters."""
+    if refresh_ref or ref_decay != 1:
+        raise UserError(
+            "the method renews the reference from the policy, and with lora the reference is the "
+            "policy with its adapters off, which never changes; leave lora.rank out, or choose a "
+            "method whose reference stays"
+        )
+
+
 def _reset(optimizer: optax.GradientTransformation, state: TrainState, due: Array) -> Any:
     """The optimiser's state, fresh where ``due``; where its schedule stands is not forgotten."""
 

@@ -117,8 +117,8 @@ def values(
 def with_model_points(draw: Draw, model: ModelReward, place: int) -> Draw:
     """A draw whose groups are scored by a reward model too, as reward part number ``place``."""
 
-    def scored(key: Array, params: Params, step: Any, positions: Any) -> Groups:
-        groups = draw(key, params, step, positions)
+    def scored(key: Array, params: Params, step: Any, positions: Any, **version: Any) -> Groups:
+        groups = draw(key, params, step, positions, **version)
         points = model(groups.rollout)
         return groups._replace(rewards=insert_part(groups.rewards, points, place))
 

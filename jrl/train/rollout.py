@@ -25,7 +25,18 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import Law
-from jrl.types import NOTHING, Array, Batch, Network, Params, Prompt, Rollout, StopReason, stream
+from jrl.types import (
+    NOTHING,
+    Array,
+    Batch,
+    Network,
+    Params,
+    Prompt,
+    Rollout,
+    RoutingRecord,
+    StopReason,
+    stream,
+)
 
 
 class Groups(NamedTuple):
@@ -47,8 +58,11 @@ class Groups(NamedTuple):
     ids: dict[str, Any]
 
 
-Draw = Callable[[Array, Params, Any, Any], Groups]
-"""(root key, policy params, step, positions [N] int32 in the run's order) -> N groups."""
+Draw = Callable[..., Groups]
+"""(root key, policy params, step, positions [N] int32 in the run's order) -> N groups.
+
+The step chooses what is drawn; ``version``, by keyword, is the policy's where it is an older one.
+"""
 
 
 # ---------------------------------------------------------------- procedural tasks
@@ -60,6 +74,7 @@ def task_rollout(
     step: Array,
     ids: Array,
     *,
+    version: Array | None = None,
     law: Law,
     task: Task,
     split: str,
@@ -78,8 +93,9 @@ def task_rollout(
     Args:
       key: the run's root key.
       params: the policy's.
-      step: [] int32, the policy's version.
+      step: [] int32, the training step that the completions are for.
       ids: [N] int32, which of the run's problems.
+      version: [] int32, the policy's; None for ``step``.
       law: scalars.
       task: the procedural task.
       split: "train" or "eval".
@@ -105,7 +121,7 @@ def task_rollout(
             problems.tokens,
             problems.length,
             law,
-            step,
+            step if version is None else version,
             ids,
             network=network,
             group=group,
@@ -185,11 +201,26 @@ def join_members(rollouts: Sequence[Rollout]) -> Rollout:
     if len(rollouts) == 1:
         return rollouts[0]
     xp: Any = np if isinstance(rollouts[0].tokens, np.ndarray) else jnp
-    bare = [r.replace(prompt_tokens=None, prompt_lengths=None) for r in rollouts]
+    bare = [r.replace(prompt_tokens=None, prompt_lengths=None, routing=None) for r in rollouts]
     joined = jax.tree.map(lambda *parts: xp.concatenate(parts, axis=1), *bare)
     return joined.replace(
-        prompt_tokens=rollouts[0].prompt_tokens, prompt_lengths=rollouts[0].prompt_lengths
+        prompt_tokens=rollouts[0].prompt_tokens,
+        prompt_lengths=rollouts[0].prompt_lengths,
+        routing=_joined_routing(rollouts, xp),
     )
+
+
+def _joined_routing(rollouts: Sequence[Rollout], xp: Any) -> RoutingRecord | None:
+    """The record of all members; those that nobody sampled have none."""
+    found = next((r.routing for r in rollouts if r.routing is not None), None)
+    if found is None:
+        return None
+    tail, dtype = found.tokens.shape[3:], found.tokens.dtype
+    parts = [
+        xp.full((*r.tokens.shape, *tail), -1, dtype) if r.routing is None else r.routing.tokens
+        for r in rollouts
+    ]
+    return found.replace(tokens=xp.concatenate(parts, axis=1))
 
 
 # ---------------------------------------------------------------- prompts in text
@@ -224,14 +255,17 @@ class TextSource(NamedTuple):
     demonstrations: int = 0
     max_new_tokens: int = 0
 
-    def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
+    def draw(
+        self, key: Array, params: Params, step: Any, positions: Any, version: Any = None
+    ) -> Groups:
         """See ``Draw``."""
+        version = step if version is None else version
         chosen = [self.prompts[i] for i in place(self.seed, positions, len(self.prompts))]
         tokens, lengths = pad_prompts(chosen, self.width)
         members = []
         if self.program is not None:
             sample_key = compiled_stream(key, "sample", step)
-            drawn = self.program(sample_key, params, tokens, lengths, self.law, step, positions)
+            drawn = self.program(sample_key, params, tokens, lengths, self.law, version, positions)
             members.append(jax.device_get(drawn))
         if self.demonstrations:
             solutions = pad_solutions(chosen, self.max_new_tokens)
@@ -389,6 +423,7 @@ def to_batch(
         truncated=rollout.stop == StopReason.LENGTH,
         stats=stats,
         ids=dict(ids),
+        routing=rollout.routing,
     )
 
 

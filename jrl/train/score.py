@@ -25,6 +25,7 @@ from jrl.types import (
     Network,
     Packing,
     Params,
+    RoutingRecord,
     SharedRows,
     Statistic,
     Stats,
@@ -91,18 +92,26 @@ def shared_rows(batch: Batch) -> SharedRows:
         positions=start + step,
         segments=(step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32),
         owners=jnp.zeros((n * g, t), jnp.int32),
+        routing=batch.routing,
     )
+    if (experts := batch.routing) is not None:
+        rows = experts.tokens.reshape(n * g, t, *experts.tokens.shape[3:])
+        laid = laid._replace(routing=RoutingRecord(experts.prompts[:, None], rows))
     if (packing := batch.packing) is None:
         return laid
     m, b = packing.order.shape
-    at = jnp.maximum(packing.members, 0), packing.steps
+    at, order = (jnp.maximum(packing.members, 0), packing.steps), packing.order.reshape(-1)
+    if (experts := laid.routing) is not None:
+        prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
+        experts = RoutingRecord(prompts, experts.tokens[at])
     return SharedRows(
-        prompt_tokens=batch.prompt_tokens[packing.order.reshape(-1)].reshape(m, b, -1),
-        prompt_lengths=laid.prompt_lengths[packing.order.reshape(-1)].reshape(m, b),
+        prompt_tokens=batch.prompt_tokens[order].reshape(m, b, -1),
+        prompt_lengths=laid.prompt_lengths[order].reshape(m, b),
         tokens=laid.tokens[at],
         positions=laid.positions[at],
         segments=packing.members + 1,
         owners=packing.owners,
+        routing=experts,
     )
 
 
@@ -255,13 +264,17 @@ def score(
       law: scalars; the law that the tokens were drawn from.
       network: the policy.
       value: the value network, when "values" is wanted.
-      want: of "logprobs", "entropy", "values", and "NAME_logprobs" of frozen policies.
+      want: of "logprobs", "entropy", "values", "router", and "NAME_logprobs" of frozen policies.
       statistics: further ones.
       networks: those of frozen policies that are not like the policy, by name.
 
     Returns:
       The wanted statistics and the further ones, [N, G, T] float32; what lies outside
-      ``batch.mask`` is meaningless. Only the policies that are read go through their networks.
+      ``batch.mask`` is meaningless. Only the policies that are read go through their networks. For
+      "router" the sums of ``models.moe.router_sums`` of the policy, [n] or [n, E], by name.
+
+    Raises:
+      UserError: a batch whose routing is to be replayed, and a network that cannot.
     """
     n, g, t = batch.tokens.shape
     laws = tuple(s for s in statistics if s.over == "vocabulary")
@@ -271,22 +284,32 @@ def score(
     if "values" in want:
         assert value is not None, "an objective that needs values is built with a value network"
         shared = shared and value.apply_shared is not None
+    if batch.routing is not None and not shared:
+        raise UserError(
+            "train.replay_routing = true: a network of this run does not take rows that share "
+            "prompts, which is how routing is replayed; use those of jrl.models.transformer"
+        )
     targets, before = batch.tokens.reshape(n * g, t), {}
+    router: Stats = {}
     unpack = _unpacked(batch.packing if shared else None, n * g, t)
     stats: Stats = {}
     if shared:
         once = shared_rows(batch)
+        bare = once._replace(routing=None)
         if (packing := batch.packing) is not None:
             targets = targets[jnp.maximum(packing.members, 0), packing.steps]
         for name, net in nets.items():
-            before[name], _ = net.hidden_shared(params[name], once)  # type: ignore[misc]
+            seen = once if name == "policy" else bare  # other policies have routers of their own
+            before[name], sums = net.hidden_shared(params[name], seen)  # type: ignore[misc]
+            router = sums if name == "policy" else router
         if "values" in want:
-            stats["values"] = value.apply_shared(params["value"], before["policy"], once)  # type: ignore
+            stats["values"] = value.apply_shared(params["value"], before["policy"], bare)  # type: ignore
     else:
         laid = rows(batch)
         place, tokens = laid.before[:, :, None], constrain(laid.tokens, "batch", None)
         for name, net in nets.items():
-            hidden, _ = net.hidden(params[name], tokens, laid.positions, laid.segments)
+            hidden, sums = net.hidden(params[name], tokens, laid.positions, laid.segments)
+            router = sums if name == "policy" else router
             before[name] = jnp.take_along_axis(hidden, place, axis=1)
             if name == "policy" and "values" in want:
                 along = (tokens, laid.positions, laid.segments)
@@ -312,7 +335,8 @@ def score(
             name = statistic.policies[0]
             stats[statistic.name] = _of_attention(statistic, params[name], batch, nets[name])
     wanted = want | {statistic.name for statistic in statistics}
-    return {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
+    found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
+    return found | router if "router" in want else found
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
@@ -339,7 +363,7 @@ def _readers(
     want: frozenset[str], statistics: tuple[Statistic, ...]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The policies whose laws are read, and those whose hidden states are."""
-    names = want - {"values"}
+    names = want - {"values", "router"}
     own = {"policy"} if names & {"logprobs", "entropy"} else set()
     heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:

@@ -25,14 +25,17 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token
+from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
+from jrl.objectives.surrogates import Correction, weighted
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import Law, make_law
 from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
+from jrl.train.adapters import lora_of, place, start_params, trained_network
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
 from jrl.train.packing import Packer
@@ -53,7 +56,7 @@ from jrl.train.reward_model import (
     with_model_points,
 )
 from jrl.train.rollout import Draw, check_group, task_rollout
-from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
+from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
 from jrl.types import Batch, Network, Params, Prompt, TrainState, ValueNetwork
 
@@ -119,7 +122,9 @@ def setup(config: Config) -> Run:
     mesh = make_mesh(config.mesh.model_dump())
     check_batch(config, batch_shards(mesh))
     tokenizer, model, params = _model(config, task)
-    network = transformer(model, remat=config.model.remat)
+    network = transformer(model, remat=config.model.remat, gather=config.sampling.gather_weights)
+    network = trained_network(config, model, network)
+    params = start_params(config, model, network, params)
     judged, counts = _judged(config, tokenizer, task)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     if task is None and not judged:
@@ -136,7 +141,10 @@ def setup(config: Config) -> Run:
     check_vocabularies(network, networks)
     for each in (network, *networks.values()):
         check_fits(each, width, _max_new_tokens(config, task))
-    value = VALUES[config.value.kind](network) if method.value else None
+    trunk = network
+    if network.split is not None and config.value.kind == "network":
+        trunk = network.split.plain  # it is trained as a whole
+    value = VALUES[config.value.kind](trunk) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
     epochs = config.train.epochs or method.schedule.epochs
@@ -167,14 +175,48 @@ def setup(config: Config) -> Run:
 
 
 def _method(config: Config, task: Task | None) -> Method:
-    """The method, told the length limit and the number of steps unless they were given."""
+    """The method, told the length limit and the number of steps unless they were given.
+
+    Where the sampler's law is another one than the policy's, it is told to correct for that.
+    """
     coefficients = dict(config.objective)
     known = {"max_tokens": _max_new_tokens(config, task), "total_steps": config.train.steps}
     asks = all_methods().get(config.method)
     for name, number in known.items():
         if asks is not None and name in asks.coefficients:
             coefficients.setdefault(name, number)
-    return get_method(config.method, **coefficients)
+    if not draws_another_law(config) or config.sampling.correction == "none":
+        return get_method(config.method, **coefficients)
+    if asks is not None and "correction" in asks.coefficients:
+        return get_method(config.method, **({"correction": "tis"} | coefficients))
+    method = get_method(config.method, **coefficients)
+    surrogate = method.objective.surrogate
+    if "sampler_logprobs" in surrogate.needs or surrogate.over == "group" or not method.draw.own:
+        return method  # its ratios are against the law drawn from, or it has no use for a ratio
+    surrogate = weighted(surrogate, Correction())
+    return method._replace(objective=method.objective._replace(surrogate=surrogate))
+
+
+def draws_another_law(config: Config) -> bool:
+    """Whether completions to train on are drawn from another law than the policy's."""
+    sampling = config.sampling
+    return "int8" in (sampling.weights, sampling.cache) and config.data.pairs is None
+
+
+def correction_text(run: Run) -> str:
+    """What is done about a sampler's law that is another one than the policy's."""
+    needs = run.method.objective.surrogate.needs
+    if {"sampler_logprobs", "proximal_logprobs"} <= needs:
+        return "losses are weighted for it (importance sampling)"
+    if "sampler_logprobs" in needs:
+        return "the method's ratios are against the law drawn from"
+    return "losses are not corrected for it"
+
+
+def sampler_of(run: Run) -> Network:
+    """The policy as completions to train on are drawn from it."""
+    sampling = run.config.sampling
+    return sampler(run.network, run.model, weights=sampling.weights, cache=sampling.cache)
 
 
 def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
@@ -206,6 +248,8 @@ def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig, Params]
     directory = Path(choice.path)
     tokenizer = task.tokenizer if task else load_tokenizer(directory)
     check_vocab(tokenizer, shape.vocab_size)
+    if (lora := lora_of(config)) is not None:
+        lora.check(shape)
     _, params = hf.load(directory, dtype=choice.param_dtype)
     return tokenizer, shape, params
 
@@ -416,7 +460,7 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
         )
         if params is None or run.value is None or run.config.value.kind != "network":
             return state
-        trunk = jax.tree.map(jnp.copy, state.params["policy"])
+        trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
         value = state.params["value"] | {"trunk": trunk}
         return state.replace(params=state.params | {"value": value})
 
@@ -433,8 +477,8 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     """A state at step 0 on the run's mesh, and its shardings."""
     make, shardings = state_layout(run)
     params = run.params
-    if params is not None:  # placed leaf by leaf: no device ever holds the whole model
-        params = jax.device_put(params, shardings.params["policy"])
+    if params is not None:
+        params = place(run.network, params, policy_of(shardings, run.network))
     frozen = {
         name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
         for name in run.networks
@@ -446,6 +490,13 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     # Donated, because the state copies what it is given.
     make_placed = jax.jit(seeded, out_shardings=shardings, donate_argnums=(1, 2))
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
+
+
+def _whole(network: Network, state: TrainState) -> Params:
+    """The weights of a state's policy before training, as a network of its own has them."""
+    if network.split is None:
+        return state.params["policy"]
+    return network.split.thaw(state.frozen["base"])
 
 
 def policy_layout(run: Run) -> Params:
@@ -460,7 +511,7 @@ def policy_layout(run: Run) -> Params:
 def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
     where = jax.tree.map(lambda x: x.sharding, policy_layout(run))
-    params = run.params if run.params is None else jax.device_put(run.params, where)
+    params = run.params if run.params is None else place(run.network, run.params, where)
 
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
@@ -500,13 +551,14 @@ def sampler_program(
     """
     everywhere = replicated(run.mesh)
     sampling = run.config.sampling
+    network = sampler_of(run) if split == "train" else run.network
     if run.task is not None:
         on_task = partial(
             task_rollout,
             task=run.task,
             split=split,
             parts=tuple(n for n in run.weights if n != NAME) if split == "train" else ("verify",),
-            network=run.network,
+            network=network,
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,
@@ -518,7 +570,7 @@ def sampler_program(
         return jax.jit(on_task, out_shardings=None if alone else everywhere)
     on_text = partial(
         generate,
-        network=run.network,
+        network=network,
         group=group,
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
@@ -574,6 +626,7 @@ def make_train_iteration(run: Run) -> Iterate:
         method=run.method,
         task=run.task,
         network=run.network,
+        sampler=sampler_of(run),
         weights=run.weights,
         prompts=run.config.train.prompts,
         group=run.config.sampling.group,

@@ -29,13 +29,15 @@ def init_state(
 
     Args:
       key: the run's root key; consumed.
-      params: the policy's tree, from a checkpoint; drawn at random when None.
+      params: the policy's tree, from a checkpoint; drawn at random when None. Of a network with a
+        ``split`` the base alone will do; its trained part is then drawn.
       network: the policy.
       objective: says whether a reference policy is kept, and what state of its own.
       optimizer: any optax transformation.
       value: the value network, for objectives that need values.
       frozen: policies to be read and not trained, by name; those that the objective does not need
-        are left out. "ref", where it is needed and not given, starts as a copy of the policy.
+        are left out. "ref", where it is needed and not given, starts as a copy of the policy; of a
+        network with a ``split`` it is the base, which is there anyway.
 
     Returns:
       The state.
@@ -45,14 +47,16 @@ def init_state(
     """
     check_frozen(objective, frozen)
     root, policy = init_policy(key, params, network=network)
+    kept, needed = {}, objective.frozen
+    if network.split is not None:
+        policy, kept["base"] = network.split.split(policy)
+        needed = needed - ({"ref"} - set(frozen))
     trained = {"policy": policy}
     if value is not None:
         trained["value"] = value.init(jax.random.split(key, 3)[1])
     # Buffers of their own: the state is donated, and a buffer cannot be donated twice.
-    kept = {
-        name: jax.tree.map(jnp.copy, frozen.get(name, trained["policy"]))
-        for name in sorted(objective.frozen)
-    }
+    for name in sorted(needed):
+        kept[name] = jax.tree.map(jnp.copy, frozen.get(name, policy))
     return TrainState(
         step=jnp.int32(0),
         params=trained,
@@ -68,7 +72,37 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     policy_key, _, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    if params is not None and network.split is not None and not network.split.split(params)[0]:
+        trained = network.split.init(jax.random.fold_in(policy_key, 1))
+        policy = network.split.join(trained, policy)
     return jax.random.key_data(root), policy
+
+
+def policy_of(state: TrainState, network: Network) -> Params:
+    """The policy's whole tree, as the network's functions take it; no array is copied."""
+    if network.split is None:
+        return state.params["policy"]
+    return network.split.join(state.params["policy"], state.frozen["base"])
+
+
+def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
+    """The trees that scoring reads, by name: those trained, and those frozen.
+
+    Args:
+      params: of a ``TrainState``.
+      frozen: of it.
+      network: the policy.
+
+    Returns:
+      "policy", "value" where there is one, and the frozen policies. Where the network has a
+      ``split``, the reference is the base, unless another one is kept.
+    """
+    if network.split is None:
+        return params | dict(frozen)
+    base = frozen["base"]
+    others = {name: tree for name, tree in frozen.items() if name != "base"}
+    whole = network.split.join(params["policy"], base)
+    return {"ref": base} | params | others | {"policy": whole}
 
 
 def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
@@ -111,19 +145,22 @@ def state_shardings(
     Raises:
       UserError: a weight that the mesh does not divide.
     """
-    axes = {"policy": network.axes()}
+    axes, kept = {"policy": network.axes()}, {}
+    if network.split is not None:
+        axes["policy"], base = network.split.split(network.axes())
+        kept["base"] = tree_shardings(mesh, base, state.frozen["base"])
     if value is not None:
         axes["value"] = value.axes()
     params = tree_shardings(mesh, axes, state.params)
     everywhere: Any = replicated(mesh)
+    for name in state.frozen.keys() - kept.keys():
+        other = networks.get(name, network).axes()
+        kept[name] = tree_shardings(mesh, other, state.frozen[name])
     return TrainState(
         step=everywhere,
         params=params,
         opt_state=_like_params(state.opt_state, state.params, params, everywhere),
-        frozen={
-            name: tree_shardings(mesh, networks.get(name, network).axes(), tree)
-            for name, tree in state.frozen.items()
-        },
+        frozen=kept,
         method=jax.tree.map(lambda _: everywhere, state.method),
         key=everywhere,
     )

@@ -29,8 +29,10 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.draw import Law
-from jrl.train.reference import renew_reference
+from jrl.train.reference import check_renewable, renew_reference
+from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, score, split, undivided
+from jrl.train.state import policies_of
 from jrl.types import (
     NOTHING,
     Array,
@@ -60,6 +62,7 @@ class Parts(NamedTuple):
     networks: Mapping[str, Network]
     minibatches: int
     microbatches: int
+    router: RouterLosses = NO_LOSSES
 
 
 def make_step(
@@ -75,6 +78,8 @@ def make_step(
     refresh_ref: int = 0,
     ref_decay: float = 1.0,
     reset_optimizer: bool = False,
+    router: RouterLosses = NO_LOSSES,
+    replay_routing: bool = False,
 ) -> Step:
     """A training step as a pure function of (state, batch, law).
 
@@ -92,6 +97,9 @@ def make_step(
       ref_decay: after every step the reference is this much of itself and the rest the policy.
       reset_optimizer: the optimiser's moments start anew whenever the reference is refreshed; the
         learning rate's schedule goes on.
+      router: losses on the routers of a policy with experts.
+      replay_routing: whether batches must say where the sampler sent each token; those that do send
+        the policy's tokens there in training, too.
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
@@ -100,15 +108,24 @@ def make_step(
 
     Raises:
       UserError: the objective needs values and there is no value network, or reads a policy of
-        another vocabulary; when called, a batch that minibatches and microbatches do not divide.
+        another vocabulary; when called, a batch that minibatches and microbatches do not divide, or
+        one without the routing to replay.
     """
     check_value(objective, value)
     check_vocabularies(network, networks)
-    parts = Parts(network, objective, optimizer, value, networks, minibatches, microbatches)
+    if network.split is not None and "ref" in objective.frozen - {*networks}:
+        check_renewable(refresh_ref, ref_decay)
+    splits = minibatches, microbatches
+    parts = Parts(network, objective, optimizer, value, networks, *splits, router)
 
     def step(state: TrainState, batch: Batch, law: Law) -> tuple[TrainState, Metrics]:
         batch = batch.check()
         check_split(batch.tokens.shape[0], minibatches, microbatches)
+        if replay_routing and batch.routing is None:
+            raise UserError(
+                "train.replay_routing = true: the batch does not say where its tokens were sent; "
+                "sample with models.routing.recording(network, config)"
+            )
         if minibatches > 1:  # their prompts are dealt out here, and were packed before
             batch = batch.replace(packing=None)
         batch = complete(parts, state, batch, law)
@@ -164,7 +181,7 @@ def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
         return batch
     scoring = partial(
         score,
-        state.params | state.frozen,
+        policies_of(state.params, state.frozen, parts.network),
         law=law,
         network=parts.network,
         value=parts.value,
@@ -178,8 +195,14 @@ def complete(parts: Parts, state: TrainState, batch: Batch, law: Law) -> Batch:
     return batch.replace(stats=stats | jax.lax.stop_gradient(start))
 
 
-def live_statistics(parts: Parts) -> Callable[[Params, Batch, Law], Stats]:
+def live_statistics(
+    parts: Parts, also: frozenset[str] = frozenset()
+) -> Callable[[Params, Batch, Law], Stats]:
     """What computes the statistics that carry gradient, of a batch or a microbatch.
+
+    Args:
+      parts: of the step.
+      also: what else ``score`` shall find.
 
     Returns:
       (params, batch, law) -> statistics. The params are those being trained and those of the
@@ -190,7 +213,7 @@ def live_statistics(parts: Parts) -> Callable[[Params, Batch, Law], Stats]:
         score,
         network=parts.network,
         value=parts.value,
-        want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}),
+        want=frozenset({"logprobs", "entropy", "values"} & objective.needs | {"logprobs"}) | also,
         statistics=tuple(s for s in objective.statistics if not s.start),
         networks=parts.networks,
     )
@@ -217,20 +240,27 @@ def _gradient(
     """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
     batch, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
-    counts, live = term_counts(objective, batch), live_statistics(parts)
+    counts, live = term_counts(objective, batch), live_statistics(parts, frozenset({"router"}))
+    tokens = routed_tokens(batch)
 
-    def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, Pairs]:
+    def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, tuple[Pairs, Stats]]:
         batch, advantages = rows
-        stats = batch.stats | live(params | frozen, batch, law)
+        found = live(policies_of(params, frozen, parts.network), batch, law)
+        router = {name: found.pop(name) for name in [*found] if name.startswith("router_")}
+        stats = batch.stats | found
         terms, sums = policy_loss(objective, stats, batch, advantages, method)
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
+        if router:
+            more, router = router_loss(parts.router, router, tokens)
+            mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
-        return mean, _drift(stats, batch) | sums | share
+        return mean, (_drift(stats, batch) | sums | share, router)
 
     grad = jax.grad(loss, has_aux=True)
     if microbatches == 1:
-        return grad(params, (undivided(batch), advantages))
+        grads, (sums, router) = grad(params, (undivided(batch), advantages))
+        return grads, sums | router_pairs(router)
 
     def add(total: Any, rows: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(params, rows)), None
@@ -240,7 +270,8 @@ def _gradient(
     shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
     total, _ = jax.lax.scan(add, zeros, split_parts)
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), total, shapes)
+    grads, (sums, router) = jax.tree.map(lambda x, like: x.astype(like.dtype), total, shapes)
+    return grads, sums | router_pairs(router)
 
 
 def _apply_gradient(

@@ -189,7 +189,7 @@ def test_needs_follow_the_correction():
 def test_corrections_by_name_use_their_cap():
     assert named_correction("none", 3.0) is None
     assert named_correction("sequence_tis", 3.0) == Correction("truncate", "sequence", 0.0, 3.0)
-    for name in set(CORRECTIONS) - {"none", "proximal"}:
+    for name in set(CORRECTIONS) - {"none", "proximal", "decoupled"}:
         assert named_correction(name, 2.0) != named_correction(name, 3.0)
     with pytest.raises(UserError, match="did you mean 'icepop'"):
         named_correction("icepopp", 2.0)

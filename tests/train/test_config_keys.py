@@ -170,6 +170,12 @@ def mesh(config):
     return dict(build.setup(config).mesh.shape)
 
 
+def apart(config):
+    """Devices along each axis of both meshes."""
+    run = build.setup(config)
+    return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
+
+
 def shaped(config):
     """What the run is made of, in numbers."""
     run = build.setup(config)
@@ -260,6 +266,13 @@ ON_TASK = {
     "checkpoint.keep": (whole_run, "checkpoint.keep=3"),
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "placement.kind": (apart, "placement.kind=disjoint"),
+    **{
+        f"placement.rollout.{axis}": (
+            *(apart, f"placement.rollout.{axis}=2", "placement.kind=disjoint"),
+        )
+        for axis in ("data", "fsdp", "tensor", "context", "expert")
+    },
     "log.samples_every": (whole_run, "log.samples_every=3"),
     "log.samples": (whole_run, "log.samples=3"),
 }
@@ -291,6 +304,9 @@ ON_TEXT = {
     ),
 }
 ELSEWHERE = {
+    "sampling.gather_weights": (
+        "sampling/test_gather.py::test_no_token_waits_for_weights_that_the_mesh_divides"
+    ),
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
     "run.resume": "test_metrics.py::test_resume_never_and_must",
     "reward_pool.timeout_seconds": (
@@ -298,6 +314,9 @@ ELSEWHERE = {
     ),
     "reward_pool.on_error": (
         "test_bad_input.py::test_a_reward_that_fails_may_be_given_0_and_counted"
+    ),
+    "placement.staleness": (
+        "train/test_async.py::test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it"
     ),
     "data.pairs": "train/test_pairs_run.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.eval_pairs": "train/test_pairs_run.py::test_dpo_learns_the_order_of_held_out_pairs",

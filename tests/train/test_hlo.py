@@ -159,3 +159,21 @@ def test_each_collective_sends_its_share_over_its_axes():
         ("all-to-all", (0, 1)): 192,
         ("collective-permute", (1,)): 256,
     }
+
+
+def test_the_attention_kernel_counts_as_the_products_it_makes():
+    """4 heads of 8 query blocks over 256 keys, turned or not; it says nothing itself."""
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[4,32,64], k: bf16[2,64,256], v: bf16[2,256,64]) -> bf16[4,32,64] {
+  %next = s32[4,1,2]{2,1,0} constant({...})
+  %q = bf16[4,32,64]{2,1,0} parameter(0)
+  %k = bf16[2,64,256]{2,1,0} parameter(1)
+  %v = bf16[2,256,64]{2,1,0} parameter(2)
+  ROOT %splash_mha_PASS_x.1 = bf16[4,32,64]{2,1,0} custom-call(%next, %q, %k, %v)
+}
+"""
+    product = 2 * 4 * 32 * 256 * 64
+    for kind, products in (("fwd", 2), ("dq", 3), ("dkv", 4)):
+        assert totals(text.replace("PASS", kind))[0] == products * product
+    assert totals(text.replace("splash_mha_PASS", "other"))[0] == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,20 @@ import time
 
 import pytest
 
+from jrl.config import load_config
+from jrl.train import loop
+
+HALVES = """
+import sys
+from jrl.processes import start
+path, folder, port, process = sys.argv[1:]
+start(f"127.0.0.1:{port}", 2, int(process))
+from jrl.config import load_config
+from jrl.train import loop
+loop.write_report = lambda directory: directory
+for steps in (2, 4):
+    loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}"]))
+"""
 CONFIG = """
 method = "grpo"
 [data]
@@ -53,14 +68,11 @@ def free_port():
         return s.getsockname()[1]
 
 
-def start(command, devices, extra_env):
+def start(command, devices):
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        # Compiling takes longer than running here.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
-        "--xla_backend_optimization_level=0",
-        **extra_env,
+        "XLA_FLAGS": re.sub(r"(device_count)=\d+", rf"\1={devices}", os.environ["XLA_FLAGS"]),
     }
     return subprocess.Popen(
         [sys.executable, *command],
@@ -71,21 +83,10 @@ def start(command, devices, extra_env):
     )
 
 
-def train(path, *overrides, processes=1, different=()):
-    """Runs to the end on that many processes; their (exit code, output)."""
-    port, running = free_port(), []
-    for i in range(processes):
-        command = ["-m", "jrl", "train", str(path), *overrides, *(different[i : i + 1])]
-        env = {}
-        if processes > 1:
-            flags = (f"--coordinator=127.0.0.1:{port}", f"--process={i}")
-            command += [*flags, f"--processes={processes}"]
-        running.append(start(command, 8 // processes, env))
-    ended = []
-    for process in running:
-        output, _ = process.communicate(timeout=240)
-        ended.append((process.returncode, output))
-    return ended
+def ended(running):
+    """What came of each process: (exit code, output)."""
+    outputs = [process.communicate(timeout=240)[0] for process in running]
+    return [(p.returncode, output) for p, output in zip(running, outputs, strict=True)]
 
 
 def records(folder):
@@ -106,14 +107,16 @@ def config(tmp_path_factory):
     return path
 
 
-def test_two_processes_train_sample_save_and_go_on_as_one_does(config):
+def test_two_processes_train_sample_save_and_go_on_as_one_does(config, monkeypatch):
     """The second half of the run of two goes on from the checkpoint of its first half."""
     one, two = config.parent / "one", config.parent / "two"
-    ((code, output),) = train(config, f"run.dir={one}")
-    assert code == 0, output
-    for steps in (2, 4):
-        for code, output in train(config, f"run.dir={two}", f"train.steps={steps}", processes=2):
-            assert code == 0, output
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    loop.train(load_config(config, [f"run.dir={json.dumps(str(one))}"]), echo=lambda line: None)
+    port = free_port()
+    for code, output in ended(
+        [start(["-c", HALVES, *map(str, (config, two, port, i))], 4) for i in range(2)]
+    ):
+        assert code == 0, output
     header, *alone = records(one)
     assert header["device"]["processes"] == 1
     header, *together = records(two)
@@ -130,14 +133,15 @@ def test_two_processes_train_sample_save_and_go_on_as_one_does(config):
 
 def test_processes_that_disagree_all_stop_with_one_message(config):
     folder = config.parent / "differ"
-    ended = train(
-        config,
-        f"run.dir={folder}",
-        processes=2,
-        different=("train.prompts=8", "train.prompts=16"),
-    )
-    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in ended]
-    assert [code for code, _ in ended] == [2, 2]
+    command = ["-m", "jrl", "train", str(config), f"run.dir={folder}"]
+    flags = f"--coordinator=127.0.0.1:{free_port()}", "--processes=2"
+    both = [
+        start([*command, f"train.prompts={n}", *flags, f"--process={i}"], 4)
+        for i, n in enumerate((8, 16))
+    ]
+    found = ended(both)
+    says = [output[output.index("jrl: error:") :].splitlines()[:2] for _, output in found]
+    assert [code for code, _ in found] == [2, 2]
     assert says[0] == says[1]
     assert "the processes of this run disagree on their configuration" in says[0][0]
     assert says[0][1].strip() == "train.prompts = 8 in process 0, 16 in process 1"
@@ -159,25 +163,25 @@ while True:
 """
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_process_ends_the_other_within_a_bounded_time(lost):
-    port = free_port()
-    peers = [start(["-c", PEER, str(port), str(i)], 1, {}) for i in range(2)]
+def test_a_lost_process_ends_the_other_within_a_bounded_time():
+    """Whichever of the two it is; both cases at once, since most of the time is silence."""
+    pairs = []
+    for _ in range(2):
+        port = free_port()
+        pairs.append([start(["-c", PEER, str(port), str(i)], 1) for i in range(2)])
     try:
-        for peer in peers:
+        for peer in [*pairs[0], *pairs[1]]:
             assert peer.stdout is not None
-            for line in peer.stdout:
-                if line.startswith("joined"):
-                    break
-            else:
+            if not any(line.startswith("joined") for line in peer.stdout):
                 pytest.fail("a process ended before it had joined")
-        peers[lost].send_signal(signal.SIGKILL)
         begin = time.monotonic()
-        code = peers[1 - lost].wait(timeout=40)
-        assert code != 0
+        for lost, pair in enumerate(pairs):
+            pair[lost].send_signal(signal.SIGKILL)
+        for lost, pair in enumerate(pairs):
+            assert pair[1 - lost].wait(timeout=40) != 0
         assert time.monotonic() - begin < 30
     finally:
-        for peer in peers:
+        for peer in [*pairs[0], *pairs[1]]:
             peer.kill()
             peer.communicate()
 

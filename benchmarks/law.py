@@ -1,0 +1,110 @@
+"""How far the laws of faster samplers are from the law that training scores with.
+
+    python -m benchmarks.law --layers 8 --dim 512 --vocab 32000
+    python -m benchmarks.law --model DIR
+
+Draws completions with each sampler, scores the same tokens as training does, and prints one JSON:
+for each sampler the mean and the largest absolute difference of log-probabilities (nats), and an
+estimate of KL(sampler, policy) in nats a token. The sampler in the trainer's own dtype differs by
+rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import flags, work
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.quant import sampler
+from jrl.models.transformer import transformer
+from jrl.sampling.continuous import generate
+from jrl.sampling.draw import Law, make_law
+from jrl.train.law import rollout_difference
+from jrl.types import Network, Params
+
+
+def samplers(config: ModelConfig) -> dict[str, Network]:
+    """The samplers that are compared, by name."""
+    made = {}
+    for dtype in dict.fromkeys((config.dtype, "bfloat16")):
+        made[dtype] = transformer(dataclasses.replace(config, dtype=dtype))
+    own = made[config.dtype]
+    options = [("same", "int8")] if any(config.sparse) else [("int8", "same"), ("same", "int8")]
+    options += [] if any(config.sparse) else [("int8", "int8")]
+    for weights, cache in options:
+        parts = (("weights", weights), ("cache", cache))
+        name = "int8 " + " and ".join(part for part, kind in parts if kind == "int8")
+        made[name] = sampler(own, config, weights=weights, cache=cache)
+    return made
+
+
+def measure(
+    params: Params, config: ModelConfig, prompts: Sequence[np.ndarray], law: Law, **sizes: int
+) -> dict[str, dict[str, float]]:
+    """``law_difference`` of each sampler.
+
+    Args:
+      params: of the model.
+      config: the model as it is trained.
+      prompts: tokens [N, P] int32 and lengths [N] int32.
+      law: what is drawn from.
+      **sizes: group and max_new_tokens.
+    """
+    tokens, lengths = prompts
+    ids, found = np.arange(len(lengths), dtype=np.int32), {}
+    score = jax.jit(partial(rollout_difference, network=transformer(config)))
+    for name, network in samplers(config).items():
+        draw = jax.jit(partial(generate, network=network, stop_tokens=(), **sizes))
+        rollout = draw(jax.random.key(0), params, tokens, lengths, law, np.int32(0), ids)
+        found[name] = {key: float(x) for key, x in score(params, rollout, law).items()}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints the JSON."""
+    parser = flags.parser(__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a Hugging Face checkpoint instead of random weights")
+    parser.set_defaults(dim=256, gen_len=64, batch=4, group=4)
+    args = parser.parse_args(arguments)
+    config, params = _model(args)
+    width = flags.prompt_width(args)
+    args.vocab = config.vocab_size
+    asked = flags.prompts(args, 1)[0]
+    tokens = np.zeros((len(asked), width), np.int32)
+    for row, prompt in zip(tokens, asked, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in asked], np.int32)
+    law = make_law(args.temperature, args.top_k, args.top_p)
+    sizes = {"group": args.group, "max_new_tokens": args.gen_len}
+    found: dict[str, Any] = {
+        "trainer": config.dtype,
+        "parameters": int(sum(np.prod(x.shape) for x in jax.tree.leaves(params))),
+        "samplers": measure(params, config, (tokens, lengths), law, **sizes),
+    }
+    text = json.dumps(found, indent=2)
+    print(text)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+
+
+def _model(args: argparse.Namespace) -> tuple[ModelConfig, Params]:
+    if args.model is None:
+        config = work.model_config(args)
+        return config, jax.jit(transformer(config).init)(jax.random.key(args.seed))
+    config, params = hf.load(args.model, dtype=args.dtype)
+    return config, jax.tree.map(jnp.asarray, params)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Products of runs of rows with a matrix each: what routed experts are made of.
+
+Rows are sorted by group, and each group multiplies its own run, so the work is that of the rows
+there are, whatever the balance between groups, and no row is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jrl.errors import choose
+from jrl.models.product import PRODUCT
+from jrl.types import Array
+
+KERNELS = ("auto", "blocks", "megablox", "ragged")
+"""How grouped products are made: ``ragged`` by XLA's own operation, ``megablox`` by the Pallas
+kernel for TPUs, ``blocks`` by a loop over runs of equal height, which is what the CPU needs (XLA
+multiplies every row by every matrix there); ``auto`` is blocks on the CPU and ragged elsewhere."""
+
+_TILE = 128
+"""Rows that megablox takes at once, and the largest block."""
+_LEAST = 8
+"""Rows of the smallest block."""
+
+
+class Gather(NamedTuple):
+    """Where matrices are divided when a product begins: parts along ``dim`` over a mesh axis."""
+
+    axis: str
+    dim: int
+
+
+class _How(NamedTuple):
+    """Static."""
+
+    kernel: str
+    gather: Gather | None
+
+
+def grouped_matmul(
+    x_md: Array,
+    w_edf: Array,
+    rows_e: Array,
+    *,
+    kernel: str = "auto",
+    gather: Gather | None = None,
+) -> Array:
+    """Each run of rows times its own matrix, accumulated in float32, in the dtype of ``x_md``.
+
+    Args:
+      x_md: [M, D], rows sorted by group.
+      w_edf: [E, D, F], converted to the dtype of ``x_md`` for the product.
+      rows_e: [E] int32, rows of each group; they sum to M at most.
+      kernel: of ``KERNELS``.
+      gather: under ``jax.shard_map``, how the matrices are divided. They are put together for the
+        product, forward and backward, and the sum of their gradients is divided again.
+
+    Returns:
+      [M, F]; 0 in rows past those of the last group. The gradient of ``w_edf`` is float32 sums, in
+      its own dtype.
+
+    Raises:
+      UserError: an unknown kernel.
+    """
+    chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
+    if kernel not in KERNELS:
+        raise choose("model.grouped_matmul", kernel, KERNELS)
+    return checkpoint_name(_grouped(_How(kernel, gather), x_md, w_edf, rows_e), PRODUCT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    return _rows_times(how.kernel, x_md, _whole(how, w_edf, x_md), rows_e).astype(x_md.dtype)
+
+
+def _forward(
+    how: _How, x_md: Array, w_edf: Array, rows_e: Array
+) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _grouped(how, x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
+
+
+def _backward(
+    how: _How, kept: tuple[Array, Array, Array], g_mf: Array
+) -> tuple[Array, Array, None]:
+    # Written out because the derivative JAX makes multiplies float32 cotangents by bfloat16
+    # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
+    x_md, w_edf, rows_e = kept
+    w_efd = _whole(how, w_edf, x_md).transpose(0, 2, 1)
+    dx_md = _rows_times(how.kernel, g_mf, w_efd, rows_e)
+    dw_edf = _by_group(how.kernel, x_md, g_mf, rows_e)
+    if how.gather is not None:
+        axis, dim = how.gather
+        dw_edf = jax.lax.psum_scatter(dw_edf, axis, scatter_dimension=dim, tiled=True)
+    return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _whole(how: _How, w_edf: Array, like: Array) -> Array:
+    """The matrices in the dtype of the rows, put together after that so that less is moved."""
+    w_edf = w_edf.astype(like.dtype)
+    if how.gather is None:
+        return w_edf
+    return jax.lax.all_gather(w_edf, how.gather.axis, axis=how.gather.dim, tiled=True)
+
+
+def _rows_times(kernel: str, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    """[M, F] float32."""
+    y_mf = _choose(kernel, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    return jnp.where((jnp.arange(x_md.shape[0]) < rows_e.sum())[:, None], y_mf, 0)
+
+
+def _by_group(kernel: str, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+    """[E, D, F] float32: the sum over each group's rows of their outer products."""
+    return _choose(kernel, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
+
+
+def _choose(kernel: str, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
+    if kernel == "auto":
+        pick = {"cpu": kernels["blocks"], "default": kernels["ragged"]}
+    elif kernel == "megablox":
+        interpreted = functools.partial(kernels["megablox"], interpret=True)
+        pick = {"cpu": interpreted, "default": kernels["megablox"]}
+    else:
+        return kernels[kernel](*args)
+    return jax.lax.platform_dependent(*args, **pick)
+
+
+# ---------------------------------------------------------------- XLA's own
+
+
+def _ragged_rows(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    return jax.lax.ragged_dot(x_md, w_edf, rows_e, preferred_element_type=jnp.float32)
+
+
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),  # rows are what is summed over
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def _ragged_groups(x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+    return jax.lax.ragged_dot_general(
+        x_md, g_mf, rows_e, _BY_GROUP, preferred_element_type=jnp.float32
+    )
+
+
+# ---------------------------------------------------------------- a loop over blocks
+
+
+class Block(NamedTuple):
+    """Rows start .. start + rows - 1, all of one group."""
+
+    group: Array
+    start: Array
+    rows: Array
+
+
+def _height(rows: int, groups: int) -> int:
+    """Rows of a block: a power of two near the mean run, so that half a block is lost to each."""
+    mean = max(rows // groups, 1)
+    return min(max(1 << (mean.bit_length() - 1), _LEAST), _TILE)
+
+
+def blocks(rows_e: Array, height: int) -> tuple[Array, Callable[[Array], Block]]:
+    """How many blocks there are, [] int32, and the one of each number, in the order of the rows."""
+    count_e = (rows_e + height - 1) // height
+    last_e, end_e = jnp.cumsum(count_e), jnp.cumsum(rows_e)
+
+    def block(i: Array) -> Block:
+        group = jnp.searchsorted(last_e, i, side="right")
+        offset = (i - (last_e[group] - count_e[group])) * height
+        start = end_e[group] - rows_e[group] + offset
+        return Block(group, start, jnp.minimum(rows_e[group] - offset, height))
+
+    return last_e[-1], block
+
+
+def _padded(x_md: Array, height: int) -> Array:
+    """With room for a block that begins at the last row."""
+    return jnp.pad(x_md, ((0, height), (0, 0)))
+
+
+def _blocks_rows(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    m, f = x_md.shape[0], w_edf.shape[2]
+    height = _height(m, rows_e.shape[0])
+    count, block = blocks(rows_e, height)
+    x_md = _padded(x_md, height)
+
+    def visit(i: Array, y_mf: Array) -> Array:
+        at = block(i)
+        x = jax.lax.dynamic_slice_in_dim(x_md, at.start, height)
+        w = jax.lax.dynamic_index_in_dim(w_edf, at.group, keepdims=False)
+        # What a block writes past its own rows, the next one writes over.
+        y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(y_mf, y, at.start, 0)
+
+    y_mf = jnp.zeros((m + height, f), jnp.float32)
+    return jax.lax.fori_loop(0, count, visit, y_mf)[:m]
+
+
+def _blocks_groups(x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+    (m, d), f, groups = x_md.shape, g_mf.shape[1], rows_e.shape[0]
+    height = _height(m, groups)
+    count, block = blocks(rows_e, height)
+    x_md, g_mf = _padded(x_md, height), _padded(g_mf, height)
+    place = jnp.arange(height)
+
+    def visit(i: Array, dw_edf: Array) -> Array:
+        at = block(i)
+        x, g = (jax.lax.dynamic_slice_in_dim(a, at.start, height) for a in (x_md, g_mf))
+        g = jnp.where((place < at.rows)[:, None], g, 0)
+        dw = jnp.matmul(x.T, g, preferred_element_type=jnp.float32)
+        old = jax.lax.dynamic_index_in_dim(dw_edf, at.group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(dw_edf, old + dw, at.group, 0)
+
+    return jax.lax.fori_loop(0, count, visit, jnp.zeros((groups, d, f), jnp.float32))
+
+
+# ---------------------------------------------------------------- megablox
+
+
+def _tiles(m: int, k: int, n: int) -> tuple[int, int, int]:
+    return _TILE, min(k, 512), min(n, 512)  # a narrower matrix is one tile
+
+
+def _whole_tiles(x_md: Array) -> Array:
+    return jnp.pad(x_md, ((0, -x_md.shape[0] % _TILE), (0, 0)))
+
+
+def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tiles = _tiles(x_md.shape[0], *w_edf.shape[1:])
+    padded = _whole_tiles(x_md)
+    y_mf = gmm(padded, w_edf, rows_e, jnp.float32, tiles, interpret=interpret)
+    return y_mf[: x_md.shape[0]]
+
+
+def _megablox_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool = False) -> Array:
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
+
+    tiles = _tiles(x_md.shape[0], x_md.shape[1], g_mf.shape[1])
+    x_md, g_mf = _whole_tiles(x_md), _whole_tiles(g_mf)
+    return tgmm(x_md.T, g_mf, rows_e, jnp.float32, tiles, interpret=interpret)
+
+
+_KERNELS_OF_ROWS: dict[str, Callable[..., Array]] = {
+    "blocks": _blocks_rows,
+    "megablox": _megablox_rows,
+    "ragged": _ragged_rows,
+}
+_KERNELS_BY_GROUP: dict[str, Callable[..., Array]] = {
+    "blocks": _blocks_groups,
+    "megablox": _megablox_groups,
+    "ragged": _ragged_groups,
+}

@@ -1,0 +1,164 @@
+"""Adapters in the file layout of the PEFT library: one safetensors file and a small JSON.
+
+``adapter_model.safetensors`` holds ``base_model.model.NAME.lora_A.weight`` [rank, inputs] and
+``lora_B.weight`` [outputs, rank] for every adapted matrix NAME of the checkpoint, and
+``adapter_config.json`` says rank, alpha and which projections those are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from jrl.errors import UserError
+from jrl.models.config import ModelConfig
+from jrl.models.hf.names import tensors
+from jrl.models.lora import TARGETS, Lora
+from jrl.types import Params
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PLAIN = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
+"""What the adapters here are, and a value that another directory must share to be read."""
+
+
+def _modules(config: ModelConfig, lora: Lora) -> dict[str, tuple[tuple[str, ...], int]]:
+    """The prefix of every adapted matrix's tensors -> its path in the adapters and its layer."""
+    return {
+        f"base_model.model.{name.removesuffix('.weight')}": (tensor.path, tensor.at[0])
+        for name, tensor in tensors(config).items()
+        if tensor.path[-1] in lora.targets and tensor.path[-2] in ("attention", "mlp")
+    }
+
+
+def save_adapters(
+    dir: str | os.PathLike[str],
+    config: ModelConfig,
+    adapters: Params,
+    *,
+    lora: Lora,
+    base: str | None = None,
+) -> None:
+    """Writes adapters as a directory that PEFT loads onto the checkpoint they belong to.
+
+    Args:
+      dir: a new or empty directory.
+      config: the model.
+      adapters: the trained part of its parameters, NumPy or JAX arrays.
+      lora: their description.
+      base: what PEFT shall load the model from; None to leave it open.
+
+    Raises:
+      UserError: the directory holds something.
+    """
+    from safetensors.numpy import save_file
+
+    target = pathlib.Path(dir)
+    if target.exists() and any(target.iterdir()):
+        raise UserError(f"{target} exists and is not empty; name a new directory")
+    target.mkdir(parents=True, exist_ok=True)
+    values: dict[str, np.ndarray] = {}
+    for prefix, (path, layer) in _modules(config, lora).items():
+        a, b = (np.asarray(_pair(adapters, path)[name][layer], np.float32) for name in ("a", "b"))
+        values[f"{prefix}.lora_A.weight"] = np.ascontiguousarray(a.reshape(-1, lora.rank).T)
+        values[f"{prefix}.lora_B.weight"] = np.ascontiguousarray(b.reshape(lora.rank, -1).T)
+    save_file(values, target / TENSORS, metadata={"format": "pt"})
+    about = _PLAIN | {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [f"{name}_proj" for name in TARGETS if name in lora.targets],
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    (target / CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lora) -> Params:
+    """The adapters of a directory as ``save_adapters`` and PEFT write it, on the host.
+
+    Args:
+      dir: holds adapter_config.json and adapter_model.safetensors.
+      config: the model.
+      lora: what they must be.
+
+    Returns:
+      The trained part of the parameters, float32.
+
+    Raises:
+      UserError: a file is missing or damaged, or holds adapters of another kind, size or place.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    directory = pathlib.Path(dir)
+    try:
+        about = json.loads((directory / CONFIG).read_text())
+        found = load_file(directory / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"lora.path = {str(dir)!r} cannot be read as adapters: {error}") from None
+    _check_alike(str(dir), about, lora)
+    modules = _modules(config, lora)
+    wanted = {f"{m}.lora_{x}.weight" for m in modules for x in "AB"}
+    if odd := sorted(wanted ^ set(found)):
+        where = "missing from" if odd[0] in wanted else "not expected in"
+        raise UserError(
+            f"lora.path: tensor {odd[0]!r} is {where} {directory / TENSORS}; it must hold one pair "
+            "for each of lora.targets in every layer"
+        )
+    stacks: dict[tuple, dict[str, list[np.ndarray]]] = {}
+    for prefix, (path, _) in modules.items():
+        pair = stacks.setdefault(path, {"a": [], "b": []})
+        for name, letter in (("a", "A"), ("b", "B")):
+            pair[name].append(found[f"{prefix}.lora_{letter}.weight"].astype(np.float32).T)
+    return _shaped(config, lora, stacks)
+
+
+def _check_alike(directory: str, about: dict[str, Any], lora: Lora) -> None:
+    theirs = {
+        "lora.rank": (about.get("r"), lora.rank),
+        "lora.alpha": (about.get("lora_alpha"), lora.alpha),
+        "adapter kind": (about.get("peft_type"), "LORA"),
+    } | {key: (about.get(key, value), value) for key, value in _PLAIN.items()}
+    for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
+        theirs[key] = (about.get(key) or None, None)
+    for key, (found, wanted) in theirs.items():
+        if found != wanted:
+            raise UserError(
+                f"lora.path = {directory!r}: {key} is {found!r} there, and must be {wanted!r}"
+            )
+
+
+def _shaped(config: ModelConfig, lora: Lora, stacks: dict[tuple, Any]) -> Params:
+    """The stacked tensors in the shapes of the adapters."""
+    import jax
+
+    from jrl.models.lora import init_adapters
+
+    shapes = jax.eval_shape(
+        lambda key: init_adapters(key, config=config, lora=lora), jax.random.key(0)
+    )
+
+    def fill(path: tuple, like: Any) -> np.ndarray:
+        *keys, name = (part.key for part in path)
+        value = np.stack(stacks[tuple(keys)][name])
+        if value.size != int(np.prod(like.shape)):
+            raise UserError(
+                f"lora.path: {'.'.join(keys)} has {value.shape[1:]} numbers a layer there, and "
+                f"{like.shape[1:]} in this model; it belongs to another model"
+            )
+        return value.reshape(like.shape)
+
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
+def _pair(adapters: Params, path: tuple[str, ...]) -> Params:
+    for key in path:
+        adapters = adapters[key]
+    return adapters

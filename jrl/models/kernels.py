@@ -1,0 +1,432 @@
+"""Which kernel attention runs on, by argument: one choice for rows, prompts and decoding.
+
+"xla" makes all scores of a layer at once and suits short rows; "blockwise" keeps memory linear in
+the length on any platform; "splash" is JAX's kernel for TPUs, "cudnn" NVIDIA's, through JAX. All
+compute the same numbers up to rounding. "auto" takes the fastest one that is exact for the model,
+the platform and the shapes at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jrl.errors import UserError, choose
+from jrl.mesh import RULES
+from jrl.models.attention import Past, attend, attend_shared, visible
+from jrl.models.config import ModelConfig
+from jrl.models.decode import Part, Seen, attend_parts, look_at_part
+from jrl.models.flash import Kernel, Marks, Place, attend_places, blockwise
+from jrl.types import Array, Cache
+
+ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
+
+DENSE_BYTES = 2**30
+"""Scores of a layer, float32, that a device makes at once; beyond it they go in blocks."""
+
+MASK_BYTES = 2**32
+"""The mask that cuDNN is given, two bytes a number, of a device; larger ones go in blocks."""
+
+MOST_TABLES = 512
+"""Rows of a cache times key-value heads, of a device, that splash keeps tables of blocks for. Each
+takes 1.5 KiB of the 1 MiB of scalar memory that a core has, for up to 128 blocks."""
+
+_SHORTEST = 128
+"""Fewest keys for which splash is chosen: it fills shorter rows up to so many."""
+
+Look = Callable[[Array, Array, Array, Array | int], Array]
+"""(q [B, Q, H, h], k [B, K, C, h], v, window [] int32) -> values seen [B, Q, H, h]."""
+
+
+class Shape(NamedTuple):
+    """How much a layer's attention is: so many rows of queries, and of keys for each."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def platform() -> str:
+    """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return _named(device.platform if device is not None else jax.default_backend())
+
+
+def _named(platform: str) -> str:
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, how: str) -> None:
+    """``check_attention`` before anything runs on a mesh, and whether its axes allow it."""
+    check_attention(config, how, _named(mesh.devices.flat[0].platform))
+    context = mesh.shape[RULES["length"][0]]
+    if how in ("splash", "blockwise") and context > 1:
+        raise UserError(
+            f"model.attention = {how!r} takes whole rows, and mesh.context = {context} divides "
+            "them; set mesh.context to 1, or model.attention to 'auto' or 'xla'"
+        )
+
+
+def check_attention(config: ModelConfig, how: str, where: str) -> None:
+    """Raises UserError where attention of this model cannot be computed as asked.
+
+    Args:
+      config: the model.
+      how: one of ``ATTENTION``.
+      where: the platform, "cpu", "gpu" or "tpu".
+    """
+    if how not in ATTENTION:
+        raise choose("model.attention", how, ATTENTION)
+    if how == "cudnn" and (says := _no_cudnn(config, where)):
+        raise UserError(f"model.attention = 'cudnn': {says}; use 'auto', 'xla' or 'blockwise'")
+    if how == "splash" and where == "gpu":
+        raise UserError(
+            "model.attention = 'splash' runs on TPUs (and, interpreted, on the CPU), not on GPUs; "
+            "use 'auto' or 'cudnn'"
+        )
+
+
+def _no_cudnn(config: ModelConfig, where: str) -> str:
+    """Why cuDNN cannot compute this model's attention; empty where it can."""
+    if where != "gpu":
+        return f"it needs a GPU, and this runs on {where}"
+    if config.dtype not in ("bfloat16", "float16"):
+        return f"it computes in bfloat16 or float16, and model.dtype = {config.dtype!r}"
+    if config.attention_softcap is not None:
+        return f"it has no soft cap, and model.attention_softcap = {config.attention_softcap}"
+    if config.head_dim % 8 or config.head_dim > 128:
+        return f"it takes heads of up to 128 in eights, and model.head_dim = {config.head_dim}"
+    return ""
+
+
+def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> str:
+    """The kernel that attention of this shape runs on, never "auto".
+
+    Args:
+      how: one of ``ATTENTION``.
+      config: the model.
+      shape: of one layer's attention, all devices together.
+      steady: whether the next column of a row is always the next position, which splash needs
+        where there are windows.
+
+    Raises:
+      UserError: see ``check_attention``.
+    """
+    where = platform()
+    check_attention(config, how, where)
+    exact = steady or config.window is None
+    if how == "splash" and not exact:
+        return "blockwise"
+    if how != "auto":
+        return how
+    if where == "tpu" and exact and shape.keys >= _SHORTEST and _context() == 1:
+        return "splash"
+    own = shape.rows // _parts(RULES["batch"], shape.rows) * shape.queries * shape.keys
+    if where == "gpu" and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
+        return "cudnn"
+    scores = 4 * own * config.heads // _parts(RULES["heads"], config.kv_heads)
+    return "blockwise" if scores > DENSE_BYTES and _context() == 1 else "xla"
+
+
+def _free_axes() -> dict[str, int]:
+    """Axes of the mesh that programs are divided over by the compiler, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return {}
+    return {a: n for a, n in mesh.shape.items() if a not in mesh.manual_axes}
+
+
+def _parts(axes: tuple[str, ...], size: int) -> int:
+    """Over how many devices an array axis of this size is divided; 1 where it does not divide."""
+    parts = 1
+    for axis in axes:
+        parts *= _free_axes().get(axis, 1)
+    return parts if size % parts == 0 else 1
+
+
+def _context() -> int:
+    parts = 1
+    for axis in RULES["length"]:
+        parts *= _free_axes().get(axis, 1)
+    return parts
+
+
+def divided(function: Callable[..., Array], rows: int, heads: int, *args: object) -> Array:
+    """``function`` of each device's own rows and heads; a kernel is not divided by the compiler.
+
+    Args:
+      function: of ``args``; returns an array laid out as the first of them.
+      rows: what the batch's mesh axes must divide; else every device has all rows.
+      heads: the same for heads.
+      args: trees of arrays of rank 4, [B, L, H, h] for the first one and [B, K, ...] for the
+        others, and of lower ranks, [B, ...] or a number.
+    """
+    axes = _free_axes()
+    if all(size == 1 for size in axes.values()):
+        return function(*args)
+    batch = RULES["batch"] if _parts(RULES["batch"], rows) > 1 else None
+    over = RULES["heads"] if _parts(RULES["heads"], heads) > 1 else None
+
+    def spec(x: Array) -> PartitionSpec:
+        if jnp.ndim(x) == 4:
+            return PartitionSpec(batch, over)
+        return PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
+
+    first, *others = args
+    q_spec = PartitionSpec(batch, None, over)
+    return jax.shard_map(
+        function,
+        in_specs=(q_spec, *(jax.tree.map(spec, x) for x in others)),
+        out_specs=q_spec,
+        axis_names=set(axes),
+        check_vma=False,
+    )(first, *others)
+
+
+# ---------------------------------------------------------------- rows
+
+
+def scale_of(config: ModelConfig) -> float:
+    """What the scores of a model are multiplied by."""
+    return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+
+
+def look_at_rows(
+    how: str,
+    config: ModelConfig,
+    positions: Array,
+    segments: Array,
+    *,
+    lengths: Array | None = None,
+) -> Look:
+    """How the tokens of rows look at each other; see ``types.Network.hidden``.
+
+    Args:
+      how: one of ``ATTENTION``.
+      config: the model.
+      positions: [B, L] int32, tokens.
+      segments: [B, L] int32; 0 is padding.
+      lengths: [B] int32, where a row is one segment in so many columns from column and position 0.
+    """
+    b, l = positions.shape
+    kind = kernel_for(how, config, Shape(b, l, l), steady=lengths is not None)
+    scale, cap = scale_of(config), config.attention_softcap
+    if kind in ("splash", "blockwise"):
+        own = Marks(segments, positions)
+        kernels = (_kernel(kind, config, None),)
+
+        def by_places(q: Array, k: Array, v: Array, window: Array | int) -> Array:
+            return _places(q, (Place(k, v, own, own),), kernels, window)
+
+        return by_places
+    if kind == "cudnn" and config.window is None and lengths is not None:
+        return lambda q, k, v, window: cudnn(q, k, v, scale=scale, lengths=lengths)
+    mask, distance = visible(positions, segments, positions, segments)
+
+    def by_mask(q: Array, k: Array, v: Array, window: Array | int) -> Array:
+        near = mask if config.window is None else mask & (distance < window)
+        if kind == "cudnn":
+            return cudnn(q, k, v, scale=scale, mask=near)
+        return attend(q, k, v, near, scale=scale, softcap=cap)
+
+    return by_mask
+
+
+class Owners(NamedTuple):
+    """Whose prompt each token of some rows goes on from, and the prompts, side by side in blocks.
+
+    Attributes:
+      positions: [R, C] int32, tokens.
+      segments: [R, C] int32; 0 is padding.
+      owners: [R, C] int32, in [0, b).
+      lengths: [M, b] int32, tokens of each prompt that count.
+      width: P, the columns of a prompt.
+    """
+
+    positions: Array
+    segments: Array
+    owners: Array
+    lengths: Array
+    width: int
+
+
+def look_at_both(
+    how: str, config: ModelConfig, laid: Owners
+) -> Callable[[Array, Array, Array, Array, Array, Array | int], Array]:
+    """How the tokens of rows look at the prompts they go on from and at each other.
+
+    Returns:
+      (q [R, C, H, h], prompts' k and v [M, K, b * P, h], own k and v [R, K, C, h], window) ->
+      values seen [R, C, H, h]. See ``types.Network.hidden_shared``.
+    """
+    (r, c), (m, b), p = laid.positions.shape, laid.lengths.shape, laid.width
+    kind = kernel_for(how, config, Shape(r, c, b * p + c), steady=True)
+    scale, cap = scale_of(config), config.attention_softcap
+    slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)
+    places = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
+    inside, live = places[None] < jnp.repeat(laid.lengths, p, axis=1), laid.segments != 0
+    if kind in ("splash", "blockwise"):
+        own = Marks(laid.segments, laid.positions)
+        keys = Marks(
+            jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(places[None], (m, b * p))
+        )
+        queries = Marks(jnp.where(live, laid.owners + 1, 0), laid.positions)
+        kernels = _kernel(kind, config, None), _kernel(kind, config, p)
+
+        def by_places(
+            q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
+        ) -> Array:
+            both = Place(k, v, own, own), Place(before_k, before_v, keys, queries)
+            return _places(q, both, kernels, window)
+
+        return by_places
+    ahead = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
+    if b > 1:
+        ahead &= laid.owners[:, :, None] == slots[None, None]
+    back = laid.positions[:, :, None] - places[None, None]
+    mask, distance = visible(laid.positions, laid.segments, laid.positions, laid.segments)
+
+    def by_mask(
+        q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
+    ) -> Array:
+        near, near_before = mask, ahead
+        if config.window is not None:
+            near, near_before = mask & (distance < window), ahead & (back < window)
+        if kind == "cudnn":
+            both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
+            k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
+            seen = jnp.concatenate([near_before, near], axis=2)
+            return cudnn(q, k, v, scale=scale, mask=seen)
+        past = Past(before_k, before_v, near_before)
+        return attend_shared(q, past, k, v, near, scale=scale, softcap=cap)
+
+    return by_mask
+
+
+def _kernel(kind: str, config: ModelConfig, past: int | None) -> Kernel:
+    scale, cap = scale_of(config), config.attention_softcap
+    if kind == "blockwise":
+        return blockwise(scale=scale, softcap=cap)
+    from jrl.models.splash import splash_kernel  # Pallas takes long to import
+
+    windows, interpret = tuple(set(config.windows)), platform() != "tpu"
+    return splash_kernel(scale=scale, softcap=cap, windows=windows, past=past, interpret=interpret)
+
+
+def _places(
+    q: Array, places: tuple[Place, ...], kernels: tuple[Kernel, ...], window: Array | int
+) -> Array:
+    def look(q: Array, places: tuple[Place, ...], window: Array) -> Array:
+        return attend_places(q, places, kernels, window)
+
+    rows = min(place.k_bkcd.shape[0] for place in places)
+    heads = places[0].k_bkcd.shape[1]
+    return divided(look, rows, heads, q, places, jnp.asarray(window, jnp.int32))
+
+
+# ---------------------------------------------------------------- caches
+
+
+def look_at_parts(how: str, config: ModelConfig) -> Callable[[Array, Sequence[Part]], Array]:
+    """How new tokens look at what a cache holds; see ``decode.attend_parts``."""
+    dense = functools.partial(
+        attend_parts, scale=scale_of(config), softcap=config.attention_softcap
+    )
+    if not _reads_caches(how):
+        return dense
+    from jrl.models.splash_cache import fits, splash_look  # Pallas takes long to import
+
+    kernel = functools.partial(splash_look, interpret=platform() != "tpu")
+
+    def look(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+        found = kernel if fits(q, part, MOST_TABLES) else look_at_part
+        return found(q, part, scale, softcap)
+
+    def by_kernel(q: Array, parts: list[Part]) -> Array:
+        return dense(q, parts, look=look)
+
+    def look_at(q: Array, parts: Sequence[Part]) -> Array:
+        rows = min(part.v_mkcd.shape[0] for part in parts)
+        return divided(by_kernel, rows, config.kv_heads, q, list(parts))
+
+    return look_at
+
+
+def _reads_caches(how: str) -> bool:
+    return how == "splash" or (how == "auto" and platform() == "tpu")
+
+
+def roomy_cache(
+    how: str,
+    heads: int,
+    init_cache: Callable[..., Cache],
+    rows: int,
+    length: int,
+    weights: Any = None,
+    pieces: int = 1,
+) -> Cache:
+    """A network's ``init_cache``, and where a kernel reads caches the lengths that it can read.
+
+    The kernel finds what is in use by itself, so that one piece does, unless the rows are too many
+    for it.
+    """
+    if _reads_caches(how):
+        length = -(-length // _SHORTEST) * _SHORTEST
+        own = rows // _parts(RULES["batch"], rows) * heads // _parts(RULES["heads"], heads)
+        pieces = 1 if own <= MOST_TABLES else pieces
+    return init_cache(rows, length, weights, pieces)
+
+
+# ---------------------------------------------------------------- cuDNN
+
+
+def cudnn(
+    q_bqhd: Array,
+    k_bkcd: Array,
+    v_bkcd: Array,
+    *,
+    scale: float,
+    mask: Array | None = None,
+    lengths: Array | None = None,
+    implementation: str = "cudnn",
+) -> Array:
+    """``attend`` by cuDNN through ``jax.nn.dot_product_attention``.
+
+    What it returns beside the values, the logarithm of the sums, is rounded and has no gradient, so
+    that two results cannot be merged: keys that rows share are given to it once for each row.
+
+    Args:
+      q_bqhd: [B, Q, H, h], bfloat16 or float16.
+      k_bkcd: [B, K, C, h].
+      v_bkcd: [B, K, C, h].
+      scale: what scores are multiplied by.
+      mask: [B, Q, C] bool, True where visible; it lies in memory in two bytes a number.
+      lengths: [B] int32, instead of a mask: so many keys count, and a query sees those at its own
+        column and before it.
+      implementation: "xla" computes the same without cuDNN.
+
+    Returns:
+      [B, Q, H, h]. What a query that sees nothing gets has no meaning.
+    """
+    q = q_bqhd.shape[1]
+    k, v = k_bkcd.transpose(0, 2, 1, 3), v_bkcd.transpose(0, 2, 1, 3)
+    call = functools.partial(
+        jax.nn.dot_product_attention, scale=scale, implementation=implementation
+    )
+    if lengths is not None:
+        return call(q_bqhd, k, v, is_causal=True, key_value_seq_lengths=lengths)
+    assert mask is not None, "a mask or lengths"
+    even = lambda x, *axes: jnp.pad(  # noqa: E731
+        x, [(0, x.shape[i] % 2 if i in axes else 0) for i in range(x.ndim)]
+    )
+    # With a mask it takes an even number of queries and of keys.
+    out = call(even(q_bqhd, 1), even(k, 1), even(v, 1), mask=even(mask, 1, 2)[:, None])
+    return out[:, :q]

@@ -1,0 +1,99 @@
+"""The record of where a sampler's router sent each token, kept in the cache beside keys and values.
+
+So the record goes wherever the cache goes: into other slots, over a fork, into a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jrl.errors import UserError
+from jrl.mesh import constrain
+from jrl.models.config import ModelConfig
+from jrl.models.decode import View
+from jrl.types import Array, Cache, Network
+
+
+def recording(network: Network, config: ModelConfig) -> Network:
+    """The network with caches that keep where its router sent each token, for training to replay.
+
+    Args:
+      network: one of ``transformer``, perhaps with another cache.
+      config: of the network.
+
+    Returns:
+      The network; its caches have "experts" [S, c, k] in the pieces of sparse layers, int8, or
+      int16 where there are more than 128 experts; -1 where nothing is written.
+
+    Raises:
+      UserError: a model without experts.
+    """
+    if not any(config.sparse):
+        raise UserError(
+            "train.replay_routing = true: the model has no routed experts; set it to false"
+        )
+    return network._replace(init_cache=_with_room(network.init_cache, config), recorded=recorded)
+
+
+def record_dtype(config: ModelConfig) -> Any:
+    """What the experts of a record are kept in; the numbers go from -1 to experts - 1."""
+    return jnp.int8 if config.experts <= 128 else jnp.int16
+
+
+def _with_room(init_cache: Callable[..., Cache], config: ModelConfig) -> Callable[..., Cache]:
+    dtype = record_dtype(config)
+
+    def empty(piece: dict[str, Array]) -> dict[str, Array]:
+        rows, _, columns, _ = piece["v"].shape
+        experts = jnp.full((rows, columns, config.experts_per_token), -1, dtype)
+        return piece | {"experts": constrain(experts, "batch", None, None)}
+
+    def init(*args: Any, **kwargs: Any) -> Cache:
+        cache = init_cache(*args, **kwargs)
+        own = tuple(
+            tuple(map(empty, pieces)) if sparse else pieces
+            for pieces, sparse in zip(cache.own, config.sparse, strict=True)
+        )
+        return cache.replace(own=own)
+
+    return init
+
+
+def record(
+    old: Sequence[dict[str, Array]],
+    new: Sequence[dict[str, Array]],
+    experts: Array,
+    views: Sequence[View],
+    live: Array,
+) -> tuple[dict[str, Array], ...]:
+    """A layer's pieces with the experts of live tokens written where their keys are.
+
+    Args:
+      old: the pieces as they were.
+      new: the pieces with keys and values written.
+      experts: [S, Q, k] int32.
+      views: how the tokens look at the pieces.
+      live: [S, Q] bool.
+    """
+    rows = jnp.arange(experts.shape[0])[:, None]
+    columns = [view.columns for view in views if view.columns is not None]
+    written = []
+    for before, after, at in zip(old, new, columns, strict=True):
+        held = before["experts"]
+        at = jnp.where(live & (at >= 0), at, held.shape[1])
+        held = held.at[rows, at].set(experts.astype(held.dtype), mode="drop")
+        written.append(after | {"experts": held})
+    return tuple(written)
+
+
+def recorded(own: Sequence[Sequence[dict[str, Array]]]) -> Array:
+    """[S, C, n, k] int8 or int16: the record in a cache's rows, of all n sparse layers."""
+    layers = [
+        jnp.concatenate([piece["experts"] for piece in pieces], axis=1)
+        for pieces in own
+        if "experts" in pieces[0]
+    ]
+    return jnp.stack(layers, axis=2)

@@ -1,0 +1,179 @@
+"""Runs that train adapters on a frozen base: what is kept in their checkpoints, and what is not.
+
+A checkpoint holds the adapters and their moments. The base is read again from ``model.path``; one
+that is nowhere else, because the run began with random weights, is written to ``base/`` in the run
+directory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import Config
+from jrl.errors import UserError
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.hf.peft import load_adapters
+from jrl.models.lora import Lora, with_adapters
+from jrl.types import NOTHING, Array, Network, Params, TrainState
+
+BASE = "base"
+
+
+def lora_of(config: Config) -> Lora | None:
+    """The adapters that a configuration asks for, or None."""
+    table = config.lora
+    if table.rank is None:
+        return None
+    return Lora(table.rank, table.alpha, table.targets, table.base)
+
+
+def trained_network(config: Config, model: ModelConfig, network: Network) -> Network:
+    """The policy as a run trains it: ``network`` itself, or with adapters on a frozen base.
+
+    Raises:
+      UserError: adapters that the model cannot have.
+    """
+    lora = lora_of(config)
+    return network if lora is None else with_adapters(network, model, lora)
+
+
+def start_params(config: Config, model: ModelConfig, network: Network, params: Params) -> Params:
+    """The weights that a run starts from on the host, from those of its checkpoint.
+
+    A frozen base is put into the form that it is kept in, and joined with the adapters of
+    ``lora.path`` where there are some.
+    """
+    if network.split is None or params is None:
+        return params
+    base = network.split.freeze(params)
+    lora, path = lora_of(config), config.lora.path
+    if path is None or lora is None:
+        return base
+    return network.split.join(load_adapters(path, model, lora=lora), base)
+
+
+def place(network: Network, params: Params, where: Any) -> Params:
+    """A policy on the devices, leaf by leaf: no device ever holds the whole of a model.
+
+    Args:
+      network: the policy.
+      params: whole, or the base alone.
+      where: shardings, shaped like the whole policy.
+    """
+    if network.split is not None and not network.split.split(params)[0]:
+        where = network.split.split(where)[1]
+    return jax.device_put(params, where)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def without_base(state: TrainState) -> TrainState:
+    """What a checkpoint holds of a state: everything but the base, which does not change."""
+    return state.replace(frozen={n: tree for n, tree in state.frozen.items() if n != "base"})
+
+
+def with_base(state: TrainState, base: Params) -> TrainState:
+    """The state with this base."""
+    return state.replace(frozen=state.frozen | {"base": base})
+
+
+def checksum(base: Params) -> int:
+    """A number that tells one base from another: the sum of the bits of its weights."""
+    return int(_sum_of_bits(base))
+
+
+@jax.jit
+def _sum_of_bits(tree: Params) -> Array:
+    def bits(x: Array) -> Array:
+        unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
+        words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+        # Weighted by place along the last axis, so that order counts.
+        place = jnp.arange(1, 1 + x.shape[-1], dtype=jnp.uint32)
+        return (words * place.reshape((1,) * (x.ndim - 1) + (-1,))).sum(dtype=jnp.uint32)
+
+    return jax.tree.reduce(jnp.add, jax.tree.map(bits, tree))
+
+
+def check_base(config: Config, base: Params, known: int | None) -> int:
+    """The checksum of a base; a UserError when the run went on from another one."""
+    found = checksum(base)
+    if known is not None and found != known:
+        raise UserError(
+            f"model.path = {config.model.path!r} holds other weights than when the run began, and "
+            "its adapters belong to those; put them back, or start again in another run.dir"
+        )
+    return found
+
+
+def has_base(config: Config) -> bool:
+    """Whether the run directory holds the run's base."""
+    return Checkpoints(_directory(config), 1).latest_step() is not None
+
+
+def save_base(config: Config, base: Params) -> None:
+    """Writes the base to the run directory."""
+    with Checkpoints(_directory(config), 1) as store:
+        store.save(0, {BASE: base})
+
+
+def load_base(config: Config, network: Network, layout: Params) -> Params:
+    """A run's frozen base, from ``model.path`` or its run directory.
+
+    Args:
+      config: the run's, with ``run.dir`` unless it starts from ``model.path``.
+      network: its policy, with a ``split``.
+      layout: where its leaves shall lie; see ``Checkpoints.restore``.
+    """
+    assert network.split is not None
+    if config.model.path is None:
+        return Checkpoints(_directory(config), 1).restore({BASE: layout})[0][BASE]
+    _, params = hf.load(config.model.path, dtype=config.model.param_dtype)
+    base = network.split.freeze(params)
+    if isinstance(jax.tree.leaves(layout)[0], np.ndarray):
+        return base
+    return jax.device_put(base, jax.tree.map(lambda x: x.sharding, layout))
+
+
+def _directory(config: Config) -> Path:
+    return Path(config.run.dir or "") / BASE
+
+
+def restore_policy(
+    config: Config,
+    network: Network,
+    layout: Params,
+    *,
+    checkpoint: int | None = None,
+    also: Mapping[str, Any] = NOTHING,
+) -> tuple[Params, dict[str, Any]]:
+    """The whole policy of a run's checkpoint, and what else is asked for of it.
+
+    Args:
+      config: the run's, with ``run.dir``.
+      network: its policy.
+      layout: where the policy's leaves shall lie; see ``Checkpoints.restore``.
+      checkpoint: a training step; None for the newest.
+      also: further parts of the state, such as "step", or of its "params".
+
+    Returns:
+      (policy, what ``also`` asked for).
+    """
+    trained, base = layout, None
+    if network.split is not None:
+        trained, base = network.split.split(layout)
+    wanted = dict(also) | {"params": {"policy": trained, **also.get("params", {})}}
+    saved = Checkpoints(Path(config.run.dir or "") / "checkpoints", 1)
+    found, _ = saved.restore(wanted, checkpoint, subset=True)
+    policy = found["params"].pop("policy")
+    if network.split is not None:
+        policy = network.split.join(policy, load_base(config, network, base))
+    return policy, found

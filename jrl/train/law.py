@@ -1,0 +1,80 @@
+"""How far the law that completions are drawn from is from the one that training scores them by."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.data.prompts import pad_prompts
+from jrl.objectives.kl import k3
+from jrl.train import setup as build
+from jrl.train.rollout import compiled_stream, to_batch
+from jrl.train.score import score
+from jrl.train.state import policy_of
+from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
+
+
+def law_difference(sampler_logprobs: Array, logprobs: Array, mask: Array) -> dict[str, Array]:
+    """The difference between two laws, measured on tokens that the first one drew.
+
+    Args:
+      sampler_logprobs: float32, nats, of the law drawn from; any shape.
+      logprobs: the same tokens under the law that is trained.
+      mask: True where a token counts.
+
+    Returns:
+      mean_difference and max_difference of the log-probabilities, absolute, nats; kl, the k3
+      estimate of KL(sampler, policy), nats a token; tokens counted. Zeros when none counts.
+
+    >>> found = law_difference(jnp.zeros(2), jnp.array([0.5, -9.0]), jnp.array([True, False]))
+    >>> round(float(found["kl"]), 4), float(found["max_difference"])
+    (0.1487, 0.5)
+    """
+    live = mask.reshape(-1)
+    drawn = jnp.where(live, sampler_logprobs.reshape(-1), 0)
+    scored = jnp.where(live, logprobs.reshape(-1), 0)
+    count = jnp.maximum(live.sum(), 1)
+    apart = jnp.abs(scored - drawn)
+    return {
+        "mean_difference": apart.sum() / count,
+        "max_difference": apart.max(),
+        "kl": k3(drawn, scored).sum() / count,
+        "tokens": live.sum(),
+    }
+
+
+def rollout_difference(
+    params: Params, rollout: Rollout, law: Any, *, network: Network
+) -> dict[str, Array]:
+    """``law_difference`` of a rollout, scored by ``network`` under ``params``."""
+    ones = jnp.ones((*rollout.lengths.shape, 1), jnp.float32)
+    batch: Batch = to_batch(rollout, ones, jnp.ones(1, jnp.float32))
+    want = frozenset({"logprobs"})
+    found = score({"policy": params}, batch, law, network=network, value=None, want=want)
+    return law_difference(rollout.sampler_logprobs, found["logprobs"], rollout.mask)
+
+
+def measure_run(run: build.Run, state: TrainState) -> dict[str, float]:
+    """``law_difference`` of a run's sampler and its policy, on the prompts of one step.
+
+    Args:
+      run: from ``setup``; it must draw completions.
+      state: at any step; call it under the run's mesh.
+    """
+    here = run._replace(rollout_mesh=None)  # where the state is
+    program, policy = build.train_sampler(here), policy_of(state, run.network)
+    count, key = run.config.train.prompts, state.key
+    ids = np.arange(count, dtype=np.int32)
+    if run.task is not None:
+        rollout = program(key, policy, np.int32(0), ids, law=run.law).rollout
+    else:
+        asked = run.prompts["train"]
+        tokens, lengths = pad_prompts([asked[i % len(asked)] for i in ids], run.width)
+        sample_key = compiled_stream(key, "sample", np.int32(0))
+        rollout = program(sample_key, policy, tokens, lengths, run.law, np.int32(0), ids)
+    measure = jax.jit(partial(rollout_difference, network=run.network))
+    return {name: float(x) for name, x in measure(policy, rollout, run.law).items()}

@@ -1,0 +1,79 @@
+"""The routers of a policy with experts, in a training step: their losses and their numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jrl.models.moe import balance_loss, z_loss
+from jrl.types import Array, Batch, Stats
+
+
+class RouterLosses(NamedTuple):
+    """What is added to the loss for the routers of the policy.
+
+    Attributes:
+      balance: what ``moe.balance_loss`` is multiplied by; its shares of visits are those of a
+        microbatch, as in the papers.
+      z: what ``moe.z_loss`` is multiplied by.
+    """
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+NO_LOSSES = RouterLosses()
+
+
+def routed_tokens(batch: Batch) -> Array:
+    """[] float32: tokens that go through the network, each shared prompt counted once."""
+    prompts = (batch.prompt_lengths - 1).sum()
+    if batch.packing is not None:
+        return (prompts + (batch.packing.members >= 0).sum()).astype(jnp.float32)
+    return (prompts + batch.lengths.sum()).astype(jnp.float32)
+
+
+def router_loss(losses: RouterLosses, sums: Stats, tokens: Array) -> tuple[Array, Stats]:
+    """The losses of a microbatch, as its share of the whole batch, and the sums to report.
+
+    Args:
+      losses: their coefficients.
+      sums: from ``moe.router_sums``, each with a leading axis of layers.
+      tokens: [] float32, of the whole batch.
+
+    Returns:
+      [] float32, and the sums without gradient, with that of the balance among them.
+    """
+    balance = balance_loss(sums)
+    total = losses.balance * balance + losses.z * z_loss(sums)
+    return total / jnp.maximum(tokens, 1), jax.lax.stop_gradient(sums | {"router_balance": balance})
+
+
+def router_pairs(sums: Stats) -> dict[str, tuple[Array, Array]]:
+    """The routers' metrics as (sum, count).
+
+    Args:
+      sums: of an update, from ``router_loss``; {} for a policy without experts.
+
+    Returns:
+      router_entropy (nats a token, mean over layers), router_z (squared nats), router_balance (the
+      balance loss; 1 when even), router_max_load (visits of the busiest expert of a layer over
+      those of the mean one, mean over layers), router_dropped (the fraction of visits that no
+      expert was given) and router_moved (the fraction that the router alone would not have chosen).
+    """
+    if not sums:
+        return {}
+    visits, tokens = sums["router_visits"], sums["router_tokens"]
+    layers, each = tokens.sum(), tokens[0]
+    busiest = visits.max(-1) / jnp.maximum(visits.mean(-1), 1e-9)
+    asked = sums["router_asked"].sum()
+    return {
+        "router_entropy": (sums["router_entropy"].sum(), layers),
+        "router_z": (sums["router_z"].sum(), layers),
+        "router_balance": (sums["router_balance"], each),
+        "router_max_load": (busiest.mean(), jnp.float32(1)),
+        "router_dropped": (asked - visits.sum(), asked),
+        "router_moved": (sums["router_moved"].sum(), asked),
+    }

@@ -1,0 +1,82 @@
+"""Weights that the mesh divides are sent once a rollout, not for every token."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.mesh import batch_sharding, make_mesh, tree_shardings
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.sampling.continuous import generate
+from jrl.sampling.draw import make_law
+from jrl.train.hlo import program_costs
+
+CONFIG = ModelConfig(
+    vocab_size=64,
+    layers=2,
+    embed_dim=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_dim=64,
+    max_length=32,
+)
+# XLA's CPU backend moves what does not change out of loops, the one for TPUs leaves gathers where
+# they are: here they are left there too.
+STAY = "while-loop-invariant-code-motion,while-loop-expensive-invariant-code-motion"
+
+
+def sampler(gather, mesh=None):
+    """A rollout's program, and what goes into it."""
+    network = transformer(CONFIG, gather=gather)
+    params = network.init(jax.random.key(0))
+    prompts = jax.random.randint(jax.random.key(1), (4, 8), 0, 64)
+    program = jax.jit(
+        functools.partial(generate, network=network, group=2, max_new_tokens=8, stop_tokens=())
+    )
+    if mesh is not None:
+        params = jax.device_put(params, tree_shardings(mesh, network.axes(), params))
+        prompts = jax.device_put(prompts, batch_sharding(mesh))
+    lengths, ids = jnp.full(4, 8, jnp.int32), jnp.arange(4, dtype=jnp.int32)
+    return program, (jax.random.key(2), params, prompts, lengths, make_law(), jnp.int32(0), ids)
+
+
+@functools.cache
+def drawn(gather):
+    """Tokens on eight devices, and the collectives over fsdp of before and in the token loop."""
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    with jax.set_mesh(mesh):
+        program, args = sampler(gather, mesh)
+        lowered = program.lower(*args)
+        compiled = lowered.compile(compiler_options={"xla_disable_hlo_passes": STAY})
+        tokens = np.asarray(compiled(*args).tokens)
+    costs = program_costs(compiled.as_text(), list(mesh.shape.values()))
+    before, loop = [cost for cost in costs if cost.flops]  # prefill; a token
+    fsdp = list(mesh.shape).index("fsdp")
+    sent = [
+        {c.kind: c.bytes for c in cost.collectives if c.axes == (fsdp,) and c.size == 4}
+        for cost in (before, loop)
+    ]
+    return tokens, *sent
+
+
+def test_no_token_waits_for_weights_that_the_mesh_divides():
+    # three quarters of both layers' matrices and of the head, halved over tensor
+    matrices = 2 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64) + 32 * 64
+    least = 4 * matrices / 2 * 3 / 4
+    _, before, loop = drawn(True)
+    assert before["all-gather"] > least
+    assert not loop  # nor does one for what other devices keep: rows of the cache, norms
+    _, before, loop = drawn(False)
+    assert loop["all-gather"] > 0.9 * least
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_gathered_weights_draw_what_one_device_draws(gather):
+    program, args = sampler(True)
+    np.testing.assert_array_equal(drawn(gather)[0], program(*args).tokens)

@@ -1,0 +1,93 @@
+"""What tests ask of libtpu, in a process of its own: it serves one at a time.
+
+    python tests/tpu_programs.py FUNCTION ARGUMENTS_AS_JSON
+
+prints what the function returns as the last line, as JSON.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu is for Linux on x86 alone"
+)
+
+
+def ask(function: str, *args: Any) -> Any:
+    """What a function of this module returns in a process of its own, when libtpu is free."""
+    command = [sys.executable, __file__, function, json.dumps(args)]
+    with Path(tempfile.gettempdir(), "jrl-libtpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[str, Any]:
+    """The plan of a configuration, as ``jrl plan`` prints it in JSON and as text."""
+    from jrl.config import build_config
+    from jrl.train import plan
+    from jrl.train.chips import parse_topology
+    from jrl.train.plan_text import as_json, as_text
+
+    found = plan.make_plan(build_config(tree), parse_topology(topology), effort=effort)
+    return as_json(found) | {"text": as_text(found), "numbers": found.parameters}
+
+
+def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
+    """What is said of configurations that cannot be planned for."""
+    from jrl.config import build_config
+    from jrl.errors import UserError
+    from jrl.train import plan
+    from jrl.train.chips import parse_topology
+
+    said = []
+    for tree, topology in zip(trees, topologies, strict=True):
+        try:
+            plan.make_plan(build_config(tree), parse_topology(topology))
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[str, Any]:
+    """The attention kernels in compiled programs of a run, by name, and whether all axes are used.
+
+    "in_loop" are those in the loop over tokens.
+    """
+    from jrl.config import build_config
+    from jrl.train import plan
+    from jrl.train.chips import parse_topology
+
+    config = build_config(tree)
+    run = plan.abstract_run(config, plan._mesh(config, parse_topology(topology)))
+    lower, found = {"sampler": plan.lower_sampler, "train_step": plan.lower_step}, {}
+    for name in programs:
+        options = {"exec_time_optimization_effort": -1.0}
+        text = lower[name](run).compile(compiler_options=options).as_text()
+        bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+        calls, loops, inside = [], 0, ""
+        for line in text.splitlines():
+            if line.endswith("{") and not line.startswith(" "):
+                inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
+            if 'custom_call_target="tpu_custom_call"' in line:
+                calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
+                loops += inside in bodies
+        found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]](*json.loads(sys.argv[2]))))

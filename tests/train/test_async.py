@@ -1,0 +1,470 @@
+"""Disjoint meshes: what moves between them, who draws what when, and runs that are stopped."""
+
+import json
+import signal
+import threading
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.mesh import make_mesh, tree_shardings
+from jrl.metrics import read_jsonl
+from jrl.train import async_, loop
+from jrl.train import setup as build
+from jrl.train.async_ import Ahead, ages, restored, stored
+from jrl.train.groups import Drawn
+from jrl.train.handover import Handover, HandoverError, checked, checksum
+from jrl.train.loop import fit, train
+from jrl.train.placement import make_meshes
+from jrl.train.rollout import Groups
+from jrl.types import Prompt, Rollout
+
+AXES = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}
+
+
+def meshes(mine, theirs):
+    n, m = (int(np.prod(list(sizes.values()))) for sizes in (mine, theirs))
+    devices = jax.devices()
+    return make_mesh(mine, devices[:n]), make_mesh(theirs, devices[n : n + m])
+
+
+def tree():
+    rng = np.random.default_rng(0)
+    return {
+        "w": rng.normal(size=(2, 8, 4, 3)).astype(np.float32),
+        "b": jnp.asarray(rng.normal(size=(8, 12)), jnp.bfloat16),
+        "s": np.arange(5, dtype=np.int32),
+    }
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def mix(x):
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
+    return x ^ (x >> 16)
+
+
+def reference(array):
+    """The checksum in Python integers."""
+    words = np.ascontiguousarray(array).reshape(-1)
+    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[words.itemsize]
+    bits = words.view(kind).tolist()
+    return sum(mix(w ^ mix((i + 0x9E3779B9) % 2**32)) for i, w in enumerate(bits)) % 2**32
+
+
+def test_the_checksum_is_that_of_integers_whatever_the_type():
+    arrays = [np.asarray(x) for x in tree().values()]
+    arrays += [np.array([[True, False]]), np.array([-3, 7], np.int8), np.float32(np.nan)]
+    assert jax.jit(checksum)(arrays).tolist() == [reference(x) for x in arrays]
+
+
+def test_the_checksum_knows_bits_and_places_but_not_shards():
+    """What resharding can get wrong is two shards in each other's place, or a bit."""
+    mesh, _ = meshes({"fsdp": 2, "tensor": 2}, {"data": 1})
+    whole, total = tree(), jax.jit(checksum)
+    placed = jax.device_put(whole, tree_shardings(mesh, AXES, whole))
+    assert placed["w"].addressable_shards[0].data.shape == (2, 4, 2, 3)
+    right = total(whole)
+    assert total(placed).tolist() == right.tolist()
+    w = whole["w"]
+    bits = w.view(np.uint32).copy()
+    bits[1, 7, 3, 2] ^= 1
+    wrong = {
+        "a bit": bits.view(np.float32),
+        "two shards": w[:, [4, 5, 6, 7, 0, 1, 2, 3]],
+        "minus zero": np.where(w == w[0, 0, 0, 0], -0.0, w).astype(np.float32),
+    }
+    for what, array in wrong.items():
+        different = total(whole | {"w": array}) != right
+        assert different.tolist() == [False, False, True], what
+
+
+# ---------------------------------------------------------------- from mesh to mesh
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        ({"fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}),
+        ({"fsdp": 4}, {"tensor": 4}),
+        ({"fsdp": 4}, {"tensor": 2}),
+        ({"fsdp": 2}, {"fsdp": 2, "tensor": 2}),
+    ],
+)
+def test_weights_arrive_bit_for_bit_and_never_through_the_host(mine, theirs, monkeypatch):
+    mesh, rollout_mesh = meshes(mine, theirs)
+    where = tree_shardings(rollout_mesh, AXES, tree())
+    params = jax.device_put(tree(), tree_shardings(mesh, AXES, tree()))
+
+    def fetched(self):
+        pytest.fail("a weight went through the host")
+
+    hand_over = Handover(where, mesh, rollout_mesh)
+    with monkeypatch.context() as patch, jax.set_mesh(mesh):
+        patch.setattr(type(params["w"]), "_value", property(fetched))
+        weights = hand_over(params, 3)
+    there = checked(weights, 3)
+    for name, leaf in tree().items():
+        assert there[name].sharding == where[name]
+        assert np.array_equal(np.asarray(there[name]), leaf)
+        assert not there[name].sharding.device_set & params[name].sharding.device_set
+
+
+def test_a_leaf_that_changed_on_its_way_is_named_with_its_version():
+    mesh, rollout_mesh = meshes({"data": 1}, {"data": 1})
+    where = tree_shardings(rollout_mesh, AXES, tree())
+    hand_over = Handover(where, mesh, rollout_mesh)
+    corrupted(hand_over)
+    params = jax.device_put(tree(), mesh.devices.item())
+    with pytest.raises(HandoverError, match=r"version 7 of the policy changed .*: w \(sent"):
+        checked(hand_over(params, 7), 7)
+    with pytest.raises(HandoverError, match="hold version 7 of the policy .* asks for version 8"):
+        checked(hand_over(params, 7), 8)
+
+
+def corrupted(hand_over):
+    """Lets one bit of one leaf flip on the way."""
+    settle = hand_over._settle
+
+    def flip(params):
+        params, name = settle(params), next(n for n in ("w", "embed") if n in params)
+        bits = np.asarray(params[name]).view(np.uint32).copy()
+        bits.flat[5] ^= 1
+        return params | {name: jax.device_put(bits.view(np.float32), params[name].sharding)}
+
+    hand_over._settle = flip
+
+
+# ---------------------------------------------------------------- who draws what when
+
+
+def groups_of(version, t=2):
+    ones = np.ones((1, 1), np.int32)
+    rollout = Rollout(
+        prompt_tokens=ones,
+        prompt_lengths=ones[0],
+        tokens=np.ones((1, 1, t), np.int32),
+        lengths=t * ones,
+        mask=np.ones((1, 1, t), bool),
+        sampler_logprobs=np.zeros((1, 1, t), np.float32),
+        versions=np.full((1, 1, t), version, np.int32),
+        stop=ones,
+        baseline=ones != 1,
+    )
+    return Groups(rollout, np.zeros((1, 1, 1), np.float32), None, {}, {"prompt": ones[0]})
+
+
+class Loop:
+    """The loop without a model: version k of the policy is the number k."""
+
+    def __init__(self, staleness, *, before_draw=None, before_step=None, carried=(), start=0):
+        mesh, rollout_mesh = meshes({"data": 1}, {"data": 1})
+        where = tree_shardings(rollout_mesh, {"w": (None,)}, {"w": np.zeros(1)})
+        self.log, self.steps, self.start = [], [], start
+        self.before_draw, self.before_step = before_draw, before_step
+        self.ahead = Ahead(
+            self.draw,
+            lambda drawn: drawn.cursor,
+            Handover(where, mesh, rollout_mesh),
+            staleness=staleness,
+            cursor=start,
+            carried=carried,
+        )
+
+    def draw(self, key, params, *, step, version, cursor):
+        if self.before_draw is not None:
+            self.before_draw(step)
+        assert threading.current_thread().name.startswith("rollout")
+        self.log.append((step, int(params["w"][0]), version, cursor))
+        return Drawn(groups_of(version), None, cursor + 1)
+
+    def step(self, state, batch, law):
+        if self.before_step is not None:
+            self.before_step(state.step)
+        self.steps.append((state.step, batch))
+        return self.state(state.step + 1), {}
+
+    def state(self, step):
+        return SimpleNamespace(
+            step=step, key=np.zeros(2, np.uint32), params={"policy": {"w": jnp.full(1, step)}}
+        )
+
+    def run(self, steps):
+        counts = []
+
+        def on_step(done, state, metrics, groups, cursor):
+            counts.append(groups.counts)
+            return False
+
+        with self.ahead:
+            fit(self.state(self.start), self.ahead.collect, self.step, None, steps, on_step=on_step)
+        return counts
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_the_step_decides_which_version_draws_a_batch(staleness):
+    whole = Loop(staleness)
+    counts = whole.run(5)
+    versions = [max(0, i - staleness) for i in range(5 + staleness)]
+    assert whole.log == [(i, v, v, i) for i, v in enumerate(versions)]
+    assert whole.steps == [(i, i + 1) for i in range(5)]
+    ages = [min(i, staleness) for i in range(5)]
+    assert [c["staleness"] for c in counts] == [c["staleness_max"] for c in counts] == ages
+    assert all(c["rollout_seconds"] > 0 for c in counts)
+    assert all(c["waited_seconds"] >= 0 for c in counts)
+    # Stopped after two steps and gone on, every batch is drawn once and by the same version.
+    first = Loop(staleness)
+    first.run(2)
+    rest = Loop(staleness, carried=first.ahead.drawn(), start=2)
+    assert len(rest.ahead.drawn()) == staleness
+    rest.run(5)
+    assert first.log + rest.log == whole.log
+    assert first.steps + rest.steps == whole.steps
+
+
+def test_a_rollout_runs_while_the_step_before_it_trains():
+    """Each waits for the other to be under way; one after the other, neither would go on."""
+    meet = threading.Barrier(2, timeout=60)
+    overlapped = Loop(
+        1,
+        before_draw=lambda step: step and meet.wait(),  # all but the very first batch
+        before_step=lambda step: meet.wait(),
+    )
+    overlapped.run(3)
+    assert overlapped.steps == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_an_error_while_drawing_ends_the_run():
+    def fails(step):
+        if step == 2:
+            raise ValueError("no batch 2")
+
+    failing = Loop(1, before_draw=fails)
+    with pytest.raises(ValueError, match="no batch 2"):
+        failing.run(9)
+    assert [step for step, _ in failing.steps] == [0, 1]
+    assert not [t for t in threading.enumerate() if t.name.startswith("rollout")]
+
+
+def test_an_error_while_training_is_not_held_up_by_what_waits_to_be_drawn():
+    drawn = []
+
+    def fails(step):
+        raise ValueError("no step")
+
+    with pytest.raises(ValueError, match="no step"):
+        Loop(50, before_draw=drawn.append, before_step=fails).run(9)
+    assert len(drawn) < 50
+
+
+def test_tokens_older_than_agreed_are_refused():
+    assert ages(groups_of(3), 5, 2) == {"staleness": 2.0, "staleness_max": 2.0}
+    with pytest.raises(HandoverError, match=r"step 6: .* drawn by version 3 to 3 .* 4 to 6"):
+        ages(groups_of(3), 6, 2)
+    with pytest.raises(HandoverError, match="by version 3 to 3"):
+        ages(groups_of(3), 2, 2)
+    groups = groups_of(4)
+    groups.rollout.versions[0, 0, 0] = 1
+    groups.rollout.mask[0, 0, 0] = False
+    assert ages(groups, 4, 0)["staleness_max"] == 0  # what is not trained on has no age
+    assert ages(groups_of(-1), 4, 0) == {"staleness": 0.0, "staleness_max": 0.0}
+
+
+def test_groups_of_text_survive_a_checkpoint(tmp_path):
+    prompts = [Prompt(i, f"q{i}", np.arange(3), "5") for i in (4, 9)]
+    groups = groups_of(2)._replace(subject=prompts[1:], counts={"reward_errors": 1.0})
+    drawn = Drawn(groups, np.array([False]), 12)
+    with Checkpoints(tmp_path, 1) as checkpoints:
+        extra = {"cursor": 3, "carried": [stored(drawn)]}
+        checkpoints.save(1, {"w": np.zeros(2)}, extra=extra)
+        _, extra = checkpoints.restore({"w": np.zeros(2)})
+        _, less = checkpoints.restore({"w": np.zeros(2)}, subset=True)
+    assert less["carried"][0]["rewards"] is None
+    back = restored(extra["carried"][0], SimpleNamespace(task=None, prompts={"train": prompts}))
+    assert (back.cursor, back.groups.subject, back.groups.counts) == (
+        12,
+        prompts[1:],
+        groups.counts,
+    )
+    old, new = ((d.groups.rollout, d.groups.rewards, d.groups.ids, d.live) for d in (drawn, back))
+    jax.tree.map(np.testing.assert_array_equal, old, new)
+    assert [x.dtype for x in jax.tree.leaves(old)] == [x.dtype for x in jax.tree.leaves(new)]
+
+
+# ---------------------------------------------------------------- whole runs
+
+BASE = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=4", "train.prompts=4"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("rewards={partial={}}", "optimizer.learning_rate=1e-2", "train.steps=4"),
+    *("eval.problems=4", "checkpoint.every=0", "log.samples_every=1", "mesh.data=4"),
+    "objective.correction=tis",
+)
+DISJOINT = ("placement.kind=disjoint", "placement.rollout.data=4")
+CLOCKS = {"seconds", "tokens_per_second", "compiles", "rollout_seconds", "waited_seconds"}
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+def go(directory, *changes):
+    overrides = [*BASE, *changes, f"run.dir={json.dumps(str(directory))}"]
+    train(load_config(None, overrides), echo=lambda line: None)
+    return read(directory)
+
+
+def read(directory):
+    """(records but for clocks, samples of training, the final state) of a run."""
+    records = read_jsonl(directory / "metrics.jsonl")[1:]
+    samples = read_jsonl(directory / "samples.jsonl")
+    return (
+        [{k: v for k, v in r.items() if k not in CLOCKS} for r in records],
+        [s for s in samples if s.get("split") != "eval"],
+        leaves(directory),
+    )
+
+
+def leaves(directory):
+    import orbax.checkpoint as ocp
+
+    step = Checkpoints(directory / "checkpoints", 2).latest_step()
+    state = directory / "checkpoints" / f"{step:08d}" / "state"
+    with ocp.PyTreeCheckpointer() as reader:
+        names = reader.metadata(state).item_metadata.tree
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), names)
+        return reader.restore(state, restore_args=kinds)
+
+
+def assert_equal_state(mine, theirs):
+    assert len(mine) > 20
+    assert mine.keys() == theirs.keys()
+    for name, leaf in theirs.items():
+        assert np.array_equal(leaf, mine[name]), name
+
+
+def test_no_staleness_is_the_synchronous_run_bit_for_bit(tmp_path):
+    records, samples, state = go(tmp_path / "shared")
+    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT)
+    assert [r.pop("staleness") for r in theirs] == [0] * 4
+    assert [r.pop("staleness_max") for r in theirs] == [0] * 4
+    assert theirs == records
+    assert drawn == samples
+    assert_equal_state(end, state)
+    assert len({r["loss"] for r in records}) > 1
+
+
+def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(tmp_path, monkeypatch):
+    """The batch drawn ahead is saved with the state, for its policy is gone by then."""
+    stale = (*DISJOINT, "placement.staleness=1")
+    records, samples, state = go(tmp_path / "whole", *stale)
+    assert [r["staleness_max"] for r in records] == [0, 1, 1, 1]
+    assert all(0.5 < r["correction_weight"] < 2 for r in records)
+    with monkeypatch.context() as patch:
+        step = loop.Progress.step
+
+        def stop(self, done, record):
+            step(self, done, record)
+            if done == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr(loop.Progress, "step", stop)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
+            go(tmp_path / "broken", *stale)
+    theirs, drawn, end = go(tmp_path / "broken", *stale)
+    assert theirs == records
+    assert drawn == samples
+    assert_equal_state(end, state)
+
+
+def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
+    tmp_path, monkeypatch
+):
+    class Corrupting(Handover):
+        def __call__(self, params, version):
+            if version == 1:
+                corrupted(self)
+            return super().__call__(params, version)
+
+    monkeypatch.setattr(async_, "Handover", Corrupting)
+    with pytest.raises(HandoverError, match=r"version 1 of the policy changed .*: embed \(sent"):
+        go(tmp_path / "run", *DISJOINT)
+    assert [r["step"] for r in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]] == [1]
+
+
+# ---------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (("placement.staleness=1",), r"staleness = 1 is not read .*'shared'.*'disjoint'"),
+        (("placement.rollout.fsdp=2",), "placement.rollout.fsdp = 2 is not read"),
+        (
+            ("placement.kind=disjoint", "placement.staleness=-1"),
+            "staleness = -1; must be",
+        ),
+        (
+            ("placement.kind=disjoint", "placement.rollout.data=0"),
+            "rollout.data = 0; must be",
+        ),
+        ((*DISJOINT, "train.mode=compiled"), "'disjoint' and train.mode = 'compiled' are both"),
+        (
+            (*DISJOINT, "mesh.data=8", "train.prompts=8"),
+            "8 devices and placement.rollout for 4 others; there are 8",
+        ),
+        ((*DISJOINT, "mesh.data=-1", "placement.rollout.data=-1"), "data and .*data are -1; only"),
+        ((*DISJOINT, "mesh.data=3", "train.prompts=12"), "has 3 devices and placement.rollout 4"),
+        (
+            (*DISJOINT, "placement.rollout.data=3"),
+            "prompts = 4 cannot be split over the 3 devices",
+        ),
+        (
+            (*DISJOINT, "mesh.data=1", "placement.rollout.data=-1", "placement.rollout.tensor=2"),
+            "placement.rollout.data = -1: the 7 devices that are left do not divide by the 2",
+        ),
+    ],
+)
+def test_a_split_that_cannot_be_is_refused(changes, says):
+    with pytest.raises(UserError, match=says):
+        make_meshes(load_config(None, [*BASE, *changes]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            ("placement.rollout.data=1", "placement.rollout.tensor=4"),
+            "rollout: .*kv_heads",
+        ),
+        (("method=sft", "objective={}"), "'disjoint': method = 'sft' draws nothing"),
+    ],
+)
+def test_a_run_that_cannot_draw_apart_is_refused(changes, says, tmp_path):
+    with pytest.raises(UserError, match=says):
+        go(tmp_path / "run", *DISJOINT, *changes)
+
+
+def test_what_is_left_goes_to_the_mesh_that_asks_for_it():
+    sizes = partial(load_config, None)
+    mesh, rollout = make_meshes(sizes([*BASE, *DISJOINT, "mesh.data=-1"]))
+    assert (mesh.size, rollout.size) == (4, 4)
+    assert set(mesh.devices.flat).isdisjoint(rollout.devices.flat)
+    mesh, rollout = make_meshes(
+        sizes([*BASE, *DISJOINT, "placement.rollout.data=-1", "mesh.data=4"])
+    )
+    assert (mesh.size, rollout.shape["data"]) == (4, 4)
+    assert make_meshes(sizes(BASE))[1] is None
+    # Who only evaluates such a run needs no devices for rollout.
+    alone = build.setup(sizes([*BASE, *DISJOINT, "mesh.data=8", "train.prompts=8"]), trains=False)
+    assert (alone.mesh.size, alone.rollout_mesh) == (8, None)

@@ -1,0 +1,74 @@
+"""The real sampler and training step, compiled for slices of TPUs with their attention kernels."""
+
+from __future__ import annotations
+
+import pytest
+from tpu_programs import ask, needs_libtpu
+
+MODEL = {
+    "vocab_size": 512,
+    "layers": 1,
+    "embed_dim": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 128,
+    "mlp_dim": 256,
+    "max_length": 512,
+}
+FORWARD, FILL = "splash_mha_fwd_segmented_residuals", "splash_mha_fwd_residuals"
+BACKWARD = ["splash_mha_dkv_segmented_no_residuals", "splash_mha_dq_segmented_no_residuals"]
+
+
+def run(mesh, attention="auto", **sizes):
+    return {
+        "method": "grpo",
+        "model": {"config": MODEL | sizes, "dtype": "bfloat16", "attention": attention},
+        "data": {"max_prompt_tokens": 128},
+        "sampling": {"group": 4, "max_new_tokens": 128},
+        "optimizer": {"name": "sgd"},
+        "train": {"prompts": mesh.get("data", 1) * mesh.get("fsdp", 1)},
+        "mesh": mesh,
+    }
+
+
+@needs_libtpu
+def test_the_sampler_for_v5e_reads_its_cache_by_the_kernel():
+    """In the loop over tokens one call for prompts and one for own keys, on every chip's part."""
+    asked = run({"data": 2, "fsdp": 4, "tensor": 2})
+    found = ask("kernels", asked, "v5e:4x4", ["sampler"])["sampler"]
+    assert found == {"kernels": [FILL, FILL], "in_loop": 2, "devices": 16}
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [
+        ("v5e:4x4", {"data": 2, "fsdp": 4, "tensor": 2}),
+        ("v5p:4x4x4", {"data": 4, "fsdp": 8, "tensor": 2}),
+    ],
+)
+def test_both_programs_run_attention_on_the_kernels(topology, mesh):
+    """Prefill and decoding; prompts, and rows at themselves and at prompts, forward and backward.
+
+    Of the last layer only keys and values of prompts are kept, so that its prefill has no kernel.
+    """
+    chips = 16 if topology == "v5e:4x4" else 64
+    found = ask("kernels", run(mesh, layers=2), topology, ["sampler", "train_step"])
+    assert found["sampler"]["kernels"] == sorted([FORWARD, *[FILL] * 4])
+    assert found["sampler"]["in_loop"] == 4
+    step = found["train_step"]["kernels"]
+    assert set(step) == {FORWARD, *BACKWARD}
+    assert [step.count(name) for name in (FORWARD, *BACKWARD)] == [3, 3, 3]
+    assert found["train_step"]["devices"] == chips
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_windows_and_caps_run_on_the_kernels_and_plain_attention_on_none():
+    mesh = {"data": 16}
+    sizes = {"layers": 2, "window": 64, "window_pattern": [True, False], "attention_softcap": 30.0}
+    found = ask("kernels", run(mesh, **sizes), "v5e:4x4", ["train_step"])["train_step"]
+    assert [found["kernels"].count(name) for name in (FORWARD, *BACKWARD)] == [6, 6, 6]
+    plain = ask("kernels", run(mesh, "xla"), "v5e:4x4", ["sampler", "train_step"])
+    assert all(program["kernels"] == [] for program in plain.values())
