@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks import flags
+from jrl.heap import keep_memory
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
 from jrl.methods.base import Method
@@ -71,7 +72,8 @@ def parser(about: str) -> argparse.ArgumentParser:
 
 
 def place(args: argparse.Namespace) -> None:
-    """Asks JAX for virtual CPU devices; must run before anything is computed."""
+    """Readies the process as a run does, with virtual CPU devices; before anything is computed."""
+    keep_memory()
     if args.devices > 1:
         jax.config.update("jax_num_cpu_devices", args.devices)
 

@@ -71,7 +71,11 @@ def _backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tup
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # The order of operands matters to XLA on the CPU; see ``attention.attend``.
     dx = einsum(f"{right},{out}->{left}", w.astype(x.dtype), g)
-    dw = einsum(f"{left},{out}->{right}", x, g)
+    # A sum over tokens turns its first operand round: the smaller one.
+    if g.size < x.size:
+        dw = einsum(f"{out},{left}->{right}", g, x)
+    else:
+        dw = einsum(f"{left},{out}->{right}", x, g)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
@@ -257,7 +261,9 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             slope = jnp.where(_new(walk, i), slope, 0)
         slope = (slope / temperature).astype(hidden.dtype)
         back = einsum(f"{spec},btsv->btd", part.astype(hidden.dtype), slope)
-        return back, einsum(f"btd,btsv->{spec}", hidden, slope)
+        # The states are turned round for this product, not the far larger slope.
+        across = jax.lax.optimization_barrier(einsum("btd,btsv->dsv", hidden, slope))
+        return back, across if walk.axis else jnp.moveaxis(across, 0, 2)
 
     if walk.parts == 1:
         back, slopes = visit(0)

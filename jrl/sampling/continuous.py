@@ -34,11 +34,14 @@ from jrl.sampling.engine import (
 )
 from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord, StopReason
 
-SHRINK_TOKENS = 1024
-"""Completions at least so long pay for the smaller states that ``shrink`` compiles: each is the
-decode loop once more, and at 256 tokens they took many times longer to compile than a rollout."""
+SHRINK_TOKENS = 128
+"""Completions at least so long pay for the smaller states that ``shrink`` compiles."""
 
-_SMALLEST = 2
+LONG_TOKENS = 1024
+"""Completions at least so long pay for many of them. Each is the decode loop compiled once more:
+at 256 tokens seven of them made a rollout a fifth faster than two, and took 13 seconds longer."""
+
+_SMALLEST, _SMALLEST_OF_FEW = 2, 8
 
 
 class Jobs(struct.PyTreeNode):
@@ -127,7 +130,8 @@ def generate(
         have a slot, and 1 when they queue.
       chunk: decode steps between two looks at which slots are free.
       shrink: whether the last live slots move into ever smaller states, each of which is compiled;
-        None where there are stop tokens and T is at least ``SHRINK_TOKENS``.
+        None where there are stop tokens and T is at least ``SHRINK_TOKENS``, into few of them
+        unless it is ``LONG_TOKENS``.
 
     Returns:
       The rollout.
@@ -330,13 +334,26 @@ def _plan(
         raise UserError(f"block = {block} does not divide the {group} members of a group")
     if slots < block:
         raise UserError(f"slots = {slots} do not hold one block of {block} sequences")
-    wanted = shrink if isinstance(shrink, bool) else shrink >= SHRINK_TOKENS and bool(stops)
     slots -= slots % block
-    return _Plan(group, slots, block, smaller_sizes(slots) if wanted else ())
+    sizes = smaller_sizes(slots)
+    if not isinstance(shrink, bool):
+        sizes = sizes if shrink >= LONG_TOKENS else few_sizes(slots)
+        shrink = shrink >= SHRINK_TOKENS and bool(stops)
+    return _Plan(group, slots, block, sizes if shrink else ())
+
+
+def few_sizes(slots: int) -> tuple[int, ...]:
+    """The numbers of slots below ``slots`` for completions of middling length: powers of two.
+
+    >>> few_sizes(32)
+    (16, 8)
+    """
+    powers = [2**i for i in range(int(np.log2(max(slots, 1))) + 1)]
+    return tuple(sorted((s for s in powers if _SMALLEST_OF_FEW <= s < slots), reverse=True))
 
 
 def smaller_sizes(slots: int) -> tuple[int, ...]:
-    """The numbers of slots below ``slots``, each about 3/4 of the one before: 24, 16, 12, 8, ...
+    """The numbers of slots below ``slots`` for long ones: each about 3/4 of the one before.
 
     >>> smaller_sizes(32)
     (24, 16, 12, 8, 6, 4, 2)

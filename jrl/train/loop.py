@@ -25,6 +25,7 @@ from jrl.config import Config, flatten
 from jrl.data.tasks import Task
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator
+from jrl.heap import keep_memory
 from jrl.mesh import replicated
 from jrl.metrics import RunWriter
 from jrl.processes import any_says, check_same
@@ -124,6 +125,7 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       UserError: bad input, named; NonFinite when a gradient was not finite.
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
+    keep_memory()
     enable_compile_cache()
     check_same("configuration", flatten(config))
     run = build.setup(config)

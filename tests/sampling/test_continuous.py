@@ -11,7 +11,7 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.continuous import generate_counted, slot_use, smaller_sizes
+from jrl.sampling.continuous import few_sizes, generate_counted, slot_use, smaller_sizes
 from jrl.sampling.draw import make_law
 from jrl.types import StopReason
 
@@ -124,7 +124,8 @@ def test_slots_stay_full(slots):
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     # A policy that draws every token alike: one in 64 ends the completion.
     flat = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    run = partial(generate_counted, network=network, group=8, max_new_tokens=256, stop_tokens=(5,))
+    sizes = {"group": 8, "max_new_tokens": 256, "stop_tokens": (5,), "shrink": True}
+    run = partial(generate_counted, network=network, **sizes)
     prompts = (np.ones((4, 2), np.int32), np.full(4, 2, np.int32))
     args = (flat, *prompts, make_law(), jnp.int32(0), np.arange(4, dtype=np.int32))
     rollout, steps = jit(partial(run, slots=slots))(jax.random.key(0), *args)
@@ -134,11 +135,12 @@ def test_slots_stay_full(slots):
 
 
 def test_smaller_states_are_for_long_completions_that_may_end():
-    from jrl.sampling.continuous import SHRINK_TOKENS, _plan
+    from jrl.sampling.continuous import LONG_TOKENS, SHRINK_TOKENS, _plan
 
     assert smaller_sizes(32) == (24, 16, 12, 8, 6, 4, 2)
     assert smaller_sizes(2) == ()
-    assert _plan(32, 8, 0, 0, SHRINK_TOKENS, (1,)).smaller
+    assert _plan(32, 8, 0, 0, LONG_TOKENS, (1,)).smaller == smaller_sizes(32)
+    assert _plan(32, 8, 0, 0, SHRINK_TOKENS, (1,)).smaller == few_sizes(32) == (16, 8)
     assert not _plan(32, 8, 0, 0, SHRINK_TOKENS - 1, (1,)).smaller
     assert not _plan(32, 8, 0, 0, SHRINK_TOKENS, ()).smaller
     assert _plan(32, 8, 0, 0, True, ()).smaller

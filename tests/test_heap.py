@@ -1,0 +1,35 @@
+"""The memory that programs on the CPU run in is kept, and what compilation leaves is not."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, jax, jax.numpy as jnp
+from jrl.heap import keep_memory
+assert keep_memory()
+assert keep_memory()  # once is enough
+
+@jax.jit
+def large(x):
+    x = jax.lax.sort(jnp.broadcast_to(x, (8, 2**20)) * 2)
+    return jax.lax.sort(x[::-1]).sum()
+
+x = jnp.arange(2**20, dtype=jnp.float32)
+for _ in range(2):
+    large(x).block_until_ready()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    large(x).block_until_ready()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps memory so")
+def test_a_program_runs_again_in_the_memory_it_had():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Its temporaries are 64 MiB and more, which are 16,384 pages a run when they are given back.
+    assert int(done.stdout) < 16_384
