@@ -425,7 +425,7 @@ class PlacementTable(Table):
     kind: Literal["shared", "disjoint"] = _key(
         "shared",
         "shared: rollout and training take turns on the devices of mesh; disjoint: rollout has"
-        " devices of its own, those after the devices of mesh",
+        " devices of its own, in every process those after its devices of mesh",
     )
     staleness: int = _key(
         0,

@@ -42,7 +42,8 @@ class Ahead:
 
     Its ``collect`` is what the training loop calls for a batch. Use it in a ``with`` statement: on
     the way out the thread ends, after the rollout in which it is; what was drawn stays and can be
-    saved.
+    saved. With a staleness of s the rollout devices hold at most s + 1 versions of the weights, and
+    two where drawing keeps up with training.
 
     Args:
       draw: program 1 and the reward functions, on the rollout mesh.
