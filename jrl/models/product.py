@@ -9,6 +9,7 @@ too, and the gradient of each operand leaves in that operand's dtype.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import chex
@@ -68,15 +69,65 @@ def _backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tup
     operands, out = spec.split("->")
     left, right = operands.split(",")
     g = g.astype(x.dtype)
-    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     # The order of operands matters to XLA on the CPU; see ``attention.attend``.
-    dx = einsum(f"{right},{out}->{left}", w.astype(x.dtype), g)
-    # A sum over tokens turns its first operand round: the smaller one.
-    if g.size < x.size:
-        dw = einsum(f"{out},{left}->{right}", g, x)
-    else:
-        dw = einsum(f"{left},{out}->{right}", x, g)
+    dx = _between(f"{right},{out}->{left}", w.astype(x.dtype), g)
+    dw = _between(f"{left},{out}->{right}", x, g)
     return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def _between(spec: str, a: Array, b: Array) -> Array:
+    """``einsum(spec, a, b)`` in float32, in the order of operands that turns the least round.
+
+    XLA's products on the CPU want the summed axes last in the first operand and first in the
+    second, and give the free axes of the first one before those of the second. It copies what
+    comes otherwise, and with a sum over tokens that can be the largest array of a layer.
+    """
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    natural, swapped = _order(spec, a.shape, b.shape), _order(_swap(spec), b.shape, a.shape)
+    if a.dtype != jnp.float32 or min(natural.copied, swapped.copied) == 0:
+        return einsum(spec, a, b)
+
+    def turned(a: Array, b: Array) -> Array:
+        chosen, operands = (natural, (a, b)) if natural <= swapped else (swapped, (b, a))
+        out = chosen.spec.split("->")[1]
+        # Without the barrier XLA would fold the last turn into the product, and turn an operand.
+        made = jax.lax.optimization_barrier(einsum(chosen.spec, *operands))
+        return jnp.einsum(f"{out}->{spec.split('->')[1]}", made)
+
+    return jax.lax.platform_dependent(a, b, cpu=turned, default=lambda a, b: einsum(spec, a, b))
+
+
+class _Order(NamedTuple):
+    """A product in one order of its operands.
+
+    Attributes:
+      copied: numbers that are turned round, in operands and result.
+      spec: the einsum, its result in the order in which the product gives it.
+    """
+
+    copied: int
+    spec: str
+
+
+def _swap(spec: str) -> str:
+    inputs, out = spec.split("->")
+    a, b = inputs.split(",")
+    return f"{b},{a}->{out}"
+
+
+def _order(spec: str, a: tuple[int, ...], b: tuple[int, ...]) -> _Order:
+    inputs, out = spec.split("->")
+    left, right = inputs.split(",")
+    size = dict(zip(left + right, a + b, strict=True))
+    batch = "".join(x for x in left if x in right and x in out)
+    summed = "".join(x for x in left if x in right and x not in out)
+    rows = "".join(x for x in left if x not in right)
+    columns = "".join(x for x in right if x not in left)
+    given = batch + rows + columns
+    copied = math.prod(a) * (left != batch + rows + summed)
+    copied += math.prod(b) * (right != batch + summed + columns)
+    copied += math.prod(size[x] for x in given) * (given != out)
+    return _Order(copied, f"{inputs}->{given}")
 
 
 _product.defvjp(_forward, _backward)
@@ -261,9 +312,7 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             slope = jnp.where(_new(walk, i), slope, 0)
         slope = (slope / temperature).astype(hidden.dtype)
         back = einsum(f"{spec},btsv->btd", part.astype(hidden.dtype), slope)
-        # The states are turned round for this product, not the far larger slope.
-        across = jax.lax.optimization_barrier(einsum("btd,btsv->dsv", hidden, slope))
-        return back, across if walk.axis else jnp.moveaxis(across, 0, 2)
+        return back, _between(f"btd,btsv->{spec}", hidden, slope)
 
     if walk.parts == 1:
         back, slopes = visit(0)

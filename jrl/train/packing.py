@@ -29,18 +29,25 @@ WIDTHS = 64
 class Packer:
     """Packs the batches of a run; for a step whose prompts are not dealt to minibatches.
 
-    A width that has been used before, hence a program that is there, is used again where the
-    narrowest one would save little.
+    Every width is a program to compile. One that is there is used as long as it is wide enough,
+    until the columns it left empty add up to ``patience`` whole batches: then a narrower one is
+    worth its compilation (rent or buy). A run that is resumed begins without widths, and may
+    therefore differ from an unbroken one by the rounding of sums.
 
     Args:
       parts: microbatches.
       shards: devices that a batch is divided over.
-      worth: what a new width must save, as a share of the columns.
+      patience: batches' worth of empty columns before a narrower width is compiled.
+      headroom: how much wider than needed a new width is, as a share, for batches to come.
     """
 
-    def __init__(self, parts: int, shards: int, worth: float = 0.05) -> None:
-        self.parts, self.shards, self.worth = parts, shards, worth
+    def __init__(
+        self, parts: int, shards: int, patience: float = 8.0, headroom: float = 0.05
+    ) -> None:
+        self.parts, self.shards = parts, shards
+        self.patience, self.headroom = patience, headroom
         self.used: set[int] = set()
+        self.wasted = 0.0
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its packing, on the host; as it is where packing does not pay."""
@@ -49,11 +56,19 @@ class Packer:
         narrow = pack(read, mask.shape[2], parts=self.parts, shards=self.shards)
         if narrow is None:
             return batch
-        width = narrow.members.shape[2]
-        near = [w for w in self.used if width <= w and width >= (1 - self.worth) * w]
-        chosen = min(near, default=width)
-        self.used.add(chosen)
-        return batch.replace(packing=widened(narrow, chosen))
+        return batch.replace(packing=widened(narrow, self._chosen(narrow.members.shape[2])))
+
+    def _chosen(self, width: int) -> int:
+        """The width to use where ``width`` is enough; it stays for later batches."""
+        fitting = min((w for w in self.used if w >= width), default=0)
+        if fitting:
+            self.wasted += (fitting - width) / fitting
+            if self.wasted <= self.patience:
+                return fitting
+        self.wasted = 0.0
+        new = -(-int(width * (1 + self.headroom)) // 8) * 8
+        self.used.add(new)
+        return new
 
 
 def widened(packing: Packing, columns: int) -> Packing:

@@ -1,9 +1,11 @@
 """Where completions go: every token once, prompts with their block, little padding."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from jrl.train.packing import WIDTHS, pack
+from jrl.train.packing import WIDTHS, Packer, pack
 
 
 def natural(n, g, seed, mean=64, most=256):
@@ -55,3 +57,28 @@ def test_few_widths():
 def test_what_does_not_pay_is_not_packed():
     assert pack(np.full((4, 8), 256), 256) is None
     assert pack(np.full((4, 8), 200), 256) is not None
+
+
+def widths(packer, totals):
+    """The width that each of some batches is packed to: one group whose completions are alike."""
+    found = []
+    for total in totals:
+        lengths = np.full((1, 12), total, np.int32)
+        mask = np.arange(200) < lengths[..., None]
+        batch = SimpleNamespace(lengths=lengths, mask=mask, replace=lambda packing: packing)
+        found.append(packer(batch).members.shape[2])
+    return found
+
+
+def test_a_width_that_is_there_is_used_until_a_narrower_one_pays():
+    packer = Packer(1, 1, patience=2.0, headroom=0.05)
+    # 12 completions in two rows: six to a row.
+    first, again, wider, *rest = widths(packer, [20, 21, 40, *[10] * 8])
+    assert first == again >= 1.05 * 6 * 20
+    assert wider >= 1.05 * 6 * 40
+    # Half the columns of the first width are empty now: four or five batches make two whole ones.
+    narrow = rest[-1]
+    assert 1.05 * 6 * 10 <= narrow < 0.7 * first
+    assert rest == [first] * rest.count(first) + [narrow] * rest.count(narrow)
+    assert rest.count(first) in (3, 4, 5)
+    assert packer.used == {first, wider, narrow}
