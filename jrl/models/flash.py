@@ -49,12 +49,15 @@ class Place(NamedTuple):
       v_bkcd: the same.
       keys: of [R / members, C].
       queries: of [R, Q], for this place.
+      columns: [R, Q] int32, in which column of the row's own keys each query is; None where query c
+        is in column c, and for keys that are not the row's own.
     """
 
     k_bkcd: Array
     v_bkcd: Array
     keys: Marks
     queries: Marks
+    columns: Array | None = None
 
 
 class Kernel(NamedTuple):

@@ -284,7 +284,8 @@ def test_the_fastest_exact_kernel_is_chosen(monkeypatch):
     with jax.set_mesh(make_mesh({"fsdp": 4})):  # scores are counted on each device
         assert choose("cpu", (4, 8192, 8192)) == "xla"
     with jax.set_mesh(make_mesh({"context": 2})):
-        assert choose("tpu") == "xla"
+        assert choose("tpu") == "splash"
+        assert choose("gpu", dtype="bfloat16") == "xla"
 
 
 def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
@@ -301,17 +302,26 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
         choose("gpu", how="splash")
     with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, xla"):
         transformer(MODEL, attention="flash")
-    mesh = make_mesh({"context": 2})
+    mesh, config = make_mesh({"context": 2}), dataclasses.replace(MODEL, dtype="bfloat16")
+    monkeypatch.setattr(kernels, "_named", lambda where: "gpu")
     with pytest.raises(UserError, match="mesh.context = 2 divides them"):
-        kernels.check_attention_on_mesh(mesh, MODEL, "splash")
+        kernels.check_attention_on_mesh(mesh, config, "cudnn")
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_kernels_divide_rows_and_heads_over_devices(rows):
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("blockwise", {"fsdp": 2, "tensor": 2, "context": 2}),
+        pytest.param("blockwise", {"fsdp": 4}, marks=pytest.mark.slow),
+        pytest.param("splash", {"tensor": 2, "context": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_divide_rows_heads_and_queries_over_devices(kind, axes):
     """Each device runs the kernel on its own; rows that do not divide are everybody's."""
-    config, laid, inputs = MODEL, packed(), random_inputs()
+    config = dataclasses.replace(MODEL, window=8)
+    laid, inputs = packed(), random_inputs()
     expected = both("xla", config, laid, inputs)
-    with jax.set_mesh(make_mesh({"fsdp": rows, "tensor": 2})):
-        found = both("blockwise", config, laid, inputs)
+    with jax.set_mesh(make_mesh(axes)):
+        found = both(kind, config, laid, inputs)
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
