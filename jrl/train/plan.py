@@ -443,7 +443,7 @@ def _compile(
 @contextlib.contextmanager
 def _no_compile_cache() -> Iterator[None]:
     """What is compiled for chips that are not there cannot be read back from JAX's cache."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         yield
