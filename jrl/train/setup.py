@@ -206,7 +206,8 @@ def _method(config: Config, task: Task | None) -> Method:
         return get_method(config.method, **({"correction": "tis"} | coefficients))
     method = get_method(config.method, **coefficients)
     surrogate = method.objective.surrogate
-    if "sampler_logprobs" in surrogate.needs or surrogate.over == "group" or not method.draw.own:
+    compares = surrogate.over == "group" or not method.draw.own or method.draw.demonstrations
+    if "sampler_logprobs" in surrogate.needs or compares:
         return method  # its ratios are against the law drawn from, or it has no use for a ratio
     surrogate = weighted(surrogate, Correction())
     return method._replace(objective=method.objective._replace(surrogate=surrogate))
