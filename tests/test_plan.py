@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from jrl.cli import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.train import chips, plan, plan_search
+from jrl.train import chips, plan, plan_memory, plan_run, plan_search
 from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train.hlo import Collective, Cost
 from jrl.train.plan_apart import plan_apart
@@ -169,22 +169,20 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
 def test_sizes_are_asked_for_when_they_are_missing():
     config = build_config({"train": {"prompts": 8}})
     with pytest.raises(UserError, match=r"model.config are both missing"):
-        plan._shape(config, None)
+        plan_run.run_model(config, None)
 
 
 def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     mesh = SimpleNamespace(shape={"data": 1, "fsdp": 4, "tensor": 1, "context": 1, "expert": 1})
-    topology, gib = parse_topology("v5e:2x2"), plan.GIB
+    topology, gib = parse_topology("v5e:2x2"), plan_memory.GIB
 
-    model = plan._shape(tiny(), None)
+    model = plan_run.run_model(tiny(), None)
 
     def remedies(name, config, **sizes):
         run = SimpleNamespace(config=config, mesh=mesh, model=model)
         sizes = {k: v * gib for k, v in sizes.items()}
-        program = plan.Program(
-            sizes | {"total": sum(sizes.values())}, False, None, None, None, None, None, 0.0
-        )
-        return plan._remedies(run, topology, name, program)
+        sizes["total"] = sum(sizes.values())
+        return plan_memory.remedies(run, topology, name, sizes)
 
     config = tiny(train={"prompts": 64})
     found = remedies("train_step", config, weights=2, optimizer=4, temporaries=30)
@@ -195,7 +193,7 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     found = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
     assert any(line.startswith("sampling.slots = 16") for line in found)
     assert not any("gather_weights" in line for line in found)
-    model = plan._shape(load_config(CONFIGS / "pod_8b_v6e.toml"), None)
+    model = plan_run.run_model(load_config(CONFIGS / "pod_8b_v6e.toml"), None)
     found = remedies("sampler", config, weights=1, cache=2, temporaries=16)
     assert any(re.match(r"sampling.gather_weights = false .* 15.3 GiB", x) for x in found), found
 
@@ -212,7 +210,7 @@ def test_every_way_in_which_xla_lacks_memory_is_understood():
 def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     topology = parse_topology("v6e:8x8")
-    model = plan._shape(config, None)
+    model = plan_run.run_model(config, None)
     found = list(_candidates(config, model, topology))
     assert {c.rollout is None for c in found} == {False, True}
     for c in found:
@@ -241,10 +239,12 @@ def pretend_plan(config, topology, *, placement="colocated"):
     """A training step of as many seconds as microbatches, and a rollout of 8."""
     seconds = {"sampler": 8.0, "train_step": config.train.microbatches}
     names = [placement] if placement != "colocated" else list(seconds)
-    size = plan.GIB * (100 if config.mesh.tensor == 1 else 2)
+    size = plan_memory.GIB * (100 if config.mesh.tensor == 1 else 2)
     sizes = {"weights": size, "total": size}
     programs = {
-        name: plan.Program(sizes, size < 32 * plan.GIB, *[None] * 3, seconds[name], None, 1.0)
+        name: plan.Program(
+            sizes, size < 32 * plan_memory.GIB, *[None] * 3, seconds[name], None, 1.0
+        )
         for name in names
     }
     fits = all(p.fits for p in programs.values())
@@ -260,7 +260,7 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     fitting = [f["step_seconds"] for f in found if f["fits"]]
     assert fitting == sorted(fitting)
     assert [f["fits"] for f in found] == sorted((f["fits"] for f in found), reverse=True)
-    move = 2 * plan.GIB / topology.chip.link_bandwidth
+    move = 2 * plan_memory.GIB / topology.chip.link_bandwidth
     apart = next(f for f in found if f["placement"] == "disjoint" and f["fits"])
     assert apart["step_seconds"] == pytest.approx(8.0 + move)
     assert apart["seconds"] == {"sampler": 8.0, "train_step": apart["microbatches"]}

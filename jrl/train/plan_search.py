@@ -22,8 +22,9 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
 from jrl.tables import PlacementTable
 from jrl.train.chips import Chip, Topology
-from jrl.train.plan import Plan, _shape, quick_plan
+from jrl.train.plan import Plan, quick_plan
 from jrl.train.plan_apart import half, plan_apart
+from jrl.train.plan_run import run_model
 from jrl.train.policies import run_task
 
 Sizes = tuple[tuple[str, int], ...]
@@ -91,7 +92,7 @@ def search(
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
     """
-    model = _shape(config, run_task(config))
+    model = run_model(config, run_task(config))
     candidates = list(_candidates(config, model, topology))
     if not candidates:
         raise UserError(
