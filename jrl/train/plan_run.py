@@ -21,7 +21,7 @@ from jrl.train import setup as build
 from jrl.train.adapters import trained_network
 from jrl.train.checks import check_experts, check_model_on_mesh
 from jrl.train.optimizer import make_optimizer
-from jrl.train.policies import frozen_directories, run_task
+from jrl.train.policies import frozen_directories, run_shape, run_task
 from jrl.train.reward_model import VALUES
 from jrl.types import Batch, RoutingRecord, TrainState
 
