@@ -141,7 +141,7 @@ class _Program(NamedTuple):
 def _parse(text: str) -> _Program:
     computations: dict[str, dict[str, Operation]] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _lines(text):
         if line[:1] in ("%", "E") and line.rstrip().endswith("{"):
             name = line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%")
             entry = name if line.startswith("ENTRY") else entry
@@ -149,9 +149,21 @@ def _parse(text: str) -> _Program:
         elif current is not None and (match := _LINE.match(line)):
             operation = _operation(match[1], match[2])
             current[operation.name] = operation
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             current = None
     return _Program(computations, entry)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines, each with those that go on with it: what is said of a kernel may have ends of line."""
+    pieces: list[str] = []
+    for line in text.splitlines():
+        if pieces and not (line.startswith(("  ", "%", "ENTRY")) or line.rstrip() in ("", "}")):
+            pieces.append(line)
+            continue
+        yield "".join(pieces)
+        pieces = [line]
+    yield "".join(pieces)
 
 
 def _operation(name: str, rest: str) -> Operation:

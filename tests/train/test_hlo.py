@@ -56,6 +56,14 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
+def test_what_is_said_of_a_kernel_may_have_ends_of_line():
+    said = 'custom-call(%a), frontend_attributes={kernel_metadata={\n"block": "{512}"\n}}, x={}'
+    kernel = f"  %k = f32[8,16]{{1,0}} {said}\n"
+    there = LOOP.replace("  %zero = s32[] constant(0)\n", f"{kernel}  %zero = s32[] constant(0)\n")
+    assert there != LOOP
+    assert totals(there)[::2] == totals(LOOP)[::2]
+
+
 def test_what_lies_in_the_chip_is_no_traffic():
     there = LOOP.replace(
         "%w = f32[16,16]{1,0} constant", "%w = f32[16,16]{1,0:T(8,128)S(1)} constant"
