@@ -15,6 +15,7 @@ from jrl.models.weights import weights as weight_table
 from jrl.train import setup as build
 from jrl.train.chips import Topology, larger
 from jrl.train.plan_run import abstract_state
+from jrl.train.state import policy_of
 
 GIB = 1 << 30
 
@@ -26,12 +27,12 @@ def state_bytes(run: build.Run) -> dict[str, float]:
     def size(tree: Any) -> float:
         return float(sum(_shard_bytes(x) for x in jax.tree.leaves(tree)))
 
-    policy = size(state.params["policy"])
+    policy, trained = size(policy_of(state, run.network)), size(state.params["policy"])
     parts = {
         "weights": policy,
-        "value": size(state.params) - policy,
+        "value": size(state.params) - trained,
         "optimizer": size(state.opt_state),
-        "frozen": size(state.frozen),
+        "frozen": size(state.frozen) - (policy - trained),  # a frozen base is among the weights
     }
     return {name: value for name, value in parts.items() if value}
 

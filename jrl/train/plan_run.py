@@ -22,7 +22,7 @@ from jrl.train.adapters import trained_network
 from jrl.train.checks import check_experts, check_model_on_mesh
 from jrl.train.optimizer import make_optimizer
 from jrl.train.policies import frozen_directories, run_shape, run_task
-from jrl.train.reward_model import VALUES
+from jrl.train.reward_model import make_value
 from jrl.types import Batch, RoutingRecord, TrainState
 
 
@@ -64,7 +64,7 @@ def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:
         mesh=mesh,
         model=model,
         network=network,
-        value=VALUES[config.value.kind](network) if method.value else None,
+        value=make_value(config, network) if method.value else None,
         networks={},
         tokenizer=_Ids(),
         task=task,
