@@ -248,17 +248,22 @@ def convert(
     output: Annotated[str, typer.Argument(metavar="DIR", help="New directory to write to.")],
     overrides: Overrides = None,
     checkpoint: Checkpoint = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write a run's adapters alone, as PEFT has them.")
+    ] = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
 
-    The result loads with transformers and other tools, and as model.path of another run.
+    The result loads with transformers and other tools, and as model.path of another run. Adapters
+    are merged into the weights, unless they are asked for alone.
 
     Example: jrl convert runs/gsm8k exported
     """
     chosen = _read(target, overrides)
     from jrl.export import export_run
 
-    typer.echo(str(export_run(chosen, Path(output), checkpoint=checkpoint)))
+    directory = export_run(chosen, Path(output), checkpoint=checkpoint, adapters=adapters)
+    typer.echo(str(directory))
 
 
 @app.command(short_help="Draw plots and an HTML page of a run.", no_args_is_help=True)

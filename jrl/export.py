@@ -10,30 +10,44 @@ from jrl.config import Config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
+from jrl.models.hf.peft import save_adapters
 from jrl.train import setup as build
+from jrl.train.adapters import lora_of
 
 
-def export_run(config: Config, directory: Path, *, checkpoint: int | None = None) -> Path:
+def export_run(
+    config: Config, directory: Path, *, checkpoint: int | None = None, adapters: bool = False
+) -> Path:
     """Writes a run's policy as config.json and safetensors, with the tokenizer it came with.
 
     Args:
       config: the run's configuration, with ``run.dir``.
       directory: a new directory.
       checkpoint: a training step; None for the newest.
+      adapters: True for the adapters alone, in the layout of the PEFT library; False for the whole
+        policy, adapters merged into its weights.
 
     Returns:
       The directory.
 
     Raises:
-      UserError: no such checkpoint, or the directory holds something or cannot be written.
+      UserError: no such checkpoint, or the directory holds something or cannot be written; a run
+        without adapters was asked for them.
     """
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not empty; name a new directory")
-    run = build.setup(config)
+    lora = lora_of(config)
+    if adapters and lora is None:
+        raise UserError("the run has no adapters (lora.rank is not set); leave --adapters out")
+    run = build.setup(config, trains=False)
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, checkpoint)
-        if run.network.split is not None:
-            params = jax.jit(run.network.split.merge)(params)
+        split = run.network.split
+        if split is not None:
+            params = split.split(params)[0] if adapters else jax.jit(split.merge)(params)
         params = jax.device_get(params)
+    if adapters and lora is not None:
+        save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
+        return directory
     hf.save(directory, run.model, params, source_dir=config.model.path)
     return directory

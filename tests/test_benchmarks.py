@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import flags, floor, gpu, rollout, step, work
+from benchmarks import flags, floor, gpu, law, rollout, step, work
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.record import Record
 from jrl.models.config import ModelConfig
@@ -51,6 +51,21 @@ def test_rollout_prints_every_figure(capsys):
     assert result["train_s"] is None
     assert 0 < result["slot_use"] <= 1
     assert 0 < result["tokens"] <= 16
+
+
+@pytest.mark.slow
+def test_law_measures_every_sampler(capsys):
+    law.main([*TINY[:-2], "--head-dim", "8"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["trainer"] == "float32"
+    found = result["samplers"]
+    assert set(found) == {
+        *("float32", "bfloat16", "int8 weights", "int8 cache", "int8 weights and cache")
+    }
+    assert found["float32"]["max_difference"] < 1e-5
+    for name, numbers in found.items():
+        assert numbers["tokens"] == 2 * 2 * 4
+        assert name == "float32" or 1e-5 < numbers["max_difference"] < 0.5
 
 
 def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):

@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 from jrl.cli import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.train import chips, plan, plan_search
+from jrl.train import chips, plan, plan_memory, plan_run, plan_search
 from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train.hlo import Collective, Cost
-from jrl.train.plan_search import _candidates, _guess
+from jrl.train.plan_apart import plan_apart
+from jrl.train.plan_search import Candidate, _candidates, guess
+from jrl.train.plan_text import as_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TINY = {
@@ -167,20 +169,20 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
 def test_sizes_are_asked_for_when_they_are_missing():
     config = build_config({"train": {"prompts": 8}})
     with pytest.raises(UserError, match=r"model.config are both missing"):
-        plan._shape(config, None)
+        plan_run.run_model(config, None)
 
 
 def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     mesh = SimpleNamespace(shape={"data": 1, "fsdp": 4, "tensor": 1, "context": 1, "expert": 1})
-    topology, gib = parse_topology("v5e:2x2"), plan.GIB
+    topology, gib = parse_topology("v5e:2x2"), plan_memory.GIB
+
+    model = plan_run.run_model(tiny(), None)
 
     def remedies(name, config, **sizes):
-        run = SimpleNamespace(config=config, mesh=mesh)
+        run = SimpleNamespace(config=config, mesh=mesh, model=model)
         sizes = {k: v * gib for k, v in sizes.items()}
-        program = plan.Program(
-            sizes | {"total": sum(sizes.values())}, False, None, None, None, None, None, 0.0
-        )
-        return plan._remedies(run, topology, name, program)
+        sizes["total"] = sum(sizes.values())
+        return plan_memory.remedies(run, topology, name, sizes)
 
     config = tiny(train={"prompts": 64})
     found = remedies("train_step", config, weights=2, optimizer=4, temporaries=30)
@@ -190,52 +192,96 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     assert any("v5e:4x8" in line for line in found)
     found = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
     assert any(line.startswith("sampling.slots = 16") for line in found)
+    assert not any("gather_weights" in line for line in found)
+    model = plan_run.run_model(load_config(CONFIGS / "pod_8b_v6e.toml"), None)
+    found = remedies("sampler", config, weights=1, cache=2, temporaries=16)
+    assert any(re.match(r"sampling.gather_weights = false .* 15.3 GiB", x) for x in found), found
+
+
+def test_every_way_in_which_xla_lacks_memory_is_understood():
+    plan_wants = plan._wanted_temporaries
+    used = "Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm. Exceeded by 4.7G."
+    assert plan_wants(used, 2**30) == 19.5 * 2**30
+    total = "the total memory required for HLO temporaries (180.98G) exceeds available HBM (95.74G)"
+    assert plan_wants(total, 2**30) == 180.98 * 2**30
+    assert plan_wants("INVALID_ARGUMENT: something else", 0.0) is None
 
 
 def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     topology = parse_topology("v6e:8x8")
-    model = plan._shape(config, None)
-    found = list(_candidates(config, model, topology, True))
-    assert {c.disjoint for c in found} == {False, True}
+    model = plan_run.run_model(config, None)
+    found = list(_candidates(config, model, topology))
+    assert {c.rollout is None for c in found} == {False, True}
     for c in found:
+        for sizes in (c.mesh, c.rollout or c.mesh):
+            mesh = dict(sizes)
+            assert np.prod(list(mesh.values())) == (64 if c.rollout is None else 32)
+            assert model.kv_heads % mesh["tensor"] == 0
+            assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0
         mesh = dict(c.mesh)
-        assert np.prod(list(mesh.values())) == (32 if c.disjoint else 64)
-        assert model.kv_heads % mesh["tensor"] == 0
         assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * c.microbatches) == 0
-    best = min(found, key=lambda c: _guess(config, model, topology, c))
+    best = min(found, key=lambda c: guess(config, model, topology, c))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
+
+
+def test_candidates_that_are_unlike_are_compiled_first():
+    def one(data, parts, rollout=None):
+        return Candidate((("data", data), ("fsdp", 16 // data)), "full", parts, rollout)
+
+    half = (("data", 8),)
+    ranked = [one(1, 1), one(1, 2), one(2, 1), one(1, 1, half), one(2, 2), one(4, 1)]
+    assert plan_search.shortlist(ranked, 4) == [ranked[0], ranked[3], ranked[2], ranked[5]]
+    assert plan_search.shortlist(ranked, 6)[4:] == [ranked[1], ranked[4]]
+
+
+def pretend_plan(config, topology, *, placement="colocated"):
+    """A training step of as many seconds as microbatches, and a rollout of 8."""
+    seconds = {"sampler": 8.0, "train_step": config.train.microbatches}
+    names = [placement] if placement != "colocated" else list(seconds)
+    size = plan_memory.GIB * (100 if config.mesh.tensor == 1 else 2)
+    sizes = {"weights": size, "total": size}
+    programs = {
+        name: plan.Program(
+            sizes, size < 32 * plan_memory.GIB, *[None] * 3, seconds[name], None, 1.0
+        )
+        for name in names
+    }
+    fits = all(p.fits for p in programs.values())
+    return plan.Plan(topology, config.mesh.axes, programs, fits, [], 1, 1)
 
 
 def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     """Two halves run side by side, for as long as the slower of them and the weights' way."""
     topology = parse_topology("v6e:8x8")
-
-    def pretend(config, topology, *, placement="colocated"):
-        seconds = {"sampler": 8.0, "train_step": config.train.microbatches}
-        names = [placement] if placement != "colocated" else list(seconds)
-        size = plan.GIB * (100 if config.mesh.tensor == 1 else 2)
-        programs = {
-            name: plan.Program(
-                {"weights": size, "total": size}, size < 32 * plan.GIB, *[None] * 3, seconds[name],
-                None, 1.0
-            )
-            for name in names
-        }  # fmt: skip
-        fits = all(p.fits for p in programs.values())
-        return plan.Plan(topology, {}, programs, fits, [], 1, 1)
-
-    monkeypatch.setattr(plan_search, "quick_plan", pretend)
+    monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     found = plan_search.search(config, topology, limit=400)
     fitting = [f["step_seconds"] for f in found if f["fits"]]
     assert fitting == sorted(fitting)
     assert [f["fits"] for f in found] == sorted((f["fits"] for f in found), reverse=True)
-    move = 2 * plan.GIB / topology.chip.link_bandwidth
-    assert found[0]["placement"] == "disjoint"
-    assert found[0]["step_seconds"] == pytest.approx(8.0 + move)
+    move = 2 * plan_memory.GIB / topology.chip.link_bandwidth
+    apart = next(f for f in found if f["placement"] == "disjoint" and f["fits"])
+    assert apart["step_seconds"] == pytest.approx(8.0 + move)
+    assert apart["seconds"] == {"sampler": 8.0, "train_step": apart["microbatches"]}
     together = [f for f in found if f["placement"] == "colocated" and f["fits"]]
     assert together[0]["step_seconds"] == 9.0
+    # what is printed can be given as overrides, and is then planned for as it was
+    again = load_config(CONFIGS / "pod_8b_v6e.toml", apart["changes"].split())
+    assert again.placement.rollout.axes == apart["rollout_mesh"] | {"context": 1}
+    assert plan_apart(again, topology, pretend_plan).step_seconds == apart["step_seconds"]
+
+
+def test_side_by_side_means_half_of_the_slice_each():
+    tables = {"placement": {"kind": "disjoint", "rollout": {"data": 4}}, "mesh": {"fsdp": 4}}
+    found = plan_apart(tiny(**tables), parse_topology("v5e:2x4"), pretend_plan)
+    assert found.rollout_mesh["data"] == 4
+    assert found.mesh["fsdp"] == 4
+    assert "side by side" in as_text(found)
+    with pytest.raises(UserError, match=r"mesh uses 4 chips.*half of v5e:4x4.*axes 8"):
+        plan_apart(tiny(**tables), parse_topology("v5e:4x4"), pretend_plan)
+    with pytest.raises(UserError, match="no slice has half its chips"):
+        plan_apart(tiny(**tables), parse_topology("v5e:2x2"), pretend_plan)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)

@@ -68,12 +68,12 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     "in_loop" are those in the loop over tokens.
     """
     from jrl.config import build_config
-    from jrl.train import plan
+    from jrl.train import plan, plan_run
     from jrl.train.chips import parse_topology
 
     config = build_config(tree)
-    run = plan.abstract_run(config, plan._mesh(config, parse_topology(topology)))
-    lower, found = {"sampler": plan.lower_sampler, "train_step": plan.lower_step}, {}
+    run = plan_run.abstract_run(config, plan._mesh(config, parse_topology(topology)))
+    lower, found = {"sampler": plan_run.lower_sampler, "train_step": plan_run.lower_step}, {}
     for name in programs:
         options = {"exec_time_optimization_effort": -1.0}
         text = lower[name](run).compile(compiler_options=options).as_text()

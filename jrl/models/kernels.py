@@ -9,6 +9,7 @@ the platform and the shapes at hand.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jrl.errors import UserError, choose
 from jrl.mesh import RULES
 from jrl.models.attention import Past, attend, attend_shared, visible
+from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
+from jrl.models.cudnn import cudnn
 from jrl.models.decode import Part, Seen, attend_parts, look_at_part
-from jrl.models.flash import Kernel, Marks, Place, attend_places, blockwise
+from jrl.models.flash import Kernel, Marks, Place, attend_places
 from jrl.types import Array, Cache
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
@@ -67,11 +70,11 @@ def _named(platform: str) -> str:
 def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, how: str) -> None:
     """``check_attention`` before anything runs on a mesh, and whether its axes allow it."""
     check_attention(config, how, _named(mesh.devices.flat[0].platform))
-    context = mesh.shape[RULES["length"][0]]
-    if how in ("splash", "blockwise") and context > 1:
+    context = math.prod(mesh.shape[axis] for axis in RULES["length"])
+    if how == "cudnn" and context > 1:
         raise UserError(
-            f"model.attention = {how!r} takes whole rows, and mesh.context = {context} divides "
-            "them; set mesh.context to 1, or model.attention to 'auto' or 'xla'"
+            f"model.attention = 'cudnn' takes whole rows, and mesh.context = {context} divides "
+            "them; set mesh.context to 1, or model.attention to 'auto', 'xla' or 'blockwise'"
         )
 
 
@@ -127,13 +130,14 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
         return "blockwise"
     if how != "auto":
         return how
-    if where == "tpu" and exact and shape.keys >= _SHORTEST and _context() == 1:
+    if where == "tpu" and exact and shape.keys >= _SHORTEST:
         return "splash"
-    own = shape.rows // _parts(RULES["batch"], shape.rows) * shape.queries * shape.keys
-    if where == "gpu" and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
+    context = _parts(RULES["length"], shape.queries)
+    own = shape.rows // _parts(RULES["batch"], shape.rows) * shape.queries // context * shape.keys
+    if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
         return "cudnn"
     scores = 4 * own * config.heads // _parts(RULES["heads"], config.kv_heads)
-    return "blockwise" if scores > DENSE_BYTES and _context() == 1 else "xla"
+    return "blockwise" if scores > DENSE_BYTES else "xla"
 
 
 def _free_axes() -> dict[str, int]:
@@ -146,49 +150,29 @@ def _free_axes() -> dict[str, int]:
 
 def _parts(axes: tuple[str, ...], size: int) -> int:
     """Over how many devices an array axis of this size is divided; 1 where it does not divide."""
-    parts = 1
-    for axis in axes:
-        parts *= _free_axes().get(axis, 1)
+    parts = math.prod(_free_axes().get(axis, 1) for axis in axes)
     return parts if size % parts == 0 else 1
 
 
-def _context() -> int:
-    parts = 1
-    for axis in RULES["length"]:
-        parts *= _free_axes().get(axis, 1)
-    return parts
+def _over(axis: str, size: int) -> tuple[str, ...] | None:
+    """The mesh axes that an array axis of this logical name and size is divided over."""
+    return RULES[axis] if _parts(RULES[axis], size) > 1 else None
 
 
-def divided(function: Callable[..., Array], rows: int, heads: int, *args: object) -> Array:
-    """``function`` of each device's own rows and heads; a kernel is not divided by the compiler.
+def _divided(function: Callable[..., Array], specs: tuple[Any, ...], *args: Any) -> Array:
+    """``function`` of each device's own part; the compiler does not divide a kernel.
 
     Args:
-      function: of ``args``; returns an array laid out as the first of them.
-      rows: what the batch's mesh axes must divide; else every device has all rows.
-      heads: the same for heads.
-      args: trees of arrays of rank 4, [B, L, H, h] for the first one and [B, K, ...] for the
-        others, and of lower ranks, [B, ...] or a number.
+      function: of ``args``; what it returns is laid out as the first of them.
+      specs: a tree of partitions for each of ``args``.
+      args: arrays and trees of them.
     """
     axes = _free_axes()
     if all(size == 1 for size in axes.values()):
         return function(*args)
-    batch = RULES["batch"] if _parts(RULES["batch"], rows) > 1 else None
-    over = RULES["heads"] if _parts(RULES["heads"], heads) > 1 else None
-
-    def spec(x: Array) -> PartitionSpec:
-        if jnp.ndim(x) == 4:
-            return PartitionSpec(batch, over)
-        return PartitionSpec(batch) if jnp.ndim(x) else PartitionSpec()
-
-    first, *others = args
-    q_spec = PartitionSpec(batch, None, over)
     return jax.shard_map(
-        function,
-        in_specs=(q_spec, *(jax.tree.map(spec, x) for x in others)),
-        out_specs=q_spec,
-        axis_names=set(axes),
-        check_vma=False,
-    )(first, *others)
+        function, in_specs=specs, out_specs=specs[0], axis_names=set(axes), check_vma=False
+    )(*args)
 
 
 # ---------------------------------------------------------------- rows
@@ -324,12 +308,29 @@ def _kernel(kind: str, config: ModelConfig, past: int | None) -> Kernel:
 def _places(
     q: Array, places: tuple[Place, ...], kernels: tuple[Kernel, ...], window: Array | int
 ) -> Array:
+    """``attend_places`` over devices; where they divide the length, each has its own queries.
+
+    The first place is the rows' own keys.
+    """
+
     def look(q: Array, places: tuple[Place, ...], window: Array) -> Array:
         return attend_places(q, places, kernels, window)
 
-    rows = min(place.k_bkcd.shape[0] for place in places)
-    heads = places[0].k_bkcd.shape[1]
-    return divided(look, rows, heads, q, places, jnp.asarray(window, jnp.int32))
+    n, c = min(place.k_bkcd.shape[0] for place in places), q.shape[1]
+    batch, heads = _over("batch", n), _over("kv_heads", places[0].k_bkcd.shape[1])
+    length = _over("length", c)
+    if length:
+        columns = jnp.broadcast_to(jnp.arange(c, dtype=jnp.int32)[None], q.shape[:2])
+        places = (places[0]._replace(columns=columns), *places[1:])
+    row, part, held = (PartitionSpec(batch, *x) for x in ((), (length,), (heads,)))
+
+    def spec(place: Place) -> Place:
+        queries = None if place.columns is None else part
+        specs = Place(held, held, Marks(row, row), Marks(part, part), queries)  # type: ignore
+        return specs
+
+    specs = PartitionSpec(batch, length, heads), tuple(map(spec, places)), PartitionSpec()
+    return _divided(look, specs, q, places, jnp.asarray(window, jnp.int32))
 
 
 # ---------------------------------------------------------------- caches
@@ -354,8 +355,17 @@ def look_at_parts(how: str, config: ModelConfig) -> Callable[[Array, Sequence[Pa
         return dense(q, parts, look=look)
 
     def look_at(q: Array, parts: Sequence[Part]) -> Array:
-        rows = min(part.v_mkcd.shape[0] for part in parts)
-        return divided(by_kernel, rows, config.kv_heads, q, list(parts))
+        batch = _over("batch", min(part.v_mkcd.shape[0] for part in parts))
+        heads = _over("kv_heads", config.kv_heads)
+        if batch is None and _over("batch", 0):  # every device would be sent the whole cache
+            return dense(q, parts)
+
+        def spec(x: Array) -> PartitionSpec:
+            by_rank = {4: (batch, heads), 3: (batch,), 0: ()}
+            return PartitionSpec(*by_rank[x.ndim])
+
+        specs = PartitionSpec(batch, None, heads), jax.tree.map(spec, list(parts))
+        return _divided(by_kernel, specs, q, list(parts))
 
     return look_at
 
@@ -383,50 +393,3 @@ def roomy_cache(
         own = rows // _parts(RULES["batch"], rows) * heads // _parts(RULES["heads"], heads)
         pieces = 1 if own <= MOST_TABLES else pieces
     return init_cache(rows, length, weights, pieces)
-
-
-# ---------------------------------------------------------------- cuDNN
-
-
-def cudnn(
-    q_bqhd: Array,
-    k_bkcd: Array,
-    v_bkcd: Array,
-    *,
-    scale: float,
-    mask: Array | None = None,
-    lengths: Array | None = None,
-    implementation: str = "cudnn",
-) -> Array:
-    """``attend`` by cuDNN through ``jax.nn.dot_product_attention``.
-
-    What it returns beside the values, the logarithm of the sums, is rounded and has no gradient, so
-    that two results cannot be merged: keys that rows share are given to it once for each row.
-
-    Args:
-      q_bqhd: [B, Q, H, h], bfloat16 or float16.
-      k_bkcd: [B, K, C, h].
-      v_bkcd: [B, K, C, h].
-      scale: what scores are multiplied by.
-      mask: [B, Q, C] bool, True where visible; it lies in memory in two bytes a number.
-      lengths: [B] int32, instead of a mask: so many keys count, and a query sees those at its own
-        column and before it.
-      implementation: "xla" computes the same without cuDNN.
-
-    Returns:
-      [B, Q, H, h]. What a query that sees nothing gets has no meaning.
-    """
-    q = q_bqhd.shape[1]
-    k, v = k_bkcd.transpose(0, 2, 1, 3), v_bkcd.transpose(0, 2, 1, 3)
-    call = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, implementation=implementation
-    )
-    if lengths is not None:
-        return call(q_bqhd, k, v, is_causal=True, key_value_seq_lengths=lengths)
-    assert mask is not None, "a mask or lengths"
-    even = lambda x, *axes: jnp.pad(  # noqa: E731
-        x, [(0, x.shape[i] % 2 if i in axes else 0) for i in range(x.ndim)]
-    )
-    # With a mask it takes an even number of queries and of keys.
-    out = call(even(q_bqhd, 1), even(k, 1), even(v, 1), mask=even(mask, 1, 2)[:, None])
-    return out[:, :q]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError, choose
+from jrl.mesh import constrain
 from jrl.models.config import ModelConfig
 from jrl.models.product import Factored, product
 from jrl.models.quant import (
@@ -235,7 +236,9 @@ def count_trained(config: ModelConfig, lora: Lora) -> int:
 # ---------------------------------------------------------------- the network
 
 
-def with_adapters(network: Network, config: ModelConfig, lora: Lora) -> Network:
+def with_adapters(
+    network: Network, config: ModelConfig, lora: Lora, *, gather: bool = True
+) -> Network:
     """The decoder with adapters, as a network whose base is frozen.
 
     Its parameters are those of ``network`` with ``Adapted`` weights; its functions take the base
@@ -247,6 +250,7 @@ def with_adapters(network: Network, config: ModelConfig, lora: Lora) -> Network:
       network: the built-in decoder of ``config``.
       config: its shape.
       lora: the adapters.
+      gather: as in ``decode.prepare``, for matrices that are kept apart.
 
     Raises:
       UserError: adapters that this model cannot have; see ``Lora.check``.
@@ -271,7 +275,8 @@ def with_adapters(network: Network, config: ModelConfig, lora: Lora) -> Network:
         whole = lora.base == "float" and config.dtype == "float32"
         if whole or not _factored(params):
             return network.prepare(merge(params, config=config))
-        return _apart(params, config)
+        names = axes() if split(params)[0] else split(axes())[1]
+        return _apart(params, config, names["layers"], gather)
 
     return network._replace(
         init=init,
@@ -294,24 +299,38 @@ def _factored(params: Params) -> bool:
     return any(held(x) for x in jax.tree.leaves(params, is_leaf=held))
 
 
-def _apart(params: Params, config: ModelConfig) -> Any:
-    """What ``prepare`` gives with every matrix by itself, adapters and integers as they are."""
+def _apart(params: Params, config: ModelConfig, axes: Any, gather: bool) -> Any:
+    """What ``prepare`` gives with every matrix by itself, adapters and integers as they are.
+
+    Args:
+      params: of the network.
+      config: the model.
+      axes: the logical axes of its layers.
+      gather: whether fsdp's parts are sent now, once for many tokens.
+    """
     dtype, small = jnp.dtype(config.dtype), {"attention_norm", "mlp_norm"}
     small |= {"attention_post_norm", "mlp_post_norm", "q_norm", "k_norm", "router"}
 
-    def lay(path: tuple, w: Any) -> Any:
+    def lay(path: tuple, names: tuple, w: Array) -> Array:
         name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
-        kept = isinstance(w, Int8) or name in small or name.endswith("_bias")
-        return w if kept else w.astype(dtype)
+        if not (w.dtype == jnp.int8 or _is_scale(path) or name in small or name.endswith("_bias")):
+            w = w.astype(dtype)
+        return constrain(w, *("act_embed" if gather and n == "embed" else n for n in names[1:]))
 
-    is_int8 = lambda x: isinstance(x, Int8)  # noqa: E731
-    layers = [layer_weights(config, params["layers"], i) for i in range(config.layers)]
+    def lay_layer(i: int) -> Params:
+        layer = layer_weights(config, params["layers"], i)
+        names = {name: axes[name] for name in layer}
+        is_names = lambda x: isinstance(x, tuple)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(lay, names, layer, is_leaf=is_names)
+
     head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": params["embed"].astype(dtype),
         "head": head.astype(dtype),
-        "layers": tuple(
-            jax.tree_util.tree_map_with_path(lay, layer, is_leaf=is_int8) for layer in layers
-        ),
+        "layers": tuple(map(lay_layer, range(config.layers))),
         "final_norm": params["final_norm"],
     }
+
+
+def _is_scale(path: tuple) -> bool:
+    return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "scales"

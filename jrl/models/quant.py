@@ -232,7 +232,7 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
 
         def short(piece: dict[str, Array]) -> dict[str, Array]:
             k, v = piece["k"], piece["v"]
-            return {
+            return piece | {
                 "k": k.astype(jnp.int8),
                 "v": v.astype(jnp.int8),
                 "k_scale": k[:, :, :1].astype(jnp.float32),

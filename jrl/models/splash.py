@@ -74,9 +74,11 @@ def _filled(x: Array, axis: int, block: int) -> Array:
 
 
 @functools.cache
-def _nearer(window: int) -> Callable[[Array, Array], Array]:
-    """The mask of columns less than a window back."""
-    return lambda query, key: query - key < window
+def _hides(window: int, causal: bool) -> Callable[[Array, Array], Array] | None:
+    """The mask of columns less than a window back, and not later; None where all are seen."""
+    if causal:
+        return lambda query, key: (query >= key) & (query - key < window)
+    return (lambda query, key: query - key < window) if window < NO_WINDOW else None
 
 
 def _made(
@@ -87,7 +89,11 @@ def _made(
     sequence: Array | None,
     interpret: bool,
 ) -> splash.SplashAttentionKernel:
-    """The kernel for (heads, queries, keys); ``sequence`` numbers the columns of queries."""
+    """The kernel for (heads, queries, keys).
+
+    ``sequence`` numbers the columns of queries; None where query c is in column c, which alone lets
+    the kernel leave out the blocks above the diagonal.
+    """
     heads, q, c = shape
     bq, bk = block_of(q), block_of(c)
     sizes = splash.BlockSizes(
@@ -98,7 +104,7 @@ def _made(
         block_q_dq=bq,
         block_kv_dq=bk,
     )
-    if past is None:
+    if past is None and sequence is None:
         mask: masks.Mask = masks.CausalMask((q, c))
         if window < NO_WINDOW:
             mask = masks.LocalMask((q, c), (window - 1, 0), 0)
@@ -111,8 +117,8 @@ def _made(
             attn_logits_soft_cap=softcap,
             interpret=interpret,
         )
-    near = window < NO_WINDOW
-    info = MaskInfo(None, None, None, None, sequence if near else None)  # type: ignore[arg-type]
+    hides = _hides(window, past is None)
+    info = MaskInfo(None, None, None, None, sequence if hides else None)  # type: ignore[arg-type]
     return splash.SplashAttentionKernel(
         info,
         info,
@@ -123,7 +129,7 @@ def _made(
         mask_value=splash.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=softcap,
         residual_checkpoint_name=None,
-        mask_function=_nearer(window) if near else None,
+        mask_function=hides,
         interpret=interpret,
     )
 
@@ -138,19 +144,19 @@ def _each_window(
     return jax.lax.switch(index, [functools.partial(run, w) for w in windows])
 
 
-def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Array, ...]:
+def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any, ...]:
     """Queries scaled, keys, values, ids of queries and keys, columns: filled up to whole blocks."""
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])
     ids, positions = place.queries
-    columns = positions if past is None else positions + (ids - 1) * past
+    columns = place.columns if past is None else positions + (ids - 1) * past
     return (
         _filled(q, 2, bq),
         _filled(place.k_bkcd, 2, bk),
         _filled(place.v_bkcd, 2, bk),
         _filled(ids, 1, bq),
         _filled(place.keys.ids, 1, bk),
-        _filled(columns, 1, bq),
+        None if columns is None else _filled(columns, 1, bq),
     )
 
 
@@ -169,7 +175,7 @@ def _forward(
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
 
     def run(w: int) -> tuple[Array, Array]:
-        def one(*row: Array) -> tuple[Array, Array]:
+        def one(*row: Any) -> tuple[Array, Array]:
             q, k, v, ids, key_ids, columns = row
             kernel = _made(shape, w, softcap, past, columns, interpret)
             out, (log_sum,) = kernel(q, k, v, splash.SegmentIds(ids, key_ids))
@@ -202,7 +208,7 @@ def _backward(
     results = [_filled(x, 2, shape[1]) for x in (seen, log_sums, g.astype(seen.dtype))]
 
     def run(w: int) -> tuple[Array, Array, Array]:
-        def one(*row: Array) -> tuple[Array, Array, Array]:
+        def one(*row: Any) -> tuple[Array, Array, Array]:
             q, k, v, ids, key_ids, columns, out, log_sum, g = row
             kernel = _made(shape, w, softcap, past, columns, interpret)
             segments = splash.SegmentIds(ids, key_ids)

@@ -2,6 +2,8 @@
 
 Each kind of keys is read where it lies: a prompt once for all rows that go on from it, and of a
 row's own keys the blocks that some query sees. Keys are taken turned, as the cache holds them.
+JAX's kernels for paged caches would read a shared prompt once for every row, and give no sums of
+weights to merge parts by.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ def trained_network(config: Config, model: ModelConfig, network: Network) -> Net
       UserError: adapters that the model cannot have.
     """
     lora = lora_of(config)
-    return network if lora is None else with_adapters(network, model, lora)
+    if lora is None:
+        return network
+    return with_adapters(network, model, lora, gather=config.sampling.gather_weights)
 
 
 def start_params(config: Config, model: ModelConfig, network: Network, params: Params) -> Params:

@@ -141,7 +141,7 @@ class _Program(NamedTuple):
 def _parse(text: str) -> _Program:
     computations: dict[str, dict[str, Operation]] = {}
     entry, current = "", None
-    for line in text.splitlines():
+    for line in _lines(text):
         if line[:1] in ("%", "E") and line.rstrip().endswith("{"):
             name = line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%")
             entry = name if line.startswith("ENTRY") else entry
@@ -149,9 +149,21 @@ def _parse(text: str) -> _Program:
         elif current is not None and (match := _LINE.match(line)):
             operation = _operation(match[1], match[2])
             current[operation.name] = operation
-        elif line.startswith("}"):
+        elif line.rstrip() == "}":
             current = None
     return _Program(computations, entry)
+
+
+def _lines(text: str) -> Iterator[str]:
+    """Lines, each with those that go on with it: what is said of a kernel may have ends of line."""
+    pieces: list[str] = []
+    for line in text.splitlines():
+        if pieces and not (line.startswith(("  ", "%", "ENTRY")) or line.rstrip() in ("", "}")):
+            pieces.append(line)
+            continue
+        yield "".join(pieces)
+        pieces = [line]
+    yield "".join(pieces)
 
 
 def _operation(name: str, rest: str) -> Operation:
@@ -402,6 +414,8 @@ def _collective(
 ) -> tuple[str, tuple[int, ...], int, float] | None:
     """(kind, axes, chips that take part, bytes that a chip sends) of a collective."""
     kind = operation.kind.removesuffix("-start")
+    if operation.kind == "send":
+        return _between_slices(operation)
     if kind not in COLLECTIVES:
         return None
     sources = [operations[n] for n in operation.operands if n in operations]
@@ -419,14 +433,33 @@ def _collective(
     n = groups.shape[1]
     if n < 2:
         return None
+    return kind, _axes(groups, mesh_shape), n, _sent(kind, operand, n)
+
+
+def _sent(kind: str, operand: float, n: int) -> float:
+    """Bytes that each of n chips sends of an operand."""
     share = (n - 1) / n
-    sent = {
+    return {
         "all-gather": operand * (n - 1),
         "all-reduce": 2 * operand * share,
         "reduce-scatter": operand * share,
         "all-to-all": operand * share,
     }[kind]
-    return kind, _axes(groups, mesh_shape), n, sent
+
+
+def _between_slices(operation: Operation) -> tuple[str, tuple[int, ...], int, float] | None:
+    """The same of what goes to other slices, which XLA hands to the host as it says beside it.
+
+    Only a mesh's first axis, that of data, goes from slice to slice.
+    """
+    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', operation.text)
+    slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}', operation.text)
+    if found is None or slices is None:
+        return None
+    kind, n = found[1].lower().replace("_", "-"), len(slices[1].split(","))
+    kind = kind if kind in COLLECTIVES else "collective-permute"
+    operand = operation.outputs[0].bytes
+    return kind, (0,), n, operand if kind == "collective-permute" else _sent(kind, operand, n)
 
 
 def _axes(groups: np.ndarray, mesh_shape: Sequence[int]) -> tuple[int, ...]:

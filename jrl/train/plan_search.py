@@ -10,7 +10,7 @@ memory and time orders the candidates, and the first few are compiled.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,31 +20,53 @@ from jrl.config import Config
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
-from jrl.train.chips import SHAPES, Topology, parse_topology
-from jrl.train.plan import Plan, _shape, quick_plan
+from jrl.tables import PlacementTable
+from jrl.train.chips import Chip, Topology
+from jrl.train.plan import Plan, quick_plan
+from jrl.train.plan_apart import half, plan_apart
+from jrl.train.plan_run import run_model
 from jrl.train.policies import run_task
+
+Sizes = tuple[tuple[str, int], ...]
 
 
 class Candidate(NamedTuple):
     """One way to run.
 
     Attributes:
-      mesh: devices along each axis, of one placement's chips.
+      mesh: devices along each axis, of training alone where rollout has a mesh of its own.
       remat: see ``model.remat``.
       microbatches: see ``train.microbatches``.
-      disjoint: sampler and training step on one half of the chips each.
+      rollout: devices of rollout along each axis, one half of the chips; None where rollout and
+        training take turns on all of them.
     """
 
-    mesh: tuple[tuple[str, int], ...]
+    mesh: Sizes
     remat: str
     microbatches: int
-    disjoint: bool
+    rollout: Sizes | None
 
     def text(self) -> str:
         """As the changes to a configuration that it stands for."""
-        mesh = " ".join(f"mesh.{axis}={n}" for axis, n in self.mesh)
-        place = "sampler and training on half the chips each" if self.disjoint else "colocated"
-        return f"{mesh} model.remat={self.remat} train.microbatches={self.microbatches}; {place}"
+        found = [f"mesh.{axis}={n}" for axis, n in self.mesh]
+        found += [f"model.remat={self.remat}", f"train.microbatches={self.microbatches}"]
+        if self.rollout is not None:
+            found += ["placement.kind=disjoint", "placement.staleness=1"]
+            found += [f"placement.rollout.{axis}={n}" for axis, n in self.rollout]
+        return " ".join(found)
+
+    def applied(self, config: Config) -> Config:
+        """The configuration with these changes."""
+        placement = PlacementTable()
+        if self.rollout is not None:
+            own = placement.rollout.model_copy(update=dict(self.rollout))
+            update = {"kind": "disjoint", "staleness": 1, "rollout": own}
+            placement = placement.model_copy(update=update)
+        mesh = config.mesh.model_copy(update=dict(self.mesh) | {"context": 1})
+        model = config.model.model_copy(update={"remat": self.remat})
+        train = config.train.model_copy(update={"microbatches": self.microbatches})
+        tables = {"mesh": mesh, "model": model, "train": train, "placement": placement}
+        return config.model_copy(update=tables)
 
 
 def search(
@@ -57,146 +79,170 @@ def search(
     """Candidates by predicted step time, those that fit first.
 
     Args:
-      config: the run's; its mesh, remat and microbatches are replaced.
+      config: the run's; its mesh, remat, microbatches and placement are replaced.
       topology: what it would run on.
       limit: how many candidates are compiled.
       echo: where progress goes.
 
     Returns:
-      For each: ``changes`` (text), ``mesh``, ``remat``, ``microbatches``, ``placement``, ``fits``,
-      ``step_seconds`` and ``bytes_per_chip`` (the larger program's).
+      For each: ``changes`` (text), ``mesh``, ``rollout_mesh``, ``remat``, ``microbatches``,
+      ``placement``, ``fits``, ``step_seconds``, ``seconds`` of each program, and
+      ``bytes_per_chip`` (the larger program's).
 
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
     """
-    model = _shape(config, run_task(config))
-    half = _half(topology)
-    candidates = list(_candidates(config, model, topology, half is not None))
+    model = run_model(config, run_task(config))
+    candidates = list(_candidates(config, model, topology))
     if not candidates:
         raise UserError(
             f"no mesh over {topology.chips} chips divides the model ({model.heads} heads, "
             f"{model.kv_heads} key-value heads) and train.prompts = {config.train.prompts}; make "
             "train.prompts a multiple of the chips"
         )
-    ranked = sorted(candidates, key=lambda c: _guess(config, model, topology, c))
+    chosen = shortlist(sorted(candidates, key=lambda c: guess(config, model, topology, c)), limit)
     found = []
-    for number, candidate in enumerate(ranked[:limit], 1):
-        echo(f"{number} of {min(limit, len(ranked))}: {candidate.text()}")
-        found.append(_judge(config, topology, half, candidate))
+    for number, candidate in enumerate(chosen, 1):
+        echo(f"{number} of {len(chosen)}: {candidate.text()}")
+        found.append(_judge(config, topology, candidate))
     return sorted(found, key=lambda f: (not f["fits"], f["step_seconds"] or np.inf))
 
 
-def _half(topology: Topology) -> Topology | None:
-    """A slice with half the chips, for placements side by side."""
-    for shape in SHAPES[topology.family]:
-        other = parse_topology(f"{topology.family}:{shape}")
-        if 2 * other.chips == topology.chips:
-            return other
-    return None
+def shortlist(ranked: list[Candidate], limit: int) -> list[Candidate]:
+    """The candidates to compile: the best guess of each placement first, then of each mesh.
+
+    Guesses err alike for candidates that are alike; unlike ones are worth more compilations.
+    """
+    kinds: list[Callable[[Candidate], Any]] = [
+        lambda c: c.rollout is None,
+        lambda c: (c.mesh, c.rollout is None),
+        lambda c: c,
+    ]
+    chosen: dict[Candidate, None] = {}  # in order
+    for kind in kinds:
+        best: dict[Any, Candidate] = {}
+        for candidate in ranked:
+            best.setdefault(kind(candidate), candidate)
+        chosen |= dict.fromkeys(best.values())
+    return list(chosen)[:limit]
 
 
-def _candidates(
-    config: Config, model: ModelConfig, topology: Topology, halves: bool
-) -> Iterator[Candidate]:
+def _candidates(config: Config, model: ModelConfig, topology: Topology) -> Iterator[Candidate]:
     """Every combination that divides what it must."""
-    for disjoint in (False, True) if halves else (False,):
-        chips = topology.chips // (2 if disjoint else 1)
-        for sizes in _meshes(model, chips):
-            data, fsdp, _, expert = sizes
-            prompts, shards = config.train.prompts // config.train.minibatches, data * fsdp * expert
-            if prompts % shards or (topology.slices > 1 and data % topology.slices):
+    prompts, slices = config.train.prompts // config.train.minibatches, topology.slices
+    for part in (topology, half(topology)):
+        if part is None:
+            continue
+        rollout = None
+        if part != topology:
+            options = list(_meshes(model, part.chips, config.train.prompts, slices))
+            if not options:
                 continue
-            mesh = tuple(zip(("data", "fsdp", "tensor", "expert"), sizes, strict=True))
-            shared = prompts // shards
+            rollout = min(options, key=lambda m: _sampling(config, model, topology.chip, dict(m)))
+        for mesh in _meshes(model, part.chips, prompts, slices):
+            shared = prompts // _shards(dict(mesh))
             for remat, parts in itertools.product(("full", "dots"), (1, 2, 4, 8, 16, 32)):
                 if shared % parts == 0:
-                    yield Candidate(mesh, remat, parts, disjoint)
+                    yield Candidate(mesh, remat, parts, rollout)
 
 
-def _meshes(model: ModelConfig, chips: int) -> Iterator[tuple[int, int, int, int]]:
-    """(data, fsdp, tensor, expert), powers of two, with as many chips."""
+def _shards(mesh: Mapping[str, int]) -> int:
+    return mesh["data"] * mesh["fsdp"] * mesh["expert"]
+
+
+def _meshes(model: ModelConfig, chips: int, prompts: int, slices: int) -> Iterator[Sizes]:
+    """Powers of two along data, fsdp, tensor and expert that use the chips and divide the batch."""
     powers = [2**i for i in range(int(np.log2(chips)) + 1)]
     widths = [t for t in powers if not (model.kv_heads % t or model.heads % t or t > 16)]
     experts = [e for e in powers if model.experts and model.experts % e == 0] or [1]
-    for tensor, expert in itertools.product(widths, experts):
-        rest = chips // (tensor * expert)
-        if tensor * expert * rest != chips or rest < 1:
+    for tensor, expert, fsdp in itertools.product(widths, experts, powers):
+        data = chips // (tensor * expert * fsdp)
+        if data * tensor * expert * fsdp != chips or model.embed_dim % fsdp:
             continue
-        for fsdp in powers:
-            if rest % fsdp == 0 and model.embed_dim % fsdp == 0:
-                yield rest // fsdp, fsdp, tensor, expert
+        if prompts % (data * fsdp * expert) or data % slices:
+            continue
+        yield (("data", data), ("fsdp", fsdp), ("tensor", tensor), ("expert", expert))
 
 
-def _guess(config: Config, model: ModelConfig, topology: Topology, c: Candidate) -> float:
-    """A rough step time, seconds; far out of reach when the memory is surely too small.
+# ---------------------------------------------------------------- a guess before compiling
 
-    Weights, gradient and moments against memory; then the reads of weights and the exchange of
-    gradients and of layers' outputs, each at the chip's rates.
+
+def guess(config: Config, model: ModelConfig, topology: Topology, c: Candidate) -> float:
+    """A rough step time, seconds; far out of reach when the memory is surely too small."""
+    train, kept = _training(config, model, topology.chip, c)
+    if c.rollout is None:
+        return train + _sampling(config, model, topology.chip, dict(c.mesh), kept)
+    return max(train, _sampling(config, model, topology.chip, dict(c.rollout)))
+
+
+def _tokens(config: Config, mesh: Mapping[str, int]) -> float:
+    """Of all sequences on one chip."""
+    rows = config.train.prompts * config.sampling.group / _shards(mesh)
+    return rows * (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
+
+
+def _too_large(size: float, chip: Chip) -> float:
+    """What a time is multiplied by."""
+    over = size / chip.hbm_bytes
+    return 1.0 if over < 0.9 else 1e3 * over
+
+
+def _training(config: Config, model: ModelConfig, chip: Chip, c: Candidate) -> tuple[float, float]:
+    """Rough seconds of a training step, and bytes of the state with its gradient.
+
+    The products of all layers and the exchange of weights, gradients and layers' outputs.
     """
-    mesh, chip = dict(c.mesh), topology.chip
-    params = count_params(model)
-    split = mesh["fsdp"] * mesh["tensor"] * mesh["expert"]
-    kept = 4 * params * jnp.dtype(config.model.param_dtype).itemsize / split
-    rows = config.train.prompts * config.sampling.group // (mesh["data"] * mesh["fsdp"])
-    length = config.data.max_prompt_tokens + config.sampling.max_new_tokens
-    tokens = rows * length
+    mesh, params = dict(c.mesh), count_params(model)
+    tokens, matrices = _tokens(config, mesh), mesh["tensor"] * mesh["expert"]
+    kept = 4 * params * jnp.dtype(config.model.param_dtype).itemsize / (mesh["fsdp"] * matrices)
     layer = 2 * model.embed_dim * tokens / c.microbatches  # bfloat16
     wide = 1 if c.remat == "full" else 2 + (model.mlp_dim * 2 / model.embed_dim) / mesh["tensor"]
-    heads = max(model.kv_heads // mesh["tensor"], 1)
-    cache = 4 * model.layers * heads * model.head_dim * tokens
-    gathered = 2 * params / (mesh["tensor"] * mesh["expert"] * mesh["fsdp"])
-    train = kept + layer * wide * model.layers
-    sample = (gathered if c.disjoint else kept) + cache
-    over = max(train, sample) / chip.hbm_bytes
-    chips = topology.chips / (2 if c.disjoint else 1)
     visited = 1.0 if not model.experts else 0.15
     compute = (8 if c.remat == "full" else 6) * params * visited * tokens / chip.flops
-    compute *= mesh["data"] * mesh["fsdp"] / chips
-    weights = 2 * params / (mesh["tensor"] * mesh["expert"])
     link = 2 * chip.link_bandwidth
-    gather = 3 * c.microbatches * weights / link if mesh["fsdp"] > 1 else 2 * weights / link
-    exchange = 0.0
-    if mesh["tensor"] > 1:
-        exchange = 12 * model.layers * layer * c.microbatches / link
-    read = gathered / chip.hbm_bandwidth
-    token = max(read, 0.0) + (weights / link if mesh["fsdp"] > 1 else 0.0)
-    token += cache / 2 / chip.hbm_bandwidth
-    sampling = token * config.sampling.max_new_tokens
-    times = compute + gather + exchange, sampling
-    return (max(times) if c.disjoint else sum(times)) * (1.0 if over < 0.9 else 1e3 * over)
+    weights = 2 * params / matrices
+    gather = (3 * c.microbatches if mesh["fsdp"] > 1 else 2) * weights / link
+    exchange = 12 * model.layers * layer * c.microbatches / link if mesh["tensor"] > 1 else 0.0
+    size = kept + layer * wide * model.layers
+    return (compute / mesh["tensor"] + gather + exchange) * _too_large(size, chip), kept
 
 
-def _judge(
-    config: Config, topology: Topology, half: Topology | None, candidate: Candidate
-) -> dict[str, Any]:
-    """A candidate's plan, or why there is none."""
-    mesh = config.mesh.model_copy(update=dict(candidate.mesh) | {"context": 1})
-    model = config.model.model_copy(update={"remat": candidate.remat})
-    train = config.train.model_copy(update={"microbatches": candidate.microbatches})
-    chosen = config.model_copy(update={"mesh": mesh, "model": model, "train": train})
-    seconds: float | None
-    if candidate.disjoint:
-        assert half is not None
-        plans = [quick_plan(chosen, half, placement=p) for p in ("sampler", "train_step")]
-        times = [plan.step_seconds for plan in plans]
-        seconds = None if None in times else max(t for t in times if t) + _move(plans[0])
+def _sampling(
+    config: Config, model: ModelConfig, chip: Chip, mesh: Mapping[str, int], kept: float = 0.0
+) -> float:
+    """Rough seconds of a rollout: reads of weights and of the cache for every token."""
+    heads = max(model.kv_heads // mesh["tensor"], 1)
+    cache = 4 * model.layers * heads * model.head_dim * _tokens(config, mesh)
+    held = 2 * count_params(model) / (mesh["tensor"] * mesh["expert"])
+    whole = config.sampling.gather_weights
+    read = (held + cache / 2) / chip.hbm_bandwidth
+    if mesh["fsdp"] > 1 and not whole:
+        read += held / (2 * chip.link_bandwidth)
+    size = kept + cache + (held if whole else held / mesh["fsdp"])
+    return read * config.sampling.max_new_tokens * _too_large(size, chip)
+
+
+# ---------------------------------------------------------------- by compiling
+
+
+def _judge(config: Config, topology: Topology, candidate: Candidate) -> dict[str, Any]:
+    """What a candidate's plan says."""
+    chosen = candidate.applied(config)
+    plan: Plan
+    if candidate.rollout is None:
+        plan = quick_plan(chosen, topology)
     else:
-        plans = [quick_plan(chosen, topology)]
-        seconds = plans[0].step_seconds
-    programs = [p for plan in plans for p in plan.programs.values()]
+        plan = plan_apart(chosen, topology, quick_plan)
+    programs = plan.programs
     return {
         "changes": candidate.text(),
         "mesh": dict(candidate.mesh),
+        "rollout_mesh": None if candidate.rollout is None else dict(candidate.rollout),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
-        "placement": "disjoint" if candidate.disjoint else "colocated",
-        "fits": all(plan.fits for plan in plans),
-        "step_seconds": seconds,
-        "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs),
+        "placement": "colocated" if candidate.rollout is None else "disjoint",
+        "fits": plan.fits,
+        "step_seconds": plan.step_seconds,
+        "seconds": {name: p.roofline_seconds for name, p in programs.items()},
+        "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs.values()),
     }
-
-
-def _move(plan: Plan) -> float:
-    """Seconds to send the policy's weights from the training chips to the sampler's."""
-    weights = plan.programs["sampler"].bytes_per_chip["weights"]
-    return weights / plan.topology.chip.link_bandwidth

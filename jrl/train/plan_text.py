@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jrl.train.plan import GIB, Plan, Program
+from jrl.train.plan import Plan, Program
+from jrl.train.plan_memory import GIB
 
 _WORDS = {"train_step": "training step", "sampler": "sampler"}
 

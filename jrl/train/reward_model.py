@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.mesh import tree_shardings
@@ -20,6 +20,7 @@ from jrl.models.heads import after_token, value_head, value_network
 from jrl.models.transformer import transformer
 from jrl.rewards.model import ModelReward, insert_part
 from jrl.sampling.draw import make_law
+from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.policies import run_shape, run_task
 from jrl.train.rollout import Draw, Groups, to_batch
 from jrl.train.score import in_parts, score
@@ -39,6 +40,12 @@ def trains_reward(config: Config) -> bool:
     """Whether a run trains a reward model: its trunk cannot answer, its values follow tokens."""
     method = all_methods().get(config.method)
     return method is not None and method.family == "reward_model"
+
+
+def make_value(config: Config, network: Network) -> ValueNetwork:
+    """The value network that a configuration asks for; one of its own is trained as a whole."""
+    own = config.value.kind == "network" and network.split is not None
+    return VALUES[config.value.kind](network.split.plain if own else network)  # type: ignore[union-attr]
 
 
 def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
@@ -69,7 +76,7 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
             f"rewards.model.path = {given!r} is no run directory: it holds no config.toml; train "
             "one with configs/reward_model.toml"
         )
-    theirs = load_config(directory / "config.toml")
+    theirs = load_config(directory / "config.toml", [f"run.dir={json.dumps(str(directory))}"])
     if not get_method(theirs.method, **theirs.objective).value:
         raise UserError(
             f"rewards.model.path = {given!r} trained {theirs.method!r}, which has no values to "
@@ -80,11 +87,12 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
             f"rewards.model.path = {given!r} was trained with another tokenizer than the policy's; "
             "train it from a checkpoint with the policy's tokenizer"
         )
-    network = transformer(run_shape(theirs, run_task(theirs)))
-    value = VALUES[theirs.value.kind](network)
+    shape = run_shape(theirs, run_task(theirs))
+    network = trained_network(theirs, shape, transformer(shape))
+    value = make_value(theirs, network)
     if trains_reward(theirs):
         value = after_token(value)
-    params = _params(directory, network, value, mesh)
+    params = _params(theirs, network, value, mesh)
     parts = config.train.minibatches * config.train.microbatches
     return ModelReward(params, partial(values, network=network, value=value, parts=parts))
 
@@ -132,7 +140,7 @@ def _tokenizer(config: Config) -> bytes | str:
     return (Path(config.model.path or "") / "tokenizer.json").read_bytes()
 
 
-def _params(directory: Path, network: Network, value: ValueNetwork, mesh: Mesh) -> Params:
+def _params(config: Config, network: Network, value: ValueNetwork, mesh: Mesh) -> Params:
     shapes = jax.eval_shape(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
@@ -142,6 +150,6 @@ def _params(directory: Path, network: Network, value: ValueNetwork, mesh: Mesh) 
         shapes,
         tree_shardings(mesh, axes, shapes),
     )
-    found, _ = Checkpoints(directory / "checkpoints", 1).restore({"params": wanted}, subset=True)
-    params: Params = found["params"]
-    return params
+    also = {"params": {"value": wanted["value"]}}
+    policy, found = restore_policy(config, network, wanted["policy"], also=also)
+    return {"policy": policy, "value": found["params"]["value"]}

@@ -53,9 +53,9 @@ from jrl.train.policies import (
 )
 from jrl.train.reward_model import (
     NAME,
-    VALUES,
     ModelReward,
     load_reward_model,
+    make_value,
     trains_reward,
     with_model_points,
 )
@@ -155,10 +155,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         check_fits(each, width, _max_new_tokens(config, task))
     check_model_on_mesh(mesh, model, width, _max_new_tokens(config, task))
     check_attention_on_mesh(mesh, model, config.model.attention)
-    trunk = network
-    if network.split is not None and config.value.kind == "network":
-        trunk = network.split.plain  # it is trained as a whole
-    value = VALUES[config.value.kind](trunk) if method.value else None
+    value = make_value(config, network) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
     epochs = config.train.epochs or method.schedule.epochs
@@ -206,7 +203,8 @@ def _method(config: Config, task: Task | None) -> Method:
         return get_method(config.method, **({"correction": "tis"} | coefficients))
     method = get_method(config.method, **coefficients)
     surrogate = method.objective.surrogate
-    if "sampler_logprobs" in surrogate.needs or surrogate.over == "group" or not method.draw.own:
+    compares = surrogate.over == "group" or not method.draw.own or method.draw.demonstrations
+    if "sampler_logprobs" in surrogate.needs or compares:
         return method  # its ratios are against the law drawn from, or it has no use for a ratio
     surrogate = weighted(surrogate, Correction())
     return method._replace(objective=method.objective._replace(surrogate=surrogate))

@@ -12,10 +12,12 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models import kernels, splash_cache
 from jrl.models.attention import NO_WINDOW, attend, visible
+from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
+from jrl.models.cudnn import cudnn
 from jrl.models.decode import Part, attend_parts
-from jrl.models.flash import Marks, Place, attend_places, blockwise
-from jrl.models.kernels import Owners, Shape, cudnn, kernel_for
+from jrl.models.flash import Marks, Place, attend_places
+from jrl.models.kernels import Owners, Shape, kernel_for
 from jrl.models.transformer import transformer
 from jrl.sampling.engine import prefill
 from jrl.types import SharedRows
@@ -184,8 +186,12 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     ]
     chosen = {"scale": 0.3, "softcap": softcap}
     kernel = partial(splash_cache.splash_look, interpret=True)
-    expected = attend_parts(q, parts, **chosen)
-    found = jax.jit(partial(attend_parts, **chosen, look=kernel), compiler_options=QUICK)(q, parts)
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def look(q, parts):
+        return attend_parts(q, parts, **chosen), attend_parts(q, parts, **chosen, look=kernel)
+
+    expected, found = look(q, parts)
     np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
@@ -193,7 +199,8 @@ def test_what_a_kernel_does_not_read_is_not_sent_again():
     """Blocks past a row's end are left out and repeat the last one; the first is always read."""
     lengths = jnp.array([300, 0])
     mask = (jnp.arange(512)[None, None] < lengths[:, None, None]) & jnp.ones((1, 16, 1), bool)
-    info = splash_cache._visited(mask, 16, 1, (16, 128))
+    visited = partial(splash_cache._visited, rows=16, heads=1, block=(16, 128))
+    info = jax.jit(visited, compiler_options=QUICK)(mask)
     assert info.block_mask[:, 0].tolist() == [[2, 2, 1, 0], [1, 0, 0, 0]]
     assert info.data_next[:, 0].tolist() == [[0, 1, 2, 2], [0, 0, 0, 0]]
 
@@ -228,14 +235,18 @@ def test_cudnn_is_asked_for_what_dense_attention_computes():
     columns = COLUMNS - 1
     q, _, _, k, v, _ = random_inputs()
     q, k, v = q[:, :columns], k[:, :, :columns], v[:, :, :columns]
-    positions = jnp.broadcast_to(jnp.arange(columns)[None], (ROWS, columns))
-    lengths = jnp.array([columns, 17, 5, 1])
-    segments = (positions < lengths[:, None]).astype(jnp.int32)
-    mask, _ = visible(positions, segments, positions, segments)
-    expected = attend(q, k, v, mask, scale=0.3)
-    asked = partial(cudnn, q, k, v, scale=0.3, implementation="xla")
-    live = np.asarray(segments != 0)
-    for got in (asked(mask=mask), asked(lengths=lengths)):
+    positions = np.broadcast_to(np.arange(columns, dtype=np.int32)[None], (ROWS, columns))
+    lengths = np.array([columns, 17, 5, 1], np.int32)
+    live = positions < lengths[:, None]
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def look(q, k, v, positions, segments):
+        mask, _ = visible(positions, segments, positions, segments)
+        asked = partial(cudnn, q, k, v, scale=0.3, implementation="xla")
+        return attend(q, k, v, mask, scale=0.3), asked(mask=mask), asked(lengths=lengths)
+
+    expected, *found = look(q, k, v, positions, live.astype(np.int32))
+    for got in found:
         assert got.shape == q.shape
         np.testing.assert_allclose(np.asarray(got)[live], np.asarray(expected)[live], atol=1e-5)
 
@@ -284,7 +295,8 @@ def test_the_fastest_exact_kernel_is_chosen(monkeypatch):
     with jax.set_mesh(make_mesh({"fsdp": 4})):  # scores are counted on each device
         assert choose("cpu", (4, 8192, 8192)) == "xla"
     with jax.set_mesh(make_mesh({"context": 2})):
-        assert choose("tpu") == "xla"
+        assert choose("tpu") == "splash"
+        assert choose("gpu", dtype="bfloat16") == "xla"
 
 
 def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
@@ -301,17 +313,26 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
         choose("gpu", how="splash")
     with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, xla"):
         transformer(MODEL, attention="flash")
-    mesh = make_mesh({"context": 2})
+    mesh, config = make_mesh({"context": 2}), dataclasses.replace(MODEL, dtype="bfloat16")
+    monkeypatch.setattr(kernels, "_named", lambda where: "gpu")
     with pytest.raises(UserError, match="mesh.context = 2 divides them"):
-        kernels.check_attention_on_mesh(mesh, MODEL, "splash")
+        kernels.check_attention_on_mesh(mesh, config, "cudnn")
 
 
-@pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_kernels_divide_rows_and_heads_over_devices(rows):
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("blockwise", {"fsdp": 2, "tensor": 2, "context": 2}),
+        pytest.param("blockwise", {"fsdp": 4}, marks=pytest.mark.slow),
+        pytest.param("splash", {"tensor": 2, "context": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_kernels_divide_rows_heads_and_queries_over_devices(kind, axes):
     """Each device runs the kernel on its own; rows that do not divide are everybody's."""
-    config, laid, inputs = MODEL, packed(), random_inputs()
+    config = dataclasses.replace(MODEL, window=8)
+    laid, inputs = packed(), random_inputs()
     expected = both("xla", config, laid, inputs)
-    with jax.set_mesh(make_mesh({"fsdp": rows, "tensor": 2})):
-        found = both("blockwise", config, laid, inputs)
+    with jax.set_mesh(make_mesh(axes)):
+        found = both(kind, config, laid, inputs)
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)

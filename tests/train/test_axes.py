@@ -1,6 +1,7 @@
 """Every mesh axis, and mixtures of them: a training step and a sampler equal one device."""
 
 import dataclasses
+import importlib.util
 import re
 from functools import cache, partial
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.config import build_config
 from jrl.mesh import make_mesh, replicated, tree_shardings
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
@@ -17,6 +19,8 @@ from jrl.models.transformer import transformer
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
 from jrl.train.checks import check_model_on_mesh
+from jrl.train.chips import parse_topology
+from jrl.train.plan import make_plan
 from jrl.train.router import RouterLosses
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
@@ -173,3 +177,31 @@ def test_what_a_mesh_does_not_divide_is_named(sizes, change, says):
     with pytest.raises(ValueError, match=re.escape(says)):
         check_model_on_mesh(make_mesh(sizes), dataclasses.replace(CONFIG, **change), P, T)
     check_model_on_mesh(make_mesh({}), dataclasses.replace(CONFIG, **change), P, T)
+
+
+# ---------------------------------------------------------------- as TPUs would run it
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("kernel", ["ragged", "megablox"])
+def test_two_slices_exchange_gradients_along_the_data_axis_alone(kernel):
+    """The programs of a run with experts, compiled for two slices of four chips."""
+    model = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(CONFIG)}
+    wide = {"embed_dim": 128, "heads": 2, "head_dim": 64, "expert_mlp_dim": 128, "max_length": 256}
+    tree = {
+        "method": "reinforce",
+        "model": {"config": model | wide, "dtype": "bfloat16", "grouped_matmul": kernel},
+        "data": {"max_prompt_tokens": 16},
+        "sampling": {"group": 2, "max_new_tokens": 16},
+        "train": {"prompts": 8, "replay_routing": True},
+        "mesh": {"data": 2, "fsdp": 2, "expert": 2, "slices": 2},
+    }
+    del tree["model"]["config"]["dtype"], tree["model"]["config"]["param_dtype"]
+    found = make_plan(build_config(tree), parse_topology("2*v5e:2x2"), effort=-1.0)
+    assert found.fits
+    for name, program in found.programs.items():
+        between = {k: v for k, v in program.collective_bytes.items() if "data" in k}
+        assert {k.partition("/")[2] for k in between} <= {"data"}
+        assert (sum(between.values()) > 0) == (name == "train_step")
+        assert "all-gather/expert" in program.collective_bytes

@@ -22,6 +22,7 @@ from jrl.train import loop
 from jrl.train import setup as build
 from jrl.train.loop import train
 from jrl.train.rollout import to_batch
+from jrl.train.state import policy_of
 from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]
@@ -105,7 +106,7 @@ def programs(config):
     n = config.train.prompts
     sample = build.train_sampler(run)
     ids = np.arange(n, dtype=np.int32)
-    args = (state.key, state.params["policy"], np.int32(0), ids)
+    args = (state.key, policy_of(state, run.network), np.int32(0), ids)
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
         args = (key, args[1], p, ids, run.law, args[2], ids)
@@ -232,6 +233,10 @@ ON_TASK = {
     "model.remat": (programs, "model.remat=full"),
     "model.grouped_matmul": (programs, "model.grouped_matmul=ragged", SPARSE),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
+    "lora.rank": (programs, "lora.rank=2"),
+    "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),
+    "lora.targets": (programs, "lora.targets=['q']", "lora.rank=2"),
+    "lora.base": (programs, "lora.base=int8", "lora.rank=2"),
     "data.task": (programs, "data.task=sorting", "data.difficulty="),
     "data.difficulty": (programs, "data.difficulty=2"),
     "sampling.group": (programs, "sampling.group=6"),
@@ -241,6 +246,9 @@ ON_TASK = {
     "sampling.min_p": (law, "sampling.min_p=0.5"),
     "sampling.slots": (programs, "sampling.slots=4"),
     "sampling.chunk": (programs, "sampling.chunk=2", "sampling.slots=4"),
+    "sampling.weights": (programs, "sampling.weights=int8"),
+    "sampling.cache": (programs, "sampling.cache=int8"),
+    "sampling.correction": (programs, "sampling.correction=none", "sampling.cache=int8"),
     "objective": (programs, "objective.clip_high=0.4"),
     "rewards": (shaped, "rewards.partial.weight=2.0"),
     "optimizer.name": (updates, "optimizer.name=adam"),
@@ -319,6 +327,7 @@ ELSEWHERE = {
     "mesh.slices": "test_mesh.py::test_slices_follow_each_other_along_the_data_axis_alone",
     "run.dir": "train/test_loop.py::test_a_run_directory_holds_what_scripts_rely_on",
     "run.resume": "test_metrics.py::test_resume_never_and_must",
+    "lora.path": "train/test_lora_step.py::test_adapters_of_another_run_are_where_a_run_starts",
     "reward_pool.timeout_seconds": (
         "train/test_interrupts.py::test_a_reward_that_hangs_scores_0_is_counted_and_holds_nothing_up"
     ),

@@ -56,6 +56,14 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
+def test_what_is_said_of_a_kernel_may_have_ends_of_line():
+    said = 'custom-call(%a), frontend_attributes={kernel_metadata={\n"block": "{512}"\n}}, x={}'
+    kernel = f"  %k = f32[8,16]{{1,0}} {said}\n"
+    there = LOOP.replace("  %zero = s32[] constant(0)\n", f"{kernel}  %zero = s32[] constant(0)\n")
+    assert there != LOOP
+    assert totals(there)[::2] == totals(LOOP)[::2]
+
+
 def test_what_lies_in_the_chip_is_no_traffic():
     there = LOOP.replace(
         "%w = f32[16,16]{1,0} constant", "%w = f32[16,16]{1,0:T(8,128)S(1)} constant"
@@ -159,6 +167,23 @@ def test_each_collective_sends_its_share_over_its_axes():
         ("all-to-all", (0, 1)): 192,
         ("collective-permute", (1,)): 256,
     }
+
+
+@pytest.mark.parametrize(("kind", "sent"), [("ALL_REDUCE", 512.0), ("ONE_TO_ONE", 512.0)])
+def test_what_is_handed_to_the_host_for_other_slices_is_counted(kind, sent):
+    """As XLA writes it for two slices, of which only the first axis of a mesh tells one apart."""
+    text = """ENTRY %main (a: f32[8,16]) -> f32[8,16] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[8,16]{1,0}, u32[], token[]) send(%a, %t), channel_id=2, is_host_transfer=true, FOR
+  %r = (f32[8,16]{1,0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, FOR
+  ROOT %b = f32[8,16]{1,0} get-tuple-element(%r), index=0
+}
+"""
+    told = f'_xla_megascale_target="{{1,2}}x{{0:3}}",_xla_megascale_transfer_type="{kind}"'
+    _, _, found = totals(text.replace("FOR", f"frontend_attributes={{{told}}}"), (2, 4))
+    name = "all-reduce" if kind == "ALL_REDUCE" else "collective-permute"
+    assert found == {(name, (0,)): sent}
 
 
 def test_the_attention_kernel_counts_as_the_products_it_makes():

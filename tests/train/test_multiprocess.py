@@ -22,13 +22,13 @@ from jrl.train import loop
 HALVES = """
 import sys
 from jrl.processes import start
-path, folder, port, process = sys.argv[1:]
+path, folder, port, process, *changes = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
 from jrl.config import load_config
 from jrl.train import loop
 loop.write_report = lambda directory: directory
 for steps in (2, 4):
-    loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}"]))
+    loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
 """
 CONFIG = """
 method = "grpo"
@@ -107,15 +107,25 @@ def config(tmp_path_factory):
     return path
 
 
-def test_two_processes_train_sample_save_and_go_on_as_one_does(config, monkeypatch):
+STALE = ("placement.kind=disjoint", "placement.staleness=1", "placement.rollout.fsdp=2")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [(), pytest.param((*STALE, "mesh.data=2"), marks=pytest.mark.slow)],
+    ids=["shared", "disjoint"],
+)
+def test_two_processes_train_sample_save_and_go_on_as_one_does(
+    changes, config, tmp_path, monkeypatch
+):
     """The second half of the run of two goes on from the checkpoint of its first half."""
-    one, two = config.parent / "one", config.parent / "two"
+    one, two = tmp_path / "one", tmp_path / "two"
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    loop.train(load_config(config, [f"run.dir={json.dumps(str(one))}"]), echo=lambda line: None)
+    overrides = [f"run.dir={json.dumps(str(one))}", *changes]
+    loop.train(load_config(config, overrides), echo=lambda line: None)
     port = free_port()
-    for code, output in ended(
-        [start(["-c", HALVES, *map(str, (config, two, port, i))], 4) for i in range(2)]
-    ):
+    arguments = [[config, two, port, i, *changes] for i in range(2)]
+    for code, output in ended([start(["-c", HALVES, *map(str, a)], 4) for a in arguments]):
         assert code == 0, output
     header, *alone = records(one)
     assert header["device"]["processes"] == 1

@@ -1,0 +1,275 @@
+"""Training adapters: what moves, what is kept once, what is saved, and on any mesh the same."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.evaluate import evaluate_run
+from jrl.export import export_run
+from jrl.mesh import make_mesh, replicated
+from jrl.methods import get_method
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.hf.peft import load_adapters, save_adapters
+from jrl.models.lora import Lora, count_trained, with_adapters
+from jrl.models.transformer import transformer
+from jrl.objectives.surrogates import Correction, reinforce, weighted
+from jrl.sampling.draw import make_law
+from jrl.train import loop
+from jrl.train import setup as build
+from jrl.train.adapters import check_base, checksum, lora_of, start_params, with_base, without_base
+from jrl.train.loop import train
+from jrl.train.score import score
+from jrl.train.state import init_state, policies_of, policy_of, state_shardings
+from jrl.train.step import compile_step, make_step, place_batch
+
+CONFIG = ModelConfig(
+    vocab_size=20,
+    layers=2,
+    embed_dim=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_dim=16,
+    max_length=16,
+    tied_embeddings=False,
+)
+LORA = Lora(2, 4.0)
+LAW = make_law()
+
+
+def make(base):
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA._replace(base=base))
+    objective = get_method("grpo", kl_coef=0.1).objective
+    parts = {"network": network, "objective": objective, "optimizer": optax.adam(0.02)}
+    return parts, init_state(jax.random.key(0), **parts)
+
+
+def nbytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def int8(make_batch, quick_jit):
+    """Parts, batch, compiled step, the state at step 0 and the two after it, and their metrics."""
+    parts, state = make("int8")
+    batch, step = make_batch(n=8), quick_jit(make_step(**parts))
+    one, first = step(state, batch, LAW)
+    two, second = step(one, batch, LAW)
+    return parts, batch, step, (state, one, two), (first, second)
+
+
+def test_only_adapters_move_and_the_reference_is_the_policy_without_them(int8):
+    _, _, _, (state, one, two), (first, second) = int8
+    assert set(two.frozen) == {"base"}
+    assert_equal(two.frozen, state.frozen)
+    attention = [s.params["policy"]["layers"]["attention"]["q"] for s in (state, one, two)]
+    assert not np.any(attention[0]["b"])
+    np.testing.assert_array_equal(attention[1]["a"], attention[0]["a"])  # B is 0: A has no slope
+    assert np.any(attention[1]["b"])
+    assert np.any(np.asarray(attention[2]["a"]) != attention[1]["a"])
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+
+
+def test_the_state_keeps_the_base_once_and_moments_of_adapters_alone(int8):
+    parts, _, _, (state, *_), _ = int8
+    adapters = 4 * count_trained(CONFIG, LORA)
+    assert nbytes(state.params) == adapters
+    assert nbytes(state.opt_state) == 2 * adapters + 4
+    floats = nbytes(transformer(CONFIG).init(jax.random.key(0)))
+    assert nbytes(state) < 0.6 * floats + 3 * adapters + 64
+    whole = init_state(
+        jax.random.key(0),
+        network=transformer(CONFIG),
+        objective=parts["objective"],
+        optimizer=parts["optimizer"],
+    )
+    assert nbytes(whole) > 4 * floats
+
+
+def test_the_reference_scores_as_the_base_bit_for_bit(int8, quick_jit):
+    parts, batch, _, (_, _, state), _ = int8
+    network = parts["network"]
+
+    def of(params, name):
+        want = frozenset({name})
+        return score(params, batch, LAW, network=network, value=None, want=want)[name]
+
+    policies = policies_of(state.params, state.frozen, network)
+    reference = quick_jit(functools.partial(of, name="ref_logprobs"))(policies)
+    base = quick_jit(functools.partial(of, name="logprobs"))({"policy": state.frozen["base"]})
+    np.testing.assert_array_equal(reference, base)
+
+
+def test_a_checkpoint_of_adapters_goes_on_bit_for_bit(int8, tmp_path):
+    parts, batch, step, (state, one, two), _ = int8
+    with Checkpoints(tmp_path, 1) as store:
+        store.save(1, without_base(one))
+        store.wait()
+        kept, _ = store.restore(without_base(state))
+    names = json.loads(next(tmp_path.glob("*/meta/metadata")).read_text())["leaves"]
+    assert not [name for name in names if "base" in name]
+    again, _ = step(with_base(kept, state.frozen["base"]), batch, LAW)
+    assert_equal(again, two)
+    assert checksum(state.frozen["base"]) == checksum(two.frozen["base"])
+    other = parts["network"].init(jax.random.key(1))
+    config = load_config(None, ["model.path=DIR"])
+    with pytest.raises(UserError, match=r"model.path = 'DIR' holds other weights"):
+        check_base(config, parts["network"].split.split(other)[1], checksum(state.frozen["base"]))
+
+
+def test_on_eight_devices_it_is_the_same(int8, quick_jit):
+    """data, fsdp and tensor of 2 each: within 1e-4 in what adapters become, Adam's sign and all."""
+    parts, batch, _, (state, one, _), (first, _) = int8
+    network = parts["network"]
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    shardings = state_shardings(state, mesh, network=network)
+    b = shardings.params["policy"]["layers"]["mlp"]["up"]["b"]
+    assert "tensor" in str(b.spec)
+    scales = shardings.frozen["base"]["layers"]["attention"]["q"].scales
+    assert "tensor" in str(scales.spec)
+    with jax.set_mesh(mesh):
+        step = compile_step(make_step(**parts), shardings, mesh)
+        placed = jax.device_put(jax.tree.map(jnp.copy, state), shardings)
+        law = jax.device_put(LAW, replicated(mesh))
+        after, metrics = step(placed, place_batch(batch, mesh), law)
+    assert after.params["policy"]["layers"]["mlp"]["up"]["b"].sharding.spec == b.spec
+    np.testing.assert_allclose(metrics["grad_norm"], first["grad_norm"], rtol=1e-4)
+    np.testing.assert_allclose(metrics["loss"], first["loss"], atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), after.params, one.params)
+
+
+def test_a_reference_that_is_renewed_is_refused():
+    parts, _ = make("float")
+    for schedule in ({"refresh_ref": 2}, {"ref_decay": 0.9}):
+        with pytest.raises(UserError, match="adapters off, which never changes"):
+            make_step(**parts, **schedule)
+
+
+# ---------------------------------------------------------------- the importance correction
+
+
+def test_a_weighted_surrogate_is_the_surrogate_times_the_truncated_ratio():
+    stats = {
+        "logprobs": jnp.array([-1.0, -2.0, -3.0]),
+        "proximal_logprobs": jnp.array([-1.0, -2.0, -3.0]),
+        "sampler_logprobs": jnp.array([-1.0, -2.5, -9.0]),
+    }
+    corrected = weighted(reinforce(), Correction("truncate", "token", 0.0, 2.0))
+    assert corrected.needs == {"proximal_logprobs", "sampler_logprobs"}
+    advantages, mask = jnp.array([1.0, 1.0, -1.0]), jnp.ones(3, bool)
+    losses, metrics = corrected.apply(stats, advantages, mask)
+    np.testing.assert_allclose(losses, [1.0, 2 * np.exp(0.5), -6.0], rtol=1e-6)
+    np.testing.assert_allclose(metrics["correction_weight"], [1.0, np.exp(0.5), 2.0], rtol=1e-6)
+
+
+def needs(*overrides):
+    config = load_config(None, ["data.task=sequence", *overrides])
+    return build._method(config, None).objective.surrogate.needs
+
+
+def test_another_law_turns_the_correction_on_unless_it_is_refused():
+    both = {"sampler_logprobs", "proximal_logprobs"}
+    for option in ("sampling.weights=int8", "sampling.cache=int8"):
+        assert needs("method=grpo", option) == both
+        assert needs("method=rloo", option) == both
+        assert needs("method=reinforce", option) == both
+        assert needs("method=vespo", option) == {"sampler_logprobs"}  # has weights of its own
+        assert needs("method=grpo", option, "objective.correction=none") == {"sampler_logprobs"}
+        assert needs("method=grpo", option, "sampling.correction=none") == {"sampler_logprobs"}
+        assert needs("method=rloo", option, "sampling.correction=none") == set()
+    assert needs("method=grpo") == {"sampler_logprobs"}
+    with pytest.raises(UserError, match=r"sampling.correction = 'none' is read with"):
+        needs("sampling.correction=none")
+
+
+# ---------------------------------------------------------------- whole runs
+
+RUN = (
+    *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("sampling.group=4", "train.prompts=4", "eval.problems=8", "objective.kl_coef=0.05"),
+    *("checkpoint.every=1", "warmup={steps=20, batch=32, learning_rate=1e-2}"),
+    *("lora.rank=2", "lora.base=int8", "sampling.weights=int8", "optimizer.learning_rate=0.02"),
+)
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+    def run(name, steps, *more):
+        where = f"run.dir={json.dumps(str(tmp_path / name))}"
+        config, lines = load_config(None, [*RUN, where, f"train.steps={steps}", *more]), []
+        train(config, echo=lines.append)
+        records = read_jsonl(tmp_path / name / "metrics.jsonl")[1:]
+        clock = ("seconds", "tokens_per_second", "compiles")
+        return config, lines, [{k: v for k, v in r.items() if k not in clock} for r in records]
+
+    config, lines, whole = run("whole", 4)
+    assert [line for line in lines if "in 8 bits draws from another law" in line]
+    assert [line for line in lines if "losses are weighted for it" in line]
+    assert whole[0]["kl"] == 0 < whole[-1]["kl"]
+    run("cut", 2)
+    _, _, resumed = run("cut", 4)
+    assert resumed == whole
+    sizes = {
+        name: sum(f.stat().st_size for f in (tmp_path / "whole" / name).rglob("*") if f.is_file())
+        for name in ("base", "checkpoints")
+    }
+    assert sizes["base"] > 0
+
+    found = evaluate_run(config)
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert found["accuracy"] == summary["accuracy_after"]
+    export_run(config, tmp_path / "adapters", adapters=True)
+    shape, params = hf.load(export_run(config, tmp_path / "merged"))
+    adapters = load_adapters(tmp_path / "adapters", shape, lora=lora_of(config))
+    assert params["embed"].dtype == np.float32
+    assert any(np.any(x) for x in jax.tree.leaves(adapters))
+
+    compiled = run("compiled", 4, "train.mode=compiled", "checkpoint.every=4")[2]
+    for a, b in zip(compiled, whole, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], atol=1e-5)
+
+
+def test_adapters_of_another_run_are_where_a_run_starts(tmp_path):
+    """lora.path puts the adapters that a directory holds on the base of model.path."""
+    network = with_adapters(transformer(CONFIG), CONFIG, LORA)
+    policy = network.init(jax.random.key(0))
+    trained, base = network.split.split(policy)
+    trained = jax.tree.map(lambda x: x + 0.5, trained)
+    save_adapters(tmp_path / "adapters", CONFIG, trained, lora=LORA)
+    config = load_config(
+        None,
+        [
+            *("data.task=sequence", "lora.rank=2", "lora.alpha=4.0", "model.path=DIR"),
+            f"lora.path={json.dumps(str(tmp_path / 'adapters'))}",
+        ],
+    )
+    whole = start_params(config, CONFIG, network, jax.device_get(base))
+    assert_equal(network.split.split(whole)[0], jax.device_get(trained))
+    state = init_state(
+        jax.random.key(3),
+        whole,
+        network=network,
+        objective=get_method("grpo").objective,
+        optimizer=optax.sgd(0.1),
+    )
+    assert_equal(policy_of(state, network), whole)
+    with pytest.raises(UserError, match=r"lora.path = 'x' needs the checkpoint"):
+        load_config(None, ["data.task=sequence", "lora.rank=2", "lora.path=x"])
