@@ -112,18 +112,14 @@ class Routed(NamedTuple):
     sums: Mapping[str, Array] = NOTHING
 
 
-def _attention(
-    config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array], mix: Mix
-) -> tuple[Array, Any]:
-    """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
-    if "qkv" in w:  # prepared for sampling
-        out_bqkgd = contract("bqd,dkgh->bqkgh", x_bqd, w["qkv"])  # g: queries, key, value
-        q_bqhd = out_bqkgd[:, :, :, :-2].reshape(*x_bqd.shape[:2], config.heads, config.head_dim)
-        k_bkqd, v_bkqd = (out_bqkgd[:, :, :, i].transpose(0, 2, 1, 3) for i in (-2, -1))
-    else:
-        q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
-        k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
-        v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
+def _projected(
+    config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
+    cos, sin = turn
+    q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
+    k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
+    v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bkqd = k_bkqd + w["k_bias"][None, :, None].astype(x_bqd.dtype)
@@ -131,9 +127,40 @@ def _attention(
     if config.qk_norm:
         q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
         k_bkqd = rms_norm(k_bkqd, w["k_norm"], config)
-    cos, sin = turn
     q_bqhd = rotate(q_bqhd, cos[:, :, None], sin[:, :, None])
-    k_bkqd = rotate(k_bkqd, cos[:, None], sin[:, None])
+    return q_bqhd, rotate(k_bkqd, cos[:, None], sin[:, None]), v_bkqd
+
+
+def _projected_at_once(
+    config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    """The same of weights prepared for sampling: few and small operations, queries and keys as one.
+
+    The axis g holds the queries of a key-value head, then its key and its value.
+    """
+    cos, sin = (x[:, :, None, None] for x in turn)
+    queries = config.heads // config.kv_heads
+    all_bqkgh = contract("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
+    if config.qkv_bias:
+        of_queries = w["q_bias"].reshape(config.kv_heads, queries, -1)
+        bias = [of_queries, w["k_bias"][:, None], w["v_bias"][:, None]]
+        all_bqkgh = all_bqkgh + _row(jnp.concatenate(bias, axis=1), 5).astype(x_bqd.dtype)
+    turned = all_bqkgh[:, :, :, :-1]
+    if config.qk_norm:
+        norms = jnp.stack([*[w["q_norm"]] * queries, w["k_norm"]])
+        turned = rms_norm(turned, norms, config)
+    turned = rotate(turned, cos, sin)
+    q_bqhd = turned[:, :, :, :-1].reshape(*x_bqd.shape[:2], config.heads, config.head_dim)
+    k_bkqd, v_bkqd = (x[:, :, :, -1].transpose(0, 2, 1, 3) for x in (turned, all_bqkgh))
+    return q_bqhd, k_bkqd, v_bkqd
+
+
+def _attention(
+    config: ModelConfig, w: Params, x_bqd: Array, turn: tuple[Array, Array], mix: Mix
+) -> tuple[Array, Any]:
+    """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
+    project = _projected_at_once if "qkv" in w else _projected
+    q_bqhd, k_bkqd, v_bkqd = project(config, w, x_bqd, turn)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
