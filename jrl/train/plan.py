@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from jrl.config import Config
 from jrl.errors import UserError
@@ -269,11 +270,16 @@ def _compile(
 def _no_compile_cache() -> Iterator[None]:
     """What is compiled for chips that are not there cannot be read back from JAX's cache."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_compilation_cache", False)
+
+    def enable(value: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", value)
+        compilation_cache.reset_cache()  # JAX asks once whether to use one
+
+    enable(False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
+        enable(before)
 
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -79,7 +79,8 @@ def search(
     """Candidates by predicted step time, those that fit first.
 
     Args:
-      config: the run's; its mesh, remat, microbatches and placement are replaced.
+      config: the run's; its mesh, remat, microbatches and placement are replaced, and tried first
+        as they are where they divide the chips.
       topology: what it would run on.
       limit: how many candidates are compiled.
       echo: where progress goes.
@@ -100,31 +101,41 @@ def search(
             f"{model.kv_heads} key-value heads) and train.prompts = {config.train.prompts}; make "
             "train.prompts a multiple of the chips"
         )
-    chosen = shortlist(sorted(candidates, key=lambda c: guess(config, model, topology, c)), limit)
-    found = []
-    for number, candidate in enumerate(chosen, 1):
-        echo(f"{number} of {len(chosen)}: {candidate.text()}")
-        found.append(_judge(config, topology, candidate))
+    ranked = sorted(candidates, key=lambda c: guess(config, model, topology, c))
+    found: list[dict[str, Any]] = []
+    hopeless: set[Sizes | None] = set()
+    for candidate in dict.fromkeys([*as_given(config, candidates), *unlike_first(ranked)]):
+        if len(found) == limit:
+            break
+        if candidate.rollout in hopeless:
+            continue
+        echo(f"{len(found) + 1} of {limit}: {candidate.text()}")
+        judged, samples = _judge(config, topology, candidate)
+        if candidate.rollout is not None and not samples:
+            hopeless.add(candidate.rollout)  # whatever the mesh of training
+        found.append(judged)
     return sorted(found, key=lambda f: (not f["fits"], f["step_seconds"] or np.inf))
 
 
-def shortlist(ranked: list[Candidate], limit: int) -> list[Candidate]:
-    """The candidates to compile: the best guess of each placement first, then of each mesh.
+def as_given(config: Config, candidates: list[Candidate]) -> list[Candidate]:
+    """The candidate that the configuration itself stands for, if it is one."""
+    own = [(axis, config.mesh.axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")]
+    given = Candidate(tuple(own), config.model.remat, config.train.microbatches, None)
+    return [given] if given in candidates else []
+
+
+def unlike_first(ranked: list[Candidate]) -> list[Candidate]:
+    """The best of each mesh first, placements in turn; then the others as they were.
 
     Guesses err alike for candidates that are alike; unlike ones are worth more compilations.
     """
-    kinds: list[Callable[[Candidate], Any]] = [
-        lambda c: c.rollout is None,
-        lambda c: (c.mesh, c.rollout is None),
-        lambda c: c,
-    ]
-    chosen: dict[Candidate, None] = {}  # in order
-    for kind in kinds:
-        best: dict[Any, Candidate] = {}
-        for candidate in ranked:
-            best.setdefault(kind(candidate), candidate)
-        chosen |= dict.fromkeys(best.values())
-    return list(chosen)[:limit]
+    best: dict[Any, Candidate] = {}
+    for candidate in ranked:
+        best.setdefault((candidate.mesh, candidate.rollout), candidate)
+    together = [c for c in best.values() if c.rollout is None]
+    apart = [c for c in best.values() if c.rollout is not None]
+    turns = itertools.chain.from_iterable(itertools.zip_longest(together, apart))
+    return list(dict.fromkeys([c for c in turns if c is not None] + ranked))
 
 
 def _candidates(config: Config, model: ModelConfig, topology: Topology) -> Iterator[Candidate]:
@@ -133,13 +144,15 @@ def _candidates(config: Config, model: ModelConfig, topology: Topology) -> Itera
     for part in (topology, half(topology)):
         if part is None:
             continue
-        rollout = None
+        rollouts: list[Sizes | None] = [None]
         if part != topology:
-            options = list(_meshes(model, part.chips, config.train.prompts, slices))
-            if not options:
-                continue
-            rollout = min(options, key=lambda m: _sampling(config, model, topology.chip, dict(m)))
-        for mesh in _meshes(model, part.chips, prompts, slices):
+            options = _meshes(model, part.chips, config.train.prompts, slices)
+            chip = topology.chip
+            best = sorted(options, key=lambda m: _sampling(config, model, chip, dict(m)))
+            rollouts = [*best[:2]]
+        for mesh, rollout in itertools.product(
+            _meshes(model, part.chips, prompts, slices), rollouts
+        ):
             shared = prompts // _shards(dict(mesh))
             for remat, parts in itertools.product(("full", "dots"), (1, 2, 4, 8, 16, 32)):
                 if shared % parts == 0:
@@ -218,6 +231,10 @@ def _sampling(
     read = (held + cache / 2) / chip.hbm_bandwidth
     if mesh["fsdp"] > 1 and not whole:
         read += held / (2 * chip.link_bandwidth)
+    if mesh["tensor"] > 1:  # two sums a layer, and the scores of the next token
+        rows = config.train.prompts * config.sampling.group / _shards(mesh)
+        sums = 8 * model.layers * model.embed_dim + 4 * model.vocab_size
+        read += rows * sums / (2 * chip.link_bandwidth)
     size = kept + cache + (held if whole else held / mesh["fsdp"])
     return read * config.sampling.max_new_tokens * _too_large(size, chip)
 
@@ -225,8 +242,8 @@ def _sampling(
 # ---------------------------------------------------------------- by compiling
 
 
-def _judge(config: Config, topology: Topology, candidate: Candidate) -> dict[str, Any]:
-    """What a candidate's plan says."""
+def _judge(config: Config, topology: Topology, candidate: Candidate) -> tuple[dict[str, Any], bool]:
+    """What a candidate's plan says, and whether its sampler fits."""
     chosen = candidate.applied(config)
     plan: Plan
     if candidate.rollout is None:
@@ -234,7 +251,7 @@ def _judge(config: Config, topology: Topology, candidate: Candidate) -> dict[str
     else:
         plan = plan_apart(chosen, topology, quick_plan)
     programs = plan.programs
-    return {
+    judged = {
         "changes": candidate.text(),
         "mesh": dict(candidate.mesh),
         "rollout_mesh": None if candidate.rollout is None else dict(candidate.rollout),
@@ -246,3 +263,4 @@ def _judge(config: Config, topology: Topology, candidate: Candidate) -> dict[str
         "seconds": {name: p.roofline_seconds for name, p in programs.items()},
         "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs.values()),
     }
+    return judged, all(p.fits for name, p in programs.items() if name == "sampler")

@@ -460,6 +460,7 @@ def check_trainable(run: Run) -> None:
             "training needs a temperature above 0"
         )
     state_layout(run)
+    sampler_of(run)
     if run.rollout_mesh is not None:
         _check_disjoint(run, run.rollout_mesh)
     if config.train.mode == "compiled":

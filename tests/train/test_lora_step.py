@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
+from jrl import serving
 from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.evaluate import evaluate_run
+from jrl.evaluate import evaluate_run, load_policy
 from jrl.export import export_run
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -28,6 +29,7 @@ from jrl.train import loop
 from jrl.train import setup as build
 from jrl.train.adapters import check_base, checksum, lora_of, start_params, with_base, without_base
 from jrl.train.loop import train
+from jrl.train.policies import frozen_params
 from jrl.train.score import score
 from jrl.train.state import init_state, policies_of, policy_of, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
@@ -42,6 +44,13 @@ CONFIG = ModelConfig(
     mlp_dim=16,
     max_length=16,
     tied_embeddings=False,
+)
+RUN = (
+    *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("sampling.group=4", "train.prompts=4", "eval.problems=8", "objective.kl_coef=0.05"),
+    *("checkpoint.every=1", "warmup={steps=20, batch=32, learning_rate=1e-2}"),
+    *("lora.rank=2", "lora.base=int8", "sampling.weights=int8", "optimizer.learning_rate=0.02"),
 )
 LORA = Lora(2, 4.0)
 LAW = make_law()
@@ -197,15 +206,43 @@ def test_another_law_turns_the_correction_on_unless_it_is_refused():
         needs("sampling.correction=none")
 
 
-# ---------------------------------------------------------------- whole runs
+def steps(*overrides):
+    """A run as far as it goes before anything is on a device."""
+    run = build.setup(load_config(None, [*RUN[:4], *overrides]))
+    build.check_trainable(run)
+    return build.make_train_step(run)
 
-RUN = (
-    *("data.task=sequence", "data.difficulty=1", "rewards={verify={}, partial={weight=0.5}}"),
-    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
-    *("sampling.group=4", "train.prompts=4", "eval.problems=8", "objective.kl_coef=0.05"),
-    *("checkpoint.every=1", "warmup={steps=20, batch=32, learning_rate=1e-2}"),
-    *("lora.rank=2", "lora.base=int8", "sampling.weights=int8", "optimizer.learning_rate=0.02"),
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("lora.alpha=4",), r"lora.alpha = 4.0 is not read without adapters; set lora.rank"),
+        (("lora.targets=['q']",), r"lora.targets = \['q'\] is not read without adapters"),
+        (("lora.rank=0",), r"lora.rank = 0; must be at least 1"),
+        (("lora.rank=2", "lora.targets=['q', 'upp']"), r"'upp'; did you mean 'up'\?"),
+        (("lora.rank=2", "lora.base=int4"), r"lora.base = 'int4'; did you mean 'int8'"),
+        (("lora.rank=2", "method=online_dpo", "objective.refresh_ref=1"), "adapters off, which"),
+        (("lora.rank=2", "lora.path=x"), r"lora.path = 'x' needs the checkpoint"),
+        (("sampling.weights=int4",), r"sampling.weights = 'int4'; did you mean 'int8'"),
+    ],
 )
+def test_bad_keys_are_named_before_anything_runs(overrides, message):
+    with pytest.raises(UserError, match=message):
+        steps(*overrides)
+
+
+def test_experts_in_8_bits_are_refused_before_anything_runs():
+    sparse = (
+        *("model.config.experts=4", "model.config.experts_per_token=2"),
+        "model.config.expert_mlp_dim=8",
+    )
+    for option in (("sampling.weights=int8",), ("lora.rank=2", "lora.base=int8")):
+        more = ("lora.targets=['q']",) if len(option) == 2 else ()
+        with pytest.raises(UserError, match="4 routed experts"):
+            steps(*sparse, *option, *more)
+
+
+# ---------------------------------------------------------------- whole runs
 
 
 @pytest.mark.slow
@@ -236,10 +273,16 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
     found = evaluate_run(config)
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert found["accuracy"] == summary["accuracy_after"]
+    served = serving.load_policy(config, checkpoint=None)
+    _, policy, step = load_policy(build.setup(config, trains=False), None)
+    assert step == 4
+    assert_equal(served.params, policy)
+    reader = load_config(None, [f"model.reference={json.dumps(str(tmp_path / 'whole'))}"])
     export_run(config, tmp_path / "adapters", adapters=True)
     shape, params = hf.load(export_run(config, tmp_path / "merged"))
     adapters = load_adapters(tmp_path / "adapters", shape, lora=lora_of(config))
     assert params["embed"].dtype == np.float32
+    assert_equal(frozen_params(reader, "ref"), params)
     assert any(np.any(x) for x in jax.tree.leaves(adapters))
 
     compiled = run("compiled", 4, "train.mode=compiled", "checkpoint.every=4")[2]
@@ -271,5 +314,3 @@ def test_adapters_of_another_run_are_where_a_run_starts(tmp_path):
         optimizer=optax.sgd(0.1),
     )
     assert_equal(policy_of(state, network), whole)
-    with pytest.raises(UserError, match=r"lora.path = 'x' needs the checkpoint"):
-        load_config(None, ["data.task=sequence", "lora.rank=2", "lora.path=x"])
