@@ -103,7 +103,13 @@ def main() -> None:
             path.write_text(json.dumps(rows, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)
     rows.sort(key=lambda row: row["chips"])
-    text = __doc__.split("\n\n")[2] + "\n\n" + table(rows) + "\n\n![plot](weak_scaling.png)\n"
+    about = __doc__.split("\n\n")[2].replace(" Writes OUT.json, OUT.md, OUT.png.", "").strip()
+    notes = (
+        "What goes over both axes at once counts in both columns. `python -m benchmarks.weak_scaling`"
+        f" goes on where its JSON ends; here are {len(rows)} of the {len(SLICES)} slices it compiles"
+        f" for, up to {rows[-1]['chips']:,} chips."
+    )
+    text = "\n\n".join([about, table(rows), notes, "![plot](weak_scaling.png)"]) + "\n"
     args.out.with_suffix(".md").write_text("# Weak scaling on paper\n\n" + text)
     draw(rows, args.out.with_suffix(".png"))
 
