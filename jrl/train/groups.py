@@ -7,6 +7,7 @@ batch is full, so that every step trains on as many informative groups as asked 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,9 +66,9 @@ def collect(
     Returns:
       (batch on the mesh, the groups in it, the new cursor); see ``draw_groups`` for the counts.
     """
-    drawn = draw_groups(
-        key, params, draw, step, cursor, prompts=prompts, weights=weights, method=method
-    )
+    draw = functools.partial(draw, key, params, np.int32(step))
+    first = draw(_places(method, step, cursor, prompts))
+    drawn = _filled(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
     batch = assemble(drawn, weights=weights, method=method, mesh=mesh, pack=pack)
     return batch, drawn.groups, drawn.cursor
 
@@ -90,10 +91,29 @@ def draw_groups(
       drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing (places
       left without a kept group when the rounds ran out; a dropped one stands there).
     """
+    draw = functools.partial(draw, key, params, np.int32(step))
+    first = draw(_places(method, step, cursor, prompts))
+    return _filled(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
+
+
+def _places(method: Method, step: int, cursor: int, prompts: int) -> np.ndarray:
+    """[prompts] int32, the positions in the data that the method's curriculum takes next."""
+    return method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
+
+
+def _filled(
+    first: Groups,
+    draw: Callable[[np.ndarray], Groups],
+    step: int,
+    cursor: int,
+    *,
+    prompts: int,
+    weights: Any,
+    method: Method,
+) -> Drawn:
+    """The groups first drawn, edited, and more of them where the method's editor asks for more."""
     editor = method.groups
-    version = np.int32(step)
-    places = method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
-    groups = _edit(method, draw(key, params, version, places))
+    groups = _edit(method, first)
     cursor += prompts
     if editor.keep is keep_all:
         return Drawn(groups, None, cursor)
@@ -101,8 +121,7 @@ def draw_groups(
     kept = _keep(editor, groups, weights)
     rounds = 1
     while editor.refill and kept.sum() < prompts and rounds < editor.max_rounds:
-        places = method.prompts(step, cursor + np.arange(prompts)).astype(np.int32)
-        more = to_host(_edit(method, draw(key, params, version, places)))
+        more = to_host(_edit(method, draw(_places(method, step, cursor, prompts))))
         cursor, rounds = cursor + prompts, rounds + 1
         groups = _join(groups, more)
         kept = np.concatenate([kept, _keep(editor, more, weights)])
