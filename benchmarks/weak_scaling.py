@@ -105,9 +105,10 @@ def main() -> None:
     rows.sort(key=lambda row: row["chips"])
     about = __doc__.split("\n\n")[2].replace(" Writes OUT.json, OUT.md, OUT.png.", "").strip()
     notes = (
-        "What goes over both axes at once counts in both columns. `python -m benchmarks.weak_scaling`"
-        f" goes on where its JSON ends; here are {len(rows)} of the {len(SLICES)} slices it compiles"
-        f" for, up to {rows[-1]['chips']:,} chips."
+        "What goes over both axes at once counts in both columns.\n"
+        "`python -m benchmarks.weak_scaling` goes on where its JSON ends; here are "
+        f"{len(rows)} of the {len(SLICES)}\nslices it compiles for, up to "
+        f"{rows[-1]['chips']:,} chips."
     )
     text = "\n\n".join([about, table(rows), notes, "![plot](weak_scaling.png)"]) + "\n"
     args.out.with_suffix(".md").write_text("# Weak scaling on paper\n\n" + text)
