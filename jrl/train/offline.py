@@ -18,9 +18,8 @@ from jrl.mesh import replicated
 from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
 from jrl.sampling.draw import Law
 from jrl.train.rollout import Groups, place
-from jrl.train.score import in_parts
+from jrl.train.score import in_parts, policies_of
 from jrl.train.setup import Run
-from jrl.train.state import policies_of
 from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
 from jrl.types import Array, Batch, Prompt, Rollout, StopReason, TrainState
 

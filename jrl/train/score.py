@@ -243,6 +243,26 @@ def _devices(rows: int) -> tuple[int, int]:
     return (1 if rows % shards else shards), math.prod(mesh.shape[a] for a in RULES["vocab"])
 
 
+def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
+    """The trees that scoring reads, by name: those trained, and those frozen.
+
+    Args:
+      params: of a ``TrainState``.
+      frozen: of it.
+      network: the policy.
+
+    Returns:
+      "policy", "value" where there is one, and the frozen policies. Where the network has a
+      ``split``, the reference is the base, unless another one is kept.
+    """
+    if network.split is None:
+        return params | dict(frozen)
+    base = frozen["base"]
+    others = {name: tree for name, tree in frozen.items() if name != "base"}
+    whole = network.split.join(params["policy"], base)
+    return {"ref": base} | params | others | {"policy": whole}
+
+
 @jax.named_scope("score")
 def score(
     params: Params,

@@ -85,26 +85,6 @@ def policy_of(state: TrainState, network: Network) -> Params:
     return network.split.join(state.params["policy"], state.frozen["base"])
 
 
-def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
-    """The trees that scoring reads, by name: those trained, and those frozen.
-
-    Args:
-      params: of a ``TrainState``.
-      frozen: of it.
-      network: the policy.
-
-    Returns:
-      "policy", "value" where there is one, and the frozen policies. Where the network has a
-      ``split``, the reference is the base, unless another one is kept.
-    """
-    if network.split is None:
-        return params | dict(frozen)
-    base = frozen["base"]
-    others = {name: tree for name, tree in frozen.items() if name != "base"}
-    whole = network.split.join(params["policy"], base)
-    return {"ref": base} | params | others | {"policy": whole}
-
-
 def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
     """Raises UserError when an objective reads a frozen policy that nobody gives.
 

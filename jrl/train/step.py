@@ -31,8 +31,7 @@ from jrl.objectives.policy import (
 from jrl.sampling.draw import Law
 from jrl.train.reference import check_renewable, renew_reference
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
-from jrl.train.score import in_parts, score, split, undivided
-from jrl.train.state import policies_of
+from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.types import (
     NOTHING,
     Array,
@@ -238,10 +237,9 @@ def _gradient(
     law: Law,
 ) -> tuple[Params, Pairs]:
     """The gradient of the mean loss over a minibatch, and the sums behind its metrics."""
-    batch, advantages = part
+    whole, advantages = part
     objective, microbatches = parts.objective, parts.microbatches
-    counts, live = term_counts(objective, batch), live_statistics(parts, frozenset({"router"}))
-    tokens = routed_tokens(batch)
+    counts, live = term_counts(objective, whole), live_statistics(parts, frozenset({"router"}))
 
     def loss(params: Params, rows: tuple[Batch, Array]) -> tuple[Array, tuple[Pairs, Stats]]:
         batch, advantages = rows
@@ -252,26 +250,26 @@ def _gradient(
         terms = {name: (total, counts[name]) for name, (total, _) in terms.items()}
         mean = combine_terms(objective, terms, method)
         if router:
-            more, router = router_loss(parts.router, router, tokens)
+            more, router = router_loss(parts.router, router, routed_tokens(whole))
             mean += more
         share = {"loss": (mean, jnp.float32(1 / microbatches))}
         return mean, (_drift(stats, batch) | sums | share, router)
 
     grad = jax.grad(loss, has_aux=True)
     if microbatches == 1:
-        grads, (sums, router) = grad(params, (undivided(batch), advantages))
-        return grads, sums | router_pairs(router)
+        grads, (sums, router) = grad(params, (undivided(whole), advantages))
+        return grads, sums | (router_pairs(router) if router else {})
 
     def add(total: Any, rows: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, grad(params, rows)), None
 
     shape = (-1, microbatches, *advantages.shape[1:])
-    split_parts = split(batch, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
+    split_parts = split(whole, microbatches), jnp.moveaxis(advantages.reshape(shape), 1, 0)
     shapes = jax.eval_shape(grad, params, jax.tree.map(lambda x: x[0], split_parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
     total, _ = jax.lax.scan(add, zeros, split_parts)
     grads, (sums, router) = jax.tree.map(lambda x, like: x.astype(like.dtype), total, shapes)
-    return grads, sums | router_pairs(router)
+    return grads, sums | (router_pairs(router) if router else {})
 
 
 def _apply_gradient(
