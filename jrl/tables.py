@@ -84,8 +84,8 @@ class ModelTable(Table):
     )
     grouped_matmul: Literal["auto", "blocks", "megablox", "ragged"] = _key(
         "auto",
-        "products with routed experts: XLA's own (ragged), a Pallas kernel for TPUs (megablox) or a"
-        " loop (blocks); auto: blocks on the CPU, ragged elsewhere",
+        "products with routed experts: XLA's own (ragged), Pallas kernels for TPUs (megablox) or a"
+        " loop (blocks); auto: blocks on the CPU, on TPUs the faster of the two for each product",
     )
 
 

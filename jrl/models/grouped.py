@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import choose
+from jrl.models.kernels import platform
 from jrl.models.product import PRODUCT
 from jrl.types import Array
 
 KERNELS = ("auto", "blocks", "megablox", "ragged")
 """How grouped products are made: ``ragged`` by XLA's own operation, ``megablox`` by the Pallas
-kernel for TPUs, ``blocks`` by a loop over runs of equal height, which is what the CPU needs (XLA
-multiplies every row by every matrix there); ``auto`` is blocks on the CPU and ragged elsewhere."""
+kernels for TPUs, ``blocks`` by a loop over runs of equal height. ``auto`` takes blocks on the CPU,
+where XLA multiplies every row by every matrix; on TPUs ragged, but megablox for the gradients of
+matrices, for which XLA multiplies so there, too (E times the work, as compiled); else ragged."""
 
 _TILE = 128
 """Rows that megablox takes at once, and the largest block."""
@@ -38,9 +40,10 @@ class Gather(NamedTuple):
 
 
 class _How(NamedTuple):
-    """Static."""
+    """Static; the platform is that of the mesh while the product is traced."""
 
     kernel: str
+    platform: str
     gather: Gather | None
 
 
@@ -72,12 +75,13 @@ def grouped_matmul(
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
     if kernel not in KERNELS:
         raise choose("model.grouped_matmul", kernel, KERNELS)
-    return checkpoint_name(_grouped(_How(kernel, gather), x_md, w_edf, rows_e), PRODUCT)
+    how = _How(kernel, platform(), gather)
+    return checkpoint_name(_grouped(how, x_md, w_edf, rows_e), PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
-    return _rows_times(how.kernel, x_md, _whole(how, w_edf, x_md), rows_e).astype(x_md.dtype)
+    return _rows_times(how, x_md, _whole(how, w_edf, x_md), rows_e).astype(x_md.dtype)
 
 
 def _forward(
@@ -93,8 +97,8 @@ def _backward(
     # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
     x_md, w_edf, rows_e = kept
     w_efd = _whole(how, w_edf, x_md).transpose(0, 2, 1)
-    dx_md = _rows_times(how.kernel, g_mf, w_efd, rows_e)
-    dw_edf = _by_group(how.kernel, x_md, g_mf, rows_e)
+    dx_md = _rows_times(how, g_mf, w_efd, rows_e)
+    dw_edf = _by_group(how, x_md, g_mf, rows_e)
     if how.gather is not None:
         axis, dim = how.gather
         dw_edf = jax.lax.psum_scatter(dw_edf, axis, scatter_dimension=dim, tiled=True)
@@ -112,26 +116,25 @@ def _whole(how: _How, w_edf: Array, like: Array) -> Array:
     return jax.lax.all_gather(w_edf, how.gather.axis, axis=how.gather.dim, tiled=True)
 
 
-def _rows_times(kernel: str, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+def _rows_times(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
     """[M, F] float32."""
-    y_mf = _choose(kernel, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    y_mf = _choose(how, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
     return jnp.where((jnp.arange(x_md.shape[0]) < rows_e.sum())[:, None], y_mf, 0)
 
 
-def _by_group(kernel: str, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+def _by_group(how: _How, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     """[E, D, F] float32: the sum over each group's rows of their outer products."""
-    return _choose(kernel, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
+    return _choose(how, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
 
 
-def _choose(kernel: str, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
+def _choose(how: _How, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
+    kernel, where, _ = how
     if kernel == "auto":
-        pick = {"cpu": kernels["blocks"], "default": kernels["ragged"]}
-    elif kernel == "megablox":
-        interpreted = functools.partial(kernels["megablox"], interpret=True)
-        pick = {"cpu": interpreted, "default": kernels["megablox"]}
-    else:
-        return kernels[kernel](*args)
-    return jax.lax.platform_dependent(*args, **pick)
+        on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
+        kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
+    if kernel == "megablox":
+        return kernels[kernel](*args, interpret=where != "tpu")
+    return kernels[kernel](*args)
 
 
 # ---------------------------------------------------------------- XLA's own
@@ -237,7 +240,7 @@ def _whole_tiles(x_md: Array) -> Array:
     return jnp.pad(x_md, ((0, -x_md.shape[0] % _TILE), (0, 0)))
 
 
-def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool = False) -> Array:
+def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiles = _tiles(x_md.shape[0], *w_edf.shape[1:])
@@ -246,7 +249,7 @@ def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool 
     return y_mf[: x_md.shape[0]]
 
 
-def _megablox_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool = False) -> Array:
+def _megablox_groups(x_md: Array, g_mf: Array, rows_e: Array, *, interpret: bool) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(x_md.shape[0], x_md.shape[1], g_mf.shape[1])

@@ -1,7 +1,6 @@
 """Every mesh axis, and mixtures of them: a training step and a sampler equal one device."""
 
 import dataclasses
-import importlib.util
 import re
 from functools import cache, partial
 
@@ -9,8 +8,8 @@ import jax
 import numpy as np
 import optax
 import pytest
+from tpu_programs import ask, needs_libtpu
 
-from jrl.config import build_config
 from jrl.mesh import make_mesh, replicated, tree_shardings
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
@@ -19,8 +18,6 @@ from jrl.models.transformer import transformer
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
 from jrl.train.checks import check_model_on_mesh
-from jrl.train.chips import parse_topology
-from jrl.train.plan import make_plan
 from jrl.train.router import RouterLosses
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
@@ -183,9 +180,9 @@ def test_what_a_mesh_does_not_divide_is_named(sizes, change, says):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@needs_libtpu
 @pytest.mark.parametrize("kernel", ["ragged", "megablox"])
-def test_two_slices_exchange_gradients_along_the_data_axis_alone(kernel):
+def test_two_slices_talk_along_the_data_axis_alone(kernel):
     """The programs of a run with experts, compiled for two slices of four chips."""
     model = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(CONFIG)}
     wide = {"embed_dim": 128, "heads": 2, "head_dim": 64, "expert_mlp_dim": 128, "max_length": 256}
@@ -198,10 +195,11 @@ def test_two_slices_exchange_gradients_along_the_data_axis_alone(kernel):
         "mesh": {"data": 2, "fsdp": 2, "expert": 2, "slices": 2},
     }
     del tree["model"]["config"]["dtype"], tree["model"]["config"]["param_dtype"]
-    found = make_plan(build_config(tree), parse_topology("2*v5e:2x2"), effort=-1.0)
-    assert found.fits
-    for name, program in found.programs.items():
-        between = {k: v for k, v in program.collective_bytes.items() if "data" in k}
-        assert {k.partition("/")[2] for k in between} <= {"data"}
-        assert (sum(between.values()) > 0) == (name == "train_step")
-        assert "all-gather/expert" in program.collective_bytes
+    found = ask("planned", tree, "2*v5e:2x2", -1.0)
+    assert found["fits"]
+    for program in found["programs"].values():
+        sent = program["collective_bytes_by_kind"]
+        between = {k: v for k, v in sent.items() if "data" in k}
+        assert {k.partition("/")[2] for k in between} == {"data"}
+        assert between["all-reduce/data"] > 0
+        assert "all-gather/expert" in sent
