@@ -203,12 +203,14 @@ def test_sample_prints_prompts_completions_and_rewards(replace):
 
 
 def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
-    def export_run(config, directory, *, checkpoint):
-        return directory / f"{config.seed}-{checkpoint}"
+    def export_run(config, directory, *, checkpoint, adapters):
+        return directory / f"{config.seed}-{checkpoint}-{adapters}"
 
     replace("jrl.export", export_run=export_run)
     result = jrl("convert", run_dir, tmp_path / "out", "--checkpoint", 2)
-    assert result.stdout == f"{tmp_path / 'out' / '4-2'}\n"
+    assert result.stdout == f"{tmp_path / 'out' / '4-2-False'}\n"
+    result = jrl("convert", run_dir, tmp_path / "out", "--adapters")
+    assert result.stdout == f"{tmp_path / 'out' / '4-None-True'}\n"
 
 
 def test_report_prints_the_page(run_dir):

@@ -1,4 +1,4 @@
-"""Weights that the mesh divides are sent once a rollout, not for every token."""
+"""sampling.gather_weights: what the mesh divides is sent once a rollout, not for every token."""
 
 from __future__ import annotations
 
