@@ -41,9 +41,10 @@ MUTANTS = {
     "a frame for every hop": Mutant(
         1,
         "train/loop.py",
-        "        batch, groups, cursor = collect(key, policy, step=i, cursor=cursor)\n",
-        "        deep = lambda f: lambda *a, **k: f(*a, **k)\n"
-        "        batch, groups, cursor = deep(collect)(key, policy, step=i, cursor=cursor)\n",
+        "batch, groups, cursor = collect(state.key, policy(state), step=i, cursor=cursor)\n",
+        "deep = lambda f: lambda *a, **k: f(*a, **k)\n"
+        "        drawn = deep(collect)(state.key, policy(state), step=i, cursor=cursor)\n"
+        "        batch, groups, cursor = drawn\n",
     ),
     "a step spread over more files": Mutant(
         2,
@@ -71,7 +72,7 @@ MUTANTS = {
     "a batch left on the host": Mutant(
         5,
         "train/step.py",
-        "    rows = jax.device_put(batch.replace(reward_weights=None), batch_sharding(mesh))\n",
+        "    rows = _place(batch.replace(reward_weights=None), batch_sharding(mesh))\n",
         "    rows = jax.device_get(batch.replace(reward_weights=None))\n",
     ),
     "a constant sampling key": Mutant(

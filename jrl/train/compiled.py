@@ -309,7 +309,7 @@ def with_policy(
     policy: Params,
     optimizer: optax.GradientTransformation,
     *,
-    network: Network,
+    network: Network | None = None,
     keep_ref: bool = False,
 ) -> TrainState:
     """The state with another policy from step 0: fresh moments, the reference refreshed too.
@@ -318,11 +318,11 @@ def with_policy(
       state: at step 0.
       policy: its new tree.
       optimizer: that of the state.
-      network: the policy.
+      network: the policy; may be left out where the whole of it is trained.
       keep_ref: the reference was given, so it stays as it is.
     """
     frozen = state.frozen
-    if network.split is not None:
+    if network is not None and network.split is not None:
         policy, base = network.split.split(policy)
         frozen = frozen | {"base": base}
     params = state.params | {"policy": policy}
