@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +30,9 @@ def ask(function: str, *args: Any) -> Any:
     command = [sys.executable, __file__, function, json.dumps(args)]
     with Path(tempfile.gettempdir(), "jrl-libtpu.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+        # libtpu reads XLA_FLAGS too, and ends the process at a flag of another backend.
+        env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

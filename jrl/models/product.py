@@ -19,6 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jrl.types import Array, Head
 
+_WORTH = 2**18
+"""Numbers in an operand that make its order worth choosing."""
+
 PRODUCT = "product"
 """The name, for rematerialisation, of results of products with weights."""
 
@@ -84,7 +87,8 @@ def _between(spec: str, a: Array, b: Array) -> Array:
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     natural, swapped = _order(spec, a.shape, b.shape), _order(_swap(spec), b.shape, a.shape)
-    if a.dtype != jnp.float32 or min(natural.copied, swapped.copied) == 0:
+    small = max(a.size, b.size) < _WORTH
+    if small or a.dtype != jnp.float32 or min(natural.copied, swapped.copied) == 0:
         return einsum(spec, a, b)
 
     def turned(a: Array, b: Array) -> Array:

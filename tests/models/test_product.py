@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models.product import fused_logprobs, product
+from jrl.models.product import _WORTH, _between, fused_logprobs, product
 from jrl.types import Head
 
 
@@ -137,3 +137,21 @@ def test_the_memory_of_a_fused_head_does_not_grow_with_the_vocabulary():
     small, large = temporaries(2**11, 0), temporaries(2**14, 0)
     assert large < 1.1 * small
     assert temporaries(2**14, 2**24) > 4 * large  # what it would be
+
+
+@pytest.mark.parametrize(
+    ("spec", "a", "b"),
+    [
+        ("btf,btd->fd", (2, 64, 2100), (2, 64, 30)),  # the sum over tokens turns the smaller one
+        ("btd,btf->df", (2, 64, 30), (2, 64, 2100)),
+        ("nkpd,nkqp->nkqd", (2, 3, 40, 8), (2, 3, 1200, 40)),
+        ("nkqp,nkqd->nkpd", (2, 3, 1200, 40), (2, 3, 1200, 8)),
+        ("btd,btsv->svd", (2, 64, 16), (2, 64, 1, 2100)),
+    ],
+)
+def test_the_order_of_operands_changes_no_number(spec, a, b):
+    rng = np.random.default_rng(0)
+    a, b = (rng.normal(size=shape).astype(np.float32) for shape in (a, b))
+    assert max(a.size, b.size) >= _WORTH
+    expected = np.einsum(spec, a.astype(np.float64), b.astype(np.float64))
+    np.testing.assert_allclose(_between(spec, a, b), expected, atol=1e-4)

@@ -96,7 +96,13 @@ def trained(name):
     return jax.device_get((state.params, trace, metrics)), len(spread)
 
 
-@pytest.mark.parametrize("name", MESHES)
+# The house test holds data and fsdp on every commit.
+SLOW = {"data", "fsdp", "tensor"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in MESHES]
+)
 def test_a_step_equals_one_device(name):
     (params, gradient, metrics), none = trained("one")
     (their_params, their_gradient, their_metrics), spread = trained(name)

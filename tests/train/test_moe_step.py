@@ -205,6 +205,7 @@ def test_training_visits_the_recorded_experts_whatever_its_own_router_says():
     assert len(seen) == 2 * sum(CONFIG.sparse)
 
 
+@pytest.mark.slow
 def test_packed_rows_replay_the_same_routing():
     rows = batch()
     packed = Packer(1, 1, 0.0)(rows)
@@ -246,6 +247,7 @@ def stepped(rows, microbatches=1, **options):
     return jax.device_get(state.params["policy"]), jax.device_get(metrics)
 
 
+@pytest.mark.slow
 def test_a_step_reports_its_routers_and_adds_their_losses():
     rows = batch()
     plain, metrics = stepped(rows, replay_routing=True)
