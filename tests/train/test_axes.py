@@ -97,7 +97,7 @@ def trained(name):
 
 
 # The house test holds data and fsdp on every commit.
-SLOW = {"data", "fsdp", "tensor"}
+SLOW = {"data", "fsdp", "tensor", "data-context-expert"}
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,9 @@ def assert_ends_as_unbroken(directory, whole, steps):
     assert kept == all_
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     run = tmp_path / "run"
     child = start(settings(run, ENDLESS))
