@@ -25,7 +25,8 @@ def keep_memory() -> bool:
 
     Call it before JAX is asked for a device: programs on the CPU then run in the thread that calls
     them, whose memory is the only one that can be kept. What is left over after each compilation
-    goes back to the system. Nothing is done more than once.
+    goes back to the system. Where programs run on an accelerator the host's memory stays as it is.
+    Nothing is done more than once.
 
     Returns:
       Whether the C library can do so; True with glibc on Linux.
@@ -33,12 +34,12 @@ def keep_memory() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     library = ctypes.CDLL(None)
-    if not (library.mallopt(_MMAP_MAX, 0) and library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)):
-        return False
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
     def compiled(event: str, duration_secs: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
+        if event.endswith("backend_compile_duration") and jax.default_backend() == "cpu":
+            library.mallopt(_MMAP_MAX, 0)
+            library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
             library.malloc_trim(0)
 
     jax.monitoring.register_event_duration_secs_listener(compiled)

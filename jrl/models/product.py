@@ -86,13 +86,16 @@ def _between(spec: str, a: Array, b: Array) -> Array:
     comes otherwise, and with a sum over tokens that can be the largest array of a layer.
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if a.dtype != jnp.float32 or max(a.size, b.size) < _WORTH:
+        return einsum(spec, a, b)
     natural, swapped = _order(spec, a.shape, b.shape), _order(_swap(spec), b.shape, a.shape)
-    small = max(a.size, b.size) < _WORTH
-    if small or a.dtype != jnp.float32 or min(natural.copied, swapped.copied) == 0:
+    if min(natural.copied, swapped.copied) == 0:
         return einsum(spec, a, b)
 
     def turned(a: Array, b: Array) -> Array:
-        chosen, operands = (natural, (a, b)) if natural <= swapped else (swapped, (b, a))
+        chosen, operands = (
+            (natural, (a, b)) if natural.copied <= swapped.copied else (swapped, (b, a))
+        )
         out = chosen.spec.split("->")[1]
         # Without the barrier XLA would fold the last turn into the product, and turn an operand.
         made = jax.lax.optimization_barrier(einsum(chosen.spec, *operands))
