@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks import flags
+from jrl.compiles import SAMPLER_LEVEL, STEP_LEVEL, compiler_options
 from jrl.heap import keep_memory
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -150,7 +151,8 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
 
     key = jax.random.key(work.args.seed)
     shardings = state_shardings(jax.eval_shape(make, key), work.mesh, network=work.network)
-    return jax.jit(make, out_shardings=shardings)(key), shardings
+    options = compiler_options(work.mesh, level=STEP_LEVEL)
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)(key), shardings
 
 
 def sampler(work: Work) -> Any:
@@ -164,7 +166,8 @@ def sampler(work: Work) -> Any:
         slots=work.args.slots,
         chunk=work.args.chunk,
     )
-    return jax.jit(program, out_shardings=replicated(work.mesh))
+    options = compiler_options(work.mesh, level=SAMPLER_LEVEL)
+    return jax.jit(program, out_shardings=replicated(work.mesh), compiler_options=options)
 
 
 def even_share(rollout: Rollout) -> np.ndarray:

@@ -439,11 +439,14 @@ class Cache(struct.PyTreeNode):
       own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
       prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
+      level: static, whether the rows that are given a token at a time have all as many own tokens,
+        so that what is written goes into one column.
     """
 
     own: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
+    level: bool = struct.field(pytree_node=False, default=False)
 
     def offsets(self) -> Array:
         """[S] int32: the position of each row's first own token."""

@@ -130,7 +130,33 @@ def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None)
     return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
 
 
-def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Array) -> dict:
+def put_column(x: Array, new: Array, columns: Array, axis: int) -> Array:
+    """``x`` with one column replaced, in the rows that name it.
+
+    One column is one operation; one a row is a loop over rows on the CPU.
+
+    Args:
+      x: [S, ...] with C entries along ``axis``.
+      new: like ``x`` without that axis.
+      columns: [S] int32; all that are below C are the same.
+      axis: which.
+    """
+    size = x.shape[axis]
+    at = jnp.minimum(columns.min(), size - 1)
+    new = jnp.expand_dims(new, axis)
+    named = (columns < size).reshape(-1, *(1,) * (x.ndim - 1))
+    kept = jax.lax.dynamic_slice_in_dim(x, at, 1, axis)
+    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(named, new, kept), at, axis)
+
+
+def write(
+    old: dict[str, Array],
+    new: dict[str, Array],
+    columns: Array,
+    live: Array,
+    *,
+    level: bool = False,
+) -> dict:
     """A piece of a layer's cache with live tokens' entries stored.
 
     Args:
@@ -139,6 +165,7 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
       new: "k" and "v", each [S, K, Q, h].
       columns: [S, Q] int32, where in the piece each token goes.
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
+      level: where Q is 1, whether all tokens go to the same column.
     """
     chex.assert_equal_shape([columns, live])
     size = old["v"].shape[2]
@@ -148,6 +175,14 @@ def write(old: dict[str, Array], new: dict[str, Array], columns: Array, live: Ar
         rounded = {name: quantise_entries(x) for name, x in entries.items()}
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
+
+    if level and columns.shape[1] == 1:
+        return {
+            name: put_column(
+                old[name], x[:, 0].astype(old[name].dtype), columns[:, 0], 3 - (name[0] == "v")
+            )
+            for name, x in entries.items()
+        }
 
     # Row by row, so that rows on other devices are seen to be untouched.
     def put(old_k: Array, x_qk: Array, at: Array, *, turned: bool) -> Array:

@@ -488,7 +488,8 @@ def extend(
                 if view.columns is None:
                     held = cache.prefix[i][view.piece]
                 else:
-                    held = write(cache.own[i][view.piece], {"k": k, "v": v}, view.columns, live)
+                    held, new = cache.own[i][view.piece], {"k": k, "v": v}
+                    held = write(held, new, view.columns, live, level=cache.level)
                     held = {
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }

@@ -54,11 +54,15 @@ def take(cache: Cache, source: Array) -> Cache:
     pick = lambda tree, rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)  # noqa: E731
     own = pick(cache.own, source)
     if cache.prefix is None:
-        return Cache(own=own)
+        return cache.replace(own=own)
     assert cache.prefix_lengths is not None
     members = jax.tree.leaves(cache.own)[0].shape[0] // cache.prefix_lengths.shape[0]
     blocks = source // members
-    return Cache(own, pick(cache.prefix, blocks), jnp.take(cache.prefix_lengths, blocks))
+    return cache.replace(
+        own=own,
+        prefix=pick(cache.prefix, blocks),
+        prefix_lengths=jnp.take(cache.prefix_lengths, blocks),
+    )
 
 
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:

@@ -8,6 +8,7 @@ requests that come one by one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,12 +18,16 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
+from jrl.models.decode import put_column
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
 
 _PIECE, _MOST_PIECES = 64, 8
 """Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
+
+_DRAWS_AT_ONCE = 2**14
+"""Random numbers that are made before the loop: one by one they take longer than the draw."""
 
 
 class Slots(struct.PyTreeNode):
@@ -181,6 +186,11 @@ def counted_decode(
     stops = stops if stops.ndim == 2 else stops[None]
     width = slots.tokens.shape[1]
 
+    # A row that runs draws in every step, so that its draws are known by number beforehand.
+    at_once = width * slots.keys.shape[0] <= _DRAWS_AT_ONCE
+    counts = slots.lengths + jnp.arange(width if at_once else 1, dtype=jnp.int32)[:, None]
+    uniforms = _uniforms(slots.keys, counts)
+
     def running(carry: tuple[Array, Slots]) -> Array:
         i, slots = carry
         return (i < steps) & (jnp.sum(slots.stop == StopReason.RUNNING) > until)
@@ -195,38 +205,47 @@ def counted_decode(
         )
         with jax.named_scope("draw"):
             logits = network.logits(weights, hidden[:, 0])
-            token, logprob = sample(_uniform(slots.keys, slots.lengths), logits, slots.law)
+            now = uniforms[i] if at_once else _uniforms(slots.keys, slots.lengths[None])[0]
+            token, logprob = sample(now, logits, slots.law)
         here = jnp.where(runs, slots.lengths, width)
-        put = lambda x, new: _put(x, here, new)  # noqa: E731
+        put = functools.partial(_put, columns=here, level=cache.level)
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
         stopped = jnp.any(token[:, None] == stops, axis=1)
         reason = jnp.where(stopped, StopReason.STOP_TOKEN, going)
-        return i + 1, slots.replace(
+        slots = slots.replace(
             cache=cache,
             pending=jnp.where(runs, token, slots.pending),
             lengths=lengths,
-            tokens=put(slots.tokens, token),
-            mask=put(slots.mask, True),
-            logprobs=put(slots.logprobs, logprob),
-            versions=put(slots.versions, version),
+            tokens=put(slots.tokens, new=token),
+            mask=put(slots.mask, new=True),
+            logprobs=put(slots.logprobs, new=logprob),
+            versions=put(slots.versions, new=version),
             stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         )
+        return i + 1, slots
 
     count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
     return slots, count
 
 
-def _put(x: Array, columns: Array, new: Array) -> Array:
-    """``x`` [S, T] with new [S] or [] in each row's column; columns beyond T write nothing."""
+def _put(x: Array, columns: Array, new: Array, level: bool) -> Array:
+    """``x`` [S, T] with new [S] or [] in each row's column; columns beyond T write nothing.
+
+    ``level`` says that all columns within T are the same one.
+    """
+    new = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
+    if level:
+        return put_column(x, new, columns, 1)
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
-    return jax.vmap(put)(x, columns, jnp.broadcast_to(new, columns.shape).astype(x.dtype))
+    return jax.vmap(put)(x, columns, new)
 
 
-def _uniform(keys: Array, counts: Array) -> Array:
-    """[S] float32 in [0, 1): draw number ``counts[s]`` of each row's own key."""
-    return jax.vmap(lambda k, t: jax.random.uniform(jax.random.fold_in(k, t)))(keys, counts)
+def _uniforms(keys: Array, counts: Array) -> Array:
+    """[n, S] float32 in [0, 1): draws number ``counts`` [n, S] of each row's own key [S]."""
+    draw = lambda key, t: jax.random.uniform(jax.random.fold_in(key, t))  # noqa: E731
+    return jax.vmap(jax.vmap(draw), (None, 0))(keys, counts)
 
 
 def fork(slots: Slots, source: Array, keys: Array) -> Slots:

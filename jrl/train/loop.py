@@ -20,7 +20,13 @@ import jax
 import numpy as np
 
 from jrl.checkpoint import Checkpoints
-from jrl.compiles import CompileCounter, enable_compile_cache
+from jrl.compiles import (
+    SAMPLER_LEVEL,
+    STEP_LEVEL,
+    CompileCounter,
+    compiler_options,
+    enable_compile_cache,
+)
 from jrl.config import Config, flatten
 from jrl.data.tasks import Task
 from jrl.errors import UserError
@@ -232,6 +238,7 @@ class _Training:
                     learning_rate=warmup.learning_rate,
                 ),
                 out_shardings=(jax.tree.map(lambda x: x.sharding, policy), None),
+                compiler_options=compiler_options(run.mesh, level=STEP_LEVEL),
             )
             policy, losses = warm(state.key, policy)
             keep: dict[str, Any] = {"network": run.network, "keep_ref": "ref" in run.networks}
@@ -374,6 +381,7 @@ class _Training:
                     partial(iterate, iteration, steps=steps),
                     out_shardings=(shardings, replicated(run.mesh)),
                     donate_argnums=0,
+                    compiler_options=compiler_options(run.mesh, level=SAMPLER_LEVEL),
                 )
             state, curves = programs[steps](state, self.law)
             curves = jax.device_get(curves)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jrl.compiles import SAMPLER_LEVEL, STEP_LEVEL, compiler_options
 from jrl.config import Config, check_batch
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
@@ -530,7 +531,12 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         return make(jax.random.key(seed), params, frozen)
 
     # Donated, because the state copies what it is given.
-    make_placed = jax.jit(seeded, out_shardings=shardings, donate_argnums=(1, 2))
+    make_placed = jax.jit(
+        seeded,
+        out_shardings=shardings,
+        donate_argnums=(1, 2),
+        compiler_options=compiler_options(run.mesh, level=STEP_LEVEL),
+    )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
 
 
@@ -558,7 +564,12 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
 
-    made = jax.jit(make, out_shardings=(replicated(run.mesh), where), donate_argnums=1)
+    made = jax.jit(
+        make,
+        out_shardings=(replicated(run.mesh), where),
+        donate_argnums=1,
+        compiler_options=compiler_options(run.mesh, level=STEP_LEVEL),
+    )
     return made(np.uint32(run.config.seed), params)
 
 
@@ -592,7 +603,7 @@ def sampler_program(
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
     mesh = run.mesh if split == "eval" else run.rollout_mesh or run.mesh
-    everywhere = replicated(mesh)
+    everywhere, options = replicated(mesh), compiler_options(mesh, level=SAMPLER_LEVEL)
     sampling = run.config.sampling
     network = sampler_of(run) if split == "train" else run.network
     if run.task is not None:
@@ -610,7 +621,8 @@ def sampler_program(
         )
         # Processes that keep samples must see all of them.
         alone = jax.process_count() == 1
-        return jax.jit(on_task, out_shardings=None if alone else everywhere)
+        where = None if alone else everywhere
+        return jax.jit(on_task, out_shardings=where, compiler_options=options)
     on_text = partial(
         generate,
         network=network,
@@ -622,7 +634,7 @@ def sampler_program(
         chunk=sampling.chunk,
     )
     # The whole rollout comes back to every host: each judges the text of all.
-    return jax.jit(on_text, out_shardings=everywhere)
+    return jax.jit(on_text, out_shardings=everywhere, compiler_options=options)
 
 
 def train_program(run: Run, shardings: TrainState) -> Step:

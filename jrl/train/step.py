@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from jrl.compiles import STEP_LEVEL, compiler_options
 from jrl.errors import UserError
 from jrl.mesh import batch_sharding, replicated, spec
 from jrl.objectives.kl import k3
@@ -307,6 +308,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
         in_shardings=(shardings, None, replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
+        compiler_options=compiler_options(mesh, level=STEP_LEVEL),
     )
 
 
