@@ -188,7 +188,7 @@ def counted_decode(
 
     # A row that runs draws in every step, so that its draws are known by number beforehand.
     at_once = width * slots.keys.shape[0] <= _DRAWS_AT_ONCE
-    counts = slots.lengths + jnp.arange(width if at_once else 1, dtype=jnp.int32)[:, None]
+    counts = slots.lengths[None] + jnp.arange(width if at_once else 1, dtype=jnp.int32)[:, None]
     uniforms = _uniforms(slots.keys, counts)
 
     def running(carry: tuple[Array, Slots]) -> Array:
