@@ -208,6 +208,9 @@ def serve(
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
     queue: Annotated[int, typer.Option(help="Completions that may wait.", min=0)] = 256,
+    chunk: Annotated[
+        int, typer.Option(help="Tokens between two visits of the host; 0 is measured.", min=0)
+    ] = 0,
     grace: Annotated[
         float, typer.Option(help="Seconds left to requests when asked to stop.", min=0)
     ] = 30.0,
@@ -236,6 +239,7 @@ def serve(
         port=port,
         slots=slots,
         queue=queue,
+        chunk=chunk,
         grace_seconds=grace,
     )
     run = serving.serve_openai if engine == "jrl" else serving.serve_jetstream

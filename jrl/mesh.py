@@ -30,6 +30,7 @@ columns."""
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "expert"),
+    "lookup": ("data", "expert"),
     "length": ("context",),
     "embed": ("fsdp",),
     "vocab": ("tensor",),
@@ -41,7 +42,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "act_embed": (),
 }
-"""Logical axis -> the mesh axes it is divided over; an empty tuple is replicated."""
+"""Logical axis -> the mesh axes it is divided over; an empty tuple is replicated. "lookup" is the
+batch while embeddings are looked up in training, their width divided as the table is."""
 
 Axes = tuple[str | None, ...]
 

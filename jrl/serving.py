@@ -26,9 +26,6 @@ from jrl.train.adapters import place, restore_policy, start_params, trained_netw
 from jrl.train.policies import run_shape, run_task
 from jrl.types import Network, Params
 
-CHUNK = 8
-"""Decode steps between two visits of the host; tokens reach clients so many at a time."""
-
 
 class Policy(NamedTuple):
     """What is served.
@@ -59,6 +56,8 @@ class Options:
       host, port: where to listen.
       slots: completions decoded at once.
       queue: completions that may wait.
+      chunk: tokens decoded between two visits of the host, with OpenAI's protocol; 0 has the engine
+        measure and choose.
       grace_seconds: what is left to requests under way when the server is asked to end.
     """
 
@@ -67,6 +66,7 @@ class Options:
     port: int
     slots: int
     queue: int
+    chunk: int
     grace_seconds: float
 
 
@@ -143,7 +143,7 @@ def serve_openai(
             max_new_tokens=policy.new_tokens,
             stop_tokens=tokenizer.stop_ids,
             tokenizer=tokenizer,
-            chunk=CHUNK,
+            chunk=options.chunk or None,
             biases=True,
         )
         policy = policy._replace(params=None)  # the engine has them in a layout of its own

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.continuous import generate
+from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import make_law
 from jrl.tables import OptimizerTable
 from jrl.train.compiled import held_out
@@ -57,7 +58,7 @@ METHOD = get_method("grpo")
 
 
 class World:
-    """A mesh, a state on it, and the two programs compiled for it."""
+    """A mesh, what makes a state on it, and the two programs for it; ``world`` gives one."""
 
     def __init__(
         self,
@@ -66,9 +67,8 @@ class World:
         tensor=1,
         learning_rate=1.0,
         method=METHOD,
-        law=None,
+        knobs=(),
         spy=None,
-        seed=0,
         **split,
     ):
         self.mesh = make_mesh(
@@ -81,7 +81,7 @@ class World:
                 extend=spy(self.network.extend),
                 hidden_shared=spy(self.network.hidden_shared),
             )
-        self.law = jax.device_put(law or make_law(), replicated(self.mesh))
+        self.law = jax.device_put(make_law(**dict(knobs)), replicated(self.mesh))
         self.optimizer = optax.sgd(learning_rate)
         make = partial(
             init_state,
@@ -89,9 +89,9 @@ class World:
             objective=method.objective,
             optimizer=self.optimizer,
         )
-        key = jax.random.key(seed)
-        self.shardings = state_shardings(jax.eval_shape(make, key), self.mesh, network=self.network)
-        self.state = jax.jit(make, out_shardings=self.shardings)(key)
+        shapes = jax.eval_shape(make, jax.random.key(0))
+        self.shardings = state_shardings(shapes, self.mesh, network=self.network)
+        self.make = jax.jit(make, out_shardings=self.shardings)
         self.step = make_step(
             network=self.network, objective=method.objective, optimizer=self.optimizer, **split
         )
@@ -137,18 +137,28 @@ class World:
             return self.sample(self.state.key, self.state.params["policy"], np.int32(step), ids)
 
 
+programs = cache(World)
+
+
+def world(*, seed=0, **asked):
+    """A ``World`` with a state of its own; worlds that differ in nothing else share programs."""
+    made = copy(programs(**asked))
+    made.state = made.make(jax.random.key(seed))
+    return made
+
+
 @cache
 def some_batch():
     """Groups of the untrained policy, with rewards that differ inside every group; on the host."""
-    groups = World().groups()
+    groups = world().groups()
     rewards = np.random.default_rng(0).normal(size=(PROMPTS, GROUP, 2)).astype(np.float32)
     weights = np.array(list(WEIGHTS.values()), np.float32)
     return jax.device_get(to_batch(groups.rollout, rewards, weights))
 
 
-def gradient(batch, **world):
+def gradient(batch, **split):
     """The gradient the training step applied: with SGD at rate 1, what the weights lost."""
-    w = World(**world)
+    w = world(**split)
     before = jax.device_get(w.state.params["policy"])
     with jax.set_mesh(w.mesh):
         state, _ = w.compiled(w.state, place_batch(batch, w.mesh), w.law)
@@ -174,7 +184,7 @@ def test_1_few_frames_from_fit_to_the_network():
 
         return watched
 
-    World(spy=spy).fit(1)
+    world(spy=spy).fit(1)
     depths = set()
     for stack in stacks:
         own = [f.name for f in stack if Path(f.filename).is_relative_to(LIBRARY)]
@@ -185,7 +195,8 @@ def test_1_few_frames_from_fit_to_the_network():
 
 
 def test_2_few_files_run_in_a_step():
-    w, batch, names = World(), some_batch(), set()
+    w, batch, names = World(), some_batch(), set()  # of its own: traced for the first time here
+    state = w.make(jax.random.key(0))
 
     def watch(frame, event, argument):  # called when a Python function is
         names.add(frame.f_code.co_filename)
@@ -193,7 +204,7 @@ def test_2_few_files_run_in_a_step():
     before = sys.gettrace()
     sys.settrace(watch)
     try:
-        w.compiled.trace(w.state, batch, w.law)  # tracing runs what the step is made of
+        w.compiled.trace(state, batch, w.law)  # tracing runs what the step is made of
     finally:
         sys.settrace(before)
     own = [Path(name) for name in names if Path(name).is_relative_to(LIBRARY)]
@@ -208,7 +219,7 @@ donated = pytest.mark.filterwarnings("ignore:Some donated buffers")
 
 @donated
 def test_3_one_trace_and_one_executable():
-    w, traces = World(devices=8, tensor=2), []
+    w, traces = world(devices=8, tensor=2), []
 
     def counted(*args):
         traces.append(1)
@@ -224,7 +235,7 @@ def test_3_one_trace_and_one_executable():
 
 @donated
 def test_4_shardings_stay():
-    w = World(devices=8, tensor=2)
+    w = world(devices=8, tensor=2)
     before = jax.tree.map(lambda x: x.sharding, w.state)
     spread = [s for s in jax.tree.leaves(before) if not s.is_fully_replicated]
     assert len(spread) >= 8  # the mesh really divides the weights
@@ -237,7 +248,7 @@ def test_4_shardings_stay():
 
 
 def test_5_no_transfers_in_a_step():
-    w = World(devices=8, tensor=2)
+    w = world(devices=8, tensor=2)
     with jax.set_mesh(w.mesh):
         batch, _, _ = w.collect(w.state.key, w.state.params["policy"], step=0, cursor=0)
         state, _ = w.compiled(w.state, batch, w.law)
@@ -248,14 +259,14 @@ def test_5_no_transfers_in_a_step():
 
 
 def test_6_draws_differ_by_step_and_repeat_by_seed():
-    w = World(learning_rate=0.0)
+    w = world(learning_rate=0.0)
     first, second, again = (w.groups(step).rollout.tokens for step in (0, 1, 0))
     assert not np.array_equal(first, second)
     assert np.array_equal(first, again)
-    assert not np.array_equal(first, World(seed=1).groups(0).rollout.tokens)
+    assert not np.array_equal(first, world(seed=1).groups(0).rollout.tokens)
     assert len({tuple(row) for row in np.asarray(first[0])}) > 1  # members of a group differ
-    _, log = World(learning_rate=0.0).fit(2)
-    _, repeated = World(learning_rate=0.0).fit(2)
+    _, log = world(learning_rate=0.0).fit(2)
+    _, repeated = world(learning_rate=0.0).fit(2)
     for (_, a), (_, b) in zip(log, repeated, strict=True):
         assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
     # The second step goes on where the first one ended.
@@ -275,7 +286,7 @@ def text_source(w, texts, seed=None):
     tokens = [np.array(TASK.tokenizer.encode(text), np.int32) for text in texts]
     prompts = [Prompt(i, text, tokens[i], "") for i, text in enumerate(texts)]
     program = partial(
-        generate,
+        generate_counted,
         network=w.network,
         group=GROUP,
         max_new_tokens=TASK.completion_tokens,
@@ -286,7 +297,7 @@ def text_source(w, texts, seed=None):
 
 
 def test_6_draws_for_prompts_in_text_differ_by_step_and_repeat():
-    w = World()
+    w = world()
     source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)])
     places = np.arange(PROMPTS, dtype=np.int32)
 
@@ -296,7 +307,7 @@ def test_6_draws_for_prompts_in_text_differ_by_step_and_repeat():
     first, second = tokens(0), tokens(1)
     assert not np.array_equal(first, second)
     assert np.array_equal(first, tokens(0))
-    assert not np.array_equal(first, tokens(0, World(seed=1).state.key))
+    assert not np.array_equal(first, tokens(0, world(seed=1).state.key))
     assert len({tuple(row) for row in first[0]}) > 1
 
 
@@ -309,7 +320,7 @@ LAWS = pytest.mark.parametrize(
 
 @LAWS
 def test_7_trainer_logprobs_equal_the_samplers(knobs):
-    w = World(law=make_law(**knobs))
+    w = world(knobs=tuple(knobs.items()))
     groups = w.groups()
     batch = to_batch(groups.rollout, groups.rewards, jnp.ones(2))
     stats = score(
@@ -351,7 +362,7 @@ def unpadded(rollout):
 
 @LAWS
 def test_7_the_sampler_draws_from_the_law_by_definition(knobs):
-    w = World(law=make_law(**knobs))
+    w = world(knobs=tuple(knobs.items()))
     rollout = jax.device_get(w.groups(prompts=256).rollout)
     *inputs, before = unpadded(rollout)
 
@@ -436,11 +447,11 @@ def off_policy_loss(params, reference, inputs, batch, advantages, low, high, coe
 def test_8_off_policy_step_equals_a_hand_written_loop():
     low, high, coef, rate, parts = 0.1, 0.3, 0.1, 0.5, 2
     method = get_method("grpo", clip_low=low, clip_high=high, kl_coef=coef)
-    w = World(method=method, learning_rate=rate, epochs=2, minibatches=parts)
+    w = world(method=method, learning_rate=rate, epochs=2, minibatches=parts)
     noise = np.random.default_rng(1).uniform(-0.3, 0.3, some_batch().tokens.shape)
     sampler = some_batch().stats["sampler_logprobs"] + noise.astype(np.float32)
     batch = some_batch().replace(stats={"sampler_logprobs": sampler})
-    reference = World(seed=1).state.params["policy"]
+    reference = world(seed=1).state.params["policy"]
     start = w.state.replace(frozen={"ref": jax.tree.map(jnp.copy, reference)})
     params, root = jax.device_get((start.params["policy"], start.key))
     with jax.set_mesh(w.mesh):
@@ -472,7 +483,7 @@ def judged(prompt, completion):
 
 
 def test_8_rewards_are_of_their_own_problem():
-    groups = jax.device_get(World().groups(prompts=256))
+    groups = jax.device_get(world().groups(prompts=256))
     text = partial(TASK.tokenizer.decode, skip_special=False)
     rollout = groups.rollout
     for i, row in enumerate(rollout.tokens):
@@ -482,7 +493,7 @@ def test_8_rewards_are_of_their_own_problem():
             assert np.allclose(groups.rewards[i, j], points, atol=1e-6)
     assert (groups.rewards[:, :, 1] > 0).sum() > 10
     # Prompts in text: the pool's points are the numbers of the prompts.
-    w = World()
+    w = world()
     source = text_source(w, [f"{i}-{2 * i}=" for i in range(PROMPTS)], seed=3)
     for first in (0, PROMPTS):
         places = first + np.arange(PROMPTS, dtype=np.int32)
@@ -561,7 +572,7 @@ def test_10_held_out_problems_are_never_trained_on():
         pair = (int(left), int(right))
         return sign, (tuple(sorted(pair)) if sign == "+" else pair)
 
-    w = World()
+    w = world()
     evaluate = jax.jit(partial(held_out, task=TASK, network=w.network, problems=128))
     groups = evaluate(w.state.key, w.state.params["policy"], w.law)
     rollout = jax.device_get(groups.rollout)

@@ -202,8 +202,8 @@ MUTANTS = {
     "a reference that moves along": Mutant(
         8,
         "train/step.py",
-        "state.params | state.frozen,",
-        'state.params | {"ref": state.params["policy"]},',
+        "policies_of(state.params, state.frozen, parts.network),",
+        'policies_of(state.params, {"ref": state.params["policy"]}, parts.network),',
     ),
     "epochs that reuse the first gradient": Mutant(
         8,

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from tpu_programs import ask, needs_libtpu
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from jrl.cli import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.train import chips, plan, plan_memory, plan_run, plan_search
 from jrl.train.chips import axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train.hlo import Collective, Cost
@@ -59,8 +61,10 @@ def tiny(**tables):
 def test_topologies_are_read_and_unknown_ones_refused_with_the_known():
     found = parse_topology("2*v5p:4x4x8")
     assert (found.family, found.shape, found.slices, found.chips) == ("v5p", (4, 4, 8), 2, 256)
-    for name in ("v5p:4x4x5", "v7:2x2", "v5e", "0*v5e:4x4"):
-        with pytest.raises(UserError, match="v5e:2x2|v5p:2x2x1"):
+    assert parse_topology("v5p:4x8x12").chips == 384  # as libtpu builds it, if not in the list
+    assert parse_topology("v5e:1x1").chips == 1
+    for name in ("v5p:4x4x5", "v5p:8x4x4", "v5p:0x4x4", "v4:8x8x96", "v7:2x2", "v5e", "0*v5e:4x4"):
+        with pytest.raises(UserError, match="v5e:1x1|v5p:2x2x1|v4:2x2x1"):
             parse_topology(name)
     assert larger(parse_topology("v5e:4x4"), 20) == "v5e:4x8"
     assert larger(parse_topology("v5e:4x4"), 300) is None
@@ -206,6 +210,35 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     model = plan_run.run_model(load_config(CONFIGS / "pod_8b_v6e.toml"), None)
     found = remedies("sampler", config, weights=1, cache=2, temporaries=16)
     assert any(re.match(r"sampling.gather_weights = false .* 15.3 GiB", x) for x in found), found
+
+
+def test_few_layers_give_the_line_to_all_of_them(monkeypatch):
+    gib = plan_memory.GIB
+
+    def shallow(config, topology, **options):
+        layers = config.model.config["layers"]
+        sizes = {"weights": gib, "temporaries": layers * gib, "total": (1 + layers) * gib}
+        sent = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
+        bound = {"compute": 2.0, "memory": 1.0 * layers, "network": 0.0}
+        program = plan.Program(
+            sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1
+        )
+        return plan.Plan(topology, {"fsdp": 4}, {"train_step": program}, True, [], layers, 6)
+
+    monkeypatch.setattr(plan, "make_plan", shallow)
+    mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
+    monkeypatch.setattr(plan, "_mesh", lambda config, topology: mesh)
+    found = plan.quick_plan(tiny(model=TINY | {"layers": 20}), parse_topology("v5e:2x2"))
+    (program,) = found.programs.values()
+    assert found.layers == (2, 4)
+    assert program.bytes_per_chip == {"weights": gib, "temporaries": 20 * gib, "total": 21 * gib}
+    assert (found.fits, program.fits) == (False, False)
+    assert found.remedies[0] == "train_step: 5.0 GiB too much on each chip"
+    assert (program.flops, program.roofline_seconds, program.compile_seconds) == (43, 22, 2)
+    # what only the deeper program sends grows, what only the shallower one sends is not below none
+    assert program.collective_bytes == {"all-gather/fsdp": 100, "odd/2": 0, "odd/4": 9}
+    # four layers need no line
+    assert plan.quick_plan(tiny(), parse_topology("v5e:2x2")).layers == ()
 
 
 def test_every_way_in_which_xla_lacks_memory_is_understood():

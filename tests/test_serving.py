@@ -119,12 +119,13 @@ def test_the_command_passes_its_choices_on(engine, run_dir, checkpoint_dir, monk
     monkeypatch.setattr("jrl.serving", stand_in, raising=False)
     monkeypatch.setenv("JRL_CACHE_DIR", "")
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
+    arguments += ["--chunk", "6"]
     for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, ["--name", "it"])):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
     (name, config, options, first), (_, other, named, second) = seen
     assert (name, config.seed, config.run.dir) == (engine, 9, str(run_dir))
-    assert (options.name, options.slots, options.queue) == ("old", 3, 5)
+    assert (options.name, options.slots, options.queue, options.chunk) == ("old", 3, 5, 6)
     assert (options.grace_seconds, options.host, options.port) == (2.0, "127.0.0.1", 0)
     assert (first["checkpoint"], second["checkpoint"]) == (5, None)
     assert (other.model.path, named.name) == (str(checkpoint_dir), "it")

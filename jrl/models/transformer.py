@@ -246,9 +246,19 @@ def _block(
 # ---------------------------------------------------------------- the network
 
 
-def _embed(config: ModelConfig, params: Params, tokens: Array) -> Array:
+def _embed(config: ModelConfig, params: Params, tokens: Array, *, divided: bool = True) -> Array:
+    """[B, L, D] of tokens; ``divided`` where the table is, along its width.
+
+    Then every shard looks its part up for the rows of all shards, and they exchange. The gradient
+    takes the same way back. XLA's own way gathers the rows of all devices for it, and sums the
+    gradient of the whole table over all of them.
+    """
     dtype = jnp.dtype(config.dtype)
+    if divided:
+        tokens = constrain(tokens, "lookup", "length")
     x_bld = params["embed"][tokens].astype(dtype)
+    if divided:
+        x_bld = constrain(x_bld, "lookup", "length", "embed")
     if config.embed_scale != 1.0:
         x_bld = x_bld * jnp.asarray(config.embed_scale, dtype)
     return constrain(x_bld, "batch", "length", "act_embed")
@@ -476,7 +486,7 @@ def extend(
     """
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, live])
-    x_sqd = _embed(config, weights, tokens)
+    x_sqd = _embed(config, weights, tokens, divided=False)
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
     at_parts, written = look_at_parts(options.attention, config), []

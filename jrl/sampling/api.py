@@ -13,6 +13,7 @@ from typing import Any
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.draw import COLDEST
 from jrl.sampling.text import check_stop
 
 Json = dict[str, Any]
@@ -167,7 +168,13 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits) -> Ask
         prompts=prompts,
         n=_n(body, limits),
         max_tokens=_max_tokens(body, chat, most, limits),
-        temperature=_number(body, "temperature", 1.0, lambda x: 0 <= x <= 100, "0 (greedy) to 100"),
+        temperature=_number(
+            body,
+            "temperature",
+            1.0,
+            lambda x: x == 0 or COLDEST <= x <= 100,
+            f"0 (greedy) or {COLDEST} to 100",
+        ),
         top_p=_number(body, "top_p", 1.0, lambda x: 0 < x <= 1, "above 0, at most 1"),
         top_k=_top_k(body, limits),
         min_p=_number(body, "min_p", 0.0, lambda x: 0 <= x < 1, "at least 0, below 1"),
@@ -207,9 +214,13 @@ def _number(
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ApiError(f"{name} must be a number, not {_kind(value)}", param=name)
-    if not math.isfinite(value) or not fine(value):
-        raise ApiError(f"{name} = {value!r}; must be {domain}", param=name)
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf
+    if not math.isfinite(number) or not fine(number):
+        raise ApiError(f"{name} = {number!r}; must be {domain}", param=name)
+    return number
 
 
 def _integer(body: Json, name: str, default: int | None, low: int, high: int) -> int | None:
@@ -355,9 +366,11 @@ def _n(body: Json, limits: Limits) -> int:
 
 
 def _top_k(body: Json, limits: Limits) -> int:
-    top_k = _integer(body, "top_k", 0, -1, limits.vocab_size)
+    if body.get("top_k") in (None, -1):  # -1 is what other servers call off
+        return 0
+    top_k = _integer(body, "top_k", None, 1, limits.vocab_size)
     assert top_k is not None
-    return max(top_k, 0)  # -1 is what other servers call off
+    return top_k
 
 
 def _logprobs(body: Json, chat: bool, limits: Limits) -> tuple[bool, int]:

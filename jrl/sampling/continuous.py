@@ -140,42 +140,24 @@ def generate(
     Raises:
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
-    n, t = prompt_tokens.shape[0], max_new_tokens
-    g = group + baseline_members
-    plan = _plan(n * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
-    if plan.slots < n * g or plan.smaller or _data_parts(n) > 1:
-        return generate_counted(
-            key,
-            params,
-            prompt_tokens,
-            prompt_lengths,
-            law,
-            version,
-            ids,
-            network=network,
-            group=group,
-            max_new_tokens=t,
-            stop_tokens=stop_tokens,
-            baseline_members=baseline_members,
-            slots=slots,
-            block=block,
-            chunk=chunk,
-            shrink=shrink,
-        )[0]
-    # All sequences at once, to the end: the same with nothing in between.
-    check_fits(network, prompt_tokens.shape[1], t)
-    weights = network.prepare(params)
-    store = prefill(weights, prompt_tokens, prompt_lengths, network=network)
-    jobs = _jobs(store, key, ids, prompt_tokens, prompt_lengths, law, group, baseline_members)
-    run = _seat(jobs, plan, network=network, weights=weights, width=t)
-    rows, _ = counted_decode(
-        weights, run.slots, version, network=network, steps=t, stop_tokens=stop_tokens
-    )
-    drawn = rows.tokens, rows.logprobs, rows.lengths, rows.stop
-    rollout = _as_rollout(drawn, prompt_tokens, prompt_lengths, version, group, g)
-    if (recorded := network.recorded) is None:
-        return rollout
-    return _with_routing(rollout, recorded(store.own), recorded(rows.cache.own))
+    return generate_counted(
+        key,
+        params,
+        prompt_tokens,
+        prompt_lengths,
+        law,
+        version,
+        ids,
+        network=network,
+        group=group,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        baseline_members=baseline_members,
+        slots=slots,
+        block=block,
+        chunk=chunk,
+        shrink=shrink,
+    )[0]
 
 
 def generate_counted(
@@ -208,6 +190,19 @@ def generate_counted(
     weights = network.prepare(params)
     parts = _data_parts(n)
     plan = _plan(n // parts * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
+    if plan.slots == n * g and not plan.smaller:
+        # All sequences at once, to the end: the same with nothing in between.
+        store = prefill(weights, prompt_tokens, prompt_lengths, network=network)
+        jobs = _jobs(store, key, ids, prompt_tokens, prompt_lengths, law, group, baseline_members)
+        run = _seat(jobs, plan, network=network, weights=weights, width=t)
+        rows, count = counted_decode(
+            weights, run.slots, version, network=network, steps=t, stop_tokens=stop_tokens
+        )
+        ended = rows.tokens, rows.logprobs, rows.lengths, rows.stop
+        rollout = _as_rollout(ended, prompt_tokens, prompt_lengths, version, group, g)
+        if (recorded := network.recorded) is not None:
+            rollout = _with_routing(rollout, recorded(store.own), recorded(rows.cache.own))
+        return rollout, count * plan.slots
 
     def sample(
         key: Array,

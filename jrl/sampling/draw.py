@@ -15,15 +15,20 @@ from flax import struct
 from jrl.errors import UserError
 from jrl.types import Array
 
+COLDEST, HOTTEST = 1e-6, 1e12
+"""Temperatures between which logits stay within float32."""
 _BLOCK = 64
 """Tokens a block in the two-level draw; 64 measured best on CPU for vocabularies up to 32k."""
+_ROWS = 4
+"""Rows of a mixed batch that are truncated at a time."""
+_SIGN = np.uint32(1 << 31)
 
 
 class Law(struct.PyTreeNode):
     """How logits become the distribution drawn from: temperature, then top-k, top-p, min-p.
 
     The numbers are arrays so that they can change from step to step, or from row to row, without a
-    new executable. The flags are static: a law that does not truncate pays for no sort.
+    new executable. The flags are static: a law that does not truncate pays nothing for it.
 
     Attributes:
       temperature: [] or [B] float32; 0 is greedy, a point mass on the largest logit.
@@ -33,6 +38,8 @@ class Law(struct.PyTreeNode):
       bias: [V] or [B, V] float32, added to the logits before anything else; -inf forbids a token.
         None adds nothing and costs nothing.
       truncates: static, whether top-k or top-p may be in use.
+      mixed: static, whether rows have laws of their own, of which few may truncate: it is looked
+        which ones do, and the others pay nothing for it.
       floors: static, whether min-p may be in use.
       greedy: static, whether the temperature of some row may be 0.
     """
@@ -43,6 +50,7 @@ class Law(struct.PyTreeNode):
     min_p: Array
     bias: Array | None = None
     truncates: bool = struct.field(pytree_node=False, default=False)
+    mixed: bool = struct.field(pytree_node=False, default=False)
     floors: bool = struct.field(pytree_node=False, default=False)
     greedy: bool = struct.field(pytree_node=False, default=True)
 
@@ -56,7 +64,11 @@ def make_law(
       UserError: a number outside its domain.
     """
     checks = {
-        "temperature": (temperature, temperature >= 0, "0 (greedy) or above"),
+        "temperature": (
+            temperature,
+            temperature == 0 or COLDEST <= temperature <= HOTTEST,
+            f"0 (greedy) or {COLDEST} to {HOTTEST}",
+        ),
         "top_k": (top_k, top_k >= 0, "0 (off) or a number of tokens"),
         "top_p": (top_p, 0 < top_p <= 1, "above 0, at most 1"),
         "min_p": (min_p, 0 <= min_p < 1, "at least 0, below 1"),
@@ -93,22 +105,88 @@ def _kept(scaled: Array, law: Law) -> Array:
 
     Ties with the last token kept are kept, so the set is a function of the law alone.
     """
+    scaled = jax.lax.stop_gradient(scaled)
     kept = jnp.ones(scaled.shape, bool)
-    v = scaled.shape[-1]
     if law.truncates:
-        ranked = -jnp.sort(-scaled, axis=-1)
-        k = jnp.where((law.top_k <= 0) | (law.top_k > v), v, law.top_k)
-        in_k = ranked >= jnp.take_along_axis(ranked, _column(k, ranked) - 1, axis=-1)
-        probs = jax.nn.softmax(jnp.where(in_k, ranked, -jnp.inf), axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # mass ranked above each token
-        in_p = (before < _column(law.top_p, ranked)) | (_column(law.top_p, ranked) >= 1)
-        last = jnp.sum(in_k & in_p, axis=-1, keepdims=True) - 1
-        kept = scaled >= jnp.take_along_axis(ranked, jnp.maximum(last, 0), axis=-1)
+        rows = scaled.shape[:1]
+        k = jnp.broadcast_to(jnp.asarray(law.top_k), rows)
+        p = jnp.broadcast_to(jnp.asarray(law.top_p), rows)
+        if law.mixed:
+            warm = jnp.broadcast_to(jnp.asarray(law.temperature), rows) > 0
+            wanted = warm & (((k > 0) & (k < scaled.shape[-1])) | (p < 1))
+            cut = _cuts_of_few(scaled, k, p, wanted)
+        else:
+            cut = _cuts(scaled, k, p)
+        kept = scaled >= cut[:, None]
     if law.floors:
         peak = jnp.max(scaled, axis=-1, keepdims=True)
         floor = jnp.log(jnp.maximum(_column(law.min_p, scaled), 1e-30))
         kept &= scaled - peak >= floor
     return kept
+
+
+def _cuts(scaled: Array, k: Array, p: Array) -> Array:
+    """[B] float32, the least of each row's [B, V] logits that top-k, then top-p, keep.
+
+    Nothing is sorted: both are thresholds on a sum over the larger logits, searched bit by bit.
+    """
+    order = _ordered(scaled)
+    limit = jnp.where((k <= 0) | (k > scaled.shape[-1]), jnp.inf, k.astype(jnp.float32))
+    cut = _search(order, jnp.ones_like(scaled), limit)
+    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    weights = jnp.where(order >= cut[:, None], weights, 0.0)
+    limit = jnp.where(p >= 1, jnp.inf, p * _sum(weights))
+    cut = jnp.maximum(cut, _search(order, weights, limit))
+    bits = jnp.where(cut >> 31 == 1, cut ^ _SIGN, ~cut)
+    return jnp.where(cut == 0, -jnp.inf, jax.lax.bitcast_convert_type(bits, jnp.float32))
+
+
+def _cuts_of_few(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
+    """``_cuts`` of the rows that are ``wanted`` [B]; -inf, which cuts nothing, for the others."""
+    rows = scaled.shape[0]
+    at_once = min(_ROWS, rows)
+    first = jnp.argsort(~wanted, stable=True)
+    count = jnp.sum(wanted)
+
+    def some(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        done, cuts = carry
+        # Near the end rows are taken that were done before, or that need nothing.
+        mine = jax.lax.dynamic_slice_in_dim(first, jnp.minimum(done, rows - at_once), at_once)
+        return done + at_once, cuts.at[mine].set(_cuts(scaled[mine], k[mine], p[mine]))
+
+    nothing = jnp.full(rows, -jnp.inf)
+    return jax.lax.while_loop(lambda c: c[0] < count, some, (jnp.int32(0), nothing))[1]
+
+
+def _ordered(x: Array) -> Array:
+    """uint32 in the order of the float32 ``x``."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)  # no -0
+    return jnp.where(bits >> 31 == 1, ~bits, bits | _SIGN)
+
+
+def _search(order: Array, weights: Array, limit: Array) -> Array:
+    """[B] uint32, the largest x such that entries with ``order >= x`` weigh at least ``limit``.
+
+    0 when all of them together weigh less.
+    """
+
+    def bit(i: Array, found: Array) -> Array:
+        tried = found | (_SIGN >> i)
+        weight = _sum(jnp.where(order >= tried[:, None], weights, 0.0))
+        return jnp.where(weight >= limit, tried, found)
+
+    nothing = jnp.zeros(order.shape[0], jnp.uint32)
+    return jax.lax.cond(
+        jnp.any(limit < jnp.inf),
+        lambda: jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bit, nothing),
+        lambda: nothing,
+    )
+
+
+def _sum(x: Array) -> Array:
+    """[B], the sums of rows [B, V], of few numbers each at a time, so that little is rounded."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)))
+    return x.reshape(x.shape[0], -1, _BLOCK).sum(1).sum(1)
 
 
 def _column(x: Array, like: Array) -> Array:
@@ -170,7 +248,7 @@ def token_logprobs(
     scaled, _ = _scaled(logits, law)
     chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)
     if law.truncates or law.floors:
-        kept = _kept(jax.lax.stop_gradient(scaled), law)
+        kept = _kept(scaled, law)
         kept |= jnp.arange(scaled.shape[-1])[None] == tokens[:, None]
         scaled = jnp.where(kept, scaled, -jnp.inf)
     total = jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
@@ -199,9 +277,9 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
     """
     chex.assert_rank([uniform, logits], [1, 2])
     scaled, greedy = _scaled(logits, law)
+    peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation takes it away
     if law.truncates or law.floors:
         scaled = jnp.where(_kept(scaled, law), scaled, -jnp.inf)
-    peak = jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled - peak)
     if law.greedy:
         weights = jnp.where(greedy, (scaled == peak).astype(jnp.float32), weights)

@@ -11,6 +11,7 @@ import collections
 import functools
 import itertools
 import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jrl.sampling.admission import Desk, widths
 from jrl.sampling.engine import check_fits
 from jrl.sampling.lanes import Lanes
 from jrl.sampling.member import Member, last_from_json, last_to_json
+from jrl.sampling.pace import LENGTHS, Pace
 from jrl.sampling.request import Event, QueueFull, Request, Room, check_request
 from jrl.types import Network, Params, StopReason
 
@@ -45,7 +47,8 @@ class Engine:
       max_new_tokens: the longest completion.
       stop_tokens: ids that end a completion; () for none but its length.
       tokenizer: for texts and stop strings; None where neither is needed.
-      chunk: decode steps between two visits of the host.
+      chunk: decode steps between two visits of the host; None measures what they cost and chooses,
+        see ``pace``. It changes no draw.
       block: slots that share the cache of one prompt and are filled together; divides ``slots``.
         Groups of so many completions read their prompt once.
       biases: whether requests may change logits; costs [slots, V] float32 numbers.
@@ -53,6 +56,7 @@ class Engine:
       version: of the parameters, written beside each token.
 
     Attributes:
+      pace: what chooses the length of chunks, and what it has measured.
       version: of the parameters in use.
       slot_steps: slots times decode steps so far.
       live_steps: those of them that drew a token.
@@ -71,7 +75,7 @@ class Engine:
         max_new_tokens: int,
         stop_tokens: Sequence[int],
         tokenizer: Tokenizer | None = None,
-        chunk: int = 16,
+        chunk: int | None = None,
         block: int = 1,
         biases: bool = False,
         queue: int | None = None,
@@ -79,9 +83,12 @@ class Engine:
     ) -> None:
         if block < 1 or slots < 1 or slots % block:
             raise UserError(f"slots = {slots} do not hold whole blocks of {block}")
+        if chunk is not None and chunk < 1:
+            raise UserError(f"chunk = {chunk}; must be at least 1, or None to have it measured")
         check_fits(network, 1, max_new_tokens)
         self._network, self._tokenizer = network, tokenizer
         self._block, self._chunk, self._queue_limit = block, chunk, queue
+        self.pace = Pace()
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
         self.room = Room(
             slots=slots,
@@ -104,9 +111,7 @@ class Engine:
         self._prepare = jax.jit(network.prepare)
         self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
         self._advance = jax.jit(
-            bind(programs.advance, network=network, steps=chunk),
-            donate_argnums=1,
-            static_argnames="plain",
+            bind(programs.advance, network=network, width=chunk or LENGTHS[-1]), donate_argnums=1
         )
         self._recompute = jax.jit(bind(programs.recompute, network=network), donate_argnums=1)
         self._weights = self._prepare(params)
@@ -191,12 +196,10 @@ class Engine:
         told, self._told = self._told, []
         if not self.running:
             return told
-        plain = all(m is None or m.request.plain for m in self._seats)
-        version, halted = np.int32(self.version), self._halted
-        self._lanes, news = self._advance(self._weights, self._lanes, version, halted, plain=plain)
-        self._halted = np.full_like(halted, StopReason.RUNNING)
-        news = jax.device_get(news)
-        self.slot_steps += int(news.steps) * len(self._seats)
+        if self._chunk is None and self.pace.measuring:
+            jax.block_until_ready(self._lanes)  # what is left of admissions is not the chunk's
+        began = time.perf_counter()
+        news = self._decode(self._chunk or self.pace.steps(queued=bool(self._waiting)))
         for row, member in enumerate(self._seats):
             if member is None:
                 continue
@@ -211,7 +214,20 @@ class Engine:
             told.append(event)
             if event.completion is not None:
                 self._leave(row, event.completion.stop)
+                self.pace.ended(len(event.completion.tokens))
+        self.pace.took(int(news.steps), time.perf_counter() - began)
         return told
+
+    def _decode(self, steps: int) -> programs.News:
+        """What so many steps bring, on the host."""
+        version, halted = np.int32(self.version), self._halted
+        self._lanes, news = self._advance(
+            self._weights, self._lanes, version, halted, np.int32(steps)
+        )
+        self._halted = np.full_like(halted, StopReason.RUNNING)
+        news = jax.device_get(news)
+        self.slot_steps += int(news.steps) * len(self._seats)
+        return news
 
     def run(self) -> Iterator[Event]:
         """What is new, until nothing waits or runs; requests may be added meanwhile."""
@@ -324,15 +340,13 @@ class Engine:
         """
         if self.busy:
             raise UserError("compile the engine before it is given requests")
-        halted, version = self._halted, np.int32(self.version)
         sizes = [1 << i for i in range(self._desk.most.bit_length())]
         for count, width in itertools.product(sizes, self._desk.widths):
             prompt = Request(tokens=(0,) * min(width, self.room.prompt_tokens), max_new_tokens=1)
             new = self._desk.admission([], [[Member(i, 0, prompt, None)] for i in range(count)])
             nothing = new._replace(limits=np.zeros_like(new.limits))
             self._lanes = self._admit(self._weights, self._lanes, nothing)
-        for plain in (True, False):
-            self._lanes, _ = self._advance(self._weights, self._lanes, version, halted, plain=plain)
+        self._decode(1)
         self._lanes = self._recompute(self._weights, self._lanes)
         return self.executables
 

@@ -266,6 +266,33 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
     return picked.replace(keys=keys, cache=cache)
 
 
+def rewind(slots: Slots, lengths: Array) -> Slots:
+    """Rows as they were when their completions had so many tokens; they run again from there.
+
+    With ``fork`` before it, continuations of any position.
+
+    Args:
+      slots: S rows.
+      lengths: [S] int32, at least 1; a row that has no more tokens stays as it is.
+
+    Returns:
+      The state, whose cache is the old one: what lies behind a row's end is not seen.
+    """
+    back = lengths < slots.lengths
+    lengths = jnp.where(back, lengths, slots.lengths)
+    kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
+    newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+    return slots.replace(
+        pending=jnp.where(back, newest, slots.pending),
+        lengths=lengths,
+        tokens=jnp.where(kept, slots.tokens, 0),
+        mask=slots.mask & kept,
+        logprobs=jnp.where(kept, slots.logprobs, 0.0),
+        versions=jnp.where(kept, slots.versions, -1),
+        stop=jnp.where(back, StopReason.RUNNING, slots.stop).astype(jnp.int32),
+    )
+
+
 def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network: Network) -> Slots:
     """Appends tokens from outside (a tool's output, a hint), which are never trained on.
 

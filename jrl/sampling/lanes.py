@@ -37,8 +37,8 @@ class News(NamedTuple):
     """What a chunk of decoding brought, for the host.
 
     Attributes:
-      tokens: [S, steps] int32, each row's new ones from column 0.
-      logprobs: [S, steps] float32, nats.
+      tokens: [S, W] int32, each row's new ones from column 0.
+      logprobs: [S, W] float32, nats.
       counts: [S] int32, how many are new.
       stop: [S] int32, a ``StopReason``.
       steps: [] int32, decode steps taken.
@@ -132,10 +132,10 @@ def advance(
     lanes: Lanes,
     version: Array,
     halted: Array,
+    steps: Array,
     *,
     network: Network,
-    steps: int,
-    plain: bool,
+    width: int,
 ) -> tuple[Lanes, News]:
     """The lanes after up to ``steps`` tokens more in every running row, and what is new.
 
@@ -144,15 +144,23 @@ def advance(
       lanes: the state; donated.
       version: [] int32, the policy's.
       halted: [S] int32, a ``StopReason`` for rows to stop first; RUNNING leaves a row as it is.
+      steps: [] int32, the most tokens a row gains.
       network: the policy.
-      steps: the most tokens a row gains.
-      plain: whether every running row's law is plain, which saves looking at the rest of it.
+      width: W, the most steps that may be asked for.
     """
     stop = jnp.where(halted == StopReason.RUNNING, lanes.slots.stop, halted)
     slots = lanes.slots.replace(stop=stop.astype(jnp.int32))
     before, law = slots.lengths, slots.law
-    flags = {"truncates": not plain, "floors": not plain, "greedy": not plain}
-    used = law.replace(bias=None if plain else law.bias, **flags)
+    # One program for all laws, in which rows pay for their own; those at rest need no truncation.
+    runs = slots.stop == StopReason.RUNNING
+    used = law.replace(
+        top_k=jnp.where(runs, law.top_k, 0),
+        top_p=jnp.where(runs, law.top_p, 1.0),
+        truncates=True,
+        mixed=True,
+        floors=True,
+        greedy=True,
+    )
     slots, count = counted_decode(
         weights,
         slots.replace(law=used),
@@ -161,7 +169,7 @@ def advance(
         steps=steps,
         stop_tokens=lanes.stops,
     )
-    place = before[:, None] + jnp.arange(steps)[None]
+    place = before[:, None] + jnp.arange(width)[None]
     place = jnp.minimum(place, slots.tokens.shape[1] - 1)
     news = News(
         tokens=jnp.take_along_axis(slots.tokens, place, axis=1),

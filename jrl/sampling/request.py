@@ -55,12 +55,6 @@ class Request:
         """Whether some logits are changed or tokens forbidden."""
         return bool(self.logit_bias) or self.allowed is not None
 
-    @property
-    def plain(self) -> bool:
-        """Whether the law is a softmax at some temperature above 0 and nothing else."""
-        knobs = (self.top_k, self.top_p, self.min_p) == (0, 1, 0)
-        return knobs and self.temperature > 0 and not self.biased
-
     def bias(self, vocab_size: int) -> np.ndarray:
         """[V] float32, what is added to the logits."""
         out = np.zeros(vocab_size, np.float32)

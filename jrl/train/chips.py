@@ -54,7 +54,7 @@ CHIPS: Mapping[str, Chip] = {
 """Figures by chip. The page of v4 gives no rates of its networks: its links are taken as half as
 fast as those of v5p, and its data-centre network as equally fast."""
 
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16"),
     *("8x16x16", "16x16x16"),
@@ -65,7 +65,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = {
     "v5p": (*_CUBES, "16x16x24"),
     "v6e": _FLAT,
 }
-"""The slices that each chip is lent in."""
+"""The slices that each chip is lent in, beside cuboids of 4x4x4 chips that ``_cuboid`` knows."""
 
 
 class Topology(NamedTuple):
@@ -118,10 +118,21 @@ def parse_topology(name: str) -> Topology:
     slices, family, shape = int(match[1] or 1), match[2], match[3]
     if family not in CHIPS:
         raise UserError(f"{choose('topology', family, CHIPS)}\n{_known()}")
-    if shape not in SHAPES[family]:
+    sizes = tuple(map(int, shape.split("x")))
+    if shape not in SHAPES[family] and not _cuboid(family, sizes):
         listed = ", ".join(f"{family}:{s}" for s in SHAPES[family])
-        raise UserError(f"topology = {name!r}; there is no such slice; choose from {listed}")
-    return Topology(name, family, tuple(map(int, shape.split("x"))), slices)
+        others = ", or another cuboid in steps of 4 such as 4x4x12" * (CHIPS[family].dimensions > 2)
+        raise UserError(
+            f"topology = {name!r}; there is no such slice; choose from {listed}{others}"
+        )
+    return Topology(name, family, sizes, slices)
+
+
+def _cuboid(family: str, sizes: tuple[int, ...]) -> bool:
+    """Whether a shape is one of a three-dimensional torus in whole cubes, shortest side first."""
+    most = np.prod(list(map(int, SHAPES[family][-1].split("x"))))
+    cubes = len(sizes) == 3 == CHIPS[family].dimensions and all(n > 0 == n % 4 for n in sizes)
+    return bool(cubes and sorted(sizes) == list(sizes) and np.prod(sizes) <= most)
 
 
 def _known() -> str:
@@ -159,6 +170,8 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
         options["chip_config_name"] = "megacore"  # two cores, one device
     if topology.slices > 1:
         options["num_slices"] = topology.slices
+    if topology.chips == topology.slices:
+        options["chips_per_host_bounds"] = (1, 1, 1)
     name = f"{topology.family}:{'x'.join(map(str, topology.shape))}"
     try:
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)

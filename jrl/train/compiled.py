@@ -23,7 +23,7 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method, Schedule
 from jrl.sampling.draw import Law, make_law
-from jrl.train.rollout import Groups, task_rollout, to_batch
+from jrl.train.rollout import Groups, task_rollout, to_batch, with_slot_use
 from jrl.train.state import init_state, policy_of
 from jrl.train.step import Metrics, Step, check_value, make_step
 from jrl.types import (
@@ -101,7 +101,8 @@ def make_iteration(
         batch = to_batch(
             groups.rollout, groups.rewards, part_weights, groups.ids, own=method.draw.own
         )
-        return step(state, batch, law)
+        state, metrics = step(state, batch, law)
+        return state, metrics | with_slot_use(groups.counts)
 
     return iteration
 

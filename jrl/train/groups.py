@@ -176,9 +176,10 @@ def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
 
 def to_host(groups: Groups) -> Groups:
     """The groups with every array on the host."""
-    rollout, rewards, ids = jax.device_get((groups.rollout, groups.rewards, groups.ids))
+    rest = groups.rollout, groups.rewards, groups.counts, groups.ids
+    rollout, rewards, counts, ids = jax.device_get(rest)
     subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
-    return groups._replace(rollout=rollout, rewards=rewards, subject=subject, ids=ids)
+    return Groups(rollout, rewards, subject, counts, ids)
 
 
 def _join(a: Groups, b: Groups) -> Groups:

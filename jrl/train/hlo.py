@@ -7,7 +7,9 @@ them, in equal parts.
 
 from __future__ import annotations
 
+import itertools
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -471,31 +473,53 @@ def _axes(groups: np.ndarray, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 def _groups(text: str, devices: int) -> np.ndarray:
     """[groups, members] device numbers of a collective, from any of XLA's three ways to say it."""
-    everything = np.arange(devices)[None]
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](<=\S+)? ?\{([^}]*)\}", text):
-        sizes = {n: int(s) for n, s in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        over = re.findall(r"'([^']+)'", match[3])
-        grid = _reordered(tuple(sizes.values()), match[2])
-        names = list(sizes)
-        grid = np.moveaxis(grid, [names.index(o) for o in over], range(-len(over), 0))
-        return grid.reshape(-1, int(np.prod([sizes[o] for o in over])))
+    if match := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?)\{([^}]*)\}", text):
+        return _mesh_groups(*match.groups())
     if match := re.search(r"replica_groups=\[([\d,]+)\](<=\S+?)(?:,\s|\s|$)", text):
         shape = tuple(map(int, match[1].split(",")))
         return _reordered(shape, match[2].rstrip(",")).reshape(shape)
     if match := re.search(r"replica_groups=\{(\{.*?\})\}", text):
         rows = re.findall(r"\{([\d,]+)\}", match[1])
         return np.array([[int(x) for x in row.split(",")] for row in rows])
-    return everything
+    if (match := re.search(r"replica_groups=(.{0,80})", text)) and match[1][:2] != "{}":
+        warnings.warn(f"groups of a collective, taken as all chips: {match[1]}", stacklevel=2)
+    return np.arange(devices)[None]
 
 
-def _reordered(shape: tuple[int, ...], order: str | None) -> np.ndarray:
-    """Device numbers in a grid; ``order`` is XLA's ``<=[a,b]T(1,0)``, None for counting up."""
+def _mesh_groups(mesh: str, order: str, over: str) -> np.ndarray:
+    """[groups, members] device numbers, written as axes of a mesh that XLA made up.
+
+    Args:
+      mesh: names and sizes of its axes, ``'a'=4,'b'=16``.
+      order: that of the devices in it where they do not count up, ``device_ids=([16,4]T(1,0))`` or
+        ``device_ids=(0,2,1,3)``.
+      over: the axes of a group, ``'b'``, or a factor of one, ``'b':(2)4``: 4 neighbours at a
+        distance of size / (2 * 4).
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    parts = [
+        (name, int(before or 1), int(size or sizes[name]))
+        for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over)
+    ]
+    shape: list[int] = []
+    taken: list[int] = []
+    for name, whole in sizes.items():
+        cuts = {c for n, before, size in parts if n == name for c in (before, before * size)}
+        for low, high in itertools.pairwise(sorted(cuts | {1, whole})):
+            if any(n == name and b <= low and high <= b * size for n, b, size in parts):
+                taken.append(len(shape))
+            shape.append(high // low)
+    grid = np.moveaxis(_reordered(tuple(shape), order), taken, range(-len(taken), 0))
+    return grid.reshape(-1, int(np.prod([shape[i] for i in taken])))
+
+
+def _reordered(shape: tuple[int, ...], order: str) -> np.ndarray:
+    """Device numbers in a grid: counted up, listed, or those of ``[a,b]T(1,0)`` read in turn."""
     numbers = np.arange(int(np.prod(shape)))
-    if order:
-        dims = re.search(r"<=\[([\d,]+)\]", order)
-        turn = re.search(r"T\(([\d,]+)\)", order)
-        if dims:
-            numbers = numbers.reshape(tuple(map(int, dims[1].split(","))))
-        if turn:
-            numbers = numbers.transpose(tuple(map(int, turn[1].split(","))))
+    if listed := re.search(r"device_ids=\((\d[\d,]*)\)", order):
+        numbers = np.array(listed[1].split(","), int)
+    if dims := re.search(r"\[([\d,]+)\]", order):
+        numbers = numbers.reshape(tuple(map(int, dims[1].split(","))))
+    if turn := re.search(r"T\(([\d,]+)\)", order):
+        numbers = numbers.transpose(tuple(map(int, turn[1].split(","))))
     return numbers.reshape(shape)

@@ -75,6 +75,6 @@ def measure_run(run: build.Run, state: TrainState) -> dict[str, float]:
         asked = run.prompts["train"]
         tokens, lengths = pad_prompts([asked[i % len(asked)] for i in ids], run.width)
         sample_key = compiled_stream(key, "sample", np.int32(0))
-        rollout = program(sample_key, policy, tokens, lengths, run.law, np.int32(0), ids)
+        rollout, _ = program(sample_key, policy, tokens, lengths, run.law, np.int32(0), ids)
     measure = jax.jit(partial(rollout_difference, network=run.network))
     return {name: float(x) for name, x in measure(policy, rollout, run.law).items()}

@@ -46,7 +46,7 @@ from jrl.train.groups import Drawn, collect
 from jrl.train.law import measure_run
 from jrl.train.offline import JudgedEvaluator, JudgedSource, sizes_of
 from jrl.train.reward_model import trains_reward
-from jrl.train.rollout import Draw, Groups, TextSource, samples_of
+from jrl.train.rollout import Draw, Groups, TextSource, samples_of, with_slot_use
 from jrl.train.setup import Run
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
@@ -411,7 +411,7 @@ class _Training:
         Raises:
           NonFinite: the step's gradient was not finite.
         """
-        metrics = jax.device_get(metrics)
+        metrics = with_slot_use(jax.device_get(metrics))
         if seconds is None:
             seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
         tokens = float(metrics["completion_tokens"])

@@ -23,7 +23,7 @@ from jrl.errors import UserError, choose
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool, Sample
-from jrl.sampling.continuous import generate
+from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law
 from jrl.types import (
     NOTHING,
@@ -47,14 +47,15 @@ class Groups(NamedTuple):
       rewards: [N, G, R] float32, points.
       subject: what the prompts were about: the task's problems (a pytree with N rows) or a list of
         N ``Prompt``.
-      counts: numbers by name, such as reward functions that ran out of time.
+      counts: numbers by name, such as reward functions that ran out of time. Those of several draws
+        add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
     """
 
     rollout: Rollout
     rewards: Any
     subject: Any
-    counts: dict[str, float]
+    counts: dict[str, Any]
     ids: dict[str, Any]
 
 
@@ -113,9 +114,10 @@ def task_rollout(
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
     problem_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
     problems = jax.vmap(lambda k: task.generate(k, split))(problem_keys)
-    members = []
+    members: list[Rollout] = []
+    counts: dict[str, Any] = {}
     if group:
-        drawn = generate(
+        drawn, slot_steps = generate_counted(
             stream(key, sample, step),
             params,
             problems.tokens,
@@ -132,6 +134,7 @@ def task_rollout(
             chunk=chunk,
         )
         members.append(drawn)
+        counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
     if demonstrations:
         solutions = jax.vmap(partial(_solution, task))(problems)
         members.append(given(problems.tokens, problems.length, *solutions, demonstrations))
@@ -147,7 +150,7 @@ def task_rollout(
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
     )
-    return Groups(rollout, rewards, problems, {}, {"prompt": ids})
+    return Groups(rollout, rewards, problems, counts, {"prompt": ids})
 
 
 def _solution(task: Task, problem: Any) -> tuple[Array, Array, Array]:
@@ -237,7 +240,8 @@ class TextSource(NamedTuple):
       prompts: all of them, in the source's order.
       width: P, tokens.
       seed: of the order, or None for the source's own order.
-      program: ``jax.jit`` of ``generate`` with its keyword arguments bound; None draws nothing.
+      program: ``jax.jit`` of ``generate_counted`` with its keyword arguments bound; None draws
+        nothing.
       law: scalars.
       pool: the reward functions; None gives every completion 0 points.
       tokenizer: turns completions into text for them.
@@ -248,7 +252,7 @@ class TextSource(NamedTuple):
     prompts: Sequence[Prompt]
     width: int
     seed: int | None
-    program: Callable[..., Rollout] | None
+    program: Callable[..., tuple[Rollout, Array]] | None
     law: Law
     pool: RewardPool | None
     tokenizer: Tokenizer
@@ -262,15 +266,20 @@ class TextSource(NamedTuple):
         version = step if version is None else version
         chosen = [self.prompts[i] for i in place(self.seed, positions, len(self.prompts))]
         tokens, lengths = pad_prompts(chosen, self.width)
-        members = []
+        members: list[Rollout] = []
+        counts: dict[str, Any] = {}
         if self.program is not None:
             sample_key = compiled_stream(key, "sample", step)
-            drawn = self.program(sample_key, params, tokens, lengths, self.law, version, positions)
-            members.append(jax.device_get(drawn))
+            drawn, slot_steps = jax.device_get(
+                self.program(sample_key, params, tokens, lengths, self.law, version, positions)
+            )
+            members.append(drawn)
+            counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
         if self.demonstrations:
             solutions = pad_solutions(chosen, self.max_new_tokens)
             members.append(given(tokens, lengths, *solutions, self.demonstrations))
-        return self.judge(chosen, join_members(members))
+        groups = self.judge(chosen, join_members(members))
+        return groups._replace(counts=groups.counts | counts)
 
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
         """Rewards of completions, all reward functions at once."""
@@ -382,6 +391,18 @@ def samples_of(
 
 
 # ---------------------------------------------------------------- groups to batch
+
+
+def with_slot_use(counts: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts with ``slot_use`` in place of the two sums it is made of.
+
+    It is the share of slot-steps (decode steps, each counted once for every slot in use) that drew
+    a token. Where no policy drew there are no such sums, and the counts stay as they are.
+    """
+    rest = {k: v for k, v in counts.items() if k not in ("slot_tokens", "slot_steps")}
+    if "slot_steps" not in counts:
+        return rest
+    return rest | {"slot_use": counts["slot_tokens"] / counts["slot_steps"]}
 
 
 def external(rollout: Rollout) -> Any:

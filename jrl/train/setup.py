@@ -34,7 +34,7 @@ from jrl.models.transformer import transformer
 from jrl.objectives.surrogates import Correction, weighted
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
-from jrl.sampling.continuous import generate
+from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law, make_law
 from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
@@ -598,7 +598,7 @@ def train_sampler(run: Run) -> Any:
 def sampler_program(
     run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
 ) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text.
+    """Program 1, compiled: ``task_rollout`` for a task, ``generate_counted`` for text.
 
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
@@ -624,7 +624,7 @@ def sampler_program(
         where = None if alone else everywhere
         return jax.jit(on_task, out_shardings=where, compiler_options=options)
     on_text = partial(
-        generate,
+        generate_counted,
         network=network,
         group=group,
         max_new_tokens=sampling.max_new_tokens,

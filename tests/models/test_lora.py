@@ -39,11 +39,14 @@ def noisy(network, seed=0):
     return network.split.join(treedef.unflatten(moved), base)
 
 
-@jax.jit
-def logits(params):
+@functools.partial(jax.jit, static_argnums=0)
+def logits_of(network, params):
     positions = jnp.broadcast_to(jnp.arange(7), (2, 7))
-    hidden, _ = NETWORK.hidden(params, jnp.asarray(TOKENS), positions, jnp.ones_like(positions))
-    return NETWORK.logits(params, hidden)
+    hidden, _ = network.hidden(params, jnp.asarray(TOKENS), positions, jnp.ones_like(positions))
+    return network.logits(params, hidden)
+
+
+logits = functools.partial(logits_of, NETWORK)
 
 
 @pytest.mark.parametrize("base", ["float", "int8"])
@@ -193,6 +196,51 @@ def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
         load_adapters(tmp_path, CONFIG, lora=lora)
     with pytest.raises(UserError, match="exists and is not empty"):
         save_adapters(tmp_path / "a", CONFIG, trained, lora=lora)
+
+
+@pytest.mark.filterwarnings("ignore")  # what the two libraries think of each other's releases
+@pytest.mark.parametrize(
+    ("targets", "changes"),
+    [
+        pytest.param(TARGETS, {}, id="every projection"),
+        pytest.param(("q", "o", "down"), {}, id="some"),
+        pytest.param(("q", "k", "v", "o"), SPARSE, id="experts"),
+    ],
+)
+def test_peft_loads_the_adapters_onto_their_checkpoint(targets, changes, tmp_path):
+    """Logits of the PEFT library, kept apart and merged, within 2e-5 of ours; and its own files.
+
+    Runs where ``peft`` is installed beside what ``.[dev]`` installs (``pip install peft``).
+    """
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config, lora = ModelConfig(**{**SIZES, **changes}), Lora(4, 8.0, targets)
+    plain = transformer(config)
+    params = noisy(with_adapters(plain, config, lora))
+    trained, base = with_adapters(plain, config, lora).split.split(params)
+    hf.save(tmp_path / "base", config, jax.device_get(base))
+    save_adapters(tmp_path / "a", config, trained, lora=lora, base=str(tmp_path / "base"))
+
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "base", attn_implementation="eager", dtype=torch.float32)
+
+    def theirs(model):
+        with torch.no_grad():
+            return model(torch.tensor(TOKENS)).logits.numpy()
+
+    def ours(params):
+        return logits_of(plain, params)
+
+    off = theirs(model)
+    np.testing.assert_allclose(off, ours(base), atol=2e-5)
+    adapted = peft.PeftModel.from_pretrained(model, tmp_path / "a")
+    np.testing.assert_allclose(theirs(adapted), ours(params), atol=2e-5)
+    assert np.abs(theirs(adapted) - off).max() > 0.05
+
+    adapted.save_pretrained(tmp_path / "again")
+    again = load_adapters(tmp_path / "again", config, lora=lora)
+    jax.tree.map(np.testing.assert_array_equal, again, jax.device_get(trained))
+    np.testing.assert_allclose(theirs(adapted.merge_and_unload()), ours(params), atol=2e-5)
 
 
 # ---------------------------------------------------------------- refusals

@@ -104,6 +104,9 @@ def test_the_law_against_float64(knobs, v):
         ([0.0, 0.0, 0.0, 0.0, 0.0], {"top_k": 1}, [1, 1, 1, 1, 1]),
         ([2.0, 0.0, 2.0, 0.0, 1.0], {"min_p": 0.3}, [1, 0, 1, 0, 1]),
         ([2.0, 0.0, 2.0, 0.0, 1.0], {"top_k": 100}, [1, 1, 1, 1, 1]),
+        ([-0.0, 0.0, -1.0, -np.inf, -2.0], {"top_k": 1}, [1, 1, 0, 0, 0]),
+        ([-3.0, -1e-40, 5e30, -4e30, 2.0], {"top_k": 4}, [1, 1, 1, 0, 1]),
+        ([-np.inf, 1.0, -np.inf, -np.inf, 0.0], {"top_k": 3}, [0, 1, 0, 0, 1]),
         ([2.0, 0.0, 2.0, 0.0, 1.0], {"temperature": 0.0}, [1, 0, 0, 0, 0]),
     ],
 )
@@ -137,6 +140,35 @@ def test_each_row_can_have_its_own_law():
         expected = law_of_row(logits[i], **knobs)
         assert np.array_equal(got[i] > -np.inf, expected > 0)
         np.testing.assert_allclose(np.exp(got[i]), expected, atol=2e-6)
+
+
+KINDS = [{}, {"top_k": 3}, {"top_p": 0.6}, {"temperature": 0.0, "top_k": 2}, {"min_p": 0.2}]
+
+
+@pytest.mark.parametrize("few", [0, 1, 6, 11])
+def test_rows_of_a_mixed_batch_have_the_law_they_have_alone(few):
+    """To the bit, however many of the others truncate; and nothing is sorted for them."""
+    rows = [KINDS[i % 5] if i < few else {"temperature": 0.5 + i / 10} for i in range(11)]
+    rows = [rows[i] for i in np.random.default_rng(few).permutation(11)]
+    one = [make_law(**knobs) for knobs in rows]
+    names = ("temperature", "top_k", "top_p", "min_p")
+    flags = {"truncates": True, "floors": True, "mixed": True}
+    together = Law(**{n: jnp.stack([getattr(law, n) for law in one]) for n in names}, **flags)
+    logits, uniform = some_logits(few, 11, 70), np.random.default_rng(1).random(11, np.float32)
+    drawn = sample(uniform, logits, together)
+    apart = together.replace(mixed=False)
+    assert np.array_equal(log_law(logits, together), log_law(logits, apart))
+    plain = together.replace(truncates=False, mixed=False, floors=False)
+    for law in (apart, plain):
+        same = np.array([law is apart or knobs.keys() <= {"temperature"} for knobs in rows])
+        for mine, other in zip(drawn, sample(uniform, logits, law), strict=True):
+            assert np.array_equal(np.asarray(mine)[same], np.asarray(other)[same])
+    for logit, knobs, token in zip(logits, rows, drawn[0], strict=True):
+        assert law_of_row(logit, **knobs)[token] > 0
+    program = str(jax.make_jaxpr(sample_eagerly)(uniform, logits, together)).splitlines()
+    sorts = [line for line in program if "sort[" in line]
+    assert sorts
+    assert not [line for line in sorts if "70]" in line.partition("=")[0]]  # but of rows
 
 
 FORBIDDEN = [3, 17, 40]
@@ -217,6 +249,8 @@ def test_logits_of_low_precision_are_scored_in_float32():
         ({"min_p": 1.0}, "sampling.min_p = 1.0"),
         ({"min_p": -0.5}, "sampling.min_p = -0.5"),
         ({"temperature": float("nan")}, "sampling.temperature = nan"),
+        ({"temperature": 1e-30}, "sampling.temperature = 1e-30"),  # logits would pass float32
+        ({"temperature": float("inf")}, "sampling.temperature = inf"),
     ],
 )
 def test_numbers_outside_their_domain(knobs, named):

@@ -155,8 +155,31 @@ def test_company_and_order_change_no_draw(engine, alone, order):
     assert_same(got, alone)
 
 
-@pytest.mark.parametrize("shape", [{"slots": 7, "chunk": 3}, {"slots": 4, "block": 2}], ids=str)
+NEIGHBOURS = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "top-k": {"top_k": 2},
+    "top-p, biased": {"top_p": 0.5, "logit_bias": {7: 2.0}},
+}
+
+
+@pytest.mark.parametrize("laws", [list(NEIGHBOURS), ["greedy"], ["top-k", "top-k"]], ids=str)
+def test_the_laws_of_neighbours_change_nothing_to_the_bit(engine, alone, laws):
+    """Slots are given out in order, so the first request is where it was alone."""
+    more = [
+        Request((5, i), T, seed=20 + i, stop_tokens=(), **NEIGHBOURS[law])
+        for i, law in enumerate(laws)
+    ]
+    done = outcome(engine, [requests()[0], *more])[0, 0]
+    assert done.tokens.tolist() == alone[0, 0].tokens.tolist()
+    assert done.logprobs.tolist() == alone[0, 0].logprobs.tolist()
+
+
+@pytest.mark.parametrize(
+    "shape", [{"slots": 7, "chunk": 3}, {"slots": 4, "block": 2, "chunk": None}], ids=str
+)
 def test_slots_chunks_and_blocks_change_no_draw(alone, shape):
+    """Nor does it matter that the engine chooses how long its chunks are."""
     other = new_engine(biases=True, tokenizer=TOKENIZER, **shape)
     assert_same(outcome(other, requests()), alone)
     assert other.live_steps == sum(len(c.tokens) for c in alone.values())
@@ -247,23 +270,40 @@ def test_suspended_to_disk_and_resumed_elsewhere(engine, alone, tmp_path):
         new_engine(slots=2).resume(again)
 
 
+def test_suspended_at_every_boundary(engine, alone):
+    numbers = {engine.submit(r): i for i, r in enumerate(requests())}
+    done = {}
+    while engine.busy:
+        engine.resume(engine.suspend())
+        done |= {(numbers[e.request], e.member): e.completion for e in engine.step()}
+    assert_same(done, alone)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
-def test_new_weights_between_chunks(recompute):
-    """Each token is of the policy that its version names; only a new cache is all of it."""
-    engine = new_batch_engine()
-    engine.set_weights(params(), 0)
+def test_new_weights_between_chunks(engine, recompute):
+    """Each token is of the policy that its version names; only a new cache is all of it.
+
+    An engine that is suspended, and resumed by one that gets the new weights, draws the same.
+    """
     ask = Request(tokens=(1, 2, 3, 4), max_new_tokens=12, seed=8, stop_tokens=())
     engine.submit(ask)
     engine.step()
-    engine.set_weights(params(1), 5, recompute=recompute)
-    (done,) = (e.completion for e in engine.run() if e.completion)
+    state = engine.suspend()
+    runs = []
+    for again in (False, True):
+        if again:
+            engine.resume(state)
+        engine.set_weights(params(1), 5, recompute=recompute)
+        (done,) = (e.completion for e in engine.run() if e.completion)
+        runs.append((done.tokens.tolist(), done.logprobs.tolist(), done.versions.tolist()))
+        engine.set_weights(params(), 0)
+    assert runs[0] == runs[1]
     assert done.versions.tolist() == [0] * 4 + [5] * 8
     row = np.array([[1, 2, 3, 4, *done.tokens]], np.int32)
     new, old = (scored(params(i), row)[0] for i in (1, 0))
     np.testing.assert_allclose(done.logprobs[:4], old[3:7], atol=1e-5)
     close = np.abs(done.logprobs[4:] - new[7:15]) < 1e-5
     assert close.all() if recompute else not close.all()
-    engine.set_weights(params(), 0)
 
 
 @jit
@@ -324,6 +364,8 @@ def test_what_an_engine_was_not_built_for():
         engine.submit(Request(**FINE, allowed=(1,)))
     with pytest.raises(UserError, match="tokenizer"):
         engine.submit(Request(**FINE, stop_strings=("x",)))
+    with pytest.raises(UserError, match="chunk = 0"):
+        new_engine(chunk=0)
     with pytest.raises(UserError, match="whole blocks of 2"):
         new_engine(slots=3, block=2)
     with pytest.raises(UserError, match="holds 40"):

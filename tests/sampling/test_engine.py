@@ -20,6 +20,7 @@ from jrl.sampling.engine import (
     fork,
     prefill,
     refresh,
+    rewind,
     sequence_keys,
     start,
 )
@@ -390,6 +391,33 @@ def test_a_fork_shares_the_past_and_then_goes_its_way():
         0.9,
     )
     np.testing.assert_allclose(forked.logprobs, expected, atol=1e-5)
+
+
+def test_a_fork_at_any_position():
+    """One completion, taken up again after each of its tokens, and with other keys from there."""
+    lengths = np.asarray(decoded().lengths)
+    row = int(np.argmax(lengths))
+    positions = np.minimum(1 + np.arange(N * G), lengths[row]).astype(np.int32)
+    source = jnp.full(N * G, row, jnp.int32)
+    for own in (True, False):
+        others = jax.random.split(jax.random.key(9), N * G)
+        keys = jnp.repeat(decoded().keys[row][None], N * G) if own else others
+        back = rewind(fork(decoded(), source, keys), positions)
+        assert np.array_equal(back.lengths, positions)
+        assert ((back.versions >= 0).sum(axis=1) == positions).all()
+        again = advance(back, version=jnp.int32(5), steps=T)
+        whole = np.asarray(decoded().tokens[row])
+        for tokens, versions, position in zip(again.tokens, again.versions, positions, strict=True):
+            assert np.array_equal(tokens[:position], whole[:position])
+            assert set(versions[:position].tolist()) == {4}
+            assert set(versions[position:].tolist()) <= {5, -1}
+            assert np.array_equal(tokens, whole) or not own
+        if own:
+            np.testing.assert_allclose(
+                again.logprobs, jnp.repeat(decoded().logprobs[row][None], N * G, 0), atol=1e-5
+            )
+        else:
+            assert len({tuple(x) for x in again.tokens.tolist()}) > 4
 
 
 def extended():

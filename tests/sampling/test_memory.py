@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -63,14 +62,13 @@ def test_decoding_with_prefixes_makes_no_copy_of_the_cache():
     assert used < 0.1 * bytes_of(slots.cache)
 
 
-@pytest.mark.parametrize("plain", [True, False])
-def test_serving_makes_no_copy_of_the_cache(plain):
+def test_serving_makes_no_copy_of_the_cache():
     sizes = {"blocks": 16, "block": 1, "prompt_tokens": P, "max_new_tokens": T}
     empty = partial(lanes.empty_lanes, network=NETWORK, stop_tokens=4, biases=False, **sizes)
     state = jax.eval_shape(empty, WEIGHTS)
-    run = partial(lanes.advance, network=NETWORK, steps=16, plain=plain)
+    run = partial(lanes.advance, network=NETWORK, width=16)
     halted = jnp.zeros(16, jnp.int32)
-    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, donate=1)
+    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, jnp.int32(16), donate=1)
     assert used < 0.1 * bytes_of(state.slots.cache)
 
 

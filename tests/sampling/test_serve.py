@@ -299,13 +299,18 @@ BAD = [
     ({"temperature": -0.1}, 400, "temperature", "temperature = -0.1"),
     ({"temperature": float("nan")}, 400, "temperature", "temperature = nan"),
     ({"temperature": "hot"}, 400, "temperature", "not a string"),
+    ({"temperature": 10**400}, 400, "temperature", "must be 0 (greedy) or"),
+    ({"temperature": 1e-40}, 400, "temperature", "must be 0 (greedy) or"),
     ({"top_p": 0}, 400, "top_p", "above 0, at most 1"),
     ({"top_p": 1.1}, 400, "top_p", "top_p = 1.1"),
+    ({"top_k": 0}, 400, "top_k", "must be 1 to 48"),
     ({"top_k": 49}, 400, "top_k", "top_k = 49"),
+    ({"top_k": True}, 400, "top_k", "whole number"),
     ({"min_p": 1}, 400, "min_p", "below 1"),
     ({"model": "gpt"}, 404, "model", "this server has 'parrot'"),
     ({"model": None}, 400, "model", "model is missing"),
     ({"n": 5}, 400, "n", "n = 5; this server decodes 4"),
+    ({"n": 0}, 400, "n", "n = 0"),
     ({"n": 1.5}, 400, "n", "whole number"),
     ({"n": 3, "prompt": ["a", "b", "c"]}, 400, None, "9 completions at once"),
     ({"best_of": 2}, 400, "best_of", "best_of = 2"),
@@ -482,31 +487,53 @@ class Together:
 
 
 def ask_slowly(together, replies):
-    asked = threading.Thread(
-        target=lambda: replies.append(post(together.where, FINE | {"prompt": ",a"}))
-    )
-    asked.start()
-    until(lambda: together.service.pending == 1)
+    """Two that wait at the gate: one for the whole reply, one for pieces."""
+    ask, place = FINE | {"prompt": ",a"}, (together.where.host, together.where.port)
+
+    def stream():
+        with contextlib.closing(http.client.HTTPConnection(*place, timeout=10)) as connection:
+            headers = {"content-type": "application/json"}
+            body = json.dumps(ask | {"stream": True})
+            connection.request("POST", "/v1/completions", body, headers)
+            replies.append(connection.getresponse().read().decode().split("\n\n"))
+
+    whole = lambda: replies.append(post(together.where, ask))  # noqa: E731
+    asked = [threading.Thread(target=work) for work in (whole, stream)]
+    for one in asked:
+        one.start()
+    until(lambda: together.service.pending == 2)
     return asked
+
+
+def whole_and_pieces(asked, replies):
+    """The two replies, when they are there: status and JSON, and the lines of the stream."""
+    for one in asked:
+        one.join()
+    return sorted(replies, key=lambda reply: isinstance(reply, list))
 
 
 def test_sigterm_lets_requests_finish():
     replies, asked = [], []
 
     def work(together):
-        asked.append(ask_slowly(together, replies))
+        asked.extend(ask_slowly(together, replies))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.4)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((together.where.host, together.where.port))
         together.parrot.gate.set()
-        asked[0].join()
+        for one in asked:
+            one.join()
 
     before = signal.getsignal(signal.SIGTERM)
     together = Together(work)
     together(20.0)
     assert together.said[-1] == "stopped"
-    assert replies[0][0] == 200
+    (status, reply), pieces = whole_and_pieces(asked, replies)
+    assert (status, reply["choices"][0]["text"]) == (200, ",a")
+    assert pieces[-2:] == ["data: [DONE]", ""]
+    texts = [json.loads(p.removeprefix("data: "))["choices"][0]["text"] for p in pieces[:-2]]
+    assert "".join(texts) == ",a"
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -515,16 +542,18 @@ def test_what_does_not_finish_is_given_up_in_time():
     replies, asked = [], []
 
     def work(together):
-        asked.append(ask_slowly(together, replies))
+        asked.extend(ask_slowly(together, replies))
 
     together = Together(work)
     together(1.0)
     assert time.monotonic() - began < 8
-    asked[0].join()
-    assert replies[0][0] == 503
-    assert "stopping" in replies[0][1]["error"]["message"]
+    (status, reply), pieces = whole_and_pieces(asked, replies)
+    assert status == 503
+    assert "stopping" in reply["error"]["message"]
+    assert "stopping" in pieces[-3]
+    assert pieces[-2] == "data: [DONE]"
     assert together.service.pending == 0
-    assert len(together.parrot.aborted) == 1
+    assert len(together.parrot.aborted) == 2
 
 
 def test_an_engine_that_fails_ends_the_server_with_its_error():

@@ -22,7 +22,7 @@ from jrl.train.compiled import (
     with_policy,
 )
 from jrl.train.groups import collect
-from jrl.train.rollout import task_rollout
+from jrl.train.rollout import task_rollout, with_slot_use
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step
 
@@ -93,7 +93,7 @@ def test_host_and_compiled_agree(network, task, quick_jit):
             drawn.append(groups.rollout.tokens)
             asked.append(batch.ids["prompt"])
             state, metrics = train(state, batch, LAW)
-            log.append(jax.device_get(metrics))
+            log.append(with_slot_use(jax.device_get(metrics | groups.counts)))
 
     tokens = []
 

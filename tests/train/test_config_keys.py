@@ -110,7 +110,7 @@ def programs(config):
     if run.task is None:
         p = jax.ShapeDtypeStruct((n, run.width), jnp.int32)
         args = (key, args[1], p, ids, run.law, args[2], ids)
-        first, rollout = jax.make_jaxpr(sample, return_shape=True)(*args)
+        first, (rollout, _) = jax.make_jaxpr(sample, return_shape=True)(*args)
         rewards = jax.ShapeDtypeStruct((*rollout.lengths.shape, 1), jnp.float32)
     else:
         first, groups = jax.make_jaxpr(functools.partial(sample, law=run.law), return_shape=True)(
@@ -222,6 +222,7 @@ SPARSE = (
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32, experts=4,"
     " experts_per_token=2, expert_mlp_dim=8}"
 )
+COLD = "warmup.steps=0"
 ADAM = ("optimizer={name='adamw', learning_rate=0.1, weight_decay=0.1}",)
 ON_TASK = {
     "method": (programs, "method=rloo"),
@@ -261,7 +262,7 @@ ON_TASK = {
     "optimizer.eps": (updates, "optimizer.eps=0.1", *ADAM),
     "optimizer.mu_dtype": (updates, "optimizer.mu_dtype=bfloat16", *ADAM),
     "optimizer.clip_norm": (updates, "optimizer.clip_norm=0.1"),
-    "train.steps": (whole_run, "train.steps=2"),
+    "train.steps": (whole_run, "train.steps=2", COLD),
     "train.prompts": (programs, "train.prompts=8"),
     "train.epochs": (programs, "train.epochs=3"),
     "train.minibatches": (programs, "train.minibatches=2"),
@@ -270,17 +271,17 @@ ON_TASK = {
     "train.replay_routing": (programs, "train.replay_routing=true", SPARSE),
     "train.router_balance": (programs, "train.router_balance=0.1", SPARSE),
     "train.router_z": (programs, "train.router_z=0.1", SPARSE),
-    "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3"),
+    "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3", COLD),
     "warmup.steps": (whole_run, "warmup.steps=30", "train.steps=0"),
     "warmup.learning_rate": (whole_run, "warmup.learning_rate=2e-2", "train.steps=0"),
     "warmup.batch": (whole_run, "warmup.batch=16", "train.steps=0"),
-    "eval.every": (whole_run, "eval.every=2"),
+    "eval.every": (whole_run, "eval.every=2", COLD),
     "eval.problems": (evaluation, "eval.problems=4"),
     "eval.samples": (evaluation, "eval.samples=3", *EVALS),
     "eval.temperature": (eval_law, "eval.temperature=2.0", *EVALS),
     "eval.pass_k": (evaluation, "eval.pass_k=[1, 2]", *EVALS),
-    "checkpoint.every": (whole_run, "checkpoint.every=0"),
-    "checkpoint.keep": (whole_run, "checkpoint.keep=3"),
+    "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
+    "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
     "placement.kind": (apart, "placement.kind=disjoint"),
@@ -290,8 +291,8 @@ ON_TASK = {
         )
         for axis in ("data", "fsdp", "tensor", "context", "expert")
     },
-    "log.samples_every": (whole_run, "log.samples_every=3"),
-    "log.samples": (whole_run, "log.samples=3"),
+    "log.samples_every": (whole_run, "log.samples_every=3", COLD),
+    "log.samples": (whole_run, "log.samples=3", COLD),
 }
 TEACHER = ("method=on_policy_distillation", "model.teacher=PLACE/model")
 TWO_TEACHERS = (

@@ -7,7 +7,7 @@ import pytest
 from jrl.mesh import make_mesh
 from jrl.methods import GroupEditor, get_method, refill
 from jrl.train.groups import collect
-from jrl.train.rollout import Groups
+from jrl.train.rollout import Groups, with_slot_use
 from jrl.types import Rollout, StopReason
 
 MESH = make_mesh({}, jax.devices()[:1])
@@ -50,7 +50,8 @@ class Script:
         )
         subject = [f"prompt {i}" for i in positions] if self.listed else {"id": positions}
         rollout, rewards = jax.device_put((rollout, rewards))
-        return Groups(rollout, rewards, subject, {"timeouts": 1.0}, {"prompt": positions})
+        counts = {"timeouts": 1.0, "slot_tokens": 6 + len(self.calls), "slot_steps": 10}
+        return Groups(rollout, rewards, subject, counts, {"prompt": positions})
 
 
 def collected(script, method, prompts=4, step=3, cursor=100):
@@ -74,7 +75,7 @@ def test_without_an_editor_everything_is_kept():
     assert bool(batch.mask.all())
     assert bool(batch.truncated.all())
     assert batch.reward_weights.tolist() == [1.0, 0.5]
-    assert groups.counts == {"timeouts": 1.0}
+    assert with_slot_use(groups.counts) == {"timeouts": 1.0, "slot_use": 0.7}
     assert np.array_equal(batch.stats["sampler_logprobs"], groups.rollout.sampler_logprobs)
     assert batch.tokens.sharding.mesh == MESH
 
@@ -99,7 +100,8 @@ def test_refilling_until_the_batch_is_full(listed):
         assert groups.subject["id"].tolist() == kept
     assert groups.rollout.tokens[:, 0, 0].tolist() == kept
     assert bool(batch.members.all())
-    assert groups.counts == {
+    assert with_slot_use(groups.counts) == {
+        "slot_use": 0.8,  # of all draws: 7, 8 and 9 tokens of 10 slot-steps each
         "reward": pytest.approx(52.888889, rel=1e-6),  # of all 12 groups drawn
         "timeouts": 3.0,
         "rounds": 3.0,

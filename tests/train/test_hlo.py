@@ -139,11 +139,21 @@ def test_batch_axes_written_as_windows_are_no_more_work():
         ("replica_groups=[2,2]<=[2,2]T(1,0), x", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2] {'a'}, x", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['a'=2,'b'=2] {'a','b'}, x", [[0, 1, 2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,3,1,2) {'b'}, x", [[0, 3], [1, 2]]),
+        ("replica_groups=mesh['a'=1,'b'=4] {'b':(2)2}, x", [[0, 1], [2, 3]]),
+        ("replica_groups=mesh['a'=4] {'a':(1)2}, x", [[0, 2], [1, 3]]),
+        ("replica_groups={}, x", [[0, 1, 2, 3]]),
         ("x", [[0, 1, 2, 3]]),
     ],
 )
 def test_groups_are_read_in_every_form(text, expected):
     np.testing.assert_array_equal(_groups(text, 4), expected)
+
+
+def test_a_form_of_groups_that_is_not_known_is_told():
+    with pytest.warns(UserWarning, match=r"taken as all chips: new\['a'=4\]"):
+        assert _groups("replica_groups=new['a'=4], x", 4).tolist() == [[0, 1, 2, 3]]
 
 
 KINDS = """HloModule jit_m

@@ -215,6 +215,7 @@ def test_metrics_begin_with_a_header_and_have_a_record_a_step(base):
         parts = record["reward/math"] + 0.5 * record[letters]
         assert record["reward"] == pytest.approx(parts, abs=1e-5)
         assert record["grad_norm"] > 0
+        assert 0 < record["slot_use"] <= 1
     assert records[0]["kl"] == pytest.approx(0, abs=1e-6)  # the reference is the start
     assert records[2]["kl"] > 1e-6
     assert [r["prompts"] for r in records] == [4, 8, 12]
