@@ -28,7 +28,7 @@ import numpy as np
 
 from jrl.train import setup as build
 from jrl.train.groups import Drawn, assemble, draw_groups, to_host
-from jrl.train.handover import Handover, HandoverError, Weights
+from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
 from jrl.train.rollout import Draw, Groups
 from jrl.train.setup import Run
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
@@ -58,7 +58,7 @@ class Ahead:
         self,
         draw: GroupsOf,
         assemble: Callable[[Drawn], Batch],
-        hand_over: Handover,
+        hand_over: Handover | AdapterHandover,
         *,
         staleness: int,
         cursor: int = 0,
@@ -200,11 +200,12 @@ def draw_ahead(run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn]) -> A
         return drawn if alone else drawn._replace(groups=to_host(drawn.groups))
 
     where = jax.tree.map(lambda x: x.sharding, build.policy_layout(run, run.rollout_mesh))
+    split, meshes = run.network.split, (run.mesh, run.rollout_mesh)
     place: dict[str, Any] = {"mesh": run.mesh, "pack": build.packer(run)}
     return Ahead(
         groups,
         partial(assemble, weights=weights, method=run.method, **place),
-        Handover(where, run.mesh, run.rollout_mesh),
+        AdapterHandover(split, where, *meshes) if split else Handover(where, *meshes),
         staleness=run.config.placement.staleness,
         cursor=cursor,
         carried=carried,

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.errors import UserError
 from jrl.mesh import AXES, replicated
-from jrl.types import Array, Params
+from jrl.types import Array, Params, Split
 
 
 class HandoverError(UserError):
@@ -154,6 +154,39 @@ class Handover:
                 "to go on from the newest checkpoint; look after the devices if it happens again"
             )
         return params
+
+
+class AdapterHandover:
+    """A ``Handover`` of adapters on a frozen base: the base moves once and stays there.
+
+    Args:
+      split: of the policy.
+      where: as for ``Handover``, the whole policy's.
+      mesh: as for ``Handover``.
+      rollout_mesh: as for ``Handover``.
+    """
+
+    def __init__(self, split: Split, where: Any, mesh: Mesh, rollout_mesh: Mesh) -> None:
+        self.rollout_mesh = rollout_mesh
+        self._split = split
+        self._adapters, self._base = (Handover(w, mesh, rollout_mesh) for w in split.split(where))
+        self._first: Weights | None = None
+        self._held: Params = None
+
+    def send(self, params: Params, version: int) -> Weights:
+        """As ``Handover.send``; what moves is the adapters, and the first time the base."""
+        adapters, base = self._split.split(params)
+        if self._first is None:
+            self._first = self._base.send(base, version)
+        return self._adapters.send(adapters, version)
+
+    def receive(self, weights: Weights, version: int) -> Params:
+        """As ``Handover.receive``: the whole policy."""
+        if self._held is None:
+            assert self._first is not None
+            self._held = self._base.receive(self._first, self._first.version)
+            self._first = self._first._replace(params=None)  # as sent, they are done with
+        return self._split.join(self._adapters.receive(weights, version), self._held)
 
 
 def _untouched(params: Params) -> Params:

@@ -16,11 +16,11 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.metrics import read_jsonl
-from jrl.train import async_, loop
+from jrl.train import async_, handover, loop
 from jrl.train import setup as build
 from jrl.train.async_ import Ahead, ages, restored, stored
 from jrl.train.groups import Drawn
-from jrl.train.handover import Handover, HandoverError, checksum
+from jrl.train.handover import AdapterHandover, Handover, HandoverError, checksum
 from jrl.train.loop import fit, train
 from jrl.train.placement import make_meshes
 from jrl.train.rollout import Groups
@@ -137,12 +137,37 @@ def corrupted(hand_over):
     settle = hand_over._settle
 
     def flip(params):
-        params, name = settle(params), next(n for n in ("w", "embed") if n in params)
-        bits = np.asarray(params[name]).view(np.uint32).copy()
+        params, name = settle(params), next(n for n in ("w", "embed", "b") if n in params)
+        leaf = np.asarray(params[name])
+        bits = leaf.view(np.uint16).copy()
         bits.flat[5] ^= 1
-        return params | {name: jax.device_put(bits.view(np.float32), params[name].sharding)}
+        return params | {name: jax.device_put(bits.view(leaf.dtype), params[name].sharding)}
 
     hand_over._settle = flip
+
+
+def test_a_frozen_base_moves_once_and_its_adapters_every_time(monkeypatch):
+    mesh, rollout_mesh = meshes({"fsdp": 2}, {"tensor": 2})
+    split = SimpleNamespace(
+        split=lambda whole: ({"b": whole["b"]}, {name: whole[name] for name in "ws"}),
+        join=lambda trained, base: base | trained,
+    )
+    where = tree_shardings(rollout_mesh, AXES, tree())
+    hand_over = AdapterHandover(split, where, mesh, rollout_mesh)
+    moved, move = [], handover._move
+    monkeypatch.setattr(handover, "_move", lambda x, to: moved.append(x.shape) or move(x, to))
+    for version in (4, 5):
+        made = tree() | {"b": jnp.full((8, 12), version, jnp.bfloat16)}
+        params = jax.device_put(made, tree_shardings(mesh, AXES, made))
+        there = hand_over.receive(hand_over.send(params, version), version)
+        for name, leaf in made.items():
+            assert there[name].sharding == where[name]
+            assert np.array_equal(np.asarray(there[name]), leaf)
+    assert moved.count((8, 12)) == 2
+    assert moved.count((2, 8, 4, 3)) == moved.count((5,)) == 1
+    corrupted(hand_over._adapters)
+    with pytest.raises(HandoverError, match=r"version 6 of the policy changed .*: b \(sent"):
+        hand_over.receive(hand_over.send(params, 6), 6)
 
 
 # ---------------------------------------------------------------- who draws what when
@@ -311,6 +336,14 @@ BASE = (
     "objective.correction=tis",
 )
 DISJOINT = ("placement.kind=disjoint", "placement.rollout.data=4")
+EXPERTS = [f"model.config.{size}" for size in ("experts=4", "experts_per_token=2")]
+POLICIES = {
+    "all weights": (),
+    "adapters": ("lora.rank=2", "objective.kl_coef=0.05"),
+    "adapters on 8 bits": ("lora.rank=2", "lora.base=int8", "sampling.weights=int8"),
+    "drawn in 8 bits": ("sampling.weights=int8", "sampling.cache=int8"),
+    "experts": (*EXPERTS, "model.config.expert_mlp_dim=16", "train.replay_routing=true"),
+}
 CLOCKS = {"seconds", "tokens_per_second", "compiles", "rollout_seconds", "waited_seconds"}
 
 
@@ -354,20 +387,54 @@ def assert_equal_state(mine, theirs):
         assert np.array_equal(leaf, mine[name]), name
 
 
-def test_no_staleness_is_the_synchronous_run_bit_for_bit(tmp_path):
-    records, samples, state = go(tmp_path / "shared")
-    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT)
+def others_slow(names):
+    """All of them, those after the first left to ``-m slow``."""
+    first, *rest = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in rest)]
+
+
+@pytest.mark.parametrize("policy", others_slow(POLICIES))
+def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, tmp_path):
+    changes = POLICIES[policy]
+    records, samples, state = go(tmp_path / "shared", *changes)
+    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT, *changes)
     assert [r.pop("staleness") for r in theirs] == [0] * 4
     assert [r.pop("staleness_max") for r in theirs] == [0] * 4
     assert theirs == records
     assert drawn == samples
     assert_equal_state(end, state)
     assert len({r["loss"] for r in records}) > 1
+    if policy == "experts":
+        assert [r["router_moved"] for r in theirs] == [0] * 4
 
 
-def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(tmp_path, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("policy", "apart"),
+    [
+        ("adapters on 8 bits", ("mesh.fsdp=4", "placement.rollout.tensor=2")),
+        ("adapters", ("mesh.tensor=2", "mesh.fsdp=2", "placement.rollout.fsdp=4")),
+        ("experts", ("mesh.expert=4", "placement.rollout.expert=2")),
+    ],
+)
+def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(policy, apart, tmp_path):
+    """Up to rounding: sums over other devices are sums in another order."""
+    changes = POLICIES[policy]
+    records, samples, _ = go(tmp_path / "shared", *changes)
+    meshes = ("placement.kind=disjoint", "mesh.data=1", *apart)
+    theirs, drawn, _ = go(tmp_path / "disjoint", *changes, *meshes)
+    assert [s["completion"] for s in drawn] == [s["completion"] for s in samples]
+    for mine, other in zip(records, theirs, strict=True):
+        for name in ("reward", "loss", "grad_norm", "length"):
+            assert other[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("policy", others_slow(["all weights", "adapters on 8 bits", "experts"]))
+def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(
+    policy, tmp_path, monkeypatch
+):
     """The batch drawn ahead is saved with the state, for its policy is gone by then."""
-    stale = (*DISJOINT, "placement.staleness=1")
+    stale = (*DISJOINT, "placement.staleness=1", *POLICIES[policy])
     records, samples, state = go(tmp_path / "whole", *stale)
     assert [r["staleness_max"] for r in records] == [0, 1, 1, 1]
     assert all(0.5 < r["correction_weight"] < 2 for r in records)
