@@ -2,20 +2,25 @@
 
 python -m benchmarks.gpu --shapes 1.7b 8b --json gpu.json --table benchmarks/gpu.md
 
-Weights are random and bfloat16. Each figure is a fraction of what the same device reached on a bare
-copy or a bare product just before. A setting that does not fit the device is reported as such.
+Weights are random and bfloat16, and so are gradients and the moments of Adam. Each figure is a
+fraction of what the same device reached on a bare copy or a bare product just before. What a
+program needs is known when it is compiled. Sampling that does not fit the device is reported as
+such; training first gives up saved activations (rematerialisation "full"), then half of the layers
+at a time, and its row says what it ran with and why.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--gemm", type=int, default=8192, help="side of the bare product")
     p.add_argument("--copy-mb", type=int, default=4096, help="size of the bare copy")
+    p.add_argument("--memory-gb", type=float, default=0, help="to fit into; 0: the device's own")
     p.add_argument("--json", default="")
     p.add_argument("--table", default="", help="append the record to this file")
     return p
@@ -95,6 +101,55 @@ def model_config(shape: str, max_length: int) -> ModelConfig:
     sizes: dict[str, Any] = dict(SHAPES[shape])
     dtypes = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
     return ModelConfig(max_length=max_length, qk_norm=True, **dtypes, **sizes)
+
+
+# ---------------------------------------------------------------- memory
+
+
+class DoesNotFit(Exception):
+    """A compiled program needs more memory than there is; the message has both figures."""
+
+
+def memory_limit(args: argparse.Namespace) -> float:
+    """Bytes that programs may use in all; infinity where the device does not tell."""
+    if args.memory_gb:
+        return args.memory_gb * 1e9
+    found = jax.devices()[0].memory_stats() or {}
+    return float(found.get("bytes_limit", np.inf))
+
+
+def held(compiled: Any) -> int:
+    """Bytes of a program's arguments, results and temporaries; what is donated counts once."""
+    used = compiled.memory_analysis()
+    results = used.output_size_in_bytes - used.alias_size_in_bytes
+    return used.argument_size_in_bytes + used.temp_size_in_bytes + results
+
+
+def fitting(program: Any, limit: float, *args: Any) -> Any:
+    """The jitted program, compiled for these arguments or shapes.
+
+    Raises:
+      DoesNotFit: it needs more than ``limit`` bytes.
+    """
+    compiled = program.lower(*args).compile()
+    if (needed := held(compiled)) > limit:
+        raise DoesNotFit(f"needs {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB")
+    return compiled
+
+
+def attempt(run: Any) -> dict[str, Any]:
+    """A row, or why the device has no room for it."""
+    try:
+        return run()
+    except DoesNotFit as error:
+        return {"does_not_fit": str(error)}
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does_not_fit": str(error).splitlines()[0][:160]}
+
+
+# ---------------------------------------------------------------- sampling
 
 
 def tokens_like(rng: np.random.Generator, config: ModelConfig, *shape: int) -> jax.Array:
@@ -113,7 +168,8 @@ def sampling_row(
     draw = partial(generate, network=network, group=group, max_new_tokens=t, stop_tokens=())
     program = jax.jit(draw)
     inputs = (key, params, prompts, lengths, make_law(), jnp.int32(0), ids)
-    whole = typical(program, *inputs, rounds=args.rounds)
+    compiled = fitting(program, memory_limit(args), *inputs)
+    whole = typical(compiled, *inputs, rounds=args.rounds)
 
     def only_prefill(params: Any, prompts: jax.Array, lengths: jax.Array) -> Any:
         return prefill(network.prepare(params), prompts, lengths, network=network)
@@ -133,36 +189,72 @@ def sampling_row(
     }
 
 
+# ---------------------------------------------------------------- training
+
+
+class Variant(NamedTuple):
+    """What a training row ran with: so many layers of the shape, and a name of ``REMAT``."""
+
+    layers: int
+    remat: str
+
+
+def variants(config: ModelConfig, remat: str) -> Iterator[Variant]:
+    """What to train, in the order in which memory is given up."""
+    layers = config.layers
+    if remat != "full":
+        yield Variant(layers, remat)
+    while layers:
+        yield Variant(layers, "full")
+        layers //= 2
+
+
 def training_row(config: ModelConfig, packed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """The first of the ``variants`` that fits, with what was said of those before it."""
+    refused = []
+    for variant in variants(config, args.remat):
+        row = attempt(partial(variant_row, config, variant, packed, args))
+        if "does_not_fit" not in row:
+            break
+        refused.append(f"{variant.layers} layers, {variant.remat}: {row['does_not_fit']}")
+    return row | ({"refused": refused} if refused else {})
+
+
+def variant_row(
+    config: ModelConfig, variant: Variant, packed: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """One GRPO update on one group whose prompt and completions are ``packed`` tokens together."""
-    network, p = transformer(config, attention=args.attention, remat=args.remat), args.prompt_len
+    config = dataclasses.replace(config, layers=variant.layers)
+    network, p = transformer(config, attention=args.attention, remat=variant.remat), args.prompt_len
     members = packed // p - 1
     objective, mesh = get_method("grpo").objective, make_mesh({"data": 1})
     optimizer = optax.adamw(1e-6)
     make = partial(init_state, network=network, objective=objective, optimizer=optimizer)
     key = jax.random.key(0)
-    shardings = state_shardings(jax.eval_shape(make, key), mesh, network=network)
+    shapes = jax.eval_shape(make, key)
+    shardings = state_shardings(shapes, mesh, network=network)
     step = make_step(network=network, objective=objective, optimizer=optimizer)
     batch, law = group_of(config, members, p), make_law()
     with jax.set_mesh(mesh):
+        # Compiled before there is a state: what does not fit is never put on the device.
+        program = compile_step(step, shardings, mesh)
+        compiled = fitting(program, memory_limit(args), shapes, batch, law)
         state = jax.jit(make, out_shardings=shardings)(key)
         kept = must_be_kept(state)
-        program: Any = compile_step(step, shardings, mesh)
-        compiled = program.lower(state, batch, law).compile()
         seconds = []
         for _ in range(args.rounds + 1):
             took, (state, _) = timed(compiled, state, batch, law)
             seconds.append(took)
     drawn = floor.Completions(np.array([p]), np.full((1, members), p))
-    used = compiled.memory_analysis()
-    held = used.argument_size_in_bytes + used.temp_size_in_bytes
     took = float(np.median(seconds[1:]))
     return {
         "packed_tokens": p * (1 + members),
+        "layers": variant.layers,
+        "remat": variant.remat,
         "attention": kernel_for(args.attention, config, Shape(members, p, 2 * p), steady=True),
         "step_s": took,
         "flop_s": 3 * floor.score_flops(config, drawn) / took,
-        "held_bytes": held,
+        "held_bytes": held(compiled),
         "kept_bytes": kept,
     }
 
@@ -195,14 +287,7 @@ def must_be_kept(state: TrainState) -> int:
     return weight_bytes(state.params) * 2 + weight_bytes(state.opt_state)
 
 
-def attempt(run: Any) -> dict[str, Any]:
-    """A row, or what the device said when it had no room for it."""
-    try:
-        return run()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"does_not_fit": str(error).splitlines()[0][:160]}
+# ---------------------------------------------------------------- the record
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -222,7 +307,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         del params
         training = []
         for packed in args.packed:
-            row = attempt(partial(training_row, config, packed, args))
+            row = training_row(config, packed, args)
             if "step_s" in row:
                 row["fraction"] = row["flop_s"] / gemm
                 row["memory_over_kept"] = row["held_bytes"] / row["kept_bytes"]
@@ -236,7 +321,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "date": datetime.date.today().isoformat(),
             "gemm_tflop_s": gemm / 1e12,
             "copy_gb_s": copy / 1e9,
-            "remat": args.remat,
+            "memory_gb": limit / 1e9 if np.isfinite(limit := memory_limit(args)) else None,
             "shapes": shapes,
         }
     )
@@ -248,23 +333,33 @@ def table(result: dict[str, Any], command: str) -> str:
         f"\n## {result['device']}, {result['date']}",
         f"\n`{command}`\n",
         f"jax {result['jax']}; bare product {result['gemm_tflop_s']} TFLOP/s in bfloat16; bare "
-        f"copy {result['copy_gb_s']} GB/s, read and written; rematerialisation {result['remat']}.",
+        f"copy {result['copy_gb_s']} GB/s, read and written.",
     ]
     sampling = ("batch", "decode_s", "tok_s", "decode_fraction", "prefill_s", "prefill_fraction")
-    training = ("packed_tokens", "attention", "step_s", "fraction", "memory_over_kept")
+    training = ("packed_tokens", "layers", "remat", "attention", "step_s", "fraction")
+    training += ("memory_over_kept", "refused")
     for shape, rows in result["shapes"].items():
         for kind, names in (("sampling", sampling), ("training", training)):
             if rows[kind]:
                 lines += [f"\n{shape}, {kind}:\n", f"| {' | '.join(names)} |"]
                 lines += ["|" + " --- |" * len(names)]
             for row in rows[kind]:
-                cells = [str(row.get(name, "does not fit")) for name in names]
+                cells = [cell(row, name) for name in names]
                 lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
+def cell(row: dict[str, Any], name: str) -> str:
+    """A figure of a row, or why it is not there."""
+    if name == "refused":
+        return "; ".join(row.get(name, []))
+    return str(row.get(name, row.get("does_not_fit", "")))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
+    # On GPUs JAX takes three quarters of the memory; nobody else is on the device here.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     result = measure(args)
     given = sys.argv[1:] if argv is None else argv
     record = table(result, shlex.join(["python", "-m", "benchmarks.gpu", *given]))
