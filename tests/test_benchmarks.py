@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import flags, floor, gpu, law, rollout, step, work
+from benchmarks import flags, floor, gpu, law, rollout, runs, step, work
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers.record import Record
+from jrl.config import load_config
 from jrl.models.config import ModelConfig
 from jrl.types import Rollout, StopReason
 
@@ -81,6 +84,8 @@ def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
     assert training["attention"] == sampling["prefill_attention"] == "blockwise"
     assert training["fraction"] > 0
     assert training["memory_over_kept"] > 1
+    assert (training["layers"], training["remat"]) == (1, "dots")
+    assert "refused" not in training
     assert "| 2 |" in path.read_text()
     assert "--shapes tiny" in path.read_text()
 
@@ -95,6 +100,98 @@ def test_out_of_memory_is_a_row_and_other_errors_are_not():
     assert gpu.attempt(exhausted) == {"does_not_fit": "RESOURCE_EXHAUSTED: 1 GiB"}
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         gpu.attempt(broken)
+
+
+def test_what_does_not_fit_is_known_before_it_runs():
+    args = gpu.parser().parse_args(["--memory-gb", "1e-6"])
+    limit, double = gpu.memory_limit(args), jax.jit(lambda x: 2 * x, donate_argnums=0)
+    small, large = (jax.ShapeDtypeStruct((n,), np.float32) for n in (200, 300))
+    assert gpu.held(gpu.fitting(double, limit, small)) == 800  # donated: once
+    with pytest.raises(gpu.DoesNotFit, match=r"needs 0\.0 GB"):
+        gpu.fitting(double, limit, large)
+    assert gpu.attempt(lambda: gpu.fitting(double, limit, large)).keys() == {"does_not_fit"}
+
+
+def test_training_gives_up_activations_and_then_layers(monkeypatch):
+    def row(config, variant, packed, args):
+        if variant.layers > 2:
+            raise gpu.DoesNotFit("too much")
+        return {"layers": variant.layers, "remat": variant.remat}
+
+    monkeypatch.setattr(gpu, "variant_row", row)
+    config = gpu.model_config("tiny", 8)
+    args = gpu.parser().parse_args([])
+    assert gpu.training_row(config, 8, args) == {"layers": 1, "remat": "dots"}
+    found = gpu.training_row(dataclasses.replace(config, layers=5), 8, args)
+    assert (found["layers"], found["remat"]) == (2, "full")
+    assert found["refused"] == ["5 layers, dots: too much", "5 layers, full: too much"]
+    assert gpu.cell(found, "refused") == "5 layers, dots: too much; 5 layers, full: too much"
+
+
+SMALL_RUN = [
+    *("model.config.layers=1", "model.config.embed_dim=8", "model.config.mlp_dim=8"),
+    *("model.config.heads=1", "model.config.kv_heads=1", "model.config.head_dim=8"),
+    *("data.difficulty=3", "warmup.steps=0", "train.prompts=2", "sampling.group=2"),
+    "eval.problems=2",
+]
+
+
+def test_runs_print_every_figure(capsys, checkout, monkeypatch):
+    """Nothing is trained here, and each process is asked to write what a run leaves."""
+    started = []
+
+    def finish(command, variables):
+        started.append(command)
+        for item in command:
+            if item.startswith("run.dir="):
+                directory = pathlib.Path(json.loads(item.removeprefix("run.dir=")))
+                directory.mkdir()
+                summary = {"train_seconds": 2.0, "accuracy_after": 0.5}
+                (directory / "summary.json").write_text(json.dumps(summary))
+        assert "JAX_COMPILATION_CACHE_DIR" not in variables
+        return 5.0
+
+    def whole_run(config):
+        return lambda key: (None, {"accuracy_after": jax.random.uniform(key)})
+
+    monkeypatch.setattr(runs, "finish", finish)
+    monkeypatch.setattr(runs, "whole_run", whole_run)
+    monkeypatch.chdir(checkout)
+    flags = ["--steps=2", "--rounds=1", "--processes=2", "--whole=4", "--seeds", "1", "2"]
+    runs.main([*SMALL_RUN, *flags])
+    result = json.loads(capsys.readouterr().out)
+    one, two = result["together"]
+    assert (one["seeds"], two["seeds"]) == (1, 2)
+    assert one["run_s_per_seed_over_one"] == 1
+    assert two["run_s_per_seed"] == pytest.approx(two["run_s"] / 2, rel=1e-3)
+    assert two["with_compile_s"] > two["compile_s"] > 0
+    apart = result["apart"]
+    assert (apart["processes"], apart["train_s"], apart["accuracy_after"]) == (2, 4.0, 0.5)
+    assert result["one_process"] == {"seeds": 4, "wall_s": 5.0, "wall_s_per_seed": 1.25}
+    assert result["apart_over_one_process"] == pytest.approx(apart["wall_s"] / 2 / 1.25, rel=1e-3)
+    alone, *processes = started
+    assert sorted(command[-2] for command in processes) == ["seed=0", "seed=1"]
+    assert all({"train.mode=compiled", "train.steps=2", *SMALL_RUN} <= set(c) for c in processes)
+    assert alone[1:3] == ["-m", "benchmarks.runs"]
+    again = runs.parser().parse_args(alone[3:])
+    assert (again.seeds, again.steps, again.processes, again.whole) == ([4], 2, 0, 0)
+    assert again.overrides == SMALL_RUN
+
+
+@pytest.mark.slow
+def test_many_runs_in_one_program_learn_what_one_by_one_do(checkout):
+    args = runs.parser().parse_args([*SMALL_RUN, "--steps=2", "--rounds=1"])
+    config = load_config(checkout / args.config, runs.changes(args))
+    together = runs.together(config, 2, args)["accuracy_after"]
+    args.in_turn = True
+    assert runs.together(config, 2, args)["accuracy_after"] == pytest.approx(together)
+
+
+def test_a_process_that_fails_says_why(capfd):
+    with pytest.raises(SystemExit, match="no such thing"):
+        runs.finish([sys.executable, "-c", "raise ValueError('no such thing')"], dict(os.environ))
+    assert runs.finish([sys.executable, "-c", "print(1)"], dict(os.environ)) > 0
+    assert capfd.readouterr().out == ""
 
 
 # ---------------------------------------------------------------- what is counted

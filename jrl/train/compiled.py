@@ -5,7 +5,9 @@
     states, curves = jax.jit(jax.vmap(run, (0, None)))(keys, {"learning_rate": 1e-3})
 
 A whole run is a ``lax.scan`` over iterations, so ``jax.vmap`` trains many seeds or
-hyperparameters at once. ``fit`` on the host calls the same functions and gets the same numbers.
+hyperparameters at once. Where one run keeps the machine busy, as on a CPU, ``jax.lax.map`` over the
+keys takes no longer a run than one alone, and compiles sooner (``benchmarks/runs.md``). ``fit`` on
+the host calls the same functions and gets the same numbers.
 """
 
 from __future__ import annotations
