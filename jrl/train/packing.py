@@ -42,7 +42,7 @@ class Packer:
     """
 
     def __init__(
-        self, parts: int, shards: int, patience: float = 8.0, headroom: float = 0.05
+        self, parts: int, shards: int, patience: float = 8.0, headroom: float = 0.15
     ) -> None:
         self.parts, self.shards = parts, shards
         self.patience, self.headroom = patience, headroom
