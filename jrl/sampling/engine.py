@@ -229,17 +229,17 @@ def counted_decode(
     return slots, count
 
 
-def _put(x: Array, columns: Array, new: Array, level: bool) -> Array:
+def _put(x: Array, columns: Array, new: Array | bool, level: bool) -> Array:
     """``x`` [S, T] with new [S] or [] in each row's column; columns beyond T write nothing.
 
     ``level`` says that all columns within T are the same one.
     """
-    new = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
+    values = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
     if level:
-        return put_column(x, new, columns, 1)
+        return put_column(x, values, columns, 1)
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
-    return jax.vmap(put)(x, columns, new)
+    return jax.vmap(put)(x, columns, values)
 
 
 def _uniforms(keys: Array, counts: Array) -> Array:
