@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.mesh import RULES, batch_sharding, make_mesh, tree_shardings
+from jrl.mesh import RULES, batch_sharding, make_mesh, sharding, tree_shardings
 from jrl.models import transformer as T
 from jrl.models.config import ModelConfig
+from jrl.train.hlo import program_costs
 from jrl.types import SharedRows
 
 TINY = ModelConfig(
@@ -317,6 +318,34 @@ def test_sharded_numbers_equal_one_device(variant):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
     assert not got[2].own[0][0]["k"].sharding.is_fully_replicated
+
+
+def test_a_tables_gradient_goes_to_the_shard_that_holds_it():
+    """Over fsdp the rows travel, over data the shards of the gradient, never the whole of it."""
+    config = dataclasses.replace(TINY, vocab_size=2048, embed_dim=32, dtype="float32")
+    mesh = make_mesh({"data": 2, "fsdp": 4})
+    rows, table = (16, 8), (config.vocab_size, config.embed_dim)
+
+    def loss(embed, tokens, weights):
+        return (T._embed(config, {"embed": embed}, tokens) * weights).sum()
+
+    held = sharding(mesh, ("vocab", "embed"), table)
+    spread = batch_sharding(mesh)
+    args = [
+        jax.ShapeDtypeStruct(table, jnp.float32, sharding=held),
+        jax.ShapeDtypeStruct(rows, jnp.int32, sharding=spread),
+        jax.ShapeDtypeStruct((*rows, config.embed_dim), jnp.float32, sharding=spread),
+    ]
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(jax.grad(loss), out_shardings=held).lower(*args)
+    sent = dict.fromkeys(range(5), 0.0)
+    for cost in program_costs(lowered.compile().as_text(), list(mesh.shape.values())):
+        for c in cost.collectives:
+            for axis in c.axes:
+                sent[axis] += cost.runs * c.bytes
+    shard = 4 * np.prod(table) / 4
+    assert sent[0] == shard  # twice, and half of it each time
+    assert sent[1] <= 2 * 4 * np.prod(rows) * config.embed_dim / 2
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
