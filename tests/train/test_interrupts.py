@@ -1,5 +1,6 @@
 """Runs that are stopped, killed or short of room: what is kept, and that going on is exact."""
 
+import functools
 import json
 import os
 import pathlib
@@ -93,9 +94,27 @@ def leaves(directory):
         return step, reader.restore(state, restore_args=kinds)
 
 
-def assert_ends_as_unbroken(directory, whole, steps):
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """steps -> the directory of a run of so many that nothing stopped, each made once."""
+
+    @functools.cache
+    def of(steps):
+        directory = tmp_path_factory.mktemp("unbroken") / "run"
+        go(directory, f"train.steps={steps}")
+        return directory
+
+    return of
+
+
+def end_after(step):
+    """Where a run that stopped at a step goes on to; the same for most, so that they share one."""
+    return 25 * (step // 25 + 1)
+
+
+def assert_ends_as_unbroken(directory, unbroken, steps):
     """The broken run ends bit-equal to an unbroken one, and has logged each step once."""
-    go(whole, f"train.steps={steps}")
+    whole = unbroken(steps)
     (step, broken), (same_step, unbroken) = leaves(directory), leaves(whole)
     assert step == same_step == steps
     assert broken.keys() == unbroken.keys()
@@ -113,7 +132,7 @@ def assert_ends_as_unbroken(directory, whole, steps):
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
-def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number):
+def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number, unbroken):
     run = tmp_path / "run"
     child = start(settings(run, ENDLESS))
     with child:
@@ -128,12 +147,12 @@ def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number):
     assert f"stopped after step {stopped}; saved in {run / 'checkpoints'}" in err
     assert "Traceback" not in err
     assert not (run / "summary.json").exists()
-    _, lines = go(run, f"train.steps={stopped + 5}")
+    _, lines = go(run, f"train.steps={end_after(stopped)}")
     assert f"going on from step {stopped} of {run}" in lines
-    assert_ends_as_unbroken(run, tmp_path / "whole", stopped + 5)
+    assert_ends_as_unbroken(run, unbroken, end_after(stopped))
 
 
-def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path, unbroken):
     run = tmp_path / "run"
     child = start(settings(run, ENDLESS))
     with child:
@@ -145,11 +164,11 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path):
     saved, logged = checkpoints(run).latest_step(), last_step(run)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99999, "los')  # what a kill in the middle of a write leaves
-    _, lines = go(run, f"train.steps={logged + 3}")
+    _, lines = go(run, f"train.steps={end_after(logged)}")
     assert f"going on from step {saved} of {run}" in lines
     header = read_jsonl(run / "metrics.jsonl")[0]
     assert [r["step"] for r in header["resumed"]] == [saved]
-    assert_ends_as_unbroken(run, tmp_path / "whole", logged + 3)
+    assert_ends_as_unbroken(run, unbroken, end_after(logged))
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
@@ -176,7 +195,7 @@ def test_a_signal_is_heard_between_the_steps_of_a_compiled_run(tmp_path):
     assert stopped % 10 == 0  # the steps between two checkpoints are one program
 
 
-def test_a_signal_before_the_first_step_keeps_the_warm_start(tmp_path):
+def test_a_signal_before_the_first_step_keeps_the_warm_start(tmp_path, unbroken):
     run = tmp_path / "run"
 
     def echo(line):
@@ -184,10 +203,10 @@ def test_a_signal_before_the_first_step_keeps_the_warm_start(tmp_path):
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt, match="stopped after step 0; saved in"):
-        train(load_config(None, settings(run, "train.steps=3")), echo=echo)
-    _, lines = go(run, "train.steps=3")
+        train(load_config(None, settings(run, "train.steps=25")), echo=echo)
+    _, lines = go(run, "train.steps=25")
     assert not any(line.startswith("warm start") for line in lines)
-    assert_ends_as_unbroken(run, tmp_path / "whole", 3)
+    assert_ends_as_unbroken(run, unbroken, 25)
 
 
 def test_a_compiled_run_without_periods_hears_a_signal(tmp_path, monkeypatch):
@@ -252,7 +271,7 @@ main()
 """
 
 
-def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path):
+def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path, unbroken):
     """The disk is full from step 15 on; with room again the run goes on."""
     run = tmp_path / "run"
     with start(settings(run, "train.steps=25"), FULL) as child:
@@ -264,7 +283,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp
     assert checkpoints(run).steps() == [10]
     assert last_step(run) == 14
     go(run, "train.steps=25")
-    assert_ends_as_unbroken(run, tmp_path / "whole", 25)
+    assert_ends_as_unbroken(run, unbroken, 25)
 
 
 # ---------------------------------------------------------------- rewards
