@@ -116,8 +116,8 @@ def main() -> None:
         "sums gradients whole. The compile option\n"
         "`xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000` turns the rings off: a training\n"
         "step of 2 layers on v5e:4x4 then takes 0.63 s at least, and not 3.30.\n\n"
-        "What grows with the chips in sampling is the rollout itself, of which every chip gets the\n"
-        "whole: 0.9 GB sent, and 1.4 GiB of memory more than on 256, on 1,024 chips."
+        "What grows with the chips in sampling is the rollout itself, of which every chip gets\n"
+        "the whole: 0.9 GB sent, and 1.4 GiB of memory more than on 256, on 1,024 chips."
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."
