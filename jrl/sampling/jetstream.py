@@ -161,7 +161,9 @@ class SlotEngine:
         self.slots, self.prompt_tokens, self.new_tokens = slots, prompt_tokens, new_tokens
         self.vocab_size = network.vocab_size
         self._requests = 0
+        self._held: set[int] = set()
         self._freed: set[int] = set()
+        self._waiting: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         with jax.set_mesh(mesh):
             self._weights = jax.jit(network.prepare)(params)
@@ -207,6 +209,7 @@ class SlotEngine:
     def insert(self, prefix: dict[str, Any], decode_state: Slots, slot: int) -> Slots:
         """The state with a prefix in a slot, ready to draw; ``decode_state`` is used up."""
         with self._lock:
+            self._held.add(slot)
             self._freed.discard(slot)
         with jax.set_mesh(self._mesh):
             return self._insert(decode_state, prefix, np.int32(slot))
@@ -221,8 +224,11 @@ class SlotEngine:
         with self._lock:
             keep[list(self._freed)] = False
             self._freed.clear()
+            waiting, self._waiting = self._waiting, []
         with jax.set_mesh(self._mesh):
             state, data = self._step(params, decode_state, keep)
+        for then in waiting:
+            then()
         result = library().engine.ResultTokens(
             data=data,
             tokens_idx=(0, 1),
@@ -235,7 +241,22 @@ class SlotEngine:
     def free_resource(self, slot: int) -> None:
         """Ends the sequence in a slot, before the next token is drawn."""
         with self._lock:
+            self._held.discard(slot)
             self._freed.add(slot)
+
+    def leave(self, slot: int, then: Callable[[], None]) -> None:
+        """Frees a slot, and calls ``then`` in the thread that draws, when nothing is drawn there.
+
+        At once, where nothing was.
+        """
+        with self._lock:
+            held = slot in self._held
+            if held:
+                self._held.remove(slot)
+                self._freed.add(slot)
+                self._waiting.append(then)
+        if not held:
+            then()
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Slots:
         """Slots where nothing runs."""
@@ -506,9 +527,12 @@ def _put_freed(
     block: bool = True,
     timeout: float | None = None,
 ) -> None:
-    """Puts a slot on the queue of free ones, once nothing is drawn there any longer."""
-    engine.free_resource(slot)
-    put(slot, block, timeout)
+    """Puts a slot on the queue of free ones, once nothing is drawn there any longer.
+
+    Their thread that draws counts free slots twice before each token, and dies of it when another
+    thread has put one there in between. So it puts all of them there itself.
+    """
+    engine.leave(slot, functools.partial(put, slot, block, timeout))
 
 
 class _Call:

@@ -409,10 +409,28 @@ def test_a_slot_that_is_free_draws_nothing():
     held.may.set()
     with serving(held.inner) as running:
         ask(running, "1", 1)
-        until(lambda: running.driver._generate_slots[0].qsize() == 2)
+        until(lambda: not held.inner._held)
         before = len(held.live)
         ask(running, "2+2=", 9)
         assert max(held.live[before:]) == 1
+
+
+def test_a_slot_is_free_when_its_sequence_has_been_ended():
+    engine, free = build(), []
+    weights, state = engine.load_params(), engine.init_decode_state()
+    prefix = engine.prefill(params=weights, **padded([4, 8]))
+    state = engine.insert(prefix, state, slot=1)
+    engine.leave(0, lambda: free.append(0))
+    assert free == [0]  # nothing was drawn there
+    engine.leave(1, lambda: free.append(1))
+    assert free == [0]
+    with pytest.MonkeyPatch.context() as patch:
+        result = types.SimpleNamespace(engine=types.SimpleNamespace(ResultTokens=dict))
+        patch.setattr(jetstream, "library", lambda: result)
+        state, found = engine.generate(weights, state)
+    assert free == [0, 1]
+    assert not found["data"][:, 1].any()
+    assert int(state.stop[1]) == StopReason.ABORTED
 
 
 @needs
