@@ -283,6 +283,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     return slots.replace(
+        cache=slots.cache.replace(level=False),
         pending=jnp.where(back, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(kept, slots.tokens, 0),
@@ -323,7 +324,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     lengths = slots.lengths + counts
     running = jnp.where(lengths < slots.limits, StopReason.RUNNING, StopReason.LENGTH)
     return slots.replace(
-        cache=cache,
+        cache=cache.replace(level=False),
         pending=jnp.where(counts > 0, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(here, placed, slots.tokens),
