@@ -231,3 +231,14 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
         rest = {a: tuple(m for m in over if m not in mesh.manual_axes) for a, over in RULES.items()}
         return jax.lax.with_sharding_constraint(x, spec(axes, rest))
     return jax.lax.with_sharding_constraint(x, spec(axes))
+
+
+def platform() -> str:
+    """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return named_platform(device.platform if device is not None else jax.default_backend())
+
+
+def named_platform(platform: str) -> str:
+    """The name without its vendor: "gpu" for "cuda" and "rocm"."""
+    return "gpu" if platform in ("cuda", "rocm") else platform

@@ -178,8 +178,8 @@ MUTANTS = {
     "a biased draw": Mutant(
         7,
         "sampling/engine.py",
-        "jax.random.uniform(jax.random.fold_in(k, t)))",
-        "jax.random.uniform(jax.random.fold_in(k, t)) ** 2)",
+        "jax.random.uniform(jax.random.fold_in(key, t))",
+        "jax.random.uniform(jax.random.fold_in(key, t)) ** 2",
     ),
     "a temperature that nobody reads": Mutant(
         7,

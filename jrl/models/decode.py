@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.mesh import constrain
+from jrl.mesh import constrain, platform
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
 from jrl.models.product import product
@@ -130,7 +130,7 @@ def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None)
     return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
 
 
-def put_column(x: Array, new: Array, columns: Array, axis: int) -> Array:
+def put_column(x: Array, new: Array, columns: Array, axis: int, *, keep: bool = True) -> Array:
     """``x`` with one column replaced, in the rows that name it.
 
     One column is one operation; one a row is a loop over rows on the CPU.
@@ -140,13 +140,15 @@ def put_column(x: Array, new: Array, columns: Array, axis: int) -> Array:
       new: like ``x`` without that axis.
       columns: [S] int32; all that are below C are the same.
       axis: which.
+      keep: False where some row names a column, and the others may lose what they have there.
     """
     size = x.shape[axis]
     at = jnp.minimum(columns.min(), size - 1)
     new = jnp.expand_dims(new, axis)
-    named = (columns < size).reshape(-1, *(1,) * (x.ndim - 1))
-    kept = jax.lax.dynamic_slice_in_dim(x, at, 1, axis)
-    return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(named, new, kept), at, axis)
+    if keep:
+        named = (columns < size).reshape(-1, *(1,) * (x.ndim - 1))
+        new = jnp.where(named, new, jax.lax.dynamic_slice_in_dim(x, at, 1, axis))
+    return jax.lax.dynamic_update_slice_in_dim(x, new, at, axis)
 
 
 def write(
@@ -156,6 +158,7 @@ def write(
     live: Array,
     *,
     level: bool = False,
+    pieces: int = 1,
 ) -> dict:
     """A piece of a layer's cache with live tokens' entries stored.
 
@@ -165,7 +168,9 @@ def write(
       new: "k" and "v", each [S, K, Q, h].
       columns: [S, Q] int32, where in the piece each token goes.
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
-      level: where Q is 1, whether all tokens go to the same column.
+      level: where Q is 1, whether all live tokens go to the same column. Rows that are not live
+        have ended, and what lies behind their end may change.
+      pieces: how many pieces the layer's cache has.
     """
     chex.assert_equal_shape([columns, live])
     size = old["v"].shape[2]
@@ -176,10 +181,14 @@ def write(
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
 
-    if level and columns.shape[1] == 1:
+    if level and columns.shape[1] == 1 and one_column_pays():
         return {
             name: put_column(
-                old[name], x[:, 0].astype(old[name].dtype), columns[:, 0], 3 - (name[0] == "v")
+                old[name],
+                x[:, 0].astype(old[name].dtype),
+                columns[:, 0],
+                2 if name[0] == "v" else 3,
+                keep=pieces > 1,
             )
             for name, x in entries.items()
         }
@@ -194,6 +203,17 @@ def write(
         name: jax.vmap(functools.partial(put, turned=name[0] == "k"))(old[name], x, columns)
         for name, x in entries.items()
     }
+
+
+def one_column_pays() -> bool:
+    """Whether one column is written faster than one for each row.
+
+    Not where devices hold the rows, which would have to agree on the column for every token, and
+    not on TPUs, where XLA would turn the whole cache round for the column's sake, and back.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = any(n > 1 for a, n in mesh.shape.items() if a not in mesh.manual_axes)
+    return platform() != "tpu" and not divided
 
 
 def init_cache(

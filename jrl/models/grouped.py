@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import choose
-from jrl.models.kernels import platform
+from jrl.mesh import platform
 from jrl.models.product import PRODUCT
 from jrl.types import Array
 

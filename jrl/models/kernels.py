@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jrl.errors import UserError, choose
-from jrl.mesh import RULES
+from jrl.mesh import RULES, named_platform, platform
 from jrl.models.attention import Past, attend, attend_shared, visible
 from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
@@ -61,19 +61,9 @@ class Shape(NamedTuple):
 # ---------------------------------------------------------------- the choice
 
 
-def platform() -> str:
-    """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return _named(device.platform if device is not None else jax.default_backend())
-
-
-def _named(platform: str) -> str:
-    return "gpu" if platform in ("cuda", "rocm") else platform
-
-
 def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, how: str) -> None:
     """``check_attention`` before anything runs on a mesh, and whether its axes allow it."""
-    check_attention(config, how, _named(mesh.devices.flat[0].platform))
+    check_attention(config, how, named_platform(mesh.devices.flat[0].platform))
     context = math.prod(mesh.shape[axis] for axis in RULES["length"])
     if how == "cudnn" and context > 1:
         raise UserError(

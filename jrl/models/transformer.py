@@ -499,7 +499,8 @@ def extend(
                     held = cache.prefix[i][view.piece]
                 else:
                     held, new = cache.own[i][view.piece], {"k": k, "v": v}
-                    held = write(held, new, view.columns, live, level=cache.level)
+                    how: dict[str, Any] = {"level": cache.level, "pieces": len(cache.own[i])}
+                    held = write(held, new, view.columns, live, **how)
                     held = {
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }

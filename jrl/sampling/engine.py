@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.models.decode import put_column
+from jrl.models.decode import one_column_pays, put_column
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
@@ -235,7 +235,7 @@ def _put(x: Array, columns: Array, new: Array | bool, level: bool) -> Array:
     ``level`` says that all columns within T are the same one.
     """
     values = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
-    if level:
+    if level and one_column_pays():
         return put_column(x, values, columns, 1)
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731

@@ -315,7 +315,7 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
     with pytest.raises(UserError, match="choose from auto, blockwise, cudnn, splash, xla"):
         transformer(MODEL, attention="flash")
     mesh, config = make_mesh({"context": 2}), dataclasses.replace(MODEL, dtype="bfloat16")
-    monkeypatch.setattr(kernels, "_named", lambda where: "gpu")
+    monkeypatch.setattr(kernels, "named_platform", lambda where: "gpu")
     with pytest.raises(UserError, match="mesh.context = 2 divides them"):
         kernels.check_attention_on_mesh(mesh, config, "cudnn")
 

@@ -137,7 +137,7 @@ def test_slots_stay_full(slots):
 def test_smaller_states_are_for_long_completions_that_may_end():
     from jrl.sampling.continuous import LONG_TOKENS, SHRINK_TOKENS, _plan
 
-    assert smaller_sizes(32) == (24, 16, 12, 8, 6, 4)
+    assert smaller_sizes(32) == (24, 16, 12, 8, 6, 4, 2)
     assert smaller_sizes(2) == ()
     assert _plan(32, 8, 0, 0, LONG_TOKENS, (1,)).smaller == smaller_sizes(32)
     assert _plan(32, 8, 0, 0, SHRINK_TOKENS, (1,)).smaller == few_sizes(32) == (16, 8)
