@@ -396,6 +396,7 @@ def test_supervised_training_on_the_solutions_of_the_data(quick):
     assert {(s["stop"], s["length"]) for s in cut} == {("length", 6)}
 
 
+@pytest.mark.slow
 def test_the_file_as_it_is_computes_in_bfloat16_on_all_devices(quick):
     config, records, _ = quick("model.dtype=bfloat16", "mesh.fsdp=-1", "train.prompts=8")
     assert finite(records)
