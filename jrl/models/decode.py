@@ -181,7 +181,7 @@ def write(
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
 
-    if level and columns.shape[1] == 1 and one_column_pays():
+    if level and columns.shape[1] == 1:
         return {
             name: put_column(
                 old[name],

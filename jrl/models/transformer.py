@@ -498,9 +498,15 @@ def extend(
                 if view.columns is None:
                     held = cache.prefix[i][view.piece]
                 else:
-                    held, new = cache.own[i][view.piece], {"k": k, "v": v}
-                    how: dict[str, Any] = {"level": cache.level, "pieces": len(cache.own[i])}
-                    held = write(held, new, view.columns, live, **how)
+                    held = cache.own[i][view.piece]
+                    held = write(
+                        held,
+                        {"k": k, "v": v},
+                        view.columns,
+                        live,
+                        level=cache.level,
+                        pieces=len(cache.own[i]),
+                    )
                     held = {
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }

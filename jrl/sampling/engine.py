@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.models.decode import one_column_pays, put_column
+from jrl.models.decode import put_column
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
@@ -187,9 +187,10 @@ def counted_decode(
     width = slots.tokens.shape[1]
 
     # A row that runs draws in every step, so that its draws are known by number beforehand.
-    at_once = width * slots.keys.shape[0] <= _DRAWS_AT_ONCE
-    counts = slots.lengths[None] + jnp.arange(width if at_once else 1, dtype=jnp.int32)[:, None]
-    uniforms = _uniforms(slots.keys, counts)
+    uniforms = None
+    if isinstance(steps, int) and steps * slots.keys.shape[0] <= _DRAWS_AT_ONCE:
+        numbers = jnp.arange(steps, dtype=jnp.int32)[:, None]
+        uniforms = _uniforms(slots.keys, slots.lengths[None] + numbers)
 
     def running(carry: tuple[Array, Slots]) -> Array:
         i, slots = carry
@@ -205,8 +206,11 @@ def counted_decode(
         )
         with jax.named_scope("draw"):
             logits = network.logits(weights, hidden[:, 0])
-            now = uniforms[i] if at_once else _uniforms(slots.keys, slots.lengths[None])[0]
-            token, logprob = sample(now, logits, slots.law)
+            if uniforms is None:
+                uniform = _uniforms(slots.keys, slots.lengths[None])[0]
+            else:
+                uniform = uniforms[i]
+            token, logprob = sample(uniform, logits, slots.law)
         here = jnp.where(runs, slots.lengths, width)
         put = functools.partial(_put, columns=here, level=cache.level)
         lengths = slots.lengths + runs
@@ -235,7 +239,7 @@ def _put(x: Array, columns: Array, new: Array | bool, level: bool) -> Array:
     ``level`` says that all columns within T are the same one.
     """
     values = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
-    if level and one_column_pays():
+    if level:
         return put_column(x, values, columns, 1)
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
