@@ -439,14 +439,18 @@ class Cache(struct.PyTreeNode):
       own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
       prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
-      level: static, whether the rows that are given a token at a time have all as many own tokens,
-        so that what is written goes into one column.
+      column: [] int32, where rows that are given a token at a time have all as many own tokens, how
+        many: what is written then goes into one column. None where rows differ.
+      recent: arrays like ``own`` of few columns, R, for the newest tokens, where ``own`` is written
+        R columns at a time; None where tokens go there at once. It holds those from the last
+        multiple of R on, ``own`` those before.
     """
 
     own: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
-    level: bool = struct.field(pytree_node=False, default=False)
+    column: Array | None = None
+    recent: Any = None
 
     def offsets(self) -> Array:
         """[S] int32: the position of each row's first own token."""
@@ -546,6 +550,9 @@ class Network(NamedTuple):
         cache). Writes Q tokens into the cache at their positions and attends to everything written
         at or before them, the prefix included. Tokens that are not live are neither written nor
         attended to.
+      level: (an empty cache) -> the cache, for rows that ``extend`` will give tokens one at a time
+        and together, so that all have as many: see ``Cache.column``. None where it would change
+        nothing.
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty
         cache and rows of so many tokens from position 0 on, where there is a faster way to it.
       hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
@@ -572,6 +579,7 @@ class Network(NamedTuple):
     prepare: Callable[[Params], Any]
     init_cache: Callable[..., Cache]
     extend: Callable[..., tuple[Array, Cache]]
+    level: Callable[[Cache], Cache] | None = None
     fill: Callable[..., Cache] | None = None
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None

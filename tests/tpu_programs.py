@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -68,7 +69,8 @@ def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
 def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[str, Any]:
     """The attention kernels in compiled programs of a run, by name, and whether all axes are used.
 
-    "in_loop" are those in the loop over tokens.
+    "in_loop" are those in the loop over tokens; "copied" is how many numbers the largest array has
+    that this loop copies or writes one by one.
     """
     from jrl.config import build_config
     from jrl.train import plan, plan_run
@@ -81,14 +83,18 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
         options = {"exec_time_optimization_effort": -1.0}
         text = lower[name](run).compile(compiler_options=options).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
-        calls, loops, inside = [], 0, ""
+        calls, loops, inside, copied = [], 0, "", 0
         for line in text.splitlines():
             if line.endswith("{") and not line.startswith(" "):
                 inside = line.removeprefix("ENTRY ").lstrip("%").split(" ")[0]
             if 'custom_call_target="tpu_custom_call"' in line:
                 calls.append(line.split(" = ")[0].split("%")[-1].split(".")[0])
                 loops += inside in bodies
+            moved = re.search(r" = \w+\[([\d,]+)\]\S* (?:copy|scatter)\(", line)
+            if moved and "/decode/" in line:
+                copied = max(copied, math.prod(map(int, moved[1].split(","))))
         found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
+        found[name] |= {"copied": copied} if name == "sampler" else {}
     return found
 
 

@@ -16,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.mesh import constrain, platform
+from jrl.mesh import constrain
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
 from jrl.models.product import product
 from jrl.models.quant import quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
+
+AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 2, "experts": 1}
+"""Which axis of a cache's arrays its columns are."""
 
 
 class Part(NamedTuple):
@@ -130,25 +133,23 @@ def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None)
     return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
 
 
-def put_column(x: Array, new: Array, columns: Array, axis: int, *, keep: bool = True) -> Array:
-    """``x`` with one column replaced, in the rows that name it.
+def put_columns(x: Array, new: Array, start: Array, axis: int, inside: Array | None) -> Array:
+    """``x`` with some columns replaced, the same in all rows.
 
-    One column is one operation; one a row is a loop over rows on the CPU.
+    That is one operation; columns of each row's own are a loop over rows on the CPU.
 
     Args:
       x: [S, ...] with C entries along ``axis``.
-      new: like ``x`` without that axis.
-      columns: [S] int32; all that are below C are the same.
+      new: like ``x``, with fewer entries along that axis.
+      start: [] int32, the first column.
       axis: which.
-      keep: False where some row names a column, and the others may lose what they have there.
+      inside: [] bool, False to leave ``x`` as it is; None where the columns are always within it.
     """
-    size = x.shape[axis]
-    at = jnp.minimum(columns.min(), size - 1)
-    new = jnp.expand_dims(new, axis)
-    if keep:
-        named = (columns < size).reshape(-1, *(1,) * (x.ndim - 1))
-        new = jnp.where(named, new, jax.lax.dynamic_slice_in_dim(x, at, 1, axis))
-    return jax.lax.dynamic_update_slice_in_dim(x, new, at, axis)
+    new = new.astype(x.dtype)
+    if inside is not None:
+        old = jax.lax.dynamic_slice_in_dim(x, start, new.shape[axis], axis)
+        new = jnp.where(inside, new, old)
+    return jax.lax.dynamic_update_slice_in_dim(x, new, start, axis)
 
 
 def write(
@@ -157,8 +158,8 @@ def write(
     columns: Array,
     live: Array,
     *,
-    level: bool = False,
-    pieces: int = 1,
+    column: Array | None = None,
+    always: bool = False,
 ) -> dict:
     """A piece of a layer's cache with live tokens' entries stored.
 
@@ -168,30 +169,26 @@ def write(
       new: "k" and "v", each [S, K, Q, h].
       columns: [S, Q] int32, where in the piece each token goes.
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
-      level: where Q is 1, whether all live tokens go to the same column. Rows that are not live
-        have ended, and what lies behind their end may change.
-      pieces: how many pieces the layer's cache has.
+      column: [] int32, the one that all live tokens go to, where Q is 1; None where they differ.
+        Rows that are not live have ended, and what lies behind their end may change.
+      always: whether that column is always in this piece.
     """
     chex.assert_equal_shape([columns, live])
     size = old["v"].shape[2]
-    columns = jnp.where(live & (columns >= 0), columns, size)
-    entries = {name: new[name].transpose(0, 2, 1, 3) for name in ("k", "v")}
+    entries = {name: new[name] for name in ("k", "v")}
     if "k_scale" in old:
         rounded = {name: quantise_entries(x) for name, x in entries.items()}
         entries = {name: x for name, (x, _) in rounded.items()}
         entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
 
-    if level and columns.shape[1] == 1:
-        return {
-            name: put_column(
-                old[name],
-                x[:, 0].astype(old[name].dtype),
-                columns[:, 0],
-                2 if name[0] == "v" else 3,
-                keep=pieces > 1,
-            )
-            for name, x in entries.items()
-        }
+    if column is not None:
+        at = jnp.clip(column, 0, size - 1)
+        inside = None if always else (column >= 0) & (column < size)
+        turned = {n: x.swapaxes(2, 3) if n[0] == "k" else x for n, x in entries.items()}
+        return {n: put_columns(old[n], x, at, AXES[n], inside) for n, x in turned.items()}
+
+    columns = jnp.where(live & (columns >= 0), columns, size)
+    entries = {name: x.transpose(0, 2, 1, 3) for name, x in entries.items()}
 
     # Row by row, so that rows on other devices are seen to be untouched.
     def put(old_k: Array, x_qk: Array, at: Array, *, turned: bool) -> Array:
@@ -203,17 +200,6 @@ def write(
         name: jax.vmap(functools.partial(put, turned=name[0] == "k"))(old[name], x, columns)
         for name, x in entries.items()
     }
-
-
-def one_column_pays() -> bool:
-    """Whether one column is written faster than one for each row.
-
-    Not where devices hold the rows, which would have to agree on the column for every token, and
-    not on TPUs, where XLA would turn the whole cache round for the column's sake, and back.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    divided = any(n > 1 for a, n in mesh.shape.items() if a not in mesh.manual_axes)
-    return platform() != "tpu" and not divided
 
 
 def init_cache(
@@ -239,38 +225,71 @@ class View(NamedTuple):
     """How queries look at one piece of a cache: the same in all layers with one window.
 
     Attributes:
-      piece: which.
+      kind: which of the cache's arrays, "own", "recent" or "prefix".
+      piece: which piece of them.
       mask: [S, Q, C] bool.
-      columns: [S, Q] int32, where in the piece the tokens are written; None for the prefix.
+      columns: [S, Q] int32, where in the piece the tokens are written; None where they are not.
+      column: [] int32, the same where it is one column of all rows; else None.
       reached: [] bool, whether to read it at all; None for always.
     """
 
+    kind: str
     piece: int
     mask: Array
-    columns: Array | None
-    reached: Array | None
+    columns: Array | None = None
+    column: Array | None = None
+    reached: Array | None = None
+
+    def held(self, cache: Cache, layer: int) -> dict[str, Array]:
+        """The arrays of this piece."""
+        return getattr(cache, self.kind)[layer][self.piece]
 
 
 def cache_views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[View]:
     """How queries at these positions [S, Q] look at each piece, and at the prefix, last."""
     reach = NO_WINDOW if window is None else np.int32(window)
     offsets = cache.offsets()[:, None]
+    level = cache.column if positions.shape[1] == 1 else None
     views, start = [], 0
     for piece, held in enumerate(cache.own[0]):
         columns = positions - offsets - start
         size = held["v"].shape[2]
-        distance = columns[:, :, None] - jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        place = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        distance = columns[:, :, None] - place
         mask = (distance >= 0) & (distance < reach)
-        # The first piece is always read, so that every query has something to see.
-        reached = None if piece == 0 else jnp.any(live & (columns >= 0))
-        views.append(View(piece, mask, columns, reached))
+        if cache.recent is not None:
+            settled = newest(cache)[0] - start
+            views.append(View("own", piece, mask & (place < settled), reached=settled > 0))
+        else:
+            # The first piece is always read, so that every query has something to see.
+            reached = None if piece == 0 else jnp.any(live & (columns >= 0))
+            column = None if level is None else level - start
+            views.append(View("own", piece, mask, columns, column, reached))
         start += size
+    if cache.recent is not None:
+        column, width = newest(cache)[1], width_of(cache.recent)
+        distance = column - jnp.arange(width, dtype=jnp.int32)[None, None, :]
+        mask = jnp.broadcast_to((distance >= 0) & (distance < reach), (*positions.shape, width))
+        columns = jnp.broadcast_to(column, positions.shape)
+        views.append(View("recent", 0, mask, columns, column))
     if cache.prefix is not None:
         (held,) = cache.prefix[0]
         place = jnp.arange(held["v"].shape[2], dtype=jnp.int32)[None, None, :]
         mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
-        views.append(View(0, mask, None, None))
+        views.append(View("prefix", 0, mask))
     return views
+
+
+def width_of(own: Any) -> int:
+    """Columns of the first piece of a cache's own, recent or prefix arrays."""
+    return own[0][0]["v"].shape[2]
+
+
+def newest(cache: Cache) -> tuple[Array, Array]:
+    """The own column that a cache's block of newest tokens begins at, and how many it holds."""
+    assert cache.column is not None
+    held = cache.column % width_of(cache.recent)
+    return cache.column - held, held
 
 
 # ---------------------------------------------------------------- the weights

@@ -25,6 +25,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.cudnn import cudnn
 from jrl.models.decode import Part, Seen, attend_parts, look_at_part
 from jrl.models.flash import Kernel, Marks, Place, attend_places
+from jrl.models.recent import begin
 from jrl.types import Array, Cache
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
@@ -388,3 +389,12 @@ def roomy_cache(
         own = rows // _parts(RULES["batch"], rows) * heads // _parts(RULES["heads"], heads)
         pieces = 1 if own <= MOST_TABLES else pieces
     return init_cache(rows, length, weights, pieces)
+
+
+def level_cache(how: str, cache: Cache) -> Cache:
+    """An empty cache for rows that are given tokens together, one at a time.
+
+    Where a kernel reads it, it is written a block at a time.
+    """
+    cache = cache.replace(column=jnp.int32(0))
+    return begin(cache) if _reads_caches(how) else cache

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jrl.mesh import constrain
 from jrl.types import Array, Head
 
 _WORTH = 2**18
@@ -217,12 +218,21 @@ def _shape(walk: _Walk, dim: int) -> tuple[int, ...]:
     return (walk.shards, walk.size, dim) if walk.axis == 0 else (dim, walk.shards, walk.size)
 
 
-def _part(walk: _Walk, weight: Array, i: Array | int) -> Array:
-    """[s, c, D] (or [D, s, c]), part i of every shard of the weight."""
-    whole = weight.reshape(_shape(walk, weight.shape[1 - walk.axis]))
-    if walk.parts == 1:
-        return whole
-    return jax.lax.dynamic_slice_in_dim(whole, _start(walk, i), walk.width, walk.axis + 1)
+def _part(walk: _Walk, weight: Array, i: Array | int, dtype: Any) -> Array:
+    """[s, c, D] (or [D, s, c]), part i of every shard of the weight, for a product in ``dtype``.
+
+    Devices that divide its width send each other the part. XLA would send it slice by slice, and
+    add up the scores of as many products of few columns, as compiled for TPUs.
+    """
+    part = weight.reshape(_shape(walk, weight.shape[1 - walk.axis]))
+    if walk.parts > 1:
+        part = jax.lax.dynamic_slice_in_dim(part, _start(walk, i), walk.width, walk.axis + 1)
+    return constrain(part.astype(dtype), *_axes(walk, "act_embed"))
+
+
+def _axes(walk: _Walk, width: str) -> tuple[str | None, ...]:
+    """Logical axes of a part, its width named as asked."""
+    return ("vocab", None, width) if walk.axis == 0 else (width, "vocab", None)
 
 
 def _spec(walk: _Walk) -> str:
@@ -231,12 +241,8 @@ def _spec(walk: _Walk) -> str:
 
 def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array) -> Array:
     """[B, T, s, c] float32, over the temperature."""
-    scores = jnp.einsum(
-        f"btd,{_spec(walk)}->btsv",
-        hidden,
-        part.astype(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
+    spec = f"btd,{_spec(walk)}->btsv"
+    scores = jnp.einsum(spec, hidden, part, preferred_element_type=jnp.float32)
     if walk.softcap is not None:
         scores = walk.softcap * jnp.tanh(scores / walk.softcap)
     return scores / temperature
@@ -285,7 +291,8 @@ def _fused_forward(
     sums, kept = _Sums(zeros + _LOWEST, zeros, zeros, zeros), None
 
     def visit(i: Array | int, sums: _Sums) -> tuple[_Sums, Array]:
-        scores = _scores(walk, hidden, _part(walk, weight, i), temperature)
+        part = _part(walk, weight, i, hidden.dtype)
+        scores = _scores(walk, hidden, part, temperature)
         return _add(walk, sums, scores, tokens, i), scores
 
     if walk.parts == 1:
@@ -305,7 +312,7 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def visit(i: Array | int) -> tuple[Array, Array]:
-        part = _part(walk, weight, i)
+        part = _part(walk, weight, i, hidden.dtype)
         scores = _scores(walk, hidden, part, temperature) if kept is None else kept
         probs = jnp.exp(scores - whole[:, :, None, None])
         column = jnp.arange(walk.width, dtype=jnp.int32)[None, None, None]
@@ -318,8 +325,10 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
         if walk.size % walk.width:
             slope = jnp.where(_new(walk, i), slope, 0)
         slope = (slope / temperature).astype(hidden.dtype)
-        back = einsum(f"{spec},btsv->btd", part.astype(hidden.dtype), slope)
-        return back, _between(f"btd,btsv->{spec}", hidden, slope)
+        back = einsum(f"{spec},btsv->btd", part, slope)
+        slopes = _between(f"btd,btsv->{spec}", hidden, slope)
+        slopes = constrain(slopes, *_axes(walk, "act_embed"))
+        return back, constrain(slopes, *_axes(walk, "embed"))
 
     if walk.parts == 1:
         back, slopes = visit(0)

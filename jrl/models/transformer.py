@@ -38,6 +38,7 @@ from jrl.models.kernels import (
     Owners,
     Shape,
     kernel_for,
+    level_cache,
     look_at_both,
     look_at_parts,
     look_at_rows,
@@ -489,24 +490,18 @@ def extend(
     x_sqd = _embed(config, weights, tokens, divided=False)
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
-    at_parts, written = look_at_parts(options.attention, config), []
+    at_parts = look_at_parts(options.attention, config)
+    written, entries = "own" if cache.recent is None else "recent", []
 
     def bind_cache(i: int, views: list[View]) -> Mix:
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
             parts, pieces = [], []
             for view in views:
-                if view.columns is None:
-                    held = cache.prefix[i][view.piece]
-                else:
-                    held = cache.own[i][view.piece]
-                    held = write(
-                        held,
-                        {"k": k, "v": v},
-                        view.columns,
-                        live,
-                        level=cache.level,
-                        pieces=len(cache.own[i]),
-                    )
+                held = view.held(cache, i)
+                if view.columns is not None:
+                    new = {"k": k, "v": v}
+                    alone = len(getattr(cache, written)[i]) == 1
+                    held = write(held, new, view.columns, live, column=view.column, always=alone)
                     held = {
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }
@@ -525,11 +520,13 @@ def extend(
             config, weights["layers"][i], x_sqd, live, turn, mix, None, options
         )
         if routing.experts is not None and "experts" in cache.own[i][0]:
-            new = record(cache.own[i], new, routing.experts, views[window], live)
-        written.append(new)
+            old = getattr(cache, written)[i]
+            new = record(old, new, routing.experts, views[window], live)
+        entries.append(new)
     with jax.named_scope("final_norm"):
         x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
-    return x_sqd, cache.replace(own=tuple(written))
+    column = None if cache.column is None else cache.column + tokens.shape[1]
+    return x_sqd, cache.replace(column=column, **{written: tuple(entries)})
 
 
 def fill(
@@ -599,6 +596,7 @@ def transformer(
         prepare=bind(prepare, config=config, gather=gather),
         init_cache=bind(roomy_cache, attention, config.kv_heads, bind(init_cache, config=config)),
         extend=bind(extend, config=config, options=sampling),
+        level=bind(level_cache, attention),
         fill=bind(fill, config=config, options=sampling),
         hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
         head=bind(head, config=config),

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from jrl.errors import UserError
 from jrl.mesh import constrain
-from jrl.models.decode import one_column_pays
 from jrl.sampling.cache import put_prefixes, rows_of, take
 from jrl.sampling.draw import Law, per_row
 from jrl.sampling.engine import (
@@ -391,9 +390,9 @@ def _seat(jobs: Jobs, plan: _Plan, *, network: Network, weights: Any, width: int
         own=empty.own,
         prefix=store.own,
         prefix_lengths=(lengths - 1).astype(jnp.int32),
-        # All start at once, and none takes another's place.
-        level=s == rows and one_column_pays(),
     )
+    if s == rows and network.level is not None:
+        cache = network.level(cache)  # all start at once, and none takes another's place
     slots = start(
         cache,
         fresh["pending"][:, None],

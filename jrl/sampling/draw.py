@@ -13,6 +13,7 @@ import numpy as np
 from flax import struct
 
 from jrl.errors import UserError
+from jrl.mesh import shards
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -283,8 +284,9 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
     weights = jnp.exp(scaled - peak)
     if law.greedy:
         weights = jnp.where(greedy, (scaled == peak).astype(jnp.float32), weights)
-    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _BLOCK)))
-    blocks = blocks.reshape(weights.shape[0], -1, _BLOCK)
+    size = _block(weights.shape[1])
+    blocks = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % size)))
+    blocks = blocks.reshape(weights.shape[0], -1, size)
     mass = blocks.sum(-1)
     total = mass.sum(-1)
     target = uniform * total
@@ -293,10 +295,18 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
     block, left = _invert(target, mass)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
     token, _ = _invert(left, inside)
-    token = block * _BLOCK + token
+    token = block * size + token
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
     logprob = chosen - peak[:, 0] - jnp.log(total)
     return token, jnp.where(greedy[:, 0], 0, logprob) if law.greedy else logprob
+
+
+def _block(vocab: int) -> int:
+    """Tokens a block: where devices divide the vocabulary, so many that they divide the blocks."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty or mesh.manual_axes else shards(mesh, "vocab")
+    sizes = [size for size in (64, 32, 16, 8) if vocab % (size * parts) == 0]
+    return sizes[0] if parts > 1 and sizes else _BLOCK
 
 
 def _invert(target: Array, mass: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ requests that come one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.models.decode import put_column
+from jrl.models.decode import newest, width_of
+from jrl.models.recent import close, settle
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
@@ -212,7 +213,7 @@ def counted_decode(
                 uniform = uniforms[i]
             token, logprob = sample(uniform, logits, slots.law)
         here = jnp.where(runs, slots.lengths, width)
-        put = functools.partial(_put, columns=here, level=cache.level)
+        put = functools.partial(_put, columns=here, column=slots.cache.column)
         lengths = slots.lengths + runs
         going = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
         stopped = jnp.any(token[:, None] == stops, axis=1)
@@ -229,18 +230,48 @@ def counted_decode(
         )
         return i + 1, slots
 
-    count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
+    carry = jnp.int32(0), slots
+    if slots.cache.recent is not None:
+        count, slots = _by_blocks(one_token, running, carry)
+    else:
+        count, slots = jax.lax.while_loop(running, one_token, carry)
     return slots, count
 
 
-def _put(x: Array, columns: Array, new: Array | bool, level: bool) -> Array:
+def _by_blocks(
+    one_token: Callable[[tuple[Array, Slots]], tuple[Array, Slots]],
+    running: Callable[[tuple[Array, Slots]], Array],
+    carry: tuple[Array, Slots],
+) -> tuple[Array, Slots]:
+    """The loop over tokens in blocks, after each of which the cache itself is written."""
+    size = width_of(carry[1].cache.recent)
+    most = -(-carry[1].tokens.shape[1] // size)
+
+    def fill(carry: tuple[Array, tuple[Array, Slots]]) -> tuple[Array, tuple[Array, Slots]]:
+        return carry[0] + 1, one_token(carry[1])
+
+    def one_block(carry: tuple[Array, tuple[Array, Slots]]) -> tuple:
+        done, (i, slots) = carry
+        more = lambda carry: (carry[0] < size) & running(carry[1])  # noqa: E731
+        _, (i, slots) = jax.lax.while_loop(more, fill, (newest(slots.cache)[1], (i, slots)))
+        return done + 1, (i, slots.replace(cache=settle(slots.cache)))
+
+    # That the loops are bounded by numbers tells a reader of the program how much it does.
+    more = lambda carry: (carry[0] < most) & running(carry[1])  # noqa: E731
+    return jax.lax.while_loop(more, one_block, (jnp.int32(0), carry))[1]
+
+
+def _put(x: Array, columns: Array, new: Array | bool, column: Array | None) -> Array:
     """``x`` [S, T] with new [S] or [] in each row's column; columns beyond T write nothing.
 
-    ``level`` says that all columns within T are the same one.
+    ``column`` is the one of all columns within T, where there is but one.
     """
     values = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
-    if level:
-        return put_column(x, values, columns, 1)
+    if column is not None:
+        at = jnp.minimum(column, x.shape[1] - 1)
+        old = jax.lax.dynamic_slice_in_dim(x, at, 1, 1)
+        new = jnp.where((columns < x.shape[1])[:, None], values[:, None], old)
+        return jax.lax.dynamic_update_slice_in_dim(x, new, at, 1)
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
     return jax.vmap(put)(x, columns, values)
@@ -287,7 +318,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     return slots.replace(
-        cache=slots.cache.replace(level=False),
+        cache=close(slots.cache),
         pending=jnp.where(back, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(kept, slots.tokens, 0),
@@ -320,7 +351,8 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     # The cache lacks the pending token, and must go on lacking the newest one.
     fed = jnp.concatenate([slots.pending[:, None], tokens[:, :-1]], axis=1)
     positions = (slots.prompt_lengths + slots.lengths - 1)[:, None] + column
-    _, cache = network.extend(weights, slots.cache, fed, positions, column < counts[:, None])
+    old = close(slots.cache)
+    _, cache = network.extend(weights, old, fed, positions, column < counts[:, None])
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
     here = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
@@ -328,7 +360,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     lengths = slots.lengths + counts
     running = jnp.where(lengths < slots.limits, StopReason.RUNNING, StopReason.LENGTH)
     return slots.replace(
-        cache=cache.replace(level=False),
+        cache=cache,
         pending=jnp.where(counts > 0, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(here, placed, slots.tokens),

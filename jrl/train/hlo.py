@@ -222,17 +222,16 @@ def _count_runs(program: _Program, name: str, times: float, runs: dict[str, floa
 
 
 def _trips(condition: dict[str, Operation], loop: Operation) -> float:
-    """How often a loop runs at most: what its counter is compared with."""
+    """How often a loop runs at most: the least that a counter is compared with."""
     if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
         return float(known[1])
+    bounds = []
     for operation in condition.values():
         if operation.kind == "compare" and "direction=LT" in operation.text:
-            for name in operation.operands:
-                source = condition.get(name)
-                number = source and re.match(r"constant\((\d+)\)", source.text)
-                if number:
-                    return float(number[1])
-    return 1.0
+            sources = [condition.get(name) for name in operation.operands]
+            numbers = [re.match(r"constant\((\d+)\)", x.text) for x in sources if x]
+            bounds += [float(number[1]) for number in numbers if number]
+    return min(bounds, default=1.0)
 
 
 def _with_fused(

@@ -134,11 +134,15 @@ def split_generator(draw: Draw, words: int, candidates: int = CANDIDATES) -> Cal
     def held_out(bits: Array) -> Array:
         return in_eval(draw(bits)[1])
 
-    rows = jax.random.bits(jax.random.key(0), (256, words), jnp.uint32)
-    known = np.asarray(jax.jit(jax.vmap(held_out))(rows))
+    @jax.jit
+    def samples() -> tuple[Array, Array]:
+        rows = jax.random.bits(jax.random.key(0), (256, words), jnp.uint32)
+        return rows, jax.vmap(held_out)(rows)
+
+    rows, known = map(np.asarray, samples())
     if known.all() or not known.any():
         raise UserError("the task has too few problems to hold some out; raise its difficulty")
-    spare = {split: np.asarray(rows)[np.argmax(known == (split == "eval"))] for split in SPLITS}
+    spare = {split: rows[np.argmax(known == (split == "eval"))] for split in SPLITS}
 
     def generate(key: Array, split: str) -> Problem:
         if split not in SPLITS:
