@@ -1,15 +1,17 @@
 """Completions of unlike length packed into rows of one width, so that little padding is computed.
 
 A batch holds completions as ``[N, G, T]``, most of it padding when they end by themselves. For the
-network they are laid end to end in fewer and longer rows. Prompts are dealt to blocks of a few, and
-a block's completions to its rows, the longest first to the row with the most room. Rows of a block
-read the block's prompts, each computed once. Which program runs depends on the width alone, and
-there are few widths.
+network they are laid end to end in fewer rows. Prompts are dealt to blocks of a few, and a block's
+completions to its rows, the longest first into the first row with room. Rows of a block read the
+block's prompts, each computed once. Rows are about as wide as the longest completion, because
+attention makes scores for a whole row; how many there are, and few widths, say which program runs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,64 +21,69 @@ from jrl.types import Batch, Packing
 LARGEST_BLOCK = 4
 """Prompts a block has at most: each token's scores are made for all of them."""
 
-COMPLETIONS_PER_ROW = 6
-"""Completions that a row holds on average; more make denser rows, and more scores in attention."""
+COMPLETIONS_PER_ROW = 4
+"""Completions of mean length that a row may always have room for, and then a quarter more. More
+make denser rows, and more scores in attention."""
 
-WIDTHS = 64
-"""Widths, hence programs, that a run has at most."""
+WIDTHS = 32
+"""Rows are whole parts of the batch's width wide, of so many; and multiples of 8."""
+
+SHAPES = 16
+"""Shapes, hence programs, from which on a run has another one only where no other will do."""
+
+
+class Shape(NamedTuple):
+    """Rows that each block of prompts has, and their columns: which program runs."""
+
+    rows: int
+    columns: int
 
 
 class Packer:
     """Packs the batches of a run; for a step whose prompts are not dealt to minibatches.
 
-    Every width is a program to compile. One that is there is used as long as it is wide enough,
-    until the columns it left empty add up to ``patience`` whole batches: then a narrower one is
-    worth its compilation (rent or buy). A run that is resumed begins without widths, and may
+    Every shape is a program to compile. One that is there is used as long as a batch fits into it,
+    until the columns it left empty add up to ``patience`` whole batches: then a smaller one is
+    worth its compilation (rent or buy). A run that is resumed begins without shapes, and may
     therefore differ from an unbroken one by the rounding of sums.
 
     Args:
       parts: microbatches.
       shards: devices that a batch is divided over.
-      patience: batches' worth of empty columns before a narrower width is compiled.
-      headroom: how much wider than needed a new width is, as a share, for batches to come.
+      patience: batches' worth of empty columns before a smaller shape is compiled.
     """
 
     def __init__(
-        self, parts: int, shards: int, patience: float = 8.0, headroom: float = 0.15
+        self, parts: int, shards: int, patience: float = 2.0, headroom: float = 0.1
     ) -> None:
         self.parts, self.shards = parts, shards
         self.patience, self.headroom = patience, headroom
-        self.used: set[int] = set()
+        self.used: set[Shape] = set()
         self.wasted = 0.0
 
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its packing, on the host; as it is where packing does not pay."""
         lengths, mask = jax.device_get((batch.lengths, batch.mask))
-        read = np.where(mask.any(-1), lengths, 0)
-        narrow = pack(read, mask.shape[2], parts=self.parts, shards=self.shards)
-        if narrow is None:
+        deal = _Deal(np.where(mask.any(-1), lengths, 0), mask.shape[2], self.parts, self.shards)
+        if deal.needed is None:
             return batch
-        return batch.replace(packing=widened(narrow, self._chosen(narrow.members.shape[2])))
+        return batch.replace(packing=deal.laid(self._chosen(deal, deal.needed)))
 
-    def _chosen(self, width: int) -> int:
-        """The width to use where ``width`` is enough; it stays for later batches."""
-        fitting = min((w for w in self.used if w >= width), default=0)
-        if fitting:
-            self.wasted += (fitting - width) / fitting
-            if self.wasted <= self.patience:
-                return fitting
+    def _chosen(self, deal: _Deal, needed: Shape) -> Shape:
+        """The shape to use for this batch; it stays for later ones."""
+        for shape in sorted(self.used, key=math.prod):
+            rows = deal.rows(shape.columns)
+            if rows and rows <= shape.rows:
+                self.wasted += max(0.0, 1 - math.prod(needed) / math.prod(shape))
+                if self.wasted <= self.patience or len(self.used) >= SHAPES:
+                    return shape
+                break
+        else:
+            wider = -(-int(needed.columns * (1 + self.headroom)) // 8) * 8
+            needed = needed._replace(columns=wider)
         self.wasted = 0.0
-        new = -(-int(width * (1 + self.headroom)) // 8) * 8
-        self.used.add(new)
-        return new
-
-
-def widened(packing: Packing, columns: int) -> Packing:
-    """The packing with padding at the end of its rows."""
-    more = ((0, 0), (0, 0), (0, columns - packing.members.shape[2]))
-    members: Any = np.pad(packing.members, more, constant_values=-1)
-    steps, owners = (np.pad(x, more) for x in (packing.steps, packing.owners))
-    return packing.replace(members=members, steps=steps, owners=owners)
+        self.used.add(needed)
+        return needed
 
 
 def pack(
@@ -98,35 +105,81 @@ def pack(
     >>> packing.members[0].tolist(), packing.steps[0].tolist()
     ([[0, 0, 0, 0, 3, 3, 1, 2]], [[0, 1, 2, 3, 0, 1, 0, 0]])
     """
-    n, g = lengths.shape
-    each = n // parts
-    per_device = each // shards
-    block = next(b for b in range(min(LARGEST_BLOCK, per_device), 0, -1) if per_device % b == 0)
-    rows = -(-block * g // COMPLETIONS_PER_ROW)
-    dealt = [_deal(lengths[part::parts], block, rows) for part in range(parts)]
-    longest = max(
-        int(lengths[part::parts].flat[row].sum())
-        for part, (_, filled) in enumerate(dealt)
-        for row in filled
-    )
-    columns = _rounded(longest, block * g * width // rows)
-    if columns * rows * (each // block) >= worth * each * g * width:
-        return None
-    laid = [_lay(lengths[part::parts], *d, columns) for part, d in enumerate(dealt)]
-    arrays: Any = [np.stack(parts) for parts in zip(*laid, strict=True)]
-    return Packing(*arrays)
+    deal = _Deal(lengths, width, parts, shards, worth)
+    return None if deal.needed is None else deal.laid(deal.needed)
 
 
-def _deal(lengths: np.ndarray, block: int, rows: int) -> tuple[np.ndarray, list[list[int]]]:
-    """Prompts to blocks, [blocks, block], and the members of each block to its rows in turn."""
-    n, g = lengths.shape
-    totals = lengths.sum(1)
-    order = _balance(totals, np.arange(n), n // block, block)
-    filled: list[list[int]] = []
-    for prompts in order:
-        members = (np.array(prompts)[:, None] * g + np.arange(g)).reshape(-1)
-        filled += _balance(lengths.reshape(-1)[members], members, rows, members.size)
-    return np.array(order, np.int32), filled
+class _Deal:
+    """The prompts of each part dealt to blocks, and what shape their completions need.
+
+    Attributes:
+      needed: the shape that suits them; None where packing does not pay.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, width: int, parts: int, shards: int, worth: float = 0.9
+    ) -> None:
+        n, g = lengths.shape
+        each = n // parts
+        per_device = each // shards
+        block = next(b for b in range(min(LARGEST_BLOCK, per_device), 0, -1) if per_device % b == 0)
+        self.lengths = [lengths[part::parts] for part in range(parts)]
+        self.orders = [
+            _balance(own.sum(1), np.arange(each), each // block, block) for own in self.lengths
+        ]
+        self._filled: dict[int, list[list[list[list[int]]]]] = {}
+        # Completions of nothing take no room, and are left out of the mean too.
+        longest, mean = int(lengths.max()), lengths.sum() / max(np.count_nonzero(lengths), 1)
+        step = max(8, -(-width // WIDTHS // 8) * 8)
+        most = max(longest, min(math.ceil(COMPLETIONS_PER_ROW * mean), width)) * 5 // 4
+        widths = range(-(-max(longest, 1) // step) * step, most + step, step)
+        shapes = [Shape(max(self.rows(columns), 1), columns) for columns in widths]
+        best = min(shapes, key=math.prod)
+        pays = math.prod(best) * (each // block) < worth * each * g * width
+        self.needed = best if pays else None
+
+    def rows(self, columns: int) -> int:
+        """Rows of so many columns that every block needs; 0 where a completion is longer."""
+        if columns < max(int(own.max()) for own in self.lengths):
+            return 0
+        if columns not in self._filled:
+            self._filled[columns] = [
+                [_fill(own, block, columns) for block in order]
+                for own, order in zip(self.lengths, self.orders, strict=True)
+            ]
+        return max(len(rows) for part in self._filled[columns] for rows in part)
+
+    def laid(self, shape: Shape) -> Packing:
+        """The packing in rows of a shape that the completions fit into."""
+        assert 0 < self.rows(shape.columns) <= shape.rows or not any(x.any() for x in self.lengths)
+        laid = [
+            _lay(own, np.array(order, np.int32), filled, shape)
+            for own, order, filled in zip(
+                self.lengths, self.orders, self._filled[shape.columns], strict=True
+            )
+        ]
+        arrays: Any = [np.stack(parts) for parts in zip(*laid, strict=True)]
+        return Packing(*arrays)
+
+
+def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[list[int]]:
+    """The members of a block in rows, each the longest first into the first row with room."""
+    g = lengths.shape[1]
+    members = (np.array(prompts)[:, None] * g + np.arange(g)).reshape(-1)
+    sizes = lengths.reshape(-1)[members]
+    rows: list[list[int]] = []
+    room = np.zeros(members.size, np.int64)
+    for i in np.argsort(-sizes, kind="stable"):
+        if not sizes[i]:
+            break
+        fits = np.flatnonzero(room[: len(rows)] >= sizes[i])
+        row = int(fits[0]) if fits.size else len(rows)
+        if row == len(rows):
+            rows.append([])
+            room[row] = columns
+        room[row] -= sizes[i]
+        rows[row].append(int(members[i]))
+    return rows
 
 
 def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list[list[int]]:
@@ -142,24 +195,19 @@ def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list
 
 
 def _lay(
-    lengths: np.ndarray, order: np.ndarray, filled: list[list[int]], columns: int
+    lengths: np.ndarray, order: np.ndarray, filled: Sequence[Sequence[Sequence[int]]], shape: Shape
 ) -> tuple[np.ndarray, ...]:
     """The arrays of ``Packing`` for one part."""
-    g, rows = lengths.shape[1], len(filled) // len(order)
-    members = np.full((len(filled), columns), -1, np.int32)
+    g = lengths.shape[1]
+    members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
     steps, owners = np.zeros((2, *members.shape), np.int32)
-    for r, row in enumerate(filled):
-        place = {int(prompt): i for i, prompt in enumerate(order[r // rows])}
-        start = 0
-        for member in row:
-            stop = start + int(lengths.flat[member])
-            members[r, start:stop], steps[r, start:stop] = member, np.arange(stop - start)
-            owners[r, start:stop] = place[member // g]
-            start = stop
+    for block, rows in enumerate(filled):
+        place = {int(prompt): i for i, prompt in enumerate(order[block])}
+        for r, row in enumerate(rows, start=block * shape.rows):
+            start = 0
+            for member in row:
+                stop = start + int(lengths.flat[member])
+                members[r, start:stop], steps[r, start:stop] = member, np.arange(stop - start)
+                owners[r, start:stop] = place[member // g]
+                start = stop
     return order, members, steps, owners
-
-
-def _rounded(columns: int, most: int) -> int:
-    """The next of at most ``WIDTHS`` widths, multiples of 8."""
-    step = max(8, -(-most // WIDTHS // 8) * 8)
-    return -(-max(columns, 1) // step) * step

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jrl.train.packing import WIDTHS, Packer, pack
+from jrl.train.packing import SHAPES, Packer, pack
 
 
 def natural(n, g, seed, mean=64, most=256):
@@ -48,37 +48,50 @@ def test_padding_of_completions_that_end_by_themselves_is_below_five_percent():
     assert 1 - natural(4, 8, 0).mean() / 256 > 0.6  # what it would be
 
 
-def test_few_widths():
-    shapes = {pack(natural(4, 8, seed, 80), 256, worth=9).members.shape for seed in range(300)}
-    assert 5 < len(shapes) <= WIDTHS
-    assert len({rows for _, rows, _ in shapes}) == 1
-
-
 def test_what_does_not_pay_is_not_packed():
     assert pack(np.full((4, 8), 256), 256) is None
     assert pack(np.full((4, 8), 200), 256) is not None
 
 
-def widths(packer, totals):
-    """The width that each of some batches is packed to: one group whose completions are alike."""
-    found = []
-    for total in totals:
-        lengths = np.full((1, 12), total, np.int32)
-        mask = np.arange(200) < lengths[..., None]
-        batch = SimpleNamespace(lengths=lengths, mask=mask, replace=lambda packing: packing)
-        found.append(packer(batch).members.shape[2])
-    return found
+def packed(packer, lengths):
+    """The shape that completions are packed to, and the share of it that is empty."""
+    lengths = np.asarray(lengths, np.int32)
+    mask = np.arange(256) < lengths[..., None]
+    batch = SimpleNamespace(lengths=lengths, mask=mask, replace=lambda packing: packing)
+    members = packer(batch).members
+    seen = np.bincount(members[members >= 0], minlength=lengths.size)
+    assert np.array_equal(seen, lengths.reshape(-1))
+    return members.shape[1:], (members < 0).mean()
 
 
-def test_a_width_that_is_there_is_used_until_a_narrower_one_pays():
+def alike(length):
+    return np.full((1, 12), length)
+
+
+def test_a_shape_that_is_there_is_used_until_a_smaller_one_pays():
     packer = Packer(1, 1, patience=2.0, headroom=0.05)
-    # 12 completions in two rows: six to a row.
-    first, again, wider, *rest = widths(packer, [20, 19, 40, *[10] * 8])
-    assert first == again >= 1.05 * 6 * 20
-    assert wider >= 1.05 * 6 * 40
-    # Half the columns of the first width are empty now: four or five batches make two whole ones.
+    first, _ = packed(packer, alike(20))
+    assert packed(packer, alike(19))[0] == first
+    wider, _ = packed(packer, alike(40))
+    assert np.prod(wider) >= 12 * 40
+    # Half the columns of the first shape are empty now: four or five batches make two whole ones.
+    rest = [packed(packer, alike(10))[0] for _ in range(8)]
     narrow = rest[-1]
-    assert 1.05 * 6 * 10 <= narrow < 0.7 * first
+    assert 12 * 10 <= np.prod(narrow) < 0.7 * np.prod(first)
     assert rest == [first] * rest.count(first) + [narrow] * rest.count(narrow)
     assert rest.count(first) in (3, 4, 5)
     assert packer.used == {first, wider, narrow}
+
+
+def test_a_run_has_few_shapes_and_little_padding():
+    """Lengths that rise for a while, as those of a policy that learns, and then stay."""
+    packer = Packer(1, 1)
+    padding = [packed(packer, natural(4, 8, i, 60 + min(i, 20) * 2))[1] for i in range(300)]
+    assert 5 < len(packer.used) <= SHAPES
+    assert np.mean(padding[50:]) < 0.15
+
+
+def test_rows_are_about_as_wide_as_the_longest_completion():
+    lengths = natural(8, 8, 0, mean=60, most=1000)
+    packing = pack(lengths, 1000)
+    assert lengths.max() <= packing.members.shape[2] < 1.3 * lengths.max()
