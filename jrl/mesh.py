@@ -233,6 +233,19 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
 
+def free_axes() -> dict[str, int]:
+    """Axes of the mesh that programs are divided over by the compiler, and their sizes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return {}
+    return {a: n for a, n in mesh.shape.items() if a not in mesh.manual_axes}
+
+
+def divided() -> bool:
+    """Whether the compiler divides programs over several devices."""
+    return any(size > 1 for size in free_axes().values())
+
+
 def platform() -> str:
     """Of the mesh that programs are made for, or of this machine: "cpu", "gpu" or "tpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device

@@ -72,35 +72,49 @@ def attend_parts(
 ) -> Array:
     """``attend`` over keys and values that lie in several places, shared by rows or not.
 
-    The rows that share a part are queries of one matrix product with it. Each part has a softmax of
-    its own, and the parts are merged by their largest scores and sums of weights.
+    The rows that share a part are queries of one matrix product with it. The parts that are always
+    read have one softmax, and others one of their own; these are merged by their largest scores and
+    sums of weights.
 
     Args:
       q_sqhd: [S, Q, H, h].
       parts: at least one, and one that is always read.
       scale: what scores are multiplied by.
       softcap: scores become cap * tanh(score / cap).
-      look: (queries, part, scale, softcap) -> what they see of it; None for ``look_at_part``.
+      look: (queries, part, scale, softcap) -> what they see of it; None for ``look_at``.
 
     Returns:
       [S, Q, H, h] in the dtype of the queries. A query that sees nothing gets a mean of the values.
     """
     s, q, h, d = q_sqhd.shape
-    seen = [(look or look_at_part)(q_sqhd, part, scale, softcap) for part in parts]
-    peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
-    shares = [jnp.exp(x.peak - peak) for x in seen]
-    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
-    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
+    if look is None:
+        always = [part for part in parts if part.reached is None]
+        sometimes = [part for part in parts if part.reached is not None]
+        seen = [look_at(q_sqhd, always, scale, softcap)]
+        seen += [_look_if_reached(q_sqhd, part, scale, softcap) for part in sometimes]
+    else:
+        seen = [look(q_sqhd, part, scale, softcap) for part in parts]
+    _, total, values = _merged(seen)
     out_skgqd = values / total
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
-def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
-    """What the queries see of one part, nothing when none of them reaches it."""
-    s, q, h, d = q_sqhd.shape
-    m, k = part.v_mkcd.shape[:2]
+def _merged(seen: Sequence[Seen]) -> Seen:
+    if len(seen) == 1:
+        return seen[0]
+    peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
+    shares = [jnp.exp(x.peak - peak) for x in seen]
+    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
+    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
+    return Seen(peak, total, values)
 
-    def look(q_sqhd: Array, part: Part) -> Seen:
+
+def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float | None) -> Seen:
+    """What the queries see of some parts, all of which are read, under one softmax."""
+    s, q, h, d = q_sqhd.shape
+
+    def scores_of(part: Part) -> Array:
+        m, k = part.v_mkcd.shape[:2]
         # The rows of a block and the heads of a group are the rows of one matrix product.
         q_mkrd = q_sqhd.reshape(m, s // m, q, k, h // k, d).transpose(0, 3, 1, 4, 2, 5)
         q_mkrd = q_mkrd.reshape(m, k, -1, d)
@@ -111,25 +125,51 @@ def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None)
             scores = softcap * jnp.tanh(scores / softcap)
         scores = scores.reshape(m, k, s // m, h // k, q, -1)
         mask = part.mask_sqc.reshape(m, 1, s // m, 1, q, -1)
-        scores = jnp.where(mask, scores, MASKED)
-        peak = scores.max(-1, keepdims=True)
-        weights = jnp.exp(scores - peak)
-        total = weights.sum(-1, keepdims=True)
-        rows = weights.reshape(m, k, -1, weights.shape[-1])
+        return jnp.where(mask, scores, MASKED)
+
+    def by_row(x: Array) -> Array:
+        return x.transpose(0, 2, 1, 3, 4, 5).reshape(s, x.shape[1], x.shape[3], q, -1)
+
+    def by_part(x: Array, m: int) -> Array:
+        k, g = x.shape[1:3]
+        return x.reshape(m, s // m, k, g, q, -1).transpose(0, 2, 1, 3, 4, 5)
+
+    def values_of(part: Part, weights: Array) -> Array:
+        rows = weights.reshape(*part.v_mkcd.shape[:2], -1, weights.shape[-1])
         if part.v_scale is not None:
             rows = rows * part.v_scale.transpose(0, 1, 3, 2)
         values = product("mkrc,mkcd->mkrd", rows.astype(q_sqhd.dtype), part.v_mkcd, jnp.float32)
-        values = values.reshape(m, k, s // m, h // k, q, d)
-        per_row = lambda x: x.transpose(0, 2, 1, 3, 4, 5).reshape(s, k, h // k, q, -1)  # noqa: E731
-        return Seen(per_row(peak), per_row(total), per_row(values))
+        return values.reshape(*weights.shape[:-1], d)
+
+    total, values = [], []
+    scores = [scores_of(part) for part in parts]
+    peak = functools.reduce(jnp.maximum, [by_row(x.max(-1, keepdims=True)) for x in scores])
+    for part, own in zip(parts, scores, strict=True):
+        weights = jnp.exp(own - by_part(peak, own.shape[0]))
+        total.append(by_row(weights.sum(-1, keepdims=True)))
+        values.append(by_row(values_of(part, weights)))
+    return Seen(peak, functools.reduce(jnp.add, total), functools.reduce(jnp.add, values))
+
+
+def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+    """What the queries see of one part, nothing when none of them reaches it."""
+    if part.reached is None:
+        return look_at(q_sqhd, [part], scale, softcap)
+    return _look_if_reached(q_sqhd, part, scale, softcap)
+
+
+def _look_if_reached(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+    s, q, h, d = q_sqhd.shape
+    k = part.v_mkcd.shape[1]
+
+    def look(q_sqhd: Array, part: Part) -> Seen:
+        return look_at(q_sqhd, [part], scale, softcap)
 
     def nothing(q_sqhd: Array, part: Part) -> Seen:
         lead = (s, k, h // k, q)
         zero = jnp.zeros((*lead, 1), jnp.float32)
         return Seen(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
 
-    if part.reached is None:
-        return look(q_sqhd, part)
     return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jrl.errors import UserError, choose
-from jrl.mesh import RULES, named_platform, platform
+from jrl.mesh import RULES, free_axes, named_platform, platform
 from jrl.models.attention import Past, attend, attend_shared, visible
 from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
@@ -136,17 +136,9 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
     return "blockwise" if several or scores > DENSE_BYTES else "xla"
 
 
-def _free_axes() -> dict[str, int]:
-    """Axes of the mesh that programs are divided over by the compiler, and their sizes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return {}
-    return {a: n for a, n in mesh.shape.items() if a not in mesh.manual_axes}
-
-
 def _parts(axes: tuple[str, ...], size: int) -> int:
     """Over how many devices an array axis of this size is divided; 1 where it does not divide."""
-    parts = math.prod(_free_axes().get(axis, 1) for axis in axes)
+    parts = math.prod(free_axes().get(axis, 1) for axis in axes)
     return parts if size % parts == 0 else 1
 
 
@@ -163,7 +155,7 @@ def _divided(function: Callable[..., Array], specs: tuple[Any, ...], *args: Any)
       specs: a tree of partitions for each of ``args``.
       args: arrays and trees of them.
     """
-    axes = _free_axes()
+    axes = free_axes()
     if all(size == 1 for size in axes.values()):
         return function(*args)
     return jax.shard_map(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import choose
-from jrl.mesh import constrain
+from jrl.mesh import constrain, divided, platform
 from jrl.models import moe
 from jrl.models.attention import (
     NO_WINDOW,
@@ -490,6 +490,10 @@ def extend(
     x_sqd = _embed(config, weights, tokens, divided=False)
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
     turns, turn_ids = _turns(config, positions)
+    if platform() == "cpu" and not divided():
+        # Made once: XLA would make the sines again for every number that any layer turns.
+        none = jax.tree.map(jnp.zeros_like, turns)
+        turns = jax.lax.cond(live.any(), lambda: turns, lambda: none)
     at_parts = look_at_parts(options.attention, config)
     written, entries = "own" if cache.recent is None else "recent", []
 

@@ -278,7 +278,11 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
     """
     chex.assert_rank([uniform, logits], [1, 2])
     scaled, greedy = _scaled(logits, law)
-    peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation takes it away
+    if law.bias is None:  # the same number, and nothing is written that is read for the largest
+        largest = jnp.max(logits.astype(jnp.float32), axis=-1, keepdims=True)
+        peak = _scaled(largest, law)[0]
+    else:
+        peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation takes it away
     if law.truncates or law.floors:
         scaled = jnp.where(_kept(scaled, law), scaled, -jnp.inf)
     weights = jnp.exp(scaled - peak)
