@@ -294,7 +294,7 @@ class TrainTable(Table):
     minibatches: int = _key(1, "optimizer updates per pass", ge=1)
     microbatches: int = _key(1, "parts whose gradients are added up for one update", ge=1)
     packing: bool = _key(
-        False, "pack completions of unlike length into rows; up to 64 programs for as many widths"
+        False, "pack completions of unlike length into rows; a program for each of about 16 shapes"
     )
     replay_routing: bool = _key(
         False, "send each token to the experts that the sampler sent it to; for models with experts"
