@@ -298,7 +298,7 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
         distance = columns[:, :, None] - place
         mask = (distance >= 0) & (distance < reach)
         if cache.recent is not None:
-            settled = newest(cache)[0] - start
+            settled = block_of(cache)[0] - start
             views.append(View("own", piece, mask & (place < settled), reached=settled > 0))
         else:
             # The first piece is always read, so that every query has something to see.
@@ -307,7 +307,7 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
             views.append(View("own", piece, mask, columns, column, reached))
         start += size
     if cache.recent is not None:
-        column, width = newest(cache)[1], width_of(cache.recent)
+        column, width = block_of(cache)[1], width_of(cache.recent)
         distance = column - jnp.arange(width, dtype=jnp.int32)[None, None, :]
         mask = jnp.broadcast_to((distance >= 0) & (distance < reach), (*positions.shape, width))
         columns = jnp.broadcast_to(column, positions.shape)
@@ -325,7 +325,7 @@ def width_of(own: Any) -> int:
     return own[0][0]["v"].shape[2]
 
 
-def newest(cache: Cache) -> tuple[Array, Array]:
+def block_of(cache: Cache) -> tuple[Array, Array]:
     """The own column that a cache's block of newest tokens begins at, and how many it holds."""
     assert cache.column is not None
     held = cache.column % width_of(cache.recent)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.mesh import constrain
-from jrl.models.decode import AXES, newest, put_columns, width_of
+from jrl.models.decode import AXES, block_of, put_columns, width_of
 from jrl.types import Array, Cache
 
 COLUMNS = 64
@@ -39,7 +39,7 @@ def settle(cache: Cache) -> Cache:
     """The cache with its block moved to its place, if the block is full."""
     if cache.recent is None:
         return cache
-    next_one, held = newest(cache)
+    next_one, held = block_of(cache)
     own = _moved(cache, next_one - width_of(cache.recent), (next_one > 0) & (held == 0))
     return cache.replace(own=own)
 
@@ -48,7 +48,7 @@ def close(cache: Cache) -> Cache:
     """The cache without a block, for rows that go on unlike each other from here."""
     if cache.recent is None:
         return cache.replace(column=None)
-    start, held = newest(cache)
+    start, held = block_of(cache)
     # What lies beyond the newest token is not looked at.
     return cache.replace(own=_moved(cache, start, held > 0), recent=None, column=None)
 

@@ -6,6 +6,8 @@ the same ``Law``. Temperature and truncation are part of the policy, so ratios a
 
 from __future__ import annotations
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.mesh import shards
+from jrl.mesh import RULES, free_axes
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -307,8 +309,7 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
 
 def _block(vocab: int) -> int:
     """Tokens a block: where devices divide the vocabulary, so many that they divide the blocks."""
-    mesh = jax.sharding.get_abstract_mesh()
-    parts = 1 if mesh.empty or mesh.manual_axes else shards(mesh, "vocab")
+    parts = math.prod(free_axes().get(axis, 1) for axis in RULES["vocab"])
     sizes = [size for size in (64, 32, 16, 8) if vocab % (size * parts) == 0]
     return sizes[0] if parts > 1 and sizes else _BLOCK
 

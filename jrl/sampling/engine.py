@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.models.decode import newest, width_of
+from jrl.models.decode import block_of, width_of
 from jrl.models.recent import close, settle
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
@@ -253,7 +253,7 @@ def _by_blocks(
     def one_block(carry: tuple[Array, tuple[Array, Slots]]) -> tuple:
         done, (i, slots) = carry
         more = lambda carry: (carry[0] < size) & running(carry[1])  # noqa: E731
-        _, (i, slots) = jax.lax.while_loop(more, fill, (newest(slots.cache)[1], (i, slots)))
+        _, (i, slots) = jax.lax.while_loop(more, fill, (block_of(slots.cache)[1], (i, slots)))
         return done + 1, (i, slots.replace(cache=settle(slots.cache)))
 
     # That the loops are bounded by numbers tells a reader of the program how much it does.

@@ -48,7 +48,7 @@ def sampler(gather, mesh=None):
 
 @functools.cache
 def drawn(gather):
-    """Tokens on eight devices, and the collectives over fsdp of before and in the token loop."""
+    """Tokens on eight devices, and the collectives of before and in the token loop, by axis."""
     mesh = make_mesh({"fsdp": 4, "tensor": 2})
     with jax.set_mesh(mesh):
         program, args = sampler(gather, mesh)
@@ -57,23 +57,30 @@ def drawn(gather):
         tokens = np.asarray(compiled(*args).tokens)
     costs = program_costs(compiled.as_text(), list(mesh.shape.values()))
     before, loop = [cost for cost in costs if cost.flops]  # prefill; a token
-    fsdp = list(mesh.shape).index("fsdp")
-    sent = [
-        {c.kind: c.bytes for c in cost.collectives if c.axes == (fsdp,) and c.size == 4}
-        for cost in (before, loop)
-    ]
-    return tokens, *sent
+
+    def sent(cost, axis):
+        at, size = (list(mesh.shape).index(axis),), mesh.shape[axis]
+        return {c.kind: c.bytes for c in cost.collectives if c.axes == at and c.size == size}
+
+    return tokens, sent(before, "fsdp"), sent(loop, "fsdp"), sent(loop, "tensor")
 
 
 def test_no_token_waits_for_weights_that_the_mesh_divides():
     # three quarters of both layers' matrices and of the head, halved over tensor
     matrices = 2 * (32 * (4 + 2 + 2 + 4) * 8 + 3 * 32 * 64) + 32 * 64
     least = 4 * matrices / 2 * 3 / 4
-    _, before, loop = drawn(True)
+    _, before, loop, _ = drawn(True)
     assert before["all-gather"] > least
     assert not loop  # nor does one for what other devices keep: rows of the cache, norms
-    _, before, loop = drawn(False)
+    _, before, loop, _ = drawn(False)
     assert loop["all-gather"] > 0.9 * least
+
+
+def test_devices_that_divide_the_vocabulary_keep_their_logits():
+    sent = drawn(True)[3]
+    half = 2 * 64 * 4 / 2  # bytes, of the logits of a device's rows
+    assert sent["all-reduce"] > 0  # what layers and the draw add up
+    assert sent.get("all-gather", 0) + sent.get("collective-permute", 0) < half / 2
 
 
 @pytest.mark.parametrize("gather", [True, False])

@@ -9,7 +9,7 @@ import pytest
 
 from jrl.models import quant, recent, routing
 from jrl.models.config import ModelConfig
-from jrl.models.decode import newest, width_of
+from jrl.models.decode import block_of, width_of
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.continuous import generate
@@ -105,7 +105,7 @@ def test_from_the_middle_of_a_block():
         run = jit(partial(decode, network=network, steps=20, stop_tokens=()))
         slots = run(weights, slots, jnp.int32(1))
         if network is blocks:
-            assert [int(x) for x in newest(slots.cache)] == [16, 4]
+            assert [int(x) for x in block_of(slots.cache)] == [16, 4]
         slots = fork(slots, jnp.arange(N * G)[::-1], slots.keys)
         slots = rewind(slots, jnp.array([20, 3, 17, 16, 15, 9, 20, 18], jnp.int32))
         tool = np.random.default_rng(3).integers(0, 16, (N * G, 3)).astype(np.int32)
