@@ -51,6 +51,7 @@ class Packer:
       parts: microbatches.
       shards: devices that a batch is divided over.
       patience: batches' worth of empty columns before a smaller shape is compiled.
+      headroom: how much wider than needed rows are, as a share, where no shape held a batch.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Packer:
         """The shape to use for this batch; it stays for later ones."""
         for shape in sorted(self.used, key=math.prod):
             rows = deal.rows(shape.columns)
-            if rows and rows <= shape.rows:
+            if 0 < rows <= shape.rows:
                 self.wasted += max(0.0, 1 - math.prod(needed) / math.prod(shape))
                 if self.wasted <= self.patience or len(self.used) >= SHAPES:
                     return shape
@@ -133,7 +134,7 @@ class _Deal:
         step = max(8, -(-width // WIDTHS // 8) * 8)
         most = max(longest, min(math.ceil(COMPLETIONS_PER_ROW * mean), width)) * 5 // 4
         widths = range(-(-max(longest, 1) // step) * step, most + step, step)
-        shapes = [Shape(max(self.rows(columns), 1), columns) for columns in widths]
+        shapes = [Shape(self.rows(columns), columns) for columns in widths]
         best = min(shapes, key=math.prod)
         pays = math.prod(best) * (each // block) < worth * each * g * width
         self.needed = best if pays else None
@@ -147,11 +148,11 @@ class _Deal:
                 [_fill(own, block, columns) for block in order]
                 for own, order in zip(self.lengths, self.orders, strict=True)
             ]
-        return max(len(rows) for part in self._filled[columns] for rows in part)
+        return max(1, *(len(rows) for part in self._filled[columns] for rows in part))
 
     def laid(self, shape: Shape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
-        assert 0 < self.rows(shape.columns) <= shape.rows or not any(x.any() for x in self.lengths)
+        assert 0 < self.rows(shape.columns) <= shape.rows
         laid = [
             _lay(own, np.array(order, np.int32), filled, shape)
             for own, order, filled in zip(
