@@ -386,7 +386,11 @@ def roomy_cache(
 def level_cache(how: str, cache: Cache) -> Cache:
     """An empty cache for rows that are given tokens together, one at a time.
 
-    Where a kernel reads it, it is written a block at a time.
+    Where a kernel reads it, and on TPUs, writing one column would cost a copy of it: there it is
+    written a block at a time, or as it would be for other rows.
     """
-    cache = cache.replace(column=jnp.int32(0))
-    return begin(cache) if _reads_caches(how) else cache
+    level = cache.replace(column=jnp.int32(0))
+    if platform() != "tpu" and not _reads_caches(how):
+        return level
+    blocks = begin(level)
+    return cache if blocks.recent is None else blocks
