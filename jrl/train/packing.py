@@ -55,7 +55,7 @@ class Packer:
     """
 
     def __init__(
-        self, parts: int, shards: int, patience: float = 1.0, headroom: float = 0.03
+        self, parts: int, shards: int, patience: float = 2.0, headroom: float = 0.12
     ) -> None:
         self.parts, self.shards = parts, shards
         self.patience, self.headroom = patience, headroom
