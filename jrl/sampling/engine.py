@@ -24,7 +24,7 @@ from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
 
-_PIECE, _MOST_PIECES = 128, 8
+_PIECE, _MOST_PIECES = 64, 8
 """Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
 
 _DRAWS_AT_ONCE = 2**14
