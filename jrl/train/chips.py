@@ -156,7 +156,7 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
             'libtpu is not installed, and compiling for a TPU needs it; pip install "jrl[plan]" '
-            "(or: pip install libtpu). It runs on any Linux machine, without a TPU"
+            "takes the one that this JAX is made for. It runs on any Linux machine, without a TPU"
         )
     # libtpu looks for the machine's own TPU and its metadata server, neither of which is there.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
