@@ -111,11 +111,6 @@ def main() -> None:
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
         "`python -m benchmarks.weak_scaling`, which goes on where its JSON ends.\n\n"
-        "On 16 chips, a torus that does not close, XLA multiplies the head's weights and\n"
-        "activations in rings (collective permutes), which adds partial scores up in memory, and\n"
-        "sums gradients whole. The compile option\n"
-        "`xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000` turns the rings off: a training\n"
-        "step of 2 layers on v5e:4x4 then takes 0.63 s at least, and not 3.30.\n\n"
         "What grows with the chips in sampling is the rollout itself, of which every chip gets\n"
         "the whole: 0.9 GB sent, and 1.4 GiB of memory more than on 256, on 1,024 chips."
     )
