@@ -91,7 +91,7 @@ def attend_parts(
         always = [part for part in parts if part.reached is None]
         sometimes = [part for part in parts if part.reached is not None]
         seen = [look_at(q_sqhd, always, scale, softcap)]
-        seen += [_look_if_reached(q_sqhd, part, scale, softcap) for part in sometimes]
+        seen += [look_at_part(q_sqhd, part, scale, softcap) for part in sometimes]
     else:
         seen = [look(q_sqhd, part, scale, softcap) for part in parts]
     _, total, values = _merged(seen)
@@ -153,12 +153,6 @@ def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float |
 
 def look_at_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
     """What the queries see of one part, nothing when none of them reaches it."""
-    if part.reached is None:
-        return look_at(q_sqhd, [part], scale, softcap)
-    return _look_if_reached(q_sqhd, part, scale, softcap)
-
-
-def _look_if_reached(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
     s, q, h, d = q_sqhd.shape
     k = part.v_mkcd.shape[1]
 
@@ -170,6 +164,8 @@ def _look_if_reached(q_sqhd: Array, part: Part, scale: float, softcap: float | N
         zero = jnp.zeros((*lead, 1), jnp.float32)
         return Seen(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
 
+    if part.reached is None:
+        return look(q_sqhd, part)
     return jax.lax.cond(part.reached, look, nothing, q_sqhd, part)
 
 
@@ -183,7 +179,7 @@ def put_columns(x: Array, new: Array, start: Array, axis: int, inside: Array | N
       new: like ``x``, with fewer entries along that axis.
       start: [] int32, the first column.
       axis: which.
-      inside: [] bool, False to leave ``x`` as it is; None where the columns are always within it.
+      inside: bool, broadcast against ``new``, False to leave ``x`` as it is there; None for True.
     """
     new = new.astype(x.dtype)
     if inside is not None:

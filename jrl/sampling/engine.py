@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.models.decode import block_of, width_of
+from jrl.models.decode import block_of, put_columns, width_of
 from jrl.models.recent import close, settle
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
@@ -268,10 +268,8 @@ def _put(x: Array, columns: Array, new: Array | bool, column: Array | None) -> A
     """
     values = jnp.broadcast_to(new, columns.shape).astype(x.dtype)
     if column is not None:
-        at = jnp.minimum(column, x.shape[1] - 1)
-        old = jax.lax.dynamic_slice_in_dim(x, at, 1, 1)
-        new = jnp.where((columns < x.shape[1])[:, None], values[:, None], old)
-        return jax.lax.dynamic_update_slice_in_dim(x, new, at, 1)
+        at, inside = jnp.minimum(column, x.shape[1] - 1), columns < x.shape[1]
+        return put_columns(x, values[:, None], at, 1, inside[:, None])
     # Row by row, so that rows on other devices are seen to be untouched.
     put = lambda row, at, value: row.at[at].set(value, mode="drop")  # noqa: E731
     return jax.vmap(put)(x, columns, values)
