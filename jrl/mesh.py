@@ -7,6 +7,7 @@ another table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -239,6 +240,12 @@ def free_axes() -> dict[str, int]:
     if mesh.empty:
         return {}
     return {a: n for a, n in mesh.shape.items() if a not in mesh.manual_axes}
+
+
+def parts_of(logical: str, size: int) -> int:
+    """Over how many devices the compiler divides an axis of this size; 1 if it does not divide."""
+    parts = math.prod(free_axes().get(axis, 1) for axis in RULES[logical])
+    return parts if size % parts == 0 else 1
 
 
 def divided() -> bool:

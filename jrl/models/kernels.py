@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jrl.errors import UserError, choose
-from jrl.mesh import RULES, free_axes, named_platform, platform
+from jrl.mesh import RULES, free_axes, named_platform, parts_of, platform
 from jrl.models.attention import Past, attend, attend_shared, visible
 from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
@@ -127,24 +127,18 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
         return how
     if where == "tpu" and exact and shape.keys >= _SHORTEST:
         return "splash"
-    context = _parts(RULES["length"], shape.queries)
-    own = shape.rows // _parts(RULES["batch"], shape.rows) * shape.queries // context * shape.keys
+    context = parts_of("length", shape.queries)
+    own = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
     if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
         return "cudnn"
-    scores = 4 * own * config.heads // _parts(RULES["heads"], config.kv_heads)
+    scores = 4 * own * config.heads // parts_of("heads", config.kv_heads)
     several = where == "cpu" and min(shape.queries, shape.keys) >= CPU_BLOCKWISE
     return "blockwise" if several or scores > DENSE_BYTES else "xla"
 
 
-def _parts(axes: tuple[str, ...], size: int) -> int:
-    """Over how many devices an array axis of this size is divided; 1 where it does not divide."""
-    parts = math.prod(free_axes().get(axis, 1) for axis in axes)
-    return parts if size % parts == 0 else 1
-
-
 def _over(axis: str, size: int) -> tuple[str, ...] | None:
     """The mesh axes that an array axis of this logical name and size is divided over."""
-    return RULES[axis] if _parts(RULES[axis], size) > 1 else None
+    return RULES[axis] if parts_of(axis, size) > 1 else None
 
 
 def _divided(function: Callable[..., Array], specs: tuple[Any, ...], *args: Any) -> Array:
@@ -378,7 +372,7 @@ def roomy_cache(
     """
     if _reads_caches(how):
         length = -(-length // _SHORTEST) * _SHORTEST
-        own = rows // _parts(RULES["batch"], rows) * heads // _parts(RULES["heads"], heads)
+        own = rows // parts_of("batch", rows) * heads // parts_of("heads", heads)
         pieces = 1 if own <= MOST_TABLES else pieces
     return init_cache(rows, length, weights, pieces)
 

@@ -6,8 +6,6 @@ the same ``Law``. Temperature and truncation are part of the policy, so ratios a
 
 from __future__ import annotations
 
-import math
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ import numpy as np
 from flax import struct
 
 from jrl.errors import UserError
-from jrl.mesh import RULES, free_axes
+from jrl.mesh import parts_of
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -309,7 +307,7 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
 
 def _block(vocab: int) -> int:
     """Tokens a block: where devices divide the vocabulary, so many that they divide the blocks."""
-    parts = math.prod(free_axes().get(axis, 1) for axis in RULES["vocab"])
+    parts = parts_of("vocab", vocab)
     sizes = [size for size in (64, 32, 16, 8) if vocab % (size * parts) == 0]
     return sizes[0] if parts > 1 and sizes else _BLOCK
 
