@@ -113,7 +113,7 @@ def test_the_slowest_of_three_decides_each_computation():
 
 def test_without_libtpu_the_way_to_install_it_is_said(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install .*libtpu"):
+    with pytest.raises(UserError, match=r"libtpu is not installed.*pip install \"jrl\[plan\]\""):
         compile_devices(parse_topology("v5e:2x2"))
 
 
