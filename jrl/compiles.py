@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,15 @@ _LEVEL = "xla_backend_optimization_level"
 
 STEP_LEVEL, SAMPLER_LEVEL = 1, 2
 """For ``compiler_options``, as measured."""
+
+
+def at_most(times: int) -> AbstractContextManager[None]:
+    """Notes in the compiled program how often the loops made in this context run, at most.
+
+    It is for readers of the program where a loop's condition does not tell, see ``train.hlo``. Of
+    loops inside each other the product counts.
+    """
+    return jax.named_scope(f"at_most_{times}")
 
 
 class CompileCounter:

@@ -441,16 +441,12 @@ class Cache(struct.PyTreeNode):
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
       column: [] int32, where rows that are given a token at a time have all as many own tokens, how
         many: what is written then goes into one column. None where rows differ.
-      recent: arrays like ``own`` of few columns, R, for the newest tokens, where ``own`` is written
-        R columns at a time; None where tokens go there at once. It holds those from the last
-        multiple of R on, ``own`` those before.
     """
 
     own: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
     column: Array | None = None
-    recent: Any = None
 
     def offsets(self) -> Array:
         """[S] int32: the position of each row's first own token."""

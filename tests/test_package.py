@@ -22,6 +22,7 @@ PACKAGE = ROOT / "jrl"
 BASE = {"types", "errors"}
 MAY_IMPORT = {
     "errors": set(),
+    "compiles": set(),
     "types": {"errors"},
     "mesh": BASE,
     "checkpoint": BASE,
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "rewards": BASE,
     "models": {*BASE, "mesh"},
     "data": {*BASE, "mesh", "models"},
-    "sampling": {*BASE, "mesh", "models"},
+    "sampling": {*BASE, "compiles", "mesh", "models"},
     "envs": {*BASE, "rewards"},
     "methods": {*BASE, "objectives"},
 }

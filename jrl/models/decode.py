@@ -24,7 +24,7 @@ from jrl.models.quant import quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
 
-AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 2, "experts": 1}
+AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3}
 """Which axis of a cache's arrays its columns are."""
 
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
       mask_sqc: [S, Q, C] bool, True where visible.
       reached: [] bool, False when no query sees any of it, which is then not read; None for always.
       k_scale: [M, K, 1, C] float32, what keys are multiplied by; None where they are floats.
-      v_scale: [M, K, C, 1] float32, the same for values.
+      v_scale: [M, K, 1, C] float32, the same for values.
     """
 
     k_mkdc: Array
@@ -137,7 +137,7 @@ def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float |
     def values_of(part: Part, weights: Array) -> Array:
         rows = weights.reshape(*part.v_mkcd.shape[:2], -1, weights.shape[-1])
         if part.v_scale is not None:
-            rows = rows * part.v_scale.transpose(0, 1, 3, 2)
+            rows = rows * part.v_scale
         values = product("mkrc,mkcd->mkrd", rows.astype(q_sqhd.dtype), part.v_mkcd, jnp.float32)
         return values.reshape(*weights.shape[:-1], d)
 
@@ -200,8 +200,8 @@ def write(
     """A piece of a layer's cache with live tokens' entries stored.
 
     Args:
-      old: "k" [S, K, h, C] and "v" [S, K, C, h]; as int8 with "k_scale" [S, K, 1, C] and "v_scale"
-        [S, K, C, 1], one float32 for each position and head.
+      old: "k" [S, K, h, C] and "v" [S, K, C, h]; as int8 with "k_scale" and "v_scale" [S, K, 1, C],
+        one float32 for each position and head.
       new: "k" and "v", each [S, K, Q, h].
       columns: [S, Q] int32, where in the piece each token goes.
       live: [S, Q] bool; False (and columns outside the piece) write nothing.
@@ -210,17 +210,11 @@ def write(
       always: whether that column is always in this piece.
     """
     chex.assert_equal_shape([columns, live])
-    size = old["v"].shape[2]
-    entries = {name: new[name] for name in ("k", "v")}
-    if "k_scale" in old:
-        rounded = {name: quantise_entries(x) for name, x in entries.items()}
-        entries = {name: x for name, (x, _) in rounded.items()}
-        entries |= {f"{name}_scale": scales for name, (_, scales) in rounded.items()}
-
+    size, entries = old["v"].shape[2], entries_of(old, new)
     if column is not None:
         at = jnp.clip(column, 0, size - 1)
         inside = None if always else (column >= 0) & (column < size)
-        turned = {n: x.swapaxes(2, 3) if n[0] == "k" else x for n, x in entries.items()}
+        turned = {n: x.swapaxes(2, 3) if AXES[n] == 3 else x for n, x in entries.items()}
         return {n: put_columns(old[n], x, at, AXES[n], inside) for n, x in turned.items()}
 
     columns = jnp.where(live & (columns >= 0), columns, size)
@@ -233,9 +227,24 @@ def write(
         return place.set(x_qk.transpose(axes).astype(old_k.dtype), mode="drop")
 
     return {
-        name: jax.vmap(functools.partial(put, turned=name[0] == "k"))(old[name], x, columns)
+        name: jax.vmap(functools.partial(put, turned=AXES[name] == 3))(old[name], x, columns)
         for name, x in entries.items()
     }
+
+
+def entries_of(held: dict[str, Array], new: dict[str, Array]) -> dict[str, Array]:
+    """New keys and values [S, K, Q, h] as a piece holds them; scales [S, K, Q, 1] if it has any."""
+    entries = {name: new[name] for name in ("k", "v")}
+    if "k_scale" not in held:
+        return entries
+    rounded = {name: quantise_entries(x) for name, x in entries.items()}
+    scales = {f"{name}_scale": scale for name, (_, scale) in rounded.items()}
+    return {name: x for name, (x, _) in rounded.items()} | scales
+
+
+def level(cache: Cache) -> Cache:
+    """The cache, empty, for rows that are given tokens together; see ``types.Network.level``."""
+    return cache.replace(column=jnp.int32(0))
 
 
 def init_cache(
@@ -261,16 +270,14 @@ class View(NamedTuple):
     """How queries look at one piece of a cache: the same in all layers with one window.
 
     Attributes:
-      kind: which of the cache's arrays, "own", "recent" or "prefix".
-      piece: which piece of them.
+      piece: which piece of the rows' own arrays; None for the prefix.
       mask: [S, Q, C] bool.
       columns: [S, Q] int32, where in the piece the tokens are written; None where they are not.
       column: [] int32, the same where it is one column of all rows; else None.
       reached: [] bool, whether to read it at all; None for always.
     """
 
-    kind: str
-    piece: int
+    piece: int | None
     mask: Array
     columns: Array | None = None
     column: Array | None = None
@@ -278,14 +285,14 @@ class View(NamedTuple):
 
     def held(self, cache: Cache, layer: int) -> dict[str, Array]:
         """The arrays of this piece."""
-        return getattr(cache, self.kind)[layer][self.piece]
+        return cache.prefix[layer][0] if self.piece is None else cache.own[layer][self.piece]
 
 
 def cache_views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[View]:
     """How queries at these positions [S, Q] look at each piece, and at the prefix, last."""
     reach = NO_WINDOW if window is None else np.int32(window)
     offsets = cache.offsets()[:, None]
-    level = cache.column if positions.shape[1] == 1 else None
+    together = cache.column if positions.shape[1] == 1 else None
     views, start = [], 0
     for piece, held in enumerate(cache.own[0]):
         columns = positions - offsets - start
@@ -293,39 +300,17 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
         place = jnp.arange(size, dtype=jnp.int32)[None, None, :]
         distance = columns[:, :, None] - place
         mask = (distance >= 0) & (distance < reach)
-        if cache.recent is not None:
-            settled = block_of(cache)[0] - start
-            views.append(View("own", piece, mask & (place < settled), reached=settled > 0))
-        else:
-            # The first piece is always read, so that every query has something to see.
-            reached = None if piece == 0 else jnp.any(live & (columns >= 0))
-            column = None if level is None else level - start
-            views.append(View("own", piece, mask, columns, column, reached))
+        # The first piece is always read, so that every query has something to see.
+        reached = None if piece == 0 else jnp.any(live & (columns >= 0))
+        column = None if together is None else together - start
+        views.append(View(piece, mask, columns, column, reached))
         start += size
-    if cache.recent is not None:
-        column, width = block_of(cache)[1], width_of(cache.recent)
-        distance = column - jnp.arange(width, dtype=jnp.int32)[None, None, :]
-        mask = jnp.broadcast_to((distance >= 0) & (distance < reach), (*positions.shape, width))
-        columns = jnp.broadcast_to(column, positions.shape)
-        views.append(View("recent", 0, mask, columns, column))
     if cache.prefix is not None:
         (held,) = cache.prefix[0]
         place = jnp.arange(held["v"].shape[2], dtype=jnp.int32)[None, None, :]
         mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
-        views.append(View("prefix", 0, mask))
+        views.append(View(None, mask))
     return views
-
-
-def width_of(own: Any) -> int:
-    """Columns of the first piece of a cache's own, recent or prefix arrays."""
-    return own[0][0]["v"].shape[2]
-
-
-def block_of(cache: Cache) -> tuple[Array, Array]:
-    """The own column that a cache's block of newest tokens begins at, and how many it holds."""
-    assert cache.column is not None
-    held = cache.column % width_of(cache.recent)
-    return cache.column - held, held
 
 
 # ---------------------------------------------------------------- the weights

@@ -23,9 +23,8 @@ from jrl.models.attention import Past, attend, attend_shared, visible
 from jrl.models.blockwise import blockwise
 from jrl.models.config import ModelConfig
 from jrl.models.cudnn import cudnn
-from jrl.models.decode import Part, Seen, attend_parts, look_at_part
+from jrl.models.decode import Part, Seen, attend_parts, look_at_part, write
 from jrl.models.flash import Kernel, Marks, Place, attend_places
-from jrl.models.recent import begin
 from jrl.types import Array, Cache
 
 ATTENTION = ("auto", "blockwise", "cudnn", "splash", "xla")
@@ -141,7 +140,7 @@ def _over(axis: str, size: int) -> tuple[str, ...] | None:
     return RULES[axis] if parts_of(axis, size) > 1 else None
 
 
-def _divided(function: Callable[..., Array], specs: tuple[Any, ...], *args: Any) -> Array:
+def _divided(function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) -> Any:
     """``function`` of each device's own part; the compiler does not divide a kernel.
 
     Args:
@@ -356,6 +355,11 @@ def _reads_caches(how: str) -> bool:
     return how == "splash" or (how == "auto" and platform() == "tpu")
 
 
+def _in_tiles(how: str) -> bool:
+    """Whether caches are made for kernels: on TPUs all are written by one."""
+    return how == "splash" or platform() == "tpu"
+
+
 def roomy_cache(
     how: str,
     heads: int,
@@ -365,26 +369,38 @@ def roomy_cache(
     weights: Any = None,
     pieces: int = 1,
 ) -> Cache:
-    """A network's ``init_cache``, and where a kernel reads caches the lengths that it can read.
+    """A network's ``init_cache``, and where kernels read or write caches in the lengths they take.
 
-    The kernel finds what is in use by itself, so that one piece does, unless the rows are too many
-    for it.
+    The kernel that reads finds what is in use by itself, so that one piece does, unless the rows
+    are too many for it.
     """
-    if _reads_caches(how):
-        length = -(-length // _SHORTEST) * _SHORTEST
+    if _in_tiles(how):
+        tiles = -(-length // _SHORTEST)
+        length = tiles * _SHORTEST
         own = rows // parts_of("batch", rows) * heads // parts_of("heads", heads)
-        pieces = 1 if own <= MOST_TABLES else pieces
+        alone = _reads_caches(how) and own <= MOST_TABLES
+        pieces = 1 if alone else max(n for n in range(1, pieces + 1) if tiles % n == 0)
     return init_cache(rows, length, weights, pieces)
 
 
-def level_cache(how: str, cache: Cache) -> Cache:
-    """An empty cache for rows that are given tokens together, one at a time.
+def write_at(how: str, config: ModelConfig) -> Callable[..., dict[str, Array]]:
+    """How new tokens enter a piece of a layer's cache; see ``decode.write``."""
+    if not _in_tiles(how):
+        return write
+    from jrl.models.cache_write import takes, write_columns  # Pallas takes long to import
 
-    Where a kernel reads it, and on TPUs, writing one column would cost a copy of it: there it is
-    written a block at a time, or as it would be for other rows.
-    """
-    level = cache.replace(column=jnp.int32(0))
-    if platform() != "tpu" and not _reads_caches(how):
-        return level
-    blocks = begin(level)
-    return cache if blocks.recent is None else blocks
+    kernel = functools.partial(write_columns, interpret=platform() != "tpu")
+
+    def put(
+        held: dict[str, Array], new: dict[str, Array], columns: Array, live: Array, **where: Any
+    ) -> dict[str, Array]:
+        batch = _over("batch", columns.shape[0])
+        several = columns.shape[1] > 1 or (batch is None and _over("batch", 0))
+        if several or not takes(held):
+            return write(held, new, columns, live, **where)
+        spec = PartitionSpec(batch, _over("kv_heads", config.kv_heads))
+        kept = {name: x for name, x in held.items() if x.ndim == 4}
+        specs = dict.fromkeys(kept, spec), dict.fromkeys(new, spec), PartitionSpec(batch)
+        return _divided(kernel, specs, kept, new, jnp.where(live, columns, -1)[:, 0])
+
+    return put

@@ -236,7 +236,7 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
                 "k": k.astype(jnp.int8),
                 "v": v.astype(jnp.int8),
                 "k_scale": k[:, :, :1].astype(jnp.float32),
-                "v_scale": v[:, :, :, :1].astype(jnp.float32),
+                "v_scale": k[:, :, :1].astype(jnp.float32),
             }
 
         return Cache(own=tuple(tuple(map(short, pieces)) for pieces in empty.own))

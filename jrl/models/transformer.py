@@ -30,7 +30,7 @@ from jrl.models.attention import (
     visible,
 )
 from jrl.models.config import ModelConfig
-from jrl.models.decode import Part, View, cache_views, init_cache, prepare, write
+from jrl.models.decode import Part, View, cache_views, init_cache, level, prepare
 from jrl.models.grouped import KERNELS
 from jrl.models.kernels import (
     ATTENTION,
@@ -38,12 +38,12 @@ from jrl.models.kernels import (
     Owners,
     Shape,
     kernel_for,
-    level_cache,
     look_at_both,
     look_at_parts,
     look_at_rows,
     roomy_cache,
     scale_of,
+    write_at,
 )
 from jrl.models.product import PRODUCT, contract
 from jrl.models.routing import record
@@ -495,7 +495,8 @@ def extend(
         none = jax.tree.map(jnp.zeros_like, turns)
         turns = jax.lax.cond(live.any(), lambda: turns, lambda: none)
     at_parts = look_at_parts(options.attention, config)
-    written, entries = "own" if cache.recent is None else "recent", []
+    put = write_at(options.attention, config)
+    entries: list[tuple] = []
 
     def bind_cache(i: int, views: list[View]) -> Mix:
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
@@ -503,9 +504,8 @@ def extend(
             for view in views:
                 held = view.held(cache, i)
                 if view.columns is not None:
-                    new = {"k": k, "v": v}
-                    alone = len(getattr(cache, written)[i]) == 1
-                    held = write(held, new, view.columns, live, column=view.column, always=alone)
+                    new, alone = {"k": k, "v": v}, len(cache.own[i]) == 1
+                    held = put(held, new, view.columns, live, column=view.column, always=alone)
                     held = {
                         n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
                     }
@@ -524,13 +524,12 @@ def extend(
             config, weights["layers"][i], x_sqd, live, turn, mix, None, options
         )
         if routing.experts is not None and "experts" in cache.own[i][0]:
-            old = getattr(cache, written)[i]
-            new = record(old, new, routing.experts, views[window], live)
+            new = record(cache.own[i], new, routing.experts, views[window], live)
         entries.append(new)
     with jax.named_scope("final_norm"):
         x_sqd = rms_norm(x_sqd, weights["final_norm"], config)
     column = None if cache.column is None else cache.column + tokens.shape[1]
-    return x_sqd, cache.replace(column=column, **{written: tuple(entries)})
+    return x_sqd, cache.replace(column=column, own=tuple(entries))
 
 
 def fill(
@@ -600,7 +599,7 @@ def transformer(
         prepare=bind(prepare, config=config, gather=gather),
         init_cache=bind(roomy_cache, attention, config.kv_heads, bind(init_cache, config=config)),
         extend=bind(extend, config=config, options=sampling),
-        level=bind(level_cache, attention),
+        level=level,
         fill=bind(fill, config=config, options=sampling),
         hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
         head=bind(head, config=config),

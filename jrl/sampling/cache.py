@@ -52,15 +52,14 @@ def rows_of(cache: Cache, rows: Array) -> Cache:
 def take(cache: Cache, source: Array) -> Cache:
     """Row i continues row ``source[i]``; prefixes are copied, since any rows may stand together."""
     pick = lambda tree, rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)  # noqa: E731
-    own, recent = pick(cache.own, source), pick(cache.recent, source)
+    own = pick(cache.own, source)
     if cache.prefix is None:
-        return cache.replace(own=own, recent=recent)
+        return cache.replace(own=own)
     assert cache.prefix_lengths is not None
     members = jax.tree.leaves(cache.own)[0].shape[0] // cache.prefix_lengths.shape[0]
     blocks = source // members
     return cache.replace(
         own=own,
-        recent=recent,
         prefix=pick(cache.prefix, blocks),
         prefix_lengths=jnp.take(cache.prefix_lengths, blocks),
     )

@@ -19,6 +19,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 
+from jrl.compiles import at_most
 from jrl.errors import UserError
 from jrl.mesh import constrain
 from jrl.sampling.cache import put_prefixes, rows_of, take
@@ -454,7 +455,9 @@ def _finish(
             running = jnp.sum(run.slots.stop == StopReason.RUNNING)
             return (run.waiting < rows) | (running > first)
 
-        run = jax.lax.while_loop(goes_on, chunked, run)
+        # As many rounds of whole lengths as there would be if nothing ended early.
+        with at_most(-(-rows // plan.slots)):
+            run = jax.lax.while_loop(goes_on, chunked, run)
     else:
         run = advance(run, width, first)
     for size, until in zip(plan.smaller, later, strict=True):
@@ -513,7 +516,8 @@ def _refill(run: Run, jobs: Jobs, block: int) -> Run:
         )
 
     more = lambda run: jnp.any(ended(run)) & (run.waiting < rows)  # noqa: E731
-    return jax.lax.while_loop(more, refill_one, run)
+    with at_most(run.seats.shape[0] // block):
+        return jax.lax.while_loop(more, refill_one, run)
 
 
 def _compact(run: Run, size: int) -> Run:

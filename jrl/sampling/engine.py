@@ -9,7 +9,7 @@ requests that come one by one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import chex
@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from jrl.compiles import at_most
 from jrl.errors import UserError
-from jrl.models.decode import block_of, put_columns, width_of
-from jrl.models.recent import close, settle
+from jrl.models.decode import put_columns
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
@@ -230,35 +230,9 @@ def counted_decode(
         )
         return i + 1, slots
 
-    carry = jnp.int32(0), slots
-    if slots.cache.recent is not None:
-        count, slots = _by_blocks(one_token, running, carry)
-    else:
-        count, slots = jax.lax.while_loop(running, one_token, carry)
+    with at_most(steps if isinstance(steps, int) else width):
+        count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
     return slots, count
-
-
-def _by_blocks(
-    one_token: Callable[[tuple[Array, Slots]], tuple[Array, Slots]],
-    running: Callable[[tuple[Array, Slots]], Array],
-    carry: tuple[Array, Slots],
-) -> tuple[Array, Slots]:
-    """The loop over tokens in blocks, after each of which the cache itself is written."""
-    size = width_of(carry[1].cache.recent)
-    most = -(-carry[1].tokens.shape[1] // size)
-
-    def fill(carry: tuple[Array, tuple[Array, Slots]]) -> tuple[Array, tuple[Array, Slots]]:
-        return carry[0] + 1, one_token(carry[1])
-
-    def one_block(carry: tuple[Array, tuple[Array, Slots]]) -> tuple:
-        done, (i, slots) = carry
-        more = lambda carry: (carry[0] < size) & running(carry[1])  # noqa: E731
-        _, (i, slots) = jax.lax.while_loop(more, fill, (block_of(slots.cache)[1], (i, slots)))
-        return done + 1, (i, slots.replace(cache=settle(slots.cache)))
-
-    # That the loops are bounded by numbers tells a reader of the program how much it does.
-    more = lambda carry: (carry[0] < most) & running(carry[1])  # noqa: E731
-    return jax.lax.while_loop(more, one_block, (jnp.int32(0), carry))[1]
 
 
 def _put(x: Array, columns: Array, new: Array | bool, column: Array | None) -> Array:
@@ -316,7 +290,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     return slots.replace(
-        cache=close(slots.cache),
+        cache=slots.cache.replace(column=None),
         pending=jnp.where(back, newest, slots.pending),
         lengths=lengths,
         tokens=jnp.where(kept, slots.tokens, 0),
@@ -349,7 +323,7 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
     # The cache lacks the pending token, and must go on lacking the newest one.
     fed = jnp.concatenate([slots.pending[:, None], tokens[:, :-1]], axis=1)
     positions = (slots.prompt_lengths + slots.lengths - 1)[:, None] + column
-    old = close(slots.cache)
+    old = slots.cache.replace(column=None)
     _, cache = network.extend(weights, old, fed, positions, column < counts[:, None])
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
     here = (offset >= 0) & (offset < counts[:, None])

@@ -222,7 +222,9 @@ def _count_runs(program: _Program, name: str, times: float, runs: dict[str, floa
 
 
 def _trips(condition: dict[str, Operation], loop: Operation) -> float:
-    """How often a loop runs at most: the least that a counter is compared with."""
+    """How often a loop runs at most: what was said of it, or the least of a counter's bounds."""
+    if said := re.search(r'op_name="[^"]*at_most_(\d+)/while"', loop.text):
+        return float(said[1])
     if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
         return float(known[1])
     bounds = []
@@ -342,6 +344,8 @@ def _bytes_moved(
         called = re.search(r"calls=%([\w.\-]+)", operation.text)
         assert called is not None
         return _fusion_bytes(program.computations[called[1]], operation, sources)
+    if said := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
+        return float(said[1])  # a kernel that knows better than the sizes of what it is given
     reads = [a.bytes for s in sources for a in s.outputs[:1] if a.main]
     writes = [a.bytes for a in operation.outputs if a.main]
     if operation.kind in ("copy-start", "collective-permute-start", "all-gather-start"):

@@ -56,6 +56,27 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
+def test_a_loop_that_says_how_often_it_runs_is_believed():
+    """Under a bound of its own, such as a program that draws tokens until a queue is empty."""
+    loop = "condition=%condition, body=%body"
+    said = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/at_most_2/at_most_7/while"}}')
+    assert totals(said)[0] == 7 / 5 * totals(LOOP)[0]
+    outer = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/at_most_7/while/body/while"}}')
+    assert totals(outer)[0] == totals(LOOP)[0]
+
+
+def test_a_kernel_that_says_what_it_moves_is_believed():
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: f32[8,1024]) -> f32[8,1024] {
+  %a = f32[8,1024]{1,0} parameter(0)
+  ROOT %k = f32[8,1024]{1,0} custom-call(%a), backend_config={"cost":{"bytes_accessed":"640"}}
+}
+"""
+    assert totals(text)[1] == 640
+    assert totals(text.replace("bytes_accessed", "other"))[1] == 2 * 4 * 8 * 1024
+
+
 def test_what_is_said_of_a_kernel_may_have_ends_of_line():
     said = 'custom-call(%a), frontend_attributes={kernel_metadata={\n"block": "{512}"\n}}, x={}'
     kernel = f"  %k = f32[8,16]{{1,0}} {said}\n"

@@ -16,6 +16,7 @@ MODEL = {
     "max_length": 512,
 }
 FORWARD, FILL = "splash_mha_fwd_segmented_residuals", "splash_mha_fwd_residuals"
+WRITE = "write_columns"
 BACKWARD = ["splash_mha_dkv_segmented_no_residuals", "splash_mha_dq_segmented_no_residuals"]
 
 
@@ -32,15 +33,18 @@ def run(mesh, attention="auto", **sizes):
 
 
 @needs_libtpu
-def test_the_sampler_for_v5e_reads_its_cache_by_the_kernel():
-    """In the loop over tokens one call for prompts and one for own keys, on every chip's part.
+@pytest.mark.parametrize("slots", [0, 2], ids=["together", "in a queue"])
+def test_the_sampler_for_v5e_reads_and_writes_its_cache_by_kernels(slots):
+    """In the loop over tokens one call for prompts, one for own keys and one that writes them.
 
-    No array as large as the keys of the 4 rows a chip has, 128 columns of a head, is copied there.
+    No array as large as a chip's keys, 128 columns of a head for each of its rows, is copied there.
     """
-    asked = run({"data": 2, "fsdp": 4, "tensor": 2})
+    mesh = {"data": 16} if slots else {"data": 2, "fsdp": 4, "tensor": 2}
+    asked = run(mesh)
+    asked["sampling"]["slots"] = slots
     found = ask("kernels", asked, "v5e:4x4", ["sampler"])["sampler"]
-    assert found.pop("copied") < 4 * 128 * 128
-    assert found == {"kernels": [FILL, FILL], "in_loop": 2, "devices": 16}
+    assert found.pop("copied") < (slots or 4) * 128 * 128
+    assert found == {"kernels": [FILL, FILL, WRITE], "in_loop": 3, "devices": 16}
 
 
 @needs_libtpu
@@ -59,8 +63,8 @@ def test_both_programs_run_attention_on_the_kernels(topology, mesh):
     """
     chips = 16 if topology == "v5e:4x4" else 64
     found = ask("kernels", run(mesh, layers=2), topology, ["sampler", "train_step"])
-    assert found["sampler"]["kernels"] == sorted([FORWARD, *[FILL] * 4])
-    assert found["sampler"]["in_loop"] == 4
+    assert found["sampler"]["kernels"] == sorted([FORWARD, *[FILL] * 4, WRITE, WRITE])
+    assert found["sampler"]["in_loop"] == 6
     step = found["train_step"]["kernels"]
     assert set(step) == {FORWARD, *BACKWARD}
     assert [step.count(name) for name in (FORWARD, *BACKWARD)] == [3, 3, 3]
@@ -76,4 +80,5 @@ def test_windows_and_caps_run_on_the_kernels_and_plain_attention_on_none():
     found = ask("kernels", run(mesh, **sizes), "v5e:4x4", ["train_step"])["train_step"]
     assert [found["kernels"].count(name) for name in (FORWARD, *BACKWARD)] == [6, 6, 6]
     plain = ask("kernels", run({"data": 16}, "xla"), "v5e:4x4", ["sampler", "train_step"])
-    assert all(program["kernels"] == [] for program in plain.values())
+    assert set(plain["sampler"]["kernels"]) == {WRITE}
+    assert plain["train_step"]["kernels"] == []

@@ -1,4 +1,4 @@
-"""A cache that is written a block of columns at a time against one that is written every token."""
+"""Where a cache is written: in one column of all rows, in each row's own, and by the kernel."""
 
 from functools import cache, partial
 
@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models import quant, recent, routing
+from jrl.models import kernels, quant, routing
 from jrl.models.config import ModelConfig
-from jrl.models.decode import block_of, width_of
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.continuous import generate
 from jrl.sampling.draw import make_law
 from jrl.sampling.engine import decode, extend, fork, prefill, rewind, sequence_keys, start
-from jrl.types import Cache, StopReason
+from jrl.types import StopReason
 
 SIZES = {
     "vocab_size": 16,
@@ -36,19 +35,15 @@ LENGTHS = np.array([5, 2], np.int32)
 STOPS = (3,)
 
 
-def level(cache):
-    return recent.begin(cache.replace(column=jnp.int32(0)))
-
-
 def networks(kind):
-    """The same network, its cache written every token and in blocks."""
+    """The same network, its cache written in each row's own column and, where it can, in one."""
     config = SPARSE if kind == "experts" else DENSE
-    network = transformer(config)._replace(level=None)
+    network = transformer(config)
     if kind == "experts":
         network = routing.recording(network, config)
     if kind == "int8":
         network = quant.sampler(network, config, weights="same", cache="int8")
-    return network, network._replace(level=level)
+    return network._replace(level=None), network
 
 
 @cache
@@ -60,35 +55,39 @@ def prompts():
     return np.random.default_rng(0).integers(0, 16, (N, P)).astype(np.int32)
 
 
-def drawn(network, params, shrink):
+def drawn(network, params, **choices):
     sample = partial(generate, network=network, group=G, max_new_tokens=T, stop_tokens=STOPS)
     args = (prompts(), LENGTHS, make_law(0.9), jnp.int32(4), np.arange(N))
-    return jax.device_get(jit(partial(sample, shrink=shrink))(jax.random.key(1), params, *args))
+    return jax.device_get(jit(partial(sample, **choices))(jax.random.key(1), params, *args))
 
 
-@pytest.mark.parametrize(
-    ("kind", "shrink"), [("dense", True), ("int8", False), ("experts", False)], ids=str
-)
-def test_what_is_drawn_is_the_same(kind, shrink):
-    each, blocks = networks(kind)
+@pytest.mark.parametrize("kind", ["dense", "int8", "experts"])
+def test_what_is_drawn_is_the_same_however_it_is_written(kind, monkeypatch):
+    """In one column of all rows; and as on TPUs, in tiles by the kernel, with rows that queue."""
+    each, together = networks(kind)
     expected = drawn(each, params(each), shrink=False)
-    got = drawn(blocks, params(each), shrink)
     assert (expected.lengths > 16).sum() > 2
     assert (expected.lengths < 16).any()
-    for name in ("tokens", "lengths", "stop", "versions"):
-        assert np.array_equal(getattr(got, name), getattr(expected, name)), name
-    # A router turns what is rounded into another weight of an expert.
-    atol = 1e-4 if kind == "experts" else 1e-5
-    np.testing.assert_allclose(got.sampler_logprobs, expected.sampler_logprobs, atol=atol)
-    if kind == "experts":
-        assert np.array_equal(got.routing.tokens, expected.routing.tokens)
+    found = [drawn(together, params(each), shrink=kind == "dense")]
+    monkeypatch.setattr(kernels, "_in_tiles", lambda how: True)
+    found.append(drawn(each, params(each), slots=3, shrink=False))
+    for got in found:
+        for name in ("lengths", "stop", "versions"):
+            assert np.array_equal(getattr(got, name), getattr(expected, name)), name
+        # What lies behind an end is what was in the slot before.
+        assert np.array_equal(got.tokens[got.mask], expected.tokens[got.mask])
+        # A router turns what is rounded into another weight of an expert.
+        atol = 1e-4 if kind == "experts" else 1e-5
+        np.testing.assert_allclose(got.sampler_logprobs, expected.sampler_logprobs, atol=atol)
+        if kind == "experts":
+            assert np.array_equal(got.routing.tokens, expected.routing.tokens)
 
 
-def test_from_the_middle_of_a_block():
-    """Forked, taken back and given a tool's tokens after 20 tokens, of which the block holds 4."""
-    each, blocks = networks("dense")
+def test_rows_that_began_together_go_on_apart():
+    """Forked, taken back and given a tool's tokens after 20 tokens."""
+    each, together = networks("dense")
     ends = []
-    for network in (each, blocks):
+    for network in (each, together):
         weights = jit(network.prepare)(params(each))
         store = jit(partial(prefill, network=network))(weights, prompts(), LENGTHS)
         sized = {"network": network, "weights": weights, "length": T}
@@ -104,8 +103,7 @@ def test_from_the_middle_of_a_block():
         )
         run = jit(partial(decode, network=network, steps=20, stop_tokens=()))
         slots = run(weights, slots, jnp.int32(1))
-        if network is blocks:
-            assert [int(x) for x in block_of(slots.cache)] == [16, 4]
+        assert slots.cache.column is None if network is each else slots.cache.column == 20
         slots = fork(slots, jnp.arange(N * G)[::-1], slots.keys)
         slots = rewind(slots, jnp.array([20, 3, 17, 16, 15, 9, 20, 18], jnp.int32))
         tool = np.random.default_rng(3).integers(0, 16, (N * G, 3)).astype(np.int32)
@@ -115,33 +113,4 @@ def test_from_the_middle_of_a_block():
         assert np.array_equal(getattr(ends[0], name), getattr(ends[1], name)), name
     np.testing.assert_allclose(ends[0].logprobs, ends[1].logprobs, atol=1e-5)
     assert (ends[1].stop == StopReason.RUNNING).all()
-    assert ends[1].cache.recent is None
-
-
-@pytest.mark.parametrize("column", [16, 32, 48, 37])
-def test_a_block_goes_where_it_belongs(column):
-    def layer(columns, first):
-        numbers = np.arange(first, first + columns, dtype=np.float32)
-        v = np.broadcast_to(numbers[:, None], (2, 3, columns, 5))
-        return {"k": v.swapaxes(2, 3), "v": v}
-
-    sizes = (32, 16)
-    own = (tuple(jax.tree.map(np.zeros_like, layer(n, 0)) for n in sizes),)
-    held = recent.begin(Cache(own=own, column=jnp.int32(column)))
-    width, first = width_of(held.recent), column - (column % 16 or 16)
-    assert width == 16
-    held = held.replace(recent=((layer(16, 100),),))
-    expected = np.zeros(48)
-    expected[first : first + 16] = np.arange(100, 116)
-    moved = recent.settle(held) if column % 16 == 0 else recent.close(held)
-    for name, axis in (("k", 3), ("v", 2)):
-        whole = np.concatenate([piece[name] for piece in moved.own[0]], axis=axis)
-        assert np.array_equal(np.moveaxis(whole, axis, 0)[:, 1, 2, 3], expected)
-    untouched = recent.close(held) if column % 16 == 0 else recent.settle(held)
-    assert all(not np.asarray(x).any() for x in jax.tree.leaves(untouched.own))
-
-
-def test_caches_that_do_not_fall_into_blocks_have_none():
-    for network, columns in ((networks("dense")[0], 40), (networks("dense")[0], 16)):
-        empty = network.init_cache(2, columns)
-        assert level(empty).recent is None
+    assert ends[1].cache.column is None
