@@ -213,32 +213,53 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
 
 
 def test_few_layers_give_the_line_to_all_of_them(monkeypatch):
-    gib = plan_memory.GIB
+    """Of a program that spells its layers out; a training step of like layers is compiled whole."""
+    gib, asked = plan_memory.GIB, []
 
-    def shallow(config, topology, **options):
-        layers = config.model.config["layers"]
+    def shallow(run, topology, names, *options):
+        layers = run.model.layers
+        asked.append((layers, *names))
         sizes = {"weights": gib, "temporaries": layers * gib, "total": (1 + layers) * gib}
         sent = {"all-gather/fsdp": 5.0 * layers, f"odd/{layers}": 1.0}
         bound = {"compute": 2.0, "memory": 1.0 * layers, "network": 0.0}
         program = plan.Program(
             sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1
         )
-        return plan.Plan(topology, {"fsdp": 4}, {"train_step": program}, True, [], layers, 6)
+        return dict.fromkeys(names, program)
 
-    monkeypatch.setattr(plan, "make_plan", shallow)
+    def quick(**model):
+        asked.clear()
+        return plan.quick_plan(tiny(model=TINY | model), parse_topology("v5e:2x2"))
+
+    monkeypatch.setattr(plan, "_programs", shallow)
     mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
     monkeypatch.setattr(plan, "_mesh", lambda config, topology: mesh)
-    found = plan.quick_plan(tiny(model=TINY | {"layers": 20}), parse_topology("v5e:2x2"))
-    (program,) = found.programs.values()
-    assert found.layers == (2, 4)
+    found = quick(layers=20)
+    assert asked == [(20, "train_step"), (2, "sampler"), (4, "sampler")]
+    assert list(found.programs) == ["sampler", "train_step"]
+    program = found.programs["sampler"]
+    assert (program.layers, found.programs["train_step"].layers) == ((2, 4), ())
     assert program.bytes_per_chip == {"weights": gib, "temporaries": 20 * gib, "total": 21 * gib}
     assert (found.fits, program.fits) == (False, False)
-    assert found.remedies[0] == "train_step: 5.0 GiB too much on each chip"
+    assert found.remedies[0] == "sampler: 5.0 GiB too much on each chip"
     assert (program.flops, program.roofline_seconds, program.compile_seconds) == (43, 22, 2)
     # what only the deeper program sends grows, what only the shallower one sends is not below none
     assert program.collective_bytes == {"all-gather/fsdp": 100, "odd/2": 0, "odd/4": 9}
     # four layers need no line
-    assert plan.quick_plan(tiny(), parse_topology("v5e:2x2")).layers == ()
+    quick(layers=4)
+    assert asked == [(4, "sampler", "train_step")]
+    quick(layers=20, experts=4, experts_per_token=2, expert_mlp_dim=8, expert_pattern=[False, True])
+    assert asked == [(20,), (4, "sampler", "train_step"), (8, "sampler", "train_step")]
+
+
+def test_a_line_downwards_takes_nothing_from_what_was_seen():
+    """XLA may need less room for a deeper program; that is no reason to expect none at all."""
+    low, high = (
+        plan.Program({"weights": w, "temporaries": t, "total": w + t}, True, *[None] * 5, 1.0)
+        for w, t in ((1.0, 9.0), (2.0, 6.0))
+    )
+    found = plan._line(low, high, 50.0, parse_topology("v5e:2x2"))
+    assert found.bytes_per_chip == {"weights": 51.0, "temporaries": 6.0, "total": 57.0}
 
 
 def test_every_way_in_which_xla_lacks_memory_is_understood():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +26,9 @@ from jrl.train import setup as build
 from jrl.train.chips import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
 from jrl.train.hlo import Cost, program_costs
 from jrl.train.plan_memory import cache_bytes, prepared_bytes, remedies, state_bytes
-from jrl.train.plan_run import abstract_batch, abstract_run, lower_sampler, lower_step, run_model
-from jrl.train.policies import run_task
+from jrl.train.plan_run import abstract_batch, abstract_run, lower_sampler, lower_step
+
+PROGRAMS = ("sampler", "train_step")
 
 
 class Program(NamedTuple):
@@ -44,6 +45,8 @@ class Program(NamedTuple):
       roofline_seconds: no run is faster on chips with these figures.
       bound: what that time is spent on: "compute", "memory" and "network", seconds each.
       compile_seconds: what compiling took here.
+      layers: of the two shallower programs through which a line gave these numbers; empty where it
+        is the run's own program.
     """
 
     bytes_per_chip: dict[str, float]
@@ -54,6 +57,7 @@ class Program(NamedTuple):
     roofline_seconds: float | None
     bound: dict[str, float] | None
     compile_seconds: float
+    layers: tuple[int, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -67,8 +71,6 @@ class Plan(NamedTuple):
       remedies: what would make it fit; empty when it does.
       parameters: numbers in the policy.
       tokens: completion tokens of a step, at most.
-      layers: those of the programs that were compiled, where the numbers come from a line through
-        shallower ones; empty where the run's own programs were.
       rollout_mesh: of the sampler's devices where they are others; None where they are the same.
       move_seconds: what the weights' way to those devices takes.
     """
@@ -80,7 +82,6 @@ class Plan(NamedTuple):
     remedies: list[str]
     parameters: int
     tokens: int
-    layers: tuple[int, ...] = ()
     rollout_mesh: dict[str, int] | None = None
     move_seconds: float = 0.0
 
@@ -123,39 +124,10 @@ def make_plan(
     Raises:
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
     """
-    mesh = _mesh(config, topology)
-    if mesh.size != topology.chips:
-        raise UserError(
-            f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
-            "product of its axes the number of chips, or set one axis to -1"
-        )
-    run = abstract_run(config, mesh)
-    kept = state_bytes(run)
-    lowering = {"sampler": lower_sampler, "train_step": lower_step}
-    programs: dict[str, Program] = {}
-    for name, lower in lowering.items():
-        if placement not in ("colocated", name):
-            continue
-        lowered = lower(run)
-        if lowered is None:
-            continue
-        echo(f"compiling {name} for {topology.name} ...")
-        resident = {}
-        if name == "sampler" and placement == "colocated":
-            resident = {k: v for k, v in kept.items() if k != "weights"}
-        options = {"exec_time_optimization_effort": effort} if effort else None
-        programs[name] = _compile(lowered, options, run, topology, name, kept, resident)
-    changes = [r for n, p in programs.items() for r in remedies(run, topology, n, p.bytes_per_chip)]
-    tokens = config.train.prompts * abstract_batch(run).tokens.shape[1]
-    return Plan(
-        topology=topology,
-        mesh=dict(mesh.shape.items()),
-        programs=programs,
-        fits=all(p.fits for p in programs.values()),
-        remedies=changes,
-        parameters=count_params(run.model),
-        tokens=tokens * abstract_batch(run).tokens.shape[2],
-    )
+    run = _abstract_run(config, topology)
+    wanted = PROGRAMS if placement == "colocated" else (placement,)
+    programs = _programs(run, topology, wanted, placement, effort, echo)
+    return _judged(run, topology, programs)
 
 
 def quick_plan(
@@ -166,26 +138,39 @@ def quick_plan(
     placement: str = "colocated",
     effort: float = -1.0,
 ) -> Plan:
-    """``make_plan`` from the same model with few layers, twice, and a line through the two.
+    """``make_plan``, but a program that spells its layers out is compiled for few of them, twice.
 
-    Layers are alike, so that bytes, operations and collectives grow in a line with their number;
-    what XLA does differently in a deep program is missed. Arguments are those of ``make_plan``.
+    That is the sampler, and the training step of a model whose layers are not all of one kind. A
+    line goes through the two: layers are alike, so that bytes, operations and collectives grow in a
+    line with their number; what XLA does differently in a deep program is missed. Arguments are
+    those of ``make_plan``.
     """
-    model = run_model(config, run_task(config))
+    run = _abstract_run(config, topology)
+    model, sizes = run.model, config.model.config
     period = int(np.lcm.reduce([len(p) for p in _patterns(model)]))
     low, high = 2 * period, 4 * period
-    if model.layers <= high or config.model.config is None:
+    if model.layers <= high or sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
-    plans = []
-    for layers in (low, high):
-        shallow = {**config.model.config, "layers": layers}
-        table = config.model.model_copy(update={"config": shallow})
-        chosen = config.model_copy(update={"model": table})
-        planned = make_plan(chosen, topology, echo=echo, placement=placement, effort=effort)
-        plans.append(planned)
-    mesh = _mesh(config, topology)
-    run = abstract_run(config, mesh)
+    wanted = PROGRAMS if placement == "colocated" else (placement,)
+    spelt = PROGRAMS if len(set(model.sparse)) > 1 else ("sampler",)
+    whole = [name for name in wanted if name not in spelt]
+    rest = [name for name in wanted if name in spelt]
+    programs = _programs(run, topology, whole, placement, effort, echo)
+    few = []
+    for layers in (low, high) if rest else ():
+        table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
+        shallow = _abstract_run(config.model_copy(update={"model": table}), topology)
+        few.append(_programs(shallow, topology, rest, placement, effort, echo))
     steps = (model.layers - low) / (high - low)
+    for name in few[0] if few else ():
+        found = _line(few[0][name], few[1][name], steps, topology)
+        programs[name] = found._replace(layers=(low, high))
+    in_order = {name: programs[name] for name in PROGRAMS if name in programs}
+    return _judged(run, topology, in_order)
+
+
+def _line(low: Program, high: Program, steps: float, topology: Topology) -> Program:
+    """The program ``steps`` times as far from the shallower one as the deeper one is."""
 
     def line(a: Any, b: Any) -> Any:
         if a is None or b is None:
@@ -195,20 +180,66 @@ def quick_plan(
             return {k: max(line(a.get(k, 0.0), b.get(k, 0.0)), 0.0) for k in names}
         return a + (b - a) * steps
 
-    limit = topology.chip.hbm_bytes
-    programs = {}
-    for name, shallow_program in plans[0].programs.items():
-        deep = plans[1].programs[name]
-        sizes = line(shallow_program.bytes_per_chip, deep.bytes_per_chip)
-        numbers = ("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound")
-        found = {n: line(getattr(shallow_program, n), getattr(deep, n)) for n in numbers}
-        spent = shallow_program.compile_seconds + deep.compile_seconds
-        programs[name] = Program(sizes, sizes["total"] <= limit, **found, compile_seconds=spent)
+    sizes, room = line(low.bytes_per_chip, high.bytes_per_chip), "temporaries"
+    if room in sizes:  # a deeper program has no less need of them
+        sizes[room] = max(sizes[room], high.bytes_per_chip[room])
+    sizes["total"] = sum(size for part, size in sizes.items() if part != "total")
+    numbers = ("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound")
+    return Program(
+        sizes,
+        sizes["total"] <= topology.chip.hbm_bytes,
+        **{name: line(getattr(low, name), getattr(high, name)) for name in numbers},
+        compile_seconds=low.compile_seconds + high.compile_seconds,
+    )
+
+
+def _abstract_run(config: Config, topology: Topology) -> build.Run:
+    mesh = _mesh(config, topology)
+    if mesh.size != topology.chips:
+        raise UserError(
+            f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
+            "product of its axes the number of chips, or set one axis to -1"
+        )
+    return abstract_run(config, mesh)
+
+
+def _programs(
+    run: build.Run,
+    topology: Topology,
+    names: Sequence[str],
+    placement: str,
+    effort: float,
+    echo: Callable[[str], None],
+) -> dict[str, Program]:
+    """Those of the run's programs by these names that there are, compiled."""
+    kept = state_bytes(run)
+    lowering = {"sampler": lower_sampler, "train_step": lower_step}
+    programs: dict[str, Program] = {}
+    for name in names:
+        lowered = lowering[name](run)
+        if lowered is None:
+            continue
+        echo(f"compiling {name} for {topology.name} ...")
+        resident = {}
+        if name == "sampler" and placement == "colocated":
+            resident = {k: v for k, v in kept.items() if k != "weights"}
+        options = {"exec_time_optimization_effort": effort} if effort else None
+        programs[name] = _compile(lowered, options, run, topology, name, kept, resident)
+    return programs
+
+
+def _judged(run: build.Run, topology: Topology, programs: dict[str, Program]) -> Plan:
+    """Whether these programs fit, and what would make them."""
     changes = [r for n, p in programs.items() for r in remedies(run, topology, n, p.bytes_per_chip)]
-    fits = all(p.fits for p in programs.values())
-    parameters = count_params(model)
-    return plans[0]._replace(
-        programs=programs, fits=fits, remedies=changes, parameters=parameters, layers=(low, high)
+    prompts, group, length = abstract_batch(run).tokens.shape
+    return Plan(
+        topology=topology,
+        mesh=dict(run.mesh.shape.items()),
+        programs=programs,
+        fits=all(p.fits for p in programs.values()),
+        remedies=changes,
+        parameters=count_params(run.model),
+        tokens=prompts * group * length,
     )
 
 

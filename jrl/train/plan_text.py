@@ -29,7 +29,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
         },
         "step_seconds": plan.step_seconds,
         "tokens_per_step": plan.tokens,
-        "extrapolated_from_layers": list(plan.layers),
         "remedies": plan.remedies,
         "programs": {name: _numbers(program) for name, program in plan.programs.items()},
     }
@@ -37,8 +36,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _numbers(program: Program) -> dict[str, Any]:
     """A program's numbers by name; the parts of a total beside it."""
-    sent, parts = program.collective_bytes, dict(program.bytes_per_chip)
-    return program._asdict() | {
+    sent, parts, numbers = program.collective_bytes, dict(program.bytes_per_chip), program._asdict()
+    return numbers | {
+        "extrapolated_from_layers": list(numbers.pop("layers")),
         "bytes_per_chip": parts.pop("total"),
         "bytes_by_part": parts,
         "collective_bytes": None if sent is None else sum(sent.values()),
@@ -59,8 +59,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     else:
         yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.rollout_mesh)}"
         yield f"side by side; weights take {_seconds(plan.move_seconds)} from the one to the other"
-    if plan.layers:
-        yield f"extrapolated from programs of {' and '.join(map(str, plan.layers))} layers"
     for name, program in plan.programs.items():
         yield ""
         yield from _program(_WORDS[name], program, topology.chip.hbm_bytes)
@@ -87,6 +85,8 @@ def _program(name: str, program: Program, limit: int) -> Iterator[str]:
     for part, size in program.bytes_per_chip.items():
         if part != "total":
             yield f"  {part:<12} {size / GIB:8.3f} GiB"
+    if program.layers:
+        yield f"  extrapolated from programs of {' and '.join(map(str, program.layers))} layers"
     if program.roofline_seconds is None or program.bound is None:
         yield "  XLA gave up for want of memory; operations and time are not known"
         return
