@@ -42,11 +42,14 @@ def test_a_mutant_fits_the_source(name):
     assert (mutants.ROOT / "jrl" / mutant.file).read_text().count(mutant.old) == 1
 
 
+LONGEST = {"log-probability before temperature", "moments forgotten on resume"}
+
+
 def _one_a_check_first():
-    """All names; those after the first of each check take long and are left to ``-m slow``."""
+    """All names; ``-m slow`` has those after the first of each check, and two that take longest."""
     seen = set()
     for name, mutant in mutants.MUTANTS.items():
-        marks = [pytest.mark.slow] if mutant.check in seen else []
+        marks = [pytest.mark.slow] if mutant.check in seen or name in LONGEST else []
         seen.add(mutant.check)
         yield pytest.param(name, marks=marks)
 

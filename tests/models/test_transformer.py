@@ -150,7 +150,12 @@ def ragged_groups(packed):
 
 
 @pytest.mark.parametrize(
-    ("variant", "packed"), [*((v, False) for v in VARIANTS), ("gemma", True), ("mixed", True)]
+    ("variant", "packed"),
+    [
+        *((v, False) for v in VARIANTS),
+        ("gemma", True),
+        pytest.param("mixed", True, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
     network, params = make(**VARIANTS[variant])

@@ -87,7 +87,13 @@ def sampled(network, params, jit):
 
 
 @pytest.mark.parametrize(
-    ("policy", "name"), [("linen", "grpo"), ("nnx", "grpo"), ("nnx", "ppo"), ("linen", "ppo")]
+    ("policy", "name"),
+    [
+        ("linen", "grpo"),
+        ("nnx", "ppo"),
+        pytest.param("nnx", "grpo", marks=pytest.mark.slow),
+        pytest.param("linen", "ppo", marks=pytest.mark.slow),
+    ],
 )
 def test_a_module_is_sampled_and_trained(policy, name, quick_jit):
     """PPO's value network is a module of the other kind."""

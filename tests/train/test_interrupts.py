@@ -171,6 +171,7 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path, unbroken):
     assert_ends_as_unbroken(run, unbroken, end_after(logged))
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
     run = tmp_path / "run"
     with start(settings(run, ENDLESS, "checkpoint.every=0")) as child:
@@ -182,6 +183,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
     assert {s["step"] for s in read_jsonl(run / "samples.jsonl")} == {0, 1, 3}
 
 
+@pytest.mark.slow  # the next but one does the same in this process
 def test_a_signal_is_heard_between_the_steps_of_a_compiled_run(tmp_path):
     run = tmp_path / "run"
     overrides = settings(run, ENDLESS, "train.mode=compiled")

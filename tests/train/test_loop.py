@@ -151,7 +151,13 @@ def test_a_warm_start_lowers_the_loss(tmp_path, no_report):
     assert loss < 0.8 * np.log(build.setup(ran.config).model.vocab_size)
 
 
-@pytest.mark.parametrize("task", sorted(set(TASKS) - {"sequence"}))
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, marks=() if task == "countdown" else pytest.mark.slow)
+        for task in sorted(set(TASKS) - {"sequence"})
+    ],
+)
 def test_every_task_trains(task, tmp_path, no_report):
     more = (f"data.task={task}", "data.difficulty=", "train.steps=2", "eval.every=0")
     ran = Ran(tmp_path / "run", *more, "warmup.steps=0")
@@ -161,7 +167,9 @@ def test_every_task_trains(task, tmp_path, no_report):
     assert {s["prompt"] for s in ran.samples}
 
 
-@pytest.mark.parametrize("method", ["reinforce", "remax", "ppo", "dapo"])
+@pytest.mark.parametrize(
+    "method", ["remax", "ppo", "dapo", pytest.param("reinforce", marks=pytest.mark.slow)]
+)
 def test_methods_train_by_name(method, tmp_path, no_report):
     """One of each kind: a plain one, with a greedy member, with values, with groups redrawn."""
     more = (f"method={method}", "train.steps=2", "eval.every=0")

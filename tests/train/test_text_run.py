@@ -357,6 +357,7 @@ def test_ppo_trains_a_value_head(quick):
     assert max(jax.tree.leaves(moved["policy"])) > 0
 
 
+@pytest.mark.slow
 def test_remax_compares_with_a_greedy_completion(quick):
     _, records, samples = quick(
         "method=remax", "objective={}", "sampling.group=2", "log.samples=12"
