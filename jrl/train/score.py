@@ -7,7 +7,6 @@ backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
-from jrl.mesh import RULES, batch_shards, constrain
+from jrl.mesh import constrain, parts_of
 from jrl.models.product import fused_logprobs
 from jrl.sampling.draw import Law, log_law, token_logprobs
 from jrl.types import (
@@ -171,7 +170,7 @@ def head_statistics(
             tokens,
             warm.temperature,
             entropy=own and "entropy" in want,
-            devices=_devices(b),
+            devices=(parts_of("batch", b), parts_of("vocab", networks[policy].vocab_size)),
             kept=_LOGITS_AT_ONCE,
         )
         fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
@@ -229,18 +228,9 @@ def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
 
     The room is a device's, and so are the rows counted, since a batch is divided over devices.
     """
-    own = rows // _devices(rows)[0]
+    own = rows // parts_of("batch", rows)
     parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= room or d == own))
     return parts, max(1, min(columns, room // (own // parts)))
-
-
-def _devices(rows: int) -> tuple[int, int]:
-    """Over how many devices so many rows are divided, and over how many a vocabulary is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return 1, 1
-    shards = batch_shards(mesh)
-    return (1 if rows % shards else shards), math.prod(mesh.shape[a] for a in RULES["vocab"])
 
 
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
