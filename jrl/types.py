@@ -549,6 +549,8 @@ class Network(NamedTuple):
       level: (an empty cache) -> the cache, for rows that ``extend`` will give tokens one at a time
         and together, so that all have as many: see ``Cache.column``. None where it would change
         nothing.
+      join: (cache) -> the same with its pieces joined, for few rows most of whose columns are in
+        use. None where there are no pieces.
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty
         cache and rows of so many tokens from position 0 on, where there is a faster way to it.
       hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
@@ -576,6 +578,7 @@ class Network(NamedTuple):
     init_cache: Callable[..., Cache]
     extend: Callable[..., tuple[Array, Cache]]
     level: Callable[[Cache], Cache] | None = None
+    join: Callable[[Cache], Cache] | None = None
     fill: Callable[..., Cache] | None = None
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None

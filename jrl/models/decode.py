@@ -24,7 +24,7 @@ from jrl.models.quant import quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
 
-AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3}
+AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
 """Which axis of a cache's arrays its columns are."""
 
 
@@ -245,6 +245,16 @@ def entries_of(held: dict[str, Array], new: dict[str, Array]) -> dict[str, Array
 def level(cache: Cache) -> Cache:
     """The cache, empty, for rows that are given tokens together; see ``types.Network.level``."""
     return cache.replace(column=jnp.int32(0))
+
+
+def joined(cache: Cache) -> Cache:
+    """The cache with the pieces of its own arrays joined; see ``types.Network.join``."""
+
+    def whole(pieces: Sequence[dict[str, Array]]) -> tuple[dict[str, Array]]:
+        joint = {n: [piece[n] for piece in pieces] for n in pieces[0]}
+        return ({n: jnp.concatenate(arrays, AXES[n]) for n, arrays in joint.items()},)
+
+    return cache.replace(own=tuple(map(whole, cache.own)))
 
 
 def init_cache(

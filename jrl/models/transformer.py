@@ -30,7 +30,7 @@ from jrl.models.attention import (
     visible,
 )
 from jrl.models.config import ModelConfig
-from jrl.models.decode import Part, View, cache_views, init_cache, level, prepare
+from jrl.models.decode import Part, View, cache_views, init_cache, joined, level, prepare
 from jrl.models.grouped import KERNELS
 from jrl.models.kernels import (
     ATTENTION,
@@ -600,6 +600,7 @@ def transformer(
         init_cache=bind(roomy_cache, attention, config.kv_heads, bind(init_cache, config=config)),
         extend=bind(extend, config=config, options=sampling),
         level=level,
+        join=joined,
         fill=bind(fill, config=config, options=sampling),
         hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
         head=bind(head, config=config),

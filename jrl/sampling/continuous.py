@@ -44,6 +44,10 @@ LONG_TOKENS = 256
 
 _SMALLEST, _SMALLEST_OF_FEW = 2, 8
 
+_FEW = 8
+"""Slots of which the cache is read whole: what is left to draw then is long, and the weights are
+more to read."""
+
 
 class Jobs(struct.PyTreeNode):
     """B sequences to draw, and where their prompts are.
@@ -228,7 +232,7 @@ def generate_counted(
             )
 
         run = _seat(jobs, plan, network=network, weights=weights, width=t)
-        run = _finish(run, jobs, plan, decode, chunk=chunk)
+        run = _finish(run, jobs, plan, decode, chunk=chunk, join=network.join)
         seen = None if network.recorded is None else network.recorded(store.own)
         return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None], seen, run.experts
 
@@ -435,6 +439,7 @@ def _finish(
     decode: Callable[[Slots, Array | int, Array | int], tuple[Slots, Array]],
     *,
     chunk: int,
+    join: Callable[[Cache], Cache] | None,
 ) -> Run:
     """The run with every sequence decoded and handed over."""
     rows, width = run.tokens.shape
@@ -461,7 +466,10 @@ def _finish(
     else:
         run = advance(run, width, first)
     for size, until in zip(plan.smaller, later, strict=True):
-        run = advance(_compact(run, size), width, until)
+        run = _compact(run, size)
+        if join is not None and size <= _FEW:
+            run = run.replace(slots=run.slots.replace(cache=join(run.slots.cache)))
+        run = advance(run, width, until)
     return _hand_over(run)
 
 
