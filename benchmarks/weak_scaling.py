@@ -5,9 +5,9 @@
 The work of a chip stays the same while chips are added: 4 prompts of 512 tokens, 8 completions of
 1,024 tokens each, of the 1.7B-class policy of ``configs/pod_1.7b_v5e.toml``, on v5p. The state is
 divided over up to 16 chips (mesh.fsdp), further chips are replicas (mesh.data). For each slice both
-programs are compiled for all of its chips, with 2 and with 4 layers, and the line through the two
-gives the figures of 28 (``jrl plan --quick``); nothing is extrapolated over chips. Writes OUT.json,
-OUT.md, OUT.png.
+programs are compiled for all of its chips, the sampler with 2 and with 4 layers, and the line
+through the two gives the figures of 28 (``jrl plan --quick``); nothing is extrapolated over chips.
+Writes OUT.json, OUT.md, OUT.png.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def main() -> None:
             path.write_text(json.dumps(rows, indent=1) + "\n")
             print(json.dumps(rows[-1]), flush=True)
     rows.sort(key=lambda row: row["chips"])
-    about = __doc__.split("\n\n")[2].rpartition(" Writes")[0].strip()
+    about = __doc__.split("\n\n")[2].partition("Writes")[0].strip()
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
         "`python -m benchmarks.weak_scaling`, which goes on where its JSON ends.\n\n"
         "What grows with the chips in sampling is the rollout itself, of which every chip gets\n"
-        "the whole: 0.9 GB sent, and 1.4 GiB of memory more than on 256, on 1,024 chips."
+        "the whole: 0.9 GB sent, and 0.4 GiB of memory more than on 256, on 1,024 chips."
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."

@@ -224,6 +224,7 @@ class Evaluator:
             law=self.law,
             pool=self.pool,
             tokenizer=self.run.tokenizer,
+            name="eval",
         )
         draw = source.draw if self.pool is None else build.with_rewards(self.run, source.draw)
         draws = [

@@ -6,9 +6,10 @@ other by flags or the environment, ``start`` joins them before anything asks for
 
 from __future__ import annotations
 
+import collections
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -128,6 +129,67 @@ def _everyone_says(text: str) -> list[str]:
     padded[: len(data)] = data
     told = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [bytes(row[:n]).decode() for row, n in zip(told, sizes, strict=True)]
+
+
+_PATIENCE_MS = 7 * 24 * 3600 * 1000  # a process that is lost is noticed by its silence, not by this
+_turns: collections.Counter[str] = collections.Counter()
+
+
+def deal(
+    name: str, count: int, work: Callable[[np.ndarray], tuple[np.ndarray, Mapping[str, float]]]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Items dealt to the processes: each works on its own, and all get what came of all.
+
+    The hosts talk to each other, and no device is asked, so that a thread may call this while
+    programs run. Calls of one name come in the same order in all processes.
+
+    Args:
+      name: of this use.
+      count: items, the same everywhere.
+      work: (indices [m] int) -> (float32 results [m, ...], counts by name).
+
+    Returns:
+      (results [count, ...], the counts summed).
+
+    Raises:
+      UserError: what ``work`` raised in one of the processes, on every process.
+    """
+    processes = jax.process_count()
+    if processes == 1:
+        results, counts = work(np.arange(count))
+        return results, dict(counts)
+    mine: dict[str, Any] = {}
+    try:
+        results, counts = work(np.arange(jax.process_index(), count, processes))
+        mine = {"results": results.tolist(), "counts": dict(counts), "shape": results.shape[1:]}
+    except UserError as error:
+        mine = {"error": str(error)}
+    told = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
+    if errors := [each["error"] for each in told if "error" in each]:
+        raise UserError(errors[0])
+    whole = np.zeros((count, *told[0]["shape"]), np.float32)
+    total: collections.Counter[str] = collections.Counter()
+    for i, each in enumerate(told):
+        if each["results"]:
+            whole[i::processes] = each["results"]
+        total.update(each["counts"])
+    return whole, dict(total)
+
+
+def _hosts_say(name: str, text: str) -> list[str]:
+    """The texts of all processes, in their order, by way of the service that joined them."""
+    from jax._src import distributed  # JAX lends it to nobody by a public name
+
+    client: Any = distributed.global_state.client
+    turn = _turns[name]
+    _turns[name] += 1
+    folder = f"jrl/{name}/{turn}"
+    client.key_value_set_bytes(f"{folder}/{jax.process_index():08d}", text.encode())
+    client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
+    told = sorted(client.key_value_dir_get_bytes(f"{folder}/"))
+    if jax.process_index() == 0 and turn:
+        client.key_value_delete(f"jrl/{name}/{turn - 1}/")  # everybody is past it
+    return [value.decode() for _, value in told]
 
 
 def any_says(mine: bool) -> bool:

@@ -22,6 +22,7 @@ from jrl.data.tasks import Task
 from jrl.errors import UserError, choose
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
+from jrl.processes import deal
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law
@@ -247,6 +248,7 @@ class TextSource(NamedTuple):
       tokenizer: turns completions into text for them.
       demonstrations: last members of each group, each the prompt's own solution.
       max_new_tokens: T, where a solution is cut.
+      name: of what is drawn for, where several processes share the judging.
     """
 
     prompts: Sequence[Prompt]
@@ -258,6 +260,7 @@ class TextSource(NamedTuple):
     tokenizer: Tokenizer
     demonstrations: int = 0
     max_new_tokens: int = 0
+    name: str = "train"
 
     def draw(
         self, key: Array, params: Params, step: Any, positions: Any, version: Any = None
@@ -282,23 +285,34 @@ class TextSource(NamedTuple):
         return groups._replace(counts=groups.counts | counts)
 
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
-        """Rewards of completions, all reward functions at once."""
+        """Rewards of completions, all reward functions at once.
+
+        Each process judges some of the prompts, and is told by the others what the rest got. So all
+        have the same points, also of a function that would not say the same thing twice.
+        """
         n, g, _ = rollout.tokens.shape
         ids = {"prompt": np.array([prompt.id for prompt in chosen], np.int32)}
         if self.pool is None:
             return Groups(rollout, np.zeros((n, g, 1), np.float32), chosen, {}, ids)
-        texts = completions(rollout, self.tokenizer)
-        samples = [
-            Sample(
-                prompt=chosen[i // g],
-                completion=texts[i],
-                tokens=np.asarray(rollout.tokens[i // g, i % g, : rollout.lengths[i // g, i % g]]),
-                stop=StopReason(int(rollout.stop[i // g, i % g])).name.lower(),
-            )
-            for i in range(n * g)
-        ]
-        scores, counts = self.pool.scores(samples, group=g)
-        return Groups(rollout, scores.reshape(n, g, -1), chosen, counts, ids)
+        pool = self.pool
+
+        def judged(rows: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
+            samples = [
+                Sample(
+                    prompt=chosen[i],
+                    completion=self.tokenizer.decode(tokens.tolist()),
+                    tokens=tokens,
+                    stop=StopReason(int(rollout.stop[i, j])).name.lower(),
+                )
+                for i in rows
+                for j in range(g)
+                for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
+            ]
+            points, counts = pool.scores(samples, group=g)
+            return points.reshape(len(rows), g, len(pool.functions)), counts
+
+        points, counts = deal(self.name, n, judged)
+        return Groups(rollout, points, chosen, counts, ids)
 
 
 def pad_solutions(
@@ -336,13 +350,6 @@ def place(seed: int | None, positions: np.ndarray, size: int) -> list[int]:
         return indices.tolist()
     orders = {e: order(seed, int(e), size) for e in np.unique(epochs)}
     return [int(orders[e][i]) for e, i in zip(epochs, indices, strict=True)]
-
-
-def completions(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
-    """The text of each completion, N * G of them; ``rollout`` is on the host."""
-    t = rollout.tokens.shape[-1]
-    pairs = zip(rollout.tokens.reshape(-1, t), rollout.lengths.reshape(-1), strict=True)
-    return [tokenizer.decode(tokens[:n].tolist()) for tokens, n in pairs]
 
 
 def samples_of(

@@ -160,12 +160,38 @@ def test_processes_that_disagree_all_stop_with_one_message(config):
 
 PEER = """
 import sys, time
-from jrl.processes import any_says, check_same, first_says, start
-start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
 import jax
+import numpy as np
+from jrl.errors import UserError
+from jrl.processes import any_says, check_same, deal, first_says, start
+start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
+me = jax.process_index()
 assert first_says({"who": jax.process_index()}) == {"who": 0}
 assert any_says(jax.process_index() == 1)
 check_same("names", {"a": 1})
+
+def work(items):
+    assert (items % 2 == me).all()
+    return np.stack([items, items + me / 3], axis=1).astype(np.float32), {"items": len(items)}
+
+for count in (5, 1, 5):
+    points, counts = deal("work", count, work)
+    items = np.arange(count)
+    assert np.array_equal(points, np.stack([items, items + items % 2 / 3], 1).astype(np.float32))
+    assert counts == {"items": count}
+
+def refuse(items):
+    if me == 1:
+        raise UserError("prompt 7 is too hard")
+    return work(items)
+
+try:
+    deal("work", 4, refuse)
+except UserError as error:
+    assert str(error) == "prompt 7 is too hard"
+else:
+    raise AssertionError("nobody was told")
+assert deal("work", 2, work)[1] == {"items": 2}
 print("joined", flush=True)
 while True:
     any_says(False)
@@ -173,7 +199,7 @@ while True:
 """
 
 
-def test_a_lost_process_ends_the_other_within_a_bounded_time():
+def test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_time():
     """Whichever of the two it is; both cases at once, since most of the time is silence."""
     pairs = []
     for _ in range(2):

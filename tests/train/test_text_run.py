@@ -1,7 +1,12 @@
 """The main job end to end: a checkpoint that transformers wrote, questions in JSONL, and back."""
 
 import json
+import os
 import pathlib
+import re
+import socket
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -32,6 +37,8 @@ CHAT = (
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 REWARDS = '''
+import os
+import pathlib
 import zlib
 
 
@@ -43,6 +50,13 @@ def letters(samples):
 def coin(samples):
     """0 or 1 by the tokens; always 0 for two prompts of three, whose groups then say nothing."""
     return [float(s.prompt.id % 3 == 0 and zlib.crc32(s.tokens.tobytes()) % 2) for s in samples]
+
+
+def mood(samples):
+    """0 or 1 by chance, another time another; who asked for which prompt is noted in a file."""
+    with pathlib.Path(os.environ["MOOD"]).open("a") as notes:
+        notes.writelines(f"{os.environ['MOOD_OF']} {s.prompt.id}\\n" for s in samples)
+    return [float(os.urandom(1)[0] % 2) for s in samples]
 '''
 
 
@@ -395,6 +409,54 @@ def test_supervised_training_on_the_solutions_of_the_data(quick):
         "method=sft", "objective={}", "run.resume=never", f"run.dir={config.run.dir}2"
     )
     assert {(s["stop"], s["length"]) for s in cut} == {("length", 6)}
+
+
+HALF = """
+import json, sys
+from jrl.processes import start
+port, process, config = sys.argv[1:]
+start(f"127.0.0.1:{port}", 2, int(process))
+from jrl.config import build_config
+from jrl.train import loop
+loop.write_report = lambda directory: directory
+loop.train(build_config(json.loads(config)))
+"""
+
+
+def test_two_processes_judge_half_each_and_agree_on_what_is_left_to_chance(place, tmp_path):
+    """DAPO draws again until its groups are mixed: processes that disagreed would hang."""
+    config = settings(
+        place,
+        tmp_path / "run",
+        *("method=dapo", "objective={}", "mesh.fsdp=8", "train.prompts=8"),
+        *("train.microbatches=1", "train.steps=2", "reward_pool.workers=0"),
+        *("data.eval=", "eval.every=0"),
+        f"rewards={{{reward(place, 'mood')}={{}}}}",
+    )
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    flags = re.sub(r"(device_count)=\d+", r"\1=4", os.environ["XLA_FLAGS"])
+    halves = [
+        subprocess.Popen(
+            [sys.executable, "-c", HALF, str(port), str(i), config.model_dump_json()],
+            env=os.environ
+            | {"XLA_FLAGS": flags, "MOOD": str(tmp_path / "notes"), "MOOD_OF": f"{i}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    for half in halves:
+        output = half.communicate(timeout=240)[0]
+        assert half.returncode == 0, output
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert finite(records, "rounds")
+    notes = [line.split() for line in (tmp_path / "notes").read_text().splitlines()]
+    assert len(notes) == sum(r["rounds"] for r in records) * 8 * 4
+    assert [sum(who == each for who, _ in notes) for each in "01"] == [len(notes) / 2] * 2
+    assert 0 < records[0]["reward"] < 1
 
 
 @pytest.mark.slow
