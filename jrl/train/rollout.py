@@ -309,7 +309,7 @@ class TextSource(NamedTuple):
                 for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
             ]
             points, counts = pool.scores(samples, group=g)
-            return points.reshape(len(rows), g, len(pool.functions)), counts
+            return points.reshape(len(rows), g, points.shape[1]), counts
 
         points, counts = deal(self.name, n, judged)
         return Groups(rollout, points, chosen, counts, ids)
