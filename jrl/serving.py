@@ -147,7 +147,7 @@ def serve_openai(
             biases=True,
         )
         policy = policy._replace(params=None)  # the engine has them in a layout of its own
-        engine.compile()
+        engine.compile(refresh=False)
     worker = Worker(engine, network=policy.network, tokenizer=tokenizer, mesh=policy.mesh)
     service = serve.Service(worker, tokenizer, worker.limits(options.name), queue=options.queue)
     serve.run(

@@ -329,8 +329,12 @@ class Engine:
         self._halted = np.array(state["halted"], np.int32)
         self._told = [last_from_json(x) for x in host["told"]]
 
-    def compile(self) -> int:
+    def compile(self, *, refresh: bool = True) -> int:
         """Runs every program once on nothing, so that no request waits for one to be compiled.
+
+        Args:
+          refresh: also the one that computes the cache again under new weights, which takes as long
+            as scoring all slots at their full length.
 
         Returns:
           How many there are.
@@ -347,7 +351,9 @@ class Engine:
             nothing = new._replace(limits=np.zeros_like(new.limits))
             self._lanes = self._admit(self._weights, self._lanes, nothing)
         self._decode(1)
-        self._lanes = self._recompute(self._weights, self._lanes)
+        if refresh:
+            self._lanes = self._recompute(self._weights, self._lanes)
+        jax.block_until_ready(self._lanes)
         return self.executables
 
     @property
