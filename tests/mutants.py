@@ -226,8 +226,8 @@ MUTANTS = {
     "rewards of other prompts in text": Mutant(
         8,
         "train/rollout.py",
-        "prompt=chosen[i // g]",
-        "prompt=chosen[i % n]",
+        "prompt=chosen[i]",
+        "prompt=chosen[j % n]",
     ),
     "evaluation on problems trained on": Mutant(
         10,

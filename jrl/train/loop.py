@@ -103,15 +103,18 @@ def fit(
       steps: training steps at the end, those before this call included.
       cursor: prompts used before this call.
       policy: the tree that is sampled from.
-      on_step: called after each step with (steps done, state, metrics, groups, cursor).
+      on_step: called after each step with (steps done, state, metrics, groups, cursor). To the
+        metrics of the step come "rollout_seconds", what hops 1 to 4 took.
 
     Returns:
       The state after the last step.
     """
     for i in range(int(state.step), steps):
+        begin = time.perf_counter()
         batch, groups, cursor = collect(state.key, policy(state), step=i, cursor=cursor)
+        spent: Any = {"rollout_seconds": time.perf_counter() - begin}
         state, metrics = step(state, batch, law)
-        if on_step(i + 1, state, metrics, groups, cursor):
+        if on_step(i + 1, state, metrics | spent, groups, cursor):
             break
     return state
 

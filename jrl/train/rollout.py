@@ -8,6 +8,7 @@ device in the same program, or prompts in text, whose rewards are functions of t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -311,7 +312,9 @@ class TextSource(NamedTuple):
             points, counts = pool.scores(samples, group=g)
             return points.reshape(len(rows), g, points.shape[1]), counts
 
+        begin = time.perf_counter()
         points, counts = deal(self.name, n, judged)
+        counts["reward_seconds"] = time.perf_counter() - begin
         return Groups(rollout, points, chosen, counts, ids)
 
 

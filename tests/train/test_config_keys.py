@@ -203,7 +203,7 @@ def whole_run(config):
     summary = train(config, echo=lines.append)
     directory = pathlib.Path(config.run.dir)
     records = read_jsonl(directory / "metrics.jsonl")[1:]
-    clock = {"seconds", "tokens_per_second"}
+    clock = {"seconds", "rollout_seconds", "reward_seconds", "tokens_per_second"}
     return {
         "records": [{k: v for k, v in r.items() if k not in clock} for r in records],
         "samples": [(s["step"], s["prompt"]) for s in read_jsonl(directory / "samples.jsonl")],

@@ -254,7 +254,7 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
         config, lines = load_config(None, [*RUN, where, f"train.steps={steps}", *more]), []
         train(config, echo=lines.append)
         records = read_jsonl(tmp_path / name / "metrics.jsonl")[1:]
-        clock = ("seconds", "tokens_per_second", "compiles")
+        clock = ("seconds", "rollout_seconds", "tokens_per_second", "compiles")
         return config, lines, [{k: v for k, v in r.items() if k not in clock} for r in records]
 
     config, lines, whole = run("whole", 4)

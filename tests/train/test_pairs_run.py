@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_is_the_unbroken_run(place, dpo, tmp_path, monkeypatc
         place, tmp_path / "whole", "dpo.toml", "optimizer.schedule=constant", "checkpoint.every=0"
     )
     _, unbroken = finish(whole)
-    timing = ("seconds", "tokens_per_second", "compiles")
+    timing = ("seconds", "rollout_seconds", "tokens_per_second", "compiles")
     for a, b in zip(records, unbroken, strict=True):
         both = a.keys() & b.keys() - set(timing)
         assert {k: a[k] for k in both} == {k: b[k] for k in both}
