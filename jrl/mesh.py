@@ -248,6 +248,17 @@ def parts_of(logical: str, size: int) -> int:
     return parts if size % parts == 0 else 1
 
 
+def lone_axes(gathered: bool) -> tuple[str, ...]:
+    """The axes that divide the mesh, where each device can sample from its own prompts by itself.
+
+    That is the data axis, and the fsdp axis too where the weights that it divides were gathered.
+    Empty where another axis divides the mesh as well, and without a mesh.
+    """
+    axes, free = ("data", "fsdp") if gathered else ("data",), free_axes()
+    others = [axis for axis, size in free.items() if size > 1 and axis not in axes]
+    return () if others else tuple(axis for axis in axes if free.get(axis, 1) > 1)
+
+
 def divided() -> bool:
     """Whether the compiler divides programs over several devices."""
     return any(size > 1 for size in free_axes().values())

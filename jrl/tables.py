@@ -205,7 +205,10 @@ class SamplingTable(Table):
         256, "longest completion, tokens; a procedural task sets its own", ge=1
     )
     slots: int = _key(
-        0, "completions decoded at a time, others wait for a free slot; 0 takes all", ge=0
+        0,
+        "completions decoded at a time, others wait for a free slot; 0 takes all. They are those of"
+        " each device where only mesh.data and mesh.fsdp are above 1 and weights are gathered",
+        ge=0,
     )
     chunk: int = _key(4, "tokens drawn between two looks at which slots are free", ge=1)
     weights: Literal["same", "int8"] = _key(

@@ -540,6 +540,7 @@ class Network(NamedTuple):
       logits: (params, hidden [..., D]) -> [..., V] float32.
       prepare: (params) -> weights laid out for ``extend``, once for many calls of it: layers apart,
         products fused, in the dtype that they are computed in. ``logits`` takes either kind.
+      gathers: whether what ``prepare`` returns is whole on all devices along the mesh's fsdp axis.
       init_cache: (rows, length, weights, pieces=1) -> ``Cache`` with room for ``length`` own tokens
         a row, in so many pieces along the length where that lets ``extend`` read only those in use.
       extend: (weights, cache, tokens [S, Q], positions [S, Q], live [S, Q]) -> (hidden [S, Q, D],
@@ -577,6 +578,7 @@ class Network(NamedTuple):
     prepare: Callable[[Params], Any]
     init_cache: Callable[..., Cache]
     extend: Callable[..., tuple[Array, Cache]]
+    gathers: bool = False
     level: Callable[[Cache], Cache] | None = None
     join: Callable[[Cache], Cache] | None = None
     fill: Callable[..., Cache] | None = None

@@ -70,7 +70,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     """The attention kernels in compiled programs of a run, by name, and whether all axes are used.
 
     "in_loop" are those in the loop over tokens; "copied" is how many numbers the largest array has
-    that this loop copies or writes one by one.
+    that this loop copies or writes one by one; "loops" are all there are.
     """
     from jrl.config import build_config
     from jrl.train import plan, plan_run
@@ -94,7 +94,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
             if moved and "/decode/" in line:
                 copied = max(copied, math.prod(map(int, moved[1].split(","))))
         found[name] = {"kernels": sorted(calls), "in_loop": loops, "devices": run.mesh.size}
-        found[name] |= {"copied": copied} if name == "sampler" else {}
+        found[name] |= {"copied": copied, "loops": len(bodies)} if name == "sampler" else {}
     return found
 
 

@@ -599,6 +599,7 @@ def transformer(
         prepare=bind(prepare, config=config, gather=gather),
         init_cache=bind(roomy_cache, attention, config.kv_heads, bind(init_cache, config=config)),
         extend=bind(extend, config=config, options=sampling),
+        gathers=gather,
         level=level,
         join=joined,
         fill=bind(fill, config=config, options=sampling),

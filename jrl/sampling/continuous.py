@@ -9,6 +9,7 @@ state, so that the last long completions do not drag the ended ones along.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jrl.compiles import at_most
 from jrl.errors import UserError
-from jrl.mesh import constrain
+from jrl.mesh import constrain, divided, free_axes, lone_axes, platform
 from jrl.sampling.cache import put_prefixes, rows_of, take
 from jrl.sampling.draw import Law, per_row
 from jrl.sampling.engine import (
@@ -128,15 +129,16 @@ def generate(
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       baseline_members: further members drawn greedily, flagged in ``Rollout.baseline``.
-      slots: S, sequences decoded at a time, by each device of a mesh that has a data axis
-        alone; 0 takes all.
+      slots: S, sequences decoded at a time, by each device where ``mesh.lone_axes`` divide the
+        prompts, else by all together; 0 takes all.
       block: members of a group that share one copy of their prompt's cache and leave their slots
         together; divides G = group + baseline_members. 0 is the whole group when all sequences
         have a slot, and 1 when they queue.
       chunk: decode steps between two looks at which slots are free.
       shrink: whether the last live slots move into ever smaller states, each of which is compiled;
-        None where there are stop tokens and T is at least ``SHRINK_TOKENS``, into few of them
-        unless it is ``LONG_TOKENS``.
+        None on a CPU, which computes as long as there are slots (elsewhere the weights are what
+        takes time, and programs are large), where there are stop tokens and T is at least
+        ``SHRINK_TOKENS``: into few of them unless it is ``LONG_TOKENS``.
 
     Returns:
       The rollout.
@@ -192,7 +194,12 @@ def generate_counted(
     g, t = group + baseline_members, max_new_tokens
     check_fits(network, p, t)
     weights = network.prepare(params)
-    parts = _data_parts(n)
+    axes = lone_axes(network.gathers)
+    parts = math.prod(free_axes()[axis] for axis in axes)
+    if n % parts:
+        axes, parts = (), 1
+    if shrink is None and (platform() != "cpu" or (parts == 1 and divided())):
+        shrink = False
     plan = _plan(n // parts * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
     if plan.slots == n * g and not plan.smaller:
         # All sequences at once, to the end: the same with nothing in between.
@@ -237,7 +244,7 @@ def generate_counted(
         return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None], seen, run.experts
 
     args = (key, weights, prompt_tokens, prompt_lengths, law, version, ids)
-    *drawn, steps, of_prompts, experts = _over_data(sample, parts)(*args)
+    *drawn, steps, of_prompts, experts = _each_by_itself(sample, axes)(*args)
     rollout = _as_rollout(tuple(drawn), prompt_tokens, prompt_lengths, version, group, g)
     if experts is not None:
         rollout = _with_routing(rollout, of_prompts, experts)
@@ -541,26 +548,15 @@ def _compact(run: Run, size: int) -> Run:
 # ---------------------------------------------------------------- over devices
 
 
-def _data_parts(prompts: int) -> int:
-    """Parts of the mesh's data axis that sample on their own: all, where nothing else is divided.
+def _each_by_itself(sample: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+    """``sample`` run by each device along these axes on its own prompts, in its own time.
 
-    Parts whose own devices must talk to each other go in step: backends may pair up all devices
-    for that, and then wait for parts that have finished.
+    No device waits for another in the loop over tokens. Devices that must talk to each other go in
+    step: backends may pair up all devices for that, and then wait for those that have finished.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape.get("data", 1) != mesh.size or prompts % mesh.size:
-        return 1
-    return mesh.size
-
-
-def _over_data(sample: Callable[..., Any], parts: int) -> Callable[..., Any]:
-    """``sample`` run by each part of the data axis on its own prompts, in its own time.
-
-    No part waits for another in the loop over tokens.
-    """
-    if parts == 1:
+    if not axes:
         return sample
-    whole, own = PartitionSpec(), PartitionSpec("data")
+    whole, own = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
         sample,
         in_specs=(whole, whole, own, own, whole, whole, own),

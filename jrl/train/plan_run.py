@@ -27,9 +27,9 @@ from jrl.types import Batch, RoutingRecord, TrainState
 
 
 class _Ids(NamedTuple):
-    """Stands for a tokenizer. Nothing stops early, so that every completion has its full length."""
+    """Stands for a tokenizer with a token that ends completions."""
 
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = (0,)
 
 
 def abstract_run(config: Config, mesh: jax.sharding.Mesh) -> build.Run:

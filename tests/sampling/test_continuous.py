@@ -162,8 +162,11 @@ def test_sizes_that_do_not_go_together(sizes, named):
 # ---------------------------------------------------------------- over devices
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}], ids=str
+)
 def test_sharded_sampling_is_the_same(sizes):
+    """Where data and fsdp alone divide the mesh, each device draws from its prompts by itself."""
     mesh = make_mesh(sizes)
     placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
     run = partial(generate_counted, network=NETWORK, group=G, max_new_tokens=T)

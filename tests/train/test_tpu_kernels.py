@@ -39,11 +39,13 @@ def test_the_sampler_for_v5e_reads_and_writes_its_cache_by_kernels(slots):
 
     No array as large as a chip's keys, 128 columns of a head for each of its rows, is copied there.
     """
-    mesh = {"data": 16} if slots else {"data": 2, "fsdp": 4, "tensor": 2}
+    mesh = {"data": 4, "fsdp": 4} if slots else {"data": 2, "fsdp": 4, "tensor": 2}
     asked = run(mesh)
     asked["sampling"]["slots"] = slots
     found = ask("kernels", asked, "v5e:4x4", ["sampler"])["sampler"]
     assert found.pop("copied") < (slots or 4) * 128 * 128
+    # Over tokens; in a queue also over chunks and over slots to fill. There are no smaller states.
+    assert found.pop("loops") == (3 if slots else 1)
     assert found == {"kernels": [FILL, FILL, WRITE], "in_loop": 3, "devices": 16}
 
 
