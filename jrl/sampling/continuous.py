@@ -2,8 +2,8 @@
 
 A batch with fewer slots than completions is a queue: a block of slots whose sequences have all
 ended hands its results over and takes the next ones, whose prompt was prefilled once with all
-others. When the queue is empty and slots fall idle, the live ones move together into a smaller
-state, so that the last long completions do not drag the ended ones along.
+others. On a CPU, when the queue is empty and slots fall idle, the live ones move together into a
+smaller state, so that the last long completions do not drag the ended ones along.
 """
 
 from __future__ import annotations

@@ -86,29 +86,39 @@ def test_what_is_drawn_is_the_same_however_it_is_written(kind, monkeypatch):
 def test_rows_that_began_together_go_on_apart():
     """Forked, taken back and given a tool's tokens after 20 tokens."""
     each, together = networks("dense")
-    ends = []
+    lengths = np.array([20, 3, 17, 16, 15, 9, 20, 18], np.int32)
+    tool = np.random.default_rng(3).integers(0, 16, (N * G, 3)).astype(np.int32)
+    ends, columns = [], []
     for network in (each, together):
-        weights = jit(network.prepare)(params(each))
-        store = jit(partial(prefill, network=network))(weights, prompts(), LENGTHS)
-        sized = {"network": network, "weights": weights, "length": T}
-        held = share(store, jnp.array(LENGTHS - 1), G, **sized)
-        slots = start(
-            held if network.level is None else network.level(held),
-            np.repeat(prompts(), G, axis=0),
-            np.repeat(LENGTHS, G),
-            sequence_keys(jax.random.key(1), np.arange(N), G).reshape(-1),
-            make_law(0.9),
-            jnp.full(N * G, T, jnp.int32),
-            max_new_tokens=T,
-        )
-        run = jit(partial(decode, network=network, steps=20, stop_tokens=()))
-        slots = run(weights, slots, jnp.int32(1))
-        assert slots.cache.column is None if network is each else slots.cache.column == 20
-        slots = fork(slots, jnp.arange(N * G)[::-1], slots.keys)
-        slots = rewind(slots, jnp.array([20, 3, 17, 16, 15, 9, 20, 18], jnp.int32))
-        tool = np.random.default_rng(3).integers(0, 16, (N * G, 3)).astype(np.int32)
-        slots = extend(weights, slots, tool, jnp.arange(N * G) % 4, network=network)
-        ends.append(run(weights, slots, jnp.int32(2)))
+        run = partial(decode, network=network, steps=20, stop_tokens=())
+
+        @jit
+        def drawn_twice(params, network=network, run=run):
+            weights = network.prepare(params)
+            store = prefill(weights, prompts(), LENGTHS, network=network)
+            held = share(store, LENGTHS - 1, G, network=network, weights=weights, length=T)
+            slots = start(
+                held if network.level is None else network.level(held),
+                np.repeat(prompts(), G, axis=0),
+                np.repeat(LENGTHS, G),
+                sequence_keys(jax.random.key(1), np.arange(N), G).reshape(-1),
+                make_law(0.9),
+                jnp.full(N * G, T, jnp.int32),
+                max_new_tokens=T,
+            )
+            slots = run(weights, slots, jnp.int32(1))
+            column = slots.cache.column
+            slots = fork(slots, jnp.arange(N * G)[::-1], slots.keys)
+            slots = extend(
+                weights, rewind(slots, lengths), tool, np.arange(N * G) % 4, network=network
+            )
+            return run(weights, slots, jnp.int32(2)), column
+
+        end, column = drawn_twice(params(each))
+        ends.append(end)
+        columns.append(column)
+    assert columns[0] is None
+    assert columns[1] == 20
     for name in ("tokens", "lengths", "versions", "mask"):
         assert np.array_equal(getattr(ends[0], name), getattr(ends[1], name)), name
     np.testing.assert_allclose(ends[0].logprobs, ends[1].logprobs, atol=1e-5)
