@@ -88,7 +88,7 @@ def test_a_run_has_few_shapes_and_little_padding():
     packer = Packer(1, 1)
     padding = [packed(packer, natural(4, 8, i, 60 + min(i, 20) * 2))[1] for i in range(300)]
     assert 5 < len(packer.used) <= SHAPES
-    assert np.mean(padding[50:]) < 0.12
+    assert np.mean(padding[50:]) < 0.08
 
 
 def test_rows_are_about_as_wide_as_the_longest_completion():
