@@ -324,7 +324,7 @@ def plan(
         str, typer.Option(help="Slice to plan for, such as v5p:8x8x16 or 2*v5e:16x16.")
     ] = "v5e:4x4",
     quick: Annotated[
-        bool, typer.Option(help="Compile a few layers and extrapolate to all of them.")
+        bool, typer.Option(help="Compile few layers of the sampler and extrapolate to all of them.")
     ] = False,
     effort: Annotated[
         float | None,
