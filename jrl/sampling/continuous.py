@@ -194,10 +194,7 @@ def generate_counted(
     g, t = group + baseline_members, max_new_tokens
     check_fits(network, p, t)
     weights = network.prepare(params)
-    axes = lone_axes(network.gathers)
-    parts = math.prod(free_axes()[axis] for axis in axes)
-    if n % parts:
-        axes, parts = (), 1
+    axes, parts = _own_parts(network, n)
     if shrink is None and (platform() != "cpu" or (parts == 1 and divided())):
         shrink = False
     plan = _plan(n // parts * g, g, slots, block, t if shrink is None else shrink, stop_tokens)
@@ -546,6 +543,13 @@ def _compact(run: Run, size: int) -> Run:
 
 
 # ---------------------------------------------------------------- over devices
+
+
+def _own_parts(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes along which each device samples by itself, and into how many parts they cut."""
+    axes = lone_axes(network.gathers)
+    parts = math.prod(free_axes()[axis] for axis in axes)
+    return (axes, parts) if prompts % parts == 0 else ((), 1)
 
 
 def _each_by_itself(sample: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
