@@ -8,6 +8,7 @@ times as fast on CPU as keys ``[B, K, C, h]``).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,12 +16,14 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 
 from jrl.mesh import constrain
+from jrl.models import matmul
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
-from jrl.models.product import product
-from jrl.models.quant import quantise_entries
+from jrl.models.product import Factored, product
+from jrl.models.quant import INPUTS, Int8, quantise, quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
 
@@ -326,12 +329,55 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
 # ---------------------------------------------------------------- the weights
 
 
+class Turned(struct.PyTreeNode, Factored):
+    """A matrix with its summed axes last, which a product with few rows takes as first operand.
+
+    On the CPU the second operand is laid out anew for every product. With few rows that takes as
+    long as the product where it is the matrix, and next to nothing where it is the activations.
+
+    Attributes:
+      values: [outputs..., inputs...].
+    """
+
+    values: Array
+
+    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+        """``product(spec, x, whole, dtype)``, of [rows..., inputs...] to [rows..., outputs...]."""
+        w = self.values
+        rows = x.shape[: x.ndim - _inputs(spec)]
+        outputs = w.shape[: w.ndim - _inputs(spec)]
+        w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
+        if 1 < x_mk.shape[0] <= matmul.FEW:
+            # Without the barriers XLA would fold the turns into the product.
+            still = jax.lax.optimization_barrier
+            made = still(matmul.multiply(w_nk, still(x_mk.T))).T
+        else:
+            made = jnp.einsum("mk,nk->mn", x_mk, w_nk)
+        return made.reshape(*rows, *outputs).astype(dtype or x.dtype)
+
+    def in_8_bits(self, inputs: int) -> Int8:
+        """The matrix in 8 bits, the summed axes first again."""
+        back = jnp.moveaxis(self.values, range(-inputs, 0), range(inputs))
+        return quantise(back, inputs)
+
+
+def _inputs(spec: str) -> int:
+    """How many axes a product sums over, the same axes of both operands in the same order."""
+    operands, out = spec.split("->")
+    left, right = operands.split(",")
+    summed = "".join(c for c in right if c not in out)
+    outputs = right.removeprefix(summed)
+    chex.assert_equal((summed + outputs, left.removesuffix(summed) + outputs), (right, out))
+    return len(summed)
+
+
 def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     """The weights as ``extend`` reads them; see ``types.Network.prepare``.
 
     Layers are taken apart, because a loop over tokens would slice them out of their stacks again
     for every token; the three projections of attention are one product, as are the two of the
-    feed-forward part; a tied output matrix is turned, because few rows multiply it.
+    feed-forward part; a tied output matrix is turned, because few rows multiply it. On the CPU the
+    matrices of dense layers are ``Turned``.
 
     Args:
       params: the network's parameters.
@@ -367,18 +413,25 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     device that has some of the heads has them all: first the queries', then key and value.
     """
     dtype = jnp.dtype(config.dtype)
+
+    def turn(name: str, w: Array) -> Array | Turned:
+        inputs = INPUTS[name]
+        if not matmul.chosen(dtype):
+            return w
+        return Turned(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
+
     attention = dict(layer["attention"])
     q, k, v = (attention.pop(name).astype(dtype) for name in ("q", "k", "v"))
     q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
     together = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-    attention["qkv"] = lay(together, "embed", "kv_heads", None, None)
-    attention["o"] = lay(attention["o"].astype(dtype), "heads", None, "embed")
+    attention["qkv"] = turn("qkv", lay(together, "embed", "kv_heads", None, None))
+    attention["o"] = turn("o", lay(attention["o"].astype(dtype), "heads", None, "embed"))
     fused = layer | {"attention": attention}
     if "mlp" in layer:
         mlp = dict(layer["mlp"])
         pair = jnp.stack([mlp.pop("gate"), mlp.pop("up")], axis=1).astype(dtype)
-        mlp["gate_up"] = lay(pair, "embed", None, "mlp")
-        mlp["down"] = lay(mlp["down"].astype(dtype), "mlp", "embed")
+        mlp["gate_up"] = turn("gate_up", lay(pair, "embed", None, "mlp"))
+        mlp["down"] = turn("down", lay(mlp["down"].astype(dtype), "mlp", "embed"))
         fused["mlp"] = mlp
     else:
         gate, up, down = (layer["experts"][name].astype(dtype) for name in ("gate", "up", "down"))

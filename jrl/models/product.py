@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jrl.mesh import constrain
+from jrl.models import matmul
 from jrl.types import Array, Head
 
 _WORTH = 2**18
@@ -60,7 +61,10 @@ def product(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _product(spec: str, x: Array, w: Array, dtype: Any) -> Array:
-    out = jnp.einsum(spec, x, w.astype(x.dtype), preferred_element_type=jnp.float32)
+    w = w.astype(x.dtype)
+    out = matmul.large(spec, x, w)
+    if out is None:
+        out = jnp.einsum(spec, x, w, preferred_element_type=jnp.float32)
     return out.astype(dtype or x.dtype)
 
 
@@ -74,7 +78,9 @@ def _backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tup
     left, right = operands.split(",")
     g = g.astype(x.dtype)
     # The order of operands matters to XLA on the CPU; see ``attention.attend``.
-    dx = _between(f"{right},{out}->{left}", w.astype(x.dtype), g)
+    dx = matmul.large(f"{out},{right}->{left}", g, w.astype(x.dtype))
+    if dx is None:
+        dx = _between(f"{right},{out}->{left}", w.astype(x.dtype), g)
     dw = _between(f"{left},{out}->{right}", x, g)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 

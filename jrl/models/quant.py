@@ -180,7 +180,8 @@ def dequantise(params: Params, dtype: Any) -> Params:
 # ---------------------------------------------------------------- sampling
 
 
-_INPUTS = {"q": 1, "k": 1, "v": 1, "qkv": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
+INPUTS = {"q": 1, "k": 1, "v": 1, "qkv": 1, "o": 2, "gate": 1, "up": 1, "gate_up": 1, "down": 1}
+"""Axes that products sum over, of the matrices that sampling reads."""
 
 
 def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) -> Network:
@@ -214,7 +215,7 @@ def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
         made = prepare(params)
 
         def turn(path: tuple, w: Any) -> Any:
-            inputs = _INPUTS.get(path[-1].key, 0)
+            inputs = INPUTS.get(path[-1].key, 0)
             if isinstance(w, Factored):
                 return w.in_8_bits(inputs)
             return quantise(w, inputs) if inputs else w
