@@ -19,10 +19,9 @@ import numpy as np
 from flax import struct
 
 from jrl.mesh import constrain
-from jrl.models import matmul
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
-from jrl.models.product import Factored, product
+from jrl.models.product import FEW, Factored, multiply, on_eigen, product
 from jrl.models.quant import INPUTS, Int8, quantise, quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
@@ -347,10 +346,10 @@ class Turned(struct.PyTreeNode, Factored):
         rows = x.shape[: x.ndim - _inputs(spec)]
         outputs = w.shape[: w.ndim - _inputs(spec)]
         w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
-        if 1 < x_mk.shape[0] <= matmul.FEW:
+        if 1 < x_mk.shape[0] <= FEW:
             # Without the barriers XLA would fold the turns into the product.
             still = jax.lax.optimization_barrier
-            made = still(matmul.multiply(w_nk, still(x_mk.T))).T
+            made = still(multiply(w_nk, still(x_mk.T))).T
         else:
             made = jnp.einsum("mk,nk->mn", x_mk, w_nk)
         return made.reshape(*rows, *outputs).astype(dtype or x.dtype)
@@ -416,7 +415,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
 
     def turn(name: str, w: Array) -> Array | Turned:
         inputs = INPUTS[name]
-        if not matmul.chosen(dtype):
+        if not on_eigen(dtype):
             return w
         return Turned(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
 

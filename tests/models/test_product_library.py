@@ -3,9 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models import matmul
 from jrl.models.decode import Turned
-from jrl.models.product import product
+from jrl.models.product import FEW, _large, multiply, product
 from jrl.models.quant import quantise
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="chooses on CPUs alone")
@@ -33,8 +32,8 @@ def exact(spec, x, w):
 )
 def test_large_products_are_the_exact_ones(spec, x_shape, w_shape):
     x, w = operands(x_shape, w_shape)
-    assert matmul.large(spec, x, w) is not None
-    np.testing.assert_allclose(matmul.large(spec, x, w), exact(spec, x, w), atol=2e-4)
+    assert _large(spec, x, w) is not None
+    np.testing.assert_allclose(_large(spec, x, w), exact(spec, x, w), atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_large_products_are_the_exact_ones(spec, x_shape, w_shape):
     ],
 )
 def test_other_products_are_left_alone(spec, x_shape, w_shape, dtype):
-    assert matmul.large(spec, *operands(x_shape, w_shape, dtype)) is None
+    assert _large(spec, *operands(x_shape, w_shape, dtype)) is None
 
 
 def test_a_large_product_has_the_derivatives_of_einsum():
@@ -63,7 +62,7 @@ def test_a_large_product_has_the_derivatives_of_einsum():
 
 def test_it_compiles_to_one_product_of_another_library():
     x, w = operands((256, 256), (256, 256))
-    program = jax.jit(matmul.multiply).lower(x, w).compile().as_text()
+    program = jax.jit(multiply).lower(x, w).compile().as_text()
     assert " dot(" in program
     assert "convolution(" not in program
     assert "fusion" not in program
@@ -73,12 +72,12 @@ def test_it_compiles_to_one_product_of_another_library():
 def test_many_at_once_are_each_alone(axes):
     shapes = [(3, 8, 16) if axes[0] == 0 else (8, 16), (3, 16, 4) if axes[1] == 0 else (16, 4)]
     x, w = operands(*shapes)
-    program = jax.jit(jax.vmap(matmul.multiply, axes))
+    program = jax.jit(jax.vmap(multiply, axes))
     assert "feature_group_count" not in program.lower(x, w).as_text()
     np.testing.assert_allclose(program(x, w), np.matmul(x, w), atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, matmul.FEW, matmul.FEW + 1])
+@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1])
 def test_a_turned_matrix_multiplies_as_it_is(rows):
     x, w = operands((rows, 1, 4, 8), (4, 8, 32))
     made = jax.jit(lambda x, w: Turned(w).times("bqhk,hkd->bqd", x))(x, jnp.moveaxis(w, 2, 0))
