@@ -6,11 +6,14 @@ the same machine.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import pathlib
 import sys
 
 CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+OLD_EMITTERS = importlib.metadata.version("jaxlib").startswith("0.10.")
+"""Whether XLA can do without its newer emitters; a later one ends the process at the flag."""
 sys.path.insert(0, str(CHECKOUT / "tests"))  # for tpu_programs
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,9 +23,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     ).strip()
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Programs of tests take far longer to compile than to run: the suite is twice as fast so.
-    os.environ["XLA_FLAGS"] += (
-        " --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    )
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+    if OLD_EMITTERS:
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Compiled programs are kept between runs and shared by the workers of pytest-xdist.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CHECKOUT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
