@@ -103,10 +103,10 @@ def decode_gemm_rate(config: ModelConfig, rows: int, rounds: int = 7, repeats: i
         (c.embed_dim, 2 * c.mlp_dim),
         (c.mlp_dim, c.embed_dim),
     ]
-    make = lambda *shape: jnp.full(shape, 1 / c.embed_dim, c.dtype)  # noqa: E731
-    straight = [[make(k, n) for k, n in shapes] for _ in range(c.layers)]
-    turned = [[Turned(make(n, k)) for k, n in shapes] for _ in range(c.layers)]
-    head = make(c.embed_dim, c.vocab_size)
+    make = lambda shape: jnp.full(shape, 1 / shape[0], c.dtype)  # noqa: E731
+    straight = [[make(shape) for shape in shapes] for _ in range(c.layers)]
+    turned = [[Turned(w.T) for w in layer] for layer in straight]
+    head = make((c.embed_dim, c.vocab_size))
 
     @jax.jit
     def run(x: jax.Array, layers: list, head: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from flax import struct
 from jrl.mesh import constrain
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
-from jrl.models.product import FEW, Factored, multiply, on_eigen, product
+from jrl.models.product import FEW, Factored, letters_of, multiply, on_eigen, product
 from jrl.models.quant import INPUTS, Int8, quantise, quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
@@ -342,9 +342,10 @@ class Turned(struct.PyTreeNode, Factored):
 
     def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
         """``product(spec, x, whole, dtype)``, of [rows..., inputs...] to [rows..., outputs...]."""
-        w = self.values
-        rows = x.shape[: x.ndim - _inputs(spec)]
-        outputs = w.shape[: w.ndim - _inputs(spec)]
+        letters = letters_of(spec)
+        assert letters is not None, spec
+        w, inputs = self.values, len(letters[1])
+        rows, outputs = x.shape[:-inputs], w.shape[:-inputs]
         w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
         if 1 < x_mk.shape[0] <= FEW:
             # Without the barriers XLA would fold the turns into the product.
@@ -358,16 +359,6 @@ class Turned(struct.PyTreeNode, Factored):
         """The matrix in 8 bits, the summed axes first again."""
         back = jnp.moveaxis(self.values, range(-inputs, 0), range(inputs))
         return quantise(back, inputs)
-
-
-def _inputs(spec: str) -> int:
-    """How many axes a product sums over, the same axes of both operands in the same order."""
-    operands, out = spec.split("->")
-    left, right = operands.split(",")
-    summed = "".join(c for c in right if c not in out)
-    outputs = right.removeprefix(summed)
-    chex.assert_equal((summed + outputs, left.removesuffix(summed) + outputs), (right, out))
-    return len(summed)
 
 
 def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
@@ -414,9 +405,9 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     dtype = jnp.dtype(config.dtype)
 
     def turn(name: str, w: Array) -> Array | Turned:
-        inputs = INPUTS[name]
         if not on_eigen(dtype):
             return w
+        inputs = INPUTS[name]
         return Turned(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
 
     attention = dict(layer["attention"])

@@ -166,28 +166,45 @@ def on_eigen(dtype: Any) -> bool:
 
 
 def _large(spec: str, x: Array, w: Array) -> Array | None:
-    """``einsum(spec, x, w)`` if it is one large product of two matrices; else None.
+    """``einsum(spec, x, w)`` if it is one large product of two matrices; else None."""
+    found = letters_of(spec)
+    if found is None or not on_eigen(x.dtype):
+        return None
+    rows, summed, columns = found
+    size = dict(zip(rows + summed, x.shape, strict=True))
+    m, k = (math.prod(size[c] for c in letters) for letters in (rows, summed))
+    n = w.size // k
+    if m <= FEW or m * k * n < _LARGE_PRODUCT:
+        return None
+    straight = f",{summed}{columns}->" in spec
+    w_kn = w.reshape(k, n) if straight else w.reshape(n, k).T
+    outputs = w.shape[len(summed) :] if straight else w.shape[: len(columns)]
+    return multiply(x.reshape(m, k), w_kn).reshape(*x.shape[: len(rows)], *outputs)
+
+
+def letters_of(spec: str) -> tuple[str, str, str] | None:
+    """The rows, summed axes and columns of an einsum that is one product of two matrices.
 
     Args:
-      spec: "<rows><summed>,<summed><columns>-><rows><columns>", or the second operand turned.
-      x: many rows.
-      w: of the same dtype.
+      spec: of two operands.
+
+    Returns:
+      Of "<rows><summed>,<summed><columns>-><rows><columns>", or with the second operand turned.
+      None for any other.
+
+    >>> letters_of("bqd,dhk->bqhk"), letters_of("bqd,hkd->bqhk")
+    (('bq', 'd', 'hk'), ('bq', 'd', 'hk'))
+    >>> letters_of("bqd,dhk->bhqk")
     """
     inputs, out = spec.split("->")
     left, right = inputs.split(",")
     summed = "".join(c for c in left if c in right and c not in out)
-    rows, columns = left.removesuffix(summed), "".join(c for c in right if c not in summed)
-    straight = right == summed + columns
-    if not straight and right != columns + summed:
+    rows = left.removesuffix(summed)
+    columns = out.removeprefix(rows)
+    plain = bool(summed and columns) and (rows + summed, rows + columns) == (left, out)
+    if not plain or right not in (summed + columns, columns + summed):
         return None
-    if not summed or not columns or out != rows + columns or not on_eigen(x.dtype):
-        return None
-    size = dict(zip(left + right, x.shape + w.shape, strict=True))
-    m, k, n = (math.prod(size[c] for c in letters) for letters in (rows, summed, columns))
-    if m <= FEW or m * k * n < _LARGE_PRODUCT:
-        return None
-    w_kn = w.reshape(k, n) if straight else w.reshape(n, k).T
-    return multiply(x.reshape(m, k), w_kn).reshape([size[c] for c in out])
+    return rows, summed, columns
 
 
 @jax.custom_batching.custom_vmap

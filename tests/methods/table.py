@@ -1,14 +1,8 @@
 """What the two tables over all methods share."""
 
 import functools
-import importlib.metadata
 
 from jrl.methods import all_methods
-
-# Each program runs a few times: what counts is how long it takes to compile.
-FAST = {"xla_backend_optimization_level": 0}
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones do not know it
-    FAST["xla_cpu_use_fusion_emitters"] = False
 
 # Coefficients for the small numbers of the tests, where the defaults are for others. Rewards are
 # between 0 and 1 here.

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from table import FAST, example
+from table import example
 
 from jrl.mesh import batch_sharding, make_mesh, replicated
 from jrl.methods import all_methods
@@ -171,9 +171,7 @@ VARIANTS = 6
 @functools.cache
 def program(name):
     """(list of at most VARIANTS of (trained, batch, keep)) -> list of results, in NumPy."""
-    run = jax.jit(
-        jax.vmap(functools.partial(evaluate, example(name).objective)), compiler_options=FAST
-    )
+    run = jax.jit(jax.vmap(functools.partial(evaluate, example(name).objective)))
 
     def call(variants):
         full = [*variants, *[variants[-1]] * (VARIANTS - len(variants))]
@@ -258,7 +256,6 @@ def test_eight_devices_give_what_one_gives(name):
         run = jax.jit(
             functools.partial(evaluate, example(name).objective),
             in_shardings=places,
-            compiler_options=FAST,
         )
         got = jax.device_get(run(*arguments))
     assert_close(got, program(name)([(trained, batch, EVERYONE)])[0], "eight devices")

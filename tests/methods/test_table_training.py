@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from table import FAST, example
+from table import example
 
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
@@ -105,7 +105,7 @@ def sampler():
             drawn.append((token, jnp.take_along_axis(laws, token[:, :, None], axis=2)[:, :, 0]))
         return [jnp.stack(x, axis=2) for x in zip(*drawn, strict=True)]
 
-    return jax.jit(draw, compiler_options=FAST)
+    return jax.jit(draw)
 
 
 def solutions(rng, count):
@@ -192,7 +192,7 @@ def train(name):
     renewal = {
         key: getattr(schedule, key) for key in ("refresh_ref", "ref_decay", "reset_optimizer")
     }
-    step = jax.jit(make_step(**common, epochs=schedule.epochs, **renewal), compiler_options=FAST)
+    step = jax.jit(make_step(**common, epochs=schedule.epochs, **renewal))
     metrics = []
     for i in range(STEPS):
         batch = batch_of(method, i, state.params["policy"]["table"])
