@@ -330,7 +330,7 @@ def plan(
         float | None,
         typer.Option(
             help="XLA's effort in making programs fast; a run has 0, --quick and --search -1, which"
-            " compiles several times sooner and overestimates memory a little.",
+            " compiles several times sooner and knows memory less exactly.",
             min=-1,
             max=1,
         ),

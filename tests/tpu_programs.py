@@ -80,8 +80,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     run = plan_run.abstract_run(config, plan._mesh(config, parse_topology(topology)))
     lower, found = {"sampler": plan_run.lower_sampler, "train_step": plan_run.lower_step}, {}
     for name in programs:
-        options = {"exec_time_optimization_effort": -1.0}
-        text = lower[name](run).compile(compiler_options=options).as_text()
+        text = lower[name](run).compile(compiler_options=plan.effort_options(-1.0)).as_text()
         bodies = set(re.findall(r"body=%([\w.\-]+)", text))
         calls, loops, inside, copied = [], 0, "", 0
         for line in text.splitlines():
