@@ -23,9 +23,9 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law, make_law
-from jrl.train.rollout import Groups
+from jrl.train.rollout import Groups, compiled_stream
 from jrl.train.state import init_state, state_shardings
-from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState, stream
+from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState
 
 DEVIATION = 0.01
 """Of the matrices at the start; see ``start_weights``."""
@@ -143,16 +143,17 @@ def new_state(work: Work) -> tuple[TrainState, TrainState]:
     """A state with weights at random, and where it lies."""
     objective, network = work.method.objective, work.network
 
-    def make(key: Array) -> TrainState:
+    def make(seed: Any) -> TrainState:
+        key = jax.random.key(seed)
         params = start_weights(key, network)
         return init_state(
             key, params, network=network, objective=objective, optimizer=work.optimizer
         )
 
-    key = jax.random.key(work.args.seed)
-    shardings = state_shardings(jax.eval_shape(make, key), work.mesh, network=work.network)
+    seed = np.uint32(work.args.seed)
+    shardings = state_shardings(jax.eval_shape(make, seed), work.mesh, network=work.network)
     options = compiler_options(work.mesh, level=STEP_LEVEL)
-    return jax.jit(make, out_shardings=shardings, compiler_options=options)(key), shardings
+    return jax.jit(make, out_shardings=shardings, compiler_options=options)(seed), shardings
 
 
 def sampler(work: Work) -> Any:
@@ -214,7 +215,7 @@ class Source:
         """See ``jrl.train.rollout.Draw``; the prompts are those of step ``step``."""
         begin = time.perf_counter()
         tokens, lengths = self.work.prompts[int(step)]
-        sample_key = stream(key, "sample", step)
+        sample_key = compiled_stream(key, "sample", step)
         drawn = self.program(sample_key, params, tokens, lengths, self.work.law, step, positions)
         rollout, slot_steps = jax.device_get(drawn)
         self.rollout_seconds.append(time.perf_counter() - begin)
