@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
-from benchmarks.flags import WARMUP, write
-from benchmarks.work import Source, Work, build, new_state, parser, place
+from benchmarks.flags import WARMUP
+from benchmarks.work import Source, Work, build, new_state, report
 from jrl.compiles import CompileCounter
 from jrl.types import Params, TrainState
 
@@ -84,9 +84,7 @@ def describe(work: Work, state: TrainState) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser(__doc__ or "").parse_args(argv)
-    place(args)
-    write(measure(args), args.json)
+    report(__doc__ or "", argv, measure)
 
 
 if __name__ == "__main__":

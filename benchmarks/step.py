@@ -15,9 +15,8 @@ import numpy as np
 
 from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady, timed
-from benchmarks.flags import write
 from benchmarks.rollout import describe, sampling_figures
-from benchmarks.work import Source, Work, build, new_state, parser, place
+from benchmarks.work import Source, Work, build, new_state, report
 from jrl.compiles import CompileCounter
 from jrl.mesh import batch_shards, replicated
 from jrl.train.groups import collect
@@ -105,9 +104,7 @@ def _collect(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser(__doc__ or "").parse_args(argv)
-    place(args)
-    write(measure(args), args.json)
+    report(__doc__ or "", argv, measure)
 
 
 if __name__ == "__main__":

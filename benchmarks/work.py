@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from benchmarks import flags
 from jrl.compiles import SAMPLER_LEVEL, STEP_LEVEL, compiler_options
+from jrl.errors import UserError
 from jrl.heap import keep_memory
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -77,6 +79,20 @@ def place(args: argparse.Namespace) -> None:
     keep_memory()
     if args.devices > 1:
         jax.config.update("jax_num_cpu_devices", args.devices)
+
+
+def report(
+    text: str, argv: Sequence[str] | None, measure: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
+    """Measures what the flags say and prints it; a setting that cannot be is an error of theirs."""
+    asked = parser(text)
+    args = asked.parse_args(argv)
+    place(args)
+    try:
+        result = measure(args)
+    except UserError as error:
+        asked.error(str(error))
+    flags.write(result, args.json)
 
 
 def model_config(args: argparse.Namespace) -> ModelConfig:

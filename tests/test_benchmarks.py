@@ -328,3 +328,13 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
     )
     assert done.returncode == 2
     assert "--bacth" in done.stderr
+
+
+def test_a_setting_that_cannot_be_is_an_error_of_the_flags(monkeypatch, capsys):
+    monkeypatch.setattr(work, "place", lambda args: None)  # the process is ready
+    with pytest.raises(SystemExit) as stopped:
+        step.main(["--layers", "1", "--dim", "64", "--ffn", "64", "--vocab", "64", "--tp", "4"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "'kv_heads' of size 2" in said
+    assert "tensor=4" in said
