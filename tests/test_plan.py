@@ -289,6 +289,15 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 
 
+def test_the_guess_caches_a_prompt_once_and_no_more_completions_than_slots():
+    mesh = {"data": 4, "fsdp": 4, "tensor": 1, "expert": 1}
+    sizes = ["train.prompts=64", "data.max_prompt_tokens=512", "sampling.max_new_tokens=1024"]
+    for slots, rows in ((0, 4 * 8), (16, 16), (100, 4 * 8)):
+        changes = [*sizes, "sampling.group=8", f"sampling.slots={slots}"]
+        config = load_config(CONFIGS / "pod_8b_v6e.toml", changes)
+        assert plan_search._cached(config, mesh) == 4 * 512 + rows * 1024
+
+
 def test_candidates_that_are_unlike_are_compiled_first():
     def one(data, parts, rollout=None):
         return Candidate((("data", data), ("fsdp", 16 // data)), "full", parts, rollout)

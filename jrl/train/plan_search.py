@@ -194,6 +194,14 @@ def _tokens(config: Config, mesh: Mapping[str, int]) -> float:
     return rows * (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
 
 
+def _cached(config: Config, mesh: Mapping[str, int]) -> float:
+    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
+    prompts, sampling = config.train.prompts / _shards(mesh), config.sampling
+    rows = prompts * sampling.group
+    slots = min(rows, sampling.slots or rows)
+    return prompts * config.data.max_prompt_tokens + slots * sampling.max_new_tokens
+
+
 def _too_large(size: float, chip: Chip) -> float:
     """What a time is multiplied by."""
     over = size / chip.hbm_bytes
@@ -225,7 +233,7 @@ def _sampling(
 ) -> float:
     """Rough seconds of a rollout: reads of weights and of the cache for every token."""
     heads = max(model.kv_heads // mesh["tensor"], 1)
-    cache = 4 * model.layers * heads * model.head_dim * _tokens(config, mesh)
+    cache = 4 * model.layers * heads * model.head_dim * _cached(config, mesh)
     held = 2 * count_params(model) / (mesh["tensor"] * mesh["expert"])
     whole = config.sampling.gather_weights
     read = (held + cache / 2) / chip.hbm_bandwidth
