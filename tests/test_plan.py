@@ -289,13 +289,19 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 
 
-def test_the_guess_caches_a_prompt_once_and_no_more_completions_than_slots():
-    mesh = {"data": 4, "fsdp": 4, "tensor": 1, "expert": 1}
-    sizes = ["train.prompts=64", "data.max_prompt_tokens=512", "sampling.max_new_tokens=1024"]
+def test_a_chip_holds_each_prompt_once_and_no_more_completions_than_slots():
     for slots, rows in ((0, 4 * 8), (16, 16), (100, 4 * 8)):
-        changes = [*sizes, "sampling.group=8", f"sampling.slots={slots}"]
-        config = load_config(CONFIGS / "pod_8b_v6e.toml", changes)
-        assert plan_search._cached(config, mesh) == 4 * 512 + rows * 1024
+        assert plan_memory.cached_tokens(4, 8, 512, 1024, slots) == 4 * 512 + rows * 1024
+
+
+def test_the_guess_knows_of_slots():
+    config = load_config(CONFIGS / "pod_8b_v6e.toml")
+    few = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.slots=2"])
+    topology = parse_topology("v6e:8x8")
+    model = plan_run.run_model(config, None)
+    mesh = {"data": 4, "fsdp": 16, "tensor": 1, "expert": 1}
+    seconds = [plan_search._sampling(c, model, topology.chip, mesh) for c in (few, config)]
+    assert seconds[0] < seconds[1]
 
 
 def test_candidates_that_are_unlike_are_compiled_first():

@@ -48,11 +48,17 @@ def cache_bytes(run: build.Run) -> float:
     draw = run.method.draw
     group = config.sampling.group + draw.baseline_members
     batch = -(-config.train.prompts // batch_shards(run.mesh))
-    rows = min(batch * group, config.sampling.slots or batch * group)
-    tokens = batch * run.width + rows * build._max_new_tokens(config, run.task)
+    new = build._max_new_tokens(config, run.task)
+    tokens = cached_tokens(batch, group, run.width, new, config.sampling.slots)
     heads = -(-model.kv_heads // run.mesh.shape["tensor"])
     each = 2 * model.layers * heads * model.head_dim * jnp.dtype(model.dtype).itemsize
     return float(tokens * each)
+
+
+def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
+    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
+    rows = prompts * group
+    return prompts * width + min(rows, slots or rows) * new
 
 
 def prepared_bytes(run: build.Run) -> float:

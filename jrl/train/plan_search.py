@@ -24,6 +24,7 @@ from jrl.tables import PlacementTable
 from jrl.train.chips import Chip, Topology
 from jrl.train.plan import Plan, quick_plan
 from jrl.train.plan_apart import half, plan_apart
+from jrl.train.plan_memory import cached_tokens
 from jrl.train.plan_run import run_model
 from jrl.train.policies import run_task
 
@@ -194,14 +195,6 @@ def _tokens(config: Config, mesh: Mapping[str, int]) -> float:
     return rows * (config.data.max_prompt_tokens + config.sampling.max_new_tokens)
 
 
-def _cached(config: Config, mesh: Mapping[str, int]) -> float:
-    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
-    prompts, sampling = config.train.prompts / _shards(mesh), config.sampling
-    rows = prompts * sampling.group
-    slots = min(rows, sampling.slots or rows)
-    return prompts * config.data.max_prompt_tokens + slots * sampling.max_new_tokens
-
-
 def _too_large(size: float, chip: Chip) -> float:
     """What a time is multiplied by."""
     over = size / chip.hbm_bytes
@@ -233,18 +226,25 @@ def _sampling(
 ) -> float:
     """Rough seconds of a rollout: reads of weights and of the cache for every token."""
     heads = max(model.kv_heads // mesh["tensor"], 1)
-    cache = 4 * model.layers * heads * model.head_dim * _cached(config, mesh)
+    prompts, new = config.train.prompts / _shards(mesh), config.sampling.max_new_tokens
+    group, width, slots = (
+        config.sampling.group,
+        config.data.max_prompt_tokens,
+        config.sampling.slots,
+    )
+    tokens = cached_tokens(prompts, group, width, new, slots)
+    cache = 4 * model.layers * heads * model.head_dim * tokens
     held = 2 * count_params(model) / (mesh["tensor"] * mesh["expert"])
     whole = config.sampling.gather_weights
     read = (held + cache / 2) / chip.hbm_bandwidth
     if mesh["fsdp"] > 1 and not whole:
         read += held / (2 * chip.link_bandwidth)
     if mesh["tensor"] > 1:  # two sums a layer, and the scores of the next token
-        rows = config.train.prompts * config.sampling.group / _shards(mesh)
+        rows = prompts * group
         sums = 8 * model.layers * model.embed_dim + 4 * model.vocab_size
         read += rows * sums / (2 * chip.link_bandwidth)
     size = kept + cache + (held if whole else held / mesh["fsdp"])
-    return read * config.sampling.max_new_tokens * _too_large(size, chip)
+    return read * new * _too_large(size, chip)
 
 
 # ---------------------------------------------------------------- by compiling
