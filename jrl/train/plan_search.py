@@ -226,13 +226,9 @@ def _sampling(
 ) -> float:
     """Rough seconds of a rollout: reads of weights and of the cache for every token."""
     heads = max(model.kv_heads // mesh["tensor"], 1)
-    prompts, new = config.train.prompts / _shards(mesh), config.sampling.max_new_tokens
-    group, width, slots = (
-        config.sampling.group,
-        config.data.max_prompt_tokens,
-        config.sampling.slots,
-    )
-    tokens = cached_tokens(prompts, group, width, new, slots)
+    group, new = config.sampling.group, config.sampling.max_new_tokens
+    prompts, width = config.train.prompts / _shards(mesh), config.data.max_prompt_tokens
+    tokens = cached_tokens(prompts, group, width, new, config.sampling.slots)
     cache = 4 * model.layers * heads * model.head_dim * tokens
     held = 2 * count_params(model) / (mesh["tensor"] * mesh["expert"])
     whole = config.sampling.gather_weights
