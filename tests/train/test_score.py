@@ -187,7 +187,9 @@ def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params
                 jnp.where(live, w * stats[n], 0).sum() for w, n in zip(weights, names, strict=True)
             ), stats
 
-        return jax.jit(jax.grad(loss, has_aux=True))(heads)
+        # At level 0, as tests run, JAX 0.12 is ten times less exact than at that of a real run.
+        options = {"xla_backend_optimization_level": 2}
+        return jax.jit(jax.grad(loss, has_aux=True), compiler_options=options)(heads)
 
     once, stats = gradient(network)
     assert calls == []
@@ -201,8 +203,7 @@ def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params
         jax.tree_util.tree_leaves_with_path(once), jax.tree.leaves(repeated), strict=True
     ):
         scale = float(jnp.abs(b).max()) + 1e-6
-        # Seen: a gradient of the value network differs by 5e-5 with JAX 0.12, by 2e-5 with 0.10.
-        np.testing.assert_allclose(a, b, atol=1e-4 * scale, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(a, b, atol=2e-5 * scale, err_msg=jax.tree_util.keystr(path))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
