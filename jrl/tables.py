@@ -79,8 +79,10 @@ class ModelTable(Table):
         " blockwise, memory linear in the length; splash, for TPUs, which decoding uses too; cudnn,"
         " for GPUs in 16 bit; auto, the fastest that is exact here",
     )
-    remat: Literal["none", "full", "dots"] = _key(
-        "none", "what the backward pass recomputes: nothing, all, or all but matrix products"
+    remat: Literal["elementwise", "dots", "full", "none"] = _key(
+        "elementwise",
+        "what the backward pass recomputes: what lies between products and attention; attention"
+        " too; all; nothing",
     )
     grouped_matmul: Literal["auto", "blocks", "megablox", "ragged"] = _key(
         "auto",

@@ -5,6 +5,7 @@ Queries are ``[B, Q, H, h]``; keys and values ``[B, K, L, h]``.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,9 +13,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jrl.models.config import Rope
-from jrl.models.product import product
+from jrl.models.product import SEEN, product
 from jrl.types import Array
 
 NO_WINDOW = np.int32(2**30)
@@ -135,7 +137,7 @@ def attend(
     weights = attention_weights(q_bqhd, k_bkcd, mask_bqc, scale=scale, softcap=softcap)
     # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
     seen = product("bkcd,bkgqc->bqkgd", v_bkcd, weights.astype(v_bkcd.dtype))
-    return seen.reshape(q_bqhd.shape)
+    return checkpoint_name(seen.reshape(q_bqhd.shape), SEEN)
 
 
 def attention_weights(
@@ -153,7 +155,8 @@ def attention_weights(
     scores = product("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    return jax.nn.softmax(jnp.where(mask_bqc[:, None, None], scores, MASKED), axis=-1)
+    (weights,) = _softmax((jnp.where(mask_bqc[:, None, None], scores, MASKED),))
+    return weights
 
 
 class Past(NamedTuple):
@@ -213,31 +216,32 @@ def attend_shared(
 
     before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
     own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
-    before, own = (w.astype(v_rkcd.dtype) for w in _softmax_over_both(before, own))
+    before, own = (w.astype(v_rkcd.dtype) for w in _softmax((before, own)))
     out = product("nkpd,nkmgqp->nkmgqd", past.v_nkpd, before, jnp.float32)
     out = out + product("nmkcd,nkmgqc->nkmgqd", v_nmkcd, own, jnp.float32)
-    return out.transpose(0, 2, 4, 1, 3, 5).reshape(r, q, h, d).astype(v_rkcd.dtype)
+    out = out.transpose(0, 2, 4, 1, 3, 5).reshape(r, q, h, d).astype(v_rkcd.dtype)
+    return checkpoint_name(out, SEEN)
 
 
 @jax.custom_vjp
-def _softmax_over_both(a: Array, b: Array) -> tuple[Array, Array]:
-    """The softmax over the last axes of ``a`` and ``b`` together, without joining them."""
-    peak = jnp.maximum(a.max(-1, keepdims=True), b.max(-1, keepdims=True))
-    a, b = jnp.exp(a - peak), jnp.exp(b - peak)
-    share = 1 / (a.sum(-1, keepdims=True) + b.sum(-1, keepdims=True))
-    return a * share, b * share
+def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The softmax over the last axes of all parts together, without joining them."""
+    add = functools.partial(functools.reduce, jnp.add)
+    peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
+    weights = [jnp.exp(x - peak) for x in parts]
+    share = 1 / add([w.sum(-1, keepdims=True) for w in weights])
+    return tuple(w * share for w in weights)
 
 
-def _both_forward(a: Array, b: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    weights = _softmax_over_both(a, b)
+def _softmax_forward(parts: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(parts))
     return weights, weights
 
 
-def _both_backward(weights: tuple[Array, Array], g: tuple[Array, Array]) -> tuple[Array, Array]:
+def _softmax_backward(weights: tuple[Array, ...], g: tuple[Array, ...]) -> tuple[tuple[Array, ...]]:
     products = [w * x for w, x in zip(weights, g, strict=True)]
-    inner = sum(x.sum(-1, keepdims=True) for x in products)
-    a, b = (x - w * inner for x, w in zip(products, weights, strict=True))
-    return a, b
+    inner = functools.reduce(jnp.add, [x.sum(-1, keepdims=True) for x in products])
+    return (tuple(x - w * inner for x, w in zip(products, weights, strict=True)),)
 
 
-_softmax_over_both.defvjp(_both_forward, _both_backward)
+_softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -387,13 +387,21 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     table = weights(config)["layers"]
     stacks = jax.tree.map(vector, table, params["layers"], is_leaf=is_spec)
     layers = [layer_weights(config, stacks, i) for i in range(config.layers)]
-    head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": lay(params["embed"].astype(dtype), "vocab", "embed"),
-        "head": lay(head.astype(dtype), "embed", "vocab"),
+        "head": _head(config, params, lay),
         "layers": tuple(_fused(config, layer, lay) for layer in layers),
         "final_norm": lay(params["final_norm"], "embed"),
     }
+
+
+def _head(config: ModelConfig, params: Params, lay: Callable[..., Array]) -> Array | Turned:
+    """The output matrix, [D, V] or ``Turned``; a tied one that is turned is the table itself."""
+    dtype, tied = jnp.dtype(config.dtype), config.tied_embeddings
+    if on_eigen(dtype):
+        return Turned((params["embed"] if tied else params["head"].T).astype(dtype))
+    head = params["embed"].T if tied else params["head"]
+    return lay(head.astype(dtype), "embed", "vocab")
 
 
 def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Params:

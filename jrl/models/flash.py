@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from jrl.models.product import SEEN
 from jrl.types import Array
 
 
@@ -105,7 +107,8 @@ def _forward(
         shares = [jnp.exp(x - merged)[..., None] for x in log_sums]
         parts = [x.astype(jnp.float32) * w for x, w in zip(seen, shares, strict=True)]
         seen = [functools.reduce(jnp.add, parts)]
-    out = seen[0].astype(places[0].v_bkcd.dtype)
+    out = checkpoint_name(seen[0].astype(places[0].v_bkcd.dtype), SEEN)
+    merged = checkpoint_name(merged, SEEN)
     return out, (q, places, window, out, merged)
 
 

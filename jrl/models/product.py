@@ -26,6 +26,9 @@ _WORTH = 2**18
 PRODUCT = "product"
 """The name, for rematerialisation, of results of products with weights."""
 
+SEEN = "seen"
+"""The same for what attention's backward pass starts from: weights, values seen, log sums."""
+
 
 class Factored:
     """A weight that is held as several arrays and multiplied as one: ``quant.Int8``, ``lora``'s."""

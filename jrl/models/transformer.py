@@ -45,15 +45,17 @@ from jrl.models.kernels import (
     scale_of,
     write_at,
 )
-from jrl.models.product import PRODUCT, contract
+from jrl.models.product import PRODUCT, SEEN, contract
 from jrl.models.routing import record
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init, layer_weights
 from jrl.models.weights import count_params as count_params
 from jrl.types import NOTHING, Array, Cache, Head, Network, Params, RoutingRecord, SharedRows
 
-REMAT = ("dots", "full", "none")
-"""What the backward pass of a layer recomputes: all but products with weights, all, nothing."""
+_KEPT = {"dots": (PRODUCT,), "elementwise": (PRODUCT, SEEN), "full": ()}
+REMAT = (*_KEPT, "none")
+"""What the backward pass of a layer recomputes: all but products with weights, all but products and
+attention, all, nothing."""
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -429,9 +431,9 @@ def _through_layers(
 
     What it gives beside is stacked. The record, if any, has a leading axis of sparse layers.
     """
-    if remat != "none":
-        kept = jax.checkpoint_policies.save_only_these_names(PRODUCT)
-        body = jax.checkpoint(body, policy=kept if remat == "dots" else None, prevent_cse=False)
+    if remat in _KEPT:
+        kept = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+        body = jax.checkpoint(body, policy=kept, prevent_cse=False)
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
         xs = (layers, jnp.asarray(turn_ids), jnp.asarray(windows), recorded)
@@ -558,7 +560,7 @@ def transformer(
     config: ModelConfig,
     *,
     attention: str = "auto",
-    remat: str = "none",
+    remat: str = "elementwise",
     gather: bool = True,
     grouped_matmul: str = "auto",
 ) -> Network:
@@ -567,9 +569,10 @@ def transformer(
     Args:
       config: the model.
       attention: which kernel it runs on, of ``kernels.ATTENTION``.
-      remat: what the backward pass of ``hidden`` recomputes for each layer: "none" keeps
-        everything, "dots" keeps the results of products with weights, "full" keeps the layer's
-        input.
+      remat: what the backward pass of ``hidden`` recomputes for each layer: "full" keeps the
+        layer's input, "dots" also the results of products with weights, "elementwise" also what
+        attention's backward pass starts from, so that only norms, rotations and activations are
+        made again, which costs less than to keep them, and "none" keeps everything.
       gather: see ``decode.prepare``.
       grouped_matmul: how products with routed experts are made; of ``grouped.KERNELS``.
 

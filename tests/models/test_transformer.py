@@ -222,8 +222,8 @@ def test_padding_has_finite_values_and_no_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), gradient, changed)
 
 
-def gradient_program(config, remat, shared):
-    network = T.transformer(config, remat=remat)
+def gradient_program(config, remat, shared, attention="auto"):
+    network = T.transformer(config, remat=remat, attention=attention)
     params = network.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
     laid, *_ = ragged_groups(packed=False)
@@ -241,15 +241,20 @@ def gradient_program(config, remat, shared):
 @pytest.mark.parametrize(("shared", "attending"), [(False, 2), (True, 6)])
 def test_remat_recomputes_what_it_says_and_changes_no_number(shared, attending):
     products, gradients = {}, {}
-    for remat in ("none", "dots", "full"):
+    roots = {}
+    for remat in T.REMAT:
         gradient, params = gradient_program(TINY, remat, shared)
-        products[remat] = str(jax.make_jaxpr(gradient)(params)).count("dot_general[")
+        text = str(jax.make_jaxpr(gradient)(params))
+        products[remat], roots[remat] = text.count("dot_general["), text.count(" rsqrt ")
         gradients[remat] = jax.jit(gradient)(params)
     # "dots" repeats the two products of each attention: of prompts, of rows, of both; "full" also
     # the projections, but for the last one, whose result no derivative needs.
     assert products["dots"] - products["none"] == attending
     assert products["full"] - products["none"] == attending + 6 * (2 if shared else 1)
-    for remat in ("dots", "full"):
+    # "elementwise" repeats the norms only: no product, and nothing of attention.
+    assert products["elementwise"] == products["none"]
+    assert roots["elementwise"] > roots["none"]
+    for remat in ("dots", "elementwise", "full"):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
             gradients[remat],
@@ -257,6 +262,15 @@ def test_remat_recomputes_what_it_says_and_changes_no_number(shared, attending):
         )
     with pytest.raises(UserError, match="remat = 'some'"):
         T.transformer(TINY, remat="some")
+
+
+@pytest.mark.parametrize("how", ["xla", "blockwise", "splash"])
+def test_elementwise_rematerialisation_repeats_nothing_of_attention(how):
+    exponentials = {}
+    for remat in ("none", "elementwise", "dots"):
+        gradient, params = gradient_program(TINY, remat, True, how)
+        exponentials[remat] = str(jax.make_jaxpr(gradient)(params)).count(" exp ")
+    assert exponentials["elementwise"] == exponentials["none"] < exponentials["dots"]
 
 
 def test_router_statistics_come_from_sparse_layers_only():
