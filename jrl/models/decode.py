@@ -21,7 +21,7 @@ from flax import struct
 from jrl.mesh import constrain
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
-from jrl.models.product import FEW, Factored, letters_of, multiply, on_eigen, product
+from jrl.models.product import Factored, letters_of, lies_turned, multiply, on_eigen, product
 from jrl.models.quant import INPUTS, Int8, quantise, quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
@@ -347,7 +347,7 @@ class Turned(struct.PyTreeNode, Factored):
         w, inputs = self.values, len(letters[1])
         rows, outputs = x.shape[:-inputs], w.shape[:-inputs]
         w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
-        if 1 < x_mk.shape[0] <= FEW:
+        if lies_turned(x_mk.shape[0], x.dtype):
             # Without the barriers XLA would fold the turns into the product.
             still = jax.lax.optimization_barrier
             made = still(multiply(w_nk, still(x_mk.T))).T
@@ -367,7 +367,7 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     Layers are taken apart, because a loop over tokens would slice them out of their stacks again
     for every token; the three projections of attention are one product, as are the two of the
     feed-forward part; a tied output matrix is turned, because few rows multiply it. On the CPU the
-    matrices of dense layers are ``Turned``.
+    matrices of dense layers, and the output matrix, are ``Turned``.
 
     Args:
       params: the network's parameters.
@@ -389,14 +389,22 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     layers = [layer_weights(config, stacks, i) for i in range(config.layers)]
     return {
         "embed": lay(params["embed"].astype(dtype), "vocab", "embed"),
-        "head": _head(config, params, lay),
+        "head": output_matrix(config, params, lay),
         "layers": tuple(_fused(config, layer, lay) for layer in layers),
         "final_norm": lay(params["final_norm"], "embed"),
     }
 
 
-def _head(config: ModelConfig, params: Params, lay: Callable[..., Array]) -> Array | Turned:
-    """The output matrix, [D, V] or ``Turned``; a tied one that is turned is the table itself."""
+def output_matrix(
+    config: ModelConfig, params: Params, lay: Callable[..., Array] = lambda w, *axes: w
+) -> Array | Turned:
+    """The one of ``prepare``, [D, V] or ``Turned``; a tied one that is turned is the table itself.
+
+    Args:
+      config: the model.
+      params: the network's parameters.
+      lay: (matrix, its logical axes) -> the matrix, as the mesh divides it.
+    """
     dtype, tied = jnp.dtype(config.dtype), config.tied_embeddings
     if on_eigen(dtype):
         return Turned((params["embed"] if tied else params["head"].T).astype(dtype))

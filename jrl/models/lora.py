@@ -25,6 +25,7 @@ from flax import struct
 from jrl.errors import UserError, choose
 from jrl.mesh import constrain
 from jrl.models.config import ModelConfig
+from jrl.models.decode import output_matrix
 from jrl.models.product import Factored, product
 from jrl.models.quant import (
     Int8,
@@ -323,10 +324,9 @@ def _apart(params: Params, config: ModelConfig, axes: Any, gather: bool) -> Any:
         is_names = lambda x: isinstance(x, tuple)  # noqa: E731
         return jax.tree_util.tree_map_with_path(lay, names, layer, is_leaf=is_names)
 
-    head = params["embed"].T if config.tied_embeddings else params["head"]
     return {
         "embed": params["embed"].astype(dtype),
-        "head": head.astype(dtype),
+        "head": output_matrix(config, params),
         "layers": tuple(map(lay_layer, range(config.layers))),
         "final_norm": params["final_norm"],
     }

@@ -168,6 +168,11 @@ def on_eigen(dtype: Any) -> bool:
     return dtype == jnp.float32 and platform() == "cpu" and not divided()
 
 
+def lies_turned(rows: int, dtype: Any) -> bool:
+    """Whether a product of so many rows with a prepared matrix lies [columns, rows] in memory."""
+    return 1 < rows <= FEW and on_eigen(dtype)
+
+
 def _large(spec: str, x: Array, w: Array) -> Array | None:
     """``einsum(spec, x, w)`` if it is one large product of two matrices; else None."""
     found = letters_of(spec)

@@ -214,15 +214,16 @@ def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
     def prepare_int8(params: Params) -> Any:
         made = prepare(params)
 
+        def short(w: Any, inputs: int) -> Any:
+            return w.in_8_bits(inputs) if isinstance(w, Factored) else quantise(w, inputs)
+
         def turn(path: tuple, w: Any) -> Any:
             inputs = INPUTS.get(path[-1].key, 0)
-            if isinstance(w, Factored):
-                return w.in_8_bits(inputs)
-            return quantise(w, inputs) if inputs else w
+            return short(w, inputs) if inputs else w
 
         held = lambda x: isinstance(x, Factored)  # noqa: E731
         layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)
-        return made | {"layers": layers, "head": quantise(made["head"], 1)}
+        return made | {"layers": layers, "head": short(made["head"], 1)}
 
     return prepare_int8
 

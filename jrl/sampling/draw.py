@@ -260,7 +260,7 @@ def token_logprobs(
     return out
 
 
-def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
+def sample(uniform: Array, logits: Array, law: Law, *, turned: bool = False) -> tuple[Array, Array]:
     """Tokens drawn from the law, one random number a row, with their log-probabilities.
 
     The law's cumulative distribution is inverted without normalising it first. The search runs over
@@ -271,12 +271,16 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
       uniform: [B] float32 in [0, 1).
       logits: [B, V] float.
       law: scalars, or one value a row.
+      turned: whether the logits lie [V, B] in memory, so that this way is the faster one.
 
     Returns:
       tokens [B] int32, never one of probability 0, and their log-probabilities [B] float32, nats,
       equal to ``log_law(logits, law)`` at the tokens.
     """
     chex.assert_rank([uniform, logits], [1, 2])
+    plain = law.bias is None and not (law.truncates or law.floors or law.greedy)
+    if plain and turned:
+        return _sample_columns(uniform, logits.T, _column(law.temperature, logits)[:, 0])
     scaled, greedy = _scaled(logits, law)
     if law.bias is None:  # the same number, and nothing is written that is read for the largest
         largest = jnp.max(logits.astype(jnp.float32), axis=-1, keepdims=True)
@@ -303,6 +307,25 @@ def sample(uniform: Array, logits: Array, law: Law) -> tuple[Array, Array]:
     chosen = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
     logprob = chosen - peak[:, 0] - jnp.log(total)
     return token, jnp.where(greedy[:, 0], 0, logprob) if law.greedy else logprob
+
+
+def _sample_columns(uniform: Array, logits: Array, temperature: Array) -> tuple[Array, Array]:
+    """``sample`` of logits [V, B] that lie so; by rows, they would all be turned first.
+
+    Only the block that is searched is looked at again, so no weights are written.
+    """
+    v, b = logits.shape
+    peak = logits.max(0) / temperature
+    filled = jnp.pad(logits, ((0, -v % _BLOCK), (0, 0)), constant_values=-jnp.inf)
+    blocks = filled.reshape(-1, _BLOCK, b)
+    mass = jnp.exp(blocks / temperature[None, None] - peak[None, None]).sum(1).T
+    total = mass.sum(-1)
+    block, left = _invert(uniform * total, mass)
+    place = block[:, None] * _BLOCK + jnp.arange(_BLOCK)[None]
+    inside = filled[place, jnp.arange(b)[:, None]] / temperature[:, None] - peak[:, None]
+    token, _ = _invert(left, jnp.exp(inside))
+    chosen = jnp.take_along_axis(inside, token[:, None], axis=-1)[:, 0]
+    return block * _BLOCK + token, chosen - jnp.log(total)
 
 
 def _block(vocab: int) -> int:

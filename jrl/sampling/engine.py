@@ -20,6 +20,7 @@ from flax import struct
 from jrl.compiles import at_most
 from jrl.errors import UserError
 from jrl.models.decode import put_columns
+from jrl.models.product import lies_turned
 from jrl.sampling.cache import share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
@@ -211,7 +212,8 @@ def counted_decode(
                 uniform = _uniforms(slots.keys, slots.lengths[None])[0]
             else:
                 uniform = uniforms[i]
-            token, logprob = sample(uniform, logits, slots.law)
+            turned = lies_turned(hidden.shape[0], hidden.dtype)
+            token, logprob = sample(uniform, logits, slots.law, turned=turned)
         here = jnp.where(runs, slots.lengths, width)
         put = functools.partial(_put, columns=here, column=slots.cache.column)
         lengths = slots.lengths + runs

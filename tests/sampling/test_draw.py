@@ -13,7 +13,8 @@ from jrl.sampling.draw import log_law as log_law_eagerly
 from jrl.sampling.draw import sample as sample_eagerly
 from jrl.sampling.draw import token_logprobs as token_logprobs_eagerly
 
-sample, log_law = jax.jit(sample_eagerly), jax.jit(log_law_eagerly)
+sample = jax.jit(sample_eagerly, static_argnames="turned")
+log_law = jax.jit(log_law_eagerly)
 token_logprobs = jax.jit(token_logprobs_eagerly, static_argnames="entropy")
 
 
@@ -354,8 +355,12 @@ def goodness_of_fit(p, logits, law):
     """Asserts that draws from the law of one row [1, V] have the probabilities ``p``."""
     v, count = len(p), 20_000
     uniform = jax.random.uniform(jax.random.key(v), (count,))
-    tokens, logprobs = sample(uniform, jnp.broadcast_to(logits[0], (count, v)), law)
+    logits_of_all = jnp.broadcast_to(logits[0], (count, v))
+    tokens, logprobs = sample(uniform, logits_of_all, law)
     assert tokens.dtype == np.int32
+    turned = sample(uniform, logits_of_all, law, turned=True)
+    assert np.mean(turned[0] != tokens) < 1e-3  # where rounding moves the end of a token
+    np.testing.assert_allclose(turned[1], log_law(logits, law)[0][turned[0]], atol=1e-5)
     tokens = np.asarray(tokens)
     np.testing.assert_allclose(logprobs, log_law(logits, law)[0][tokens], atol=1e-5)
     seen = np.bincount(tokens, minlength=v)
@@ -370,9 +375,15 @@ def goodness_of_fit(p, logits, law):
     assert statistic <= freedom + 4 * np.sqrt(2 * freedom) + 1e-9
 
 
-def draw(uniform, logprobs):
-    """Tokens of a law given as log-probabilities."""
-    return sample(jnp.asarray(uniform), jnp.asarray(logprobs), make_law())[0]
+@pytest.fixture(params=["by rows", "by columns"])
+def draw(request):
+    """What draws tokens of a law given as log-probabilities, in each of the ways there are."""
+
+    def tokens(uniform, logprobs):
+        turned = request.param == "by columns"
+        return sample(jnp.asarray(uniform), jnp.asarray(logprobs), make_law(), turned=turned)[0]
+
+    return tokens
 
 
 ABOVE = np.nextafter(np.float32(1), np.float32(0))
@@ -380,7 +391,7 @@ ABOVE = np.nextafter(np.float32(1), np.float32(0))
 
 @pytest.mark.parametrize("v", [5, 64, 130])
 @pytest.mark.parametrize("u", [0.0, 1e-9, 0.25, 0.5, 0.75, 0.999999, float(ABOVE)])
-def test_never_a_token_of_probability_zero(v, u):
+def test_never_a_token_of_probability_zero(draw, v, u):
     """Laws with nothing at the ends, in the middle, or in whole blocks."""
     rng = np.random.default_rng(v)
     probs = rng.random((64, v)) ** 4
@@ -405,7 +416,7 @@ def test_never_a_token_of_probability_zero(v, u):
     assert (above - picked <= u + 1e-5).all()
 
 
-def test_where_one_token_ends_and_the_next_begins():
+def test_where_one_token_ends_and_the_next_begins(draw):
     """Numbers at the running sums themselves, where rounding could name an empty token."""
     rng = np.random.default_rng(0)
     probs = rng.random((1, 64)) * (rng.random((1, 64)) < 0.4)
@@ -420,7 +431,7 @@ def test_where_one_token_ends_and_the_next_begins():
     assert (np.diff(tokens) >= 0).all()
 
 
-def test_the_ends_of_the_unit_interval():
+def test_the_ends_of_the_unit_interval(draw):
     probs = np.zeros((2, 100), np.float32)
     probs[:, [3, 70, 96]] = [0.25, 0.5, 0.25]
     with np.errstate(divide="ignore"):
@@ -428,7 +439,7 @@ def test_the_ends_of_the_unit_interval():
     assert tokens.tolist() == [3, 96]
 
 
-def test_rows_draw_alone():
+def test_rows_draw_alone(draw):
     logprobs = log_law(some_logits(9, 16, 70), make_law())
     uniform = jax.random.uniform(jax.random.key(0), (16,))
     together = draw(uniform, logprobs)
