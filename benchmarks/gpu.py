@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt-len", type=int, default=512)
     p.add_argument("--gen-len", type=int, default=1024)
     p.add_argument("--packed", nargs="*", type=int, default=[4096, 16_384], help="training tokens")
-    p.add_argument("--remat", default="dots", choices=REMAT)
+    p.add_argument("--remat", default="elementwise", choices=REMAT)
     p.add_argument("--attention", default="auto", choices=ATTENTION, help="on a GPU auto is cuDNN")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--gemm", type=int, default=8192, help="side of the bare product")

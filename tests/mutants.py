@@ -90,8 +90,8 @@ MUTANTS = {
     "log-probability before temperature": Mutant(
         7,
         "sampling/engine.py",
-        ", logits, slots.law)\n        here = jnp",
-        ", logits, slots.law)\n"
+        ", slots.law, turned=turned)\n        here = jnp",
+        ", slots.law, turned=turned)\n"
         "            raw = jax.nn.log_softmax(logits)\n"
         "            logprob = jnp.take_along_axis(raw, token[:, None], axis=1)[:, 0]\n"
         "        here = jnp",

@@ -84,7 +84,7 @@ def test_gpu_runs_on_a_cpu_and_writes_its_table(capsys, tmp_path):
     assert training["attention"] == sampling["prefill_attention"] == "blockwise"
     assert training["fraction"] > 0
     assert training["memory_over_kept"] > 1
-    assert (training["layers"], training["remat"]) == (1, "dots")
+    assert (training["layers"], training["remat"]) == (1, "elementwise")
     assert "refused" not in training
     assert "| 2 |" in path.read_text()
     assert "--shapes tiny" in path.read_text()
@@ -121,11 +121,11 @@ def test_training_gives_up_activations_and_then_layers(monkeypatch):
     monkeypatch.setattr(gpu, "variant_row", row)
     config = gpu.model_config("tiny", 8)
     args = gpu.parser().parse_args([])
-    assert gpu.training_row(config, 8, args) == {"layers": 1, "remat": "dots"}
+    assert gpu.training_row(config, 8, args) == {"layers": 1, "remat": "elementwise"}
     found = gpu.training_row(dataclasses.replace(config, layers=5), 8, args)
     assert (found["layers"], found["remat"]) == (2, "full")
-    assert found["refused"] == ["5 layers, dots: too much", "5 layers, full: too much"]
-    assert gpu.cell(found, "refused") == "5 layers, dots: too much; 5 layers, full: too much"
+    assert found["refused"] == ["5 layers, elementwise: too much", "5 layers, full: too much"]
+    assert gpu.cell(found, "refused") == "5 layers, elementwise: too much; 5 layers, full: too much"
 
 
 SMALL_RUN = [

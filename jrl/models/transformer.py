@@ -30,6 +30,7 @@ from jrl.models.attention import (
     visible,
 )
 from jrl.models.config import ModelConfig
+from jrl.models.cudnn import is_cudnn
 from jrl.models.decode import Part, View, cache_views, init_cache, joined, level, prepare
 from jrl.models.grouped import KERNELS
 from jrl.models.kernels import (
@@ -433,6 +434,8 @@ def _through_layers(
     """
     if remat in _KEPT:
         kept = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+        if SEEN in _KEPT[remat]:
+            kept = jax.checkpoint_policies.save_from_both_policies(kept, is_cudnn)
         body = jax.checkpoint(body, policy=kept, prevent_cse=False)
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:

@@ -155,7 +155,7 @@ def _candidates(config: Config, model: ModelConfig, topology: Topology) -> Itera
             _meshes(model, part.chips, prompts, slices), rollouts
         ):
             shared = prompts // _shards(dict(mesh))
-            for remat, parts in itertools.product(("full", "dots"), (1, 2, 4, 8, 16, 32)):
+            for remat, parts in itertools.product(("full", "elementwise"), (1, 2, 4, 8, 16, 32)):
                 if shared % parts == 0:
                     yield Candidate(mesh, remat, parts, rollout)
 
@@ -210,7 +210,7 @@ def _training(config: Config, model: ModelConfig, chip: Chip, c: Candidate) -> t
     tokens, matrices = _tokens(config, mesh), mesh["tensor"] * mesh["expert"]
     kept = 4 * params * jnp.dtype(config.model.param_dtype).itemsize / (mesh["fsdp"] * matrices)
     layer = 2 * model.embed_dim * tokens / c.microbatches  # bfloat16
-    wide = 1 if c.remat == "full" else 2 + (model.mlp_dim * 2 / model.embed_dim) / mesh["tensor"]
+    wide = 1 if c.remat == "full" else 3 + (model.mlp_dim * 2 / model.embed_dim) / mesh["tensor"]
     visited = 1.0 if not model.experts else 0.15
     compute = (8 if c.remat == "full" else 6) * params * visited * tokens / chip.flops
     link = 2 * chip.link_bandwidth

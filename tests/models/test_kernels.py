@@ -251,12 +251,18 @@ def test_cudnn_is_asked_for_what_dense_attention_computes():
         np.testing.assert_allclose(np.asarray(got)[live], np.asarray(expected)[live], atol=1e-5)
 
 
-def test_on_a_gpu_programs_call_cudnn_forward_and_backward(monkeypatch):
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Programs are traced as where there is a GPU."""
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     monkeypatch.setattr(fused, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(fused, "check_compute_capability", lambda wanted: True)
     monkeypatch.setattr(kernels, "platform", lambda: "gpu")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
     config, laid = dataclasses.replace(MODEL, dtype="bfloat16"), packed()
     inputs = [x.astype(jnp.bfloat16) for x in random_inputs()[:-1]]
 
@@ -268,6 +274,24 @@ def test_on_a_gpu_programs_call_cudnn_forward_and_backward(monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax" in text
     assert "__cudnn$fmhaScaleBiasSoftmaxBackward" in text
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_elementwise_rematerialisation_does_not_call_cudnn_again():
+    tokens = jnp.ones((2, 8), jnp.int32)
+    places = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
+    calls = {}
+    for remat in ("none", "elementwise", "dots"):
+        config = dataclasses.replace(MODEL, dtype="bfloat16")
+        network = transformer(config, attention="cudnn", remat=remat)
+        params = jax.eval_shape(network.init, jax.random.key(0))
+
+        def total(params, network=network):
+            return network.hidden(params, tokens, places, tokens)[0].astype(jnp.float32).sum()
+
+        text = str(jax.make_jaxpr(jax.grad(total))(params))
+        calls[remat] = text.count("dot_product_attention_fwd_wrapper[")
+    assert calls == {"none": 1, "elementwise": 1, "dots": 2}
 
 
 # ---------------------------------------------------------------- the choice
