@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jrl.types import Array
-
-
-def is_cudnn(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy of rematerialisation that keeps what cuDNN computed, which bears no name."""
-    return primitive.name.startswith("dot_product_attention_fwd")
 
 
 def cudnn(

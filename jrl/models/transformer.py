@@ -30,7 +30,6 @@ from jrl.models.attention import (
     visible,
 )
 from jrl.models.config import ModelConfig
-from jrl.models.cudnn import is_cudnn
 from jrl.models.decode import Part, View, cache_views, init_cache, joined, level, prepare
 from jrl.models.grouped import KERNELS
 from jrl.models.kernels import (
@@ -38,6 +37,7 @@ from jrl.models.kernels import (
     Look,
     Owners,
     Shape,
+    is_cudnn,
     kernel_for,
     look_at_both,
     look_at_parts,
