@@ -159,8 +159,6 @@ _product.defvjp(_forward, _backward)
 
 FEW = 64
 """Rows up to which weights are better the first operand."""
-VERY_FEW = 8
-"""Rows up to which YNNPACK is then the faster one again, by up to a third."""
 _LARGE_PRODUCT = 2**24
 """Multiplications from which a product is worth the choice."""
 
