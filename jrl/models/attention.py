@@ -226,10 +226,9 @@ def attend_shared(
 @jax.custom_vjp
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
     """The softmax over the last axes of all parts together, without joining them."""
-    add = functools.partial(functools.reduce, jnp.add)
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
     weights = [jnp.exp(x - peak) for x in parts]
-    share = 1 / add([w.sum(-1, keepdims=True) for w in weights])
+    share = 1 / functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
     return tuple(w * share for w in weights)
 
 
