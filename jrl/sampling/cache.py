@@ -46,12 +46,16 @@ def share(
 def rows_of(cache: Cache, rows: Array) -> Cache:
     """The rows of a cache without prefixes, in this order."""
     assert cache.prefix is None
-    return Cache(own=jax.tree.map(lambda x: jnp.take(x, rows, axis=0), cache.own))
+    return Cache(own=pick(cache.own, rows))
+
+
+def pick(tree: Any, rows: Array) -> Any:
+    """The rows of all arrays of a tree, in this order; one that is not there is the nearest."""
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), tree)
 
 
 def take(cache: Cache, source: Array) -> Cache:
     """Row i continues row ``source[i]``; prefixes are copied, since any rows may stand together."""
-    pick = lambda tree, rows: jax.tree.map(lambda x: jnp.take(x, rows, axis=0), tree)  # noqa: E731
     own = pick(cache.own, source)
     if cache.prefix is None:
         return cache.replace(own=own)

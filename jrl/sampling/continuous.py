@@ -23,9 +23,10 @@ from jax.sharding import PartitionSpec
 from jrl.compiles import at_most
 from jrl.errors import UserError
 from jrl.mesh import constrain, divided, free_axes, lone_axes, platform
-from jrl.sampling.cache import put_prefixes, rows_of, take
+from jrl.sampling.cache import pick, put_prefixes, rows_of, take
 from jrl.sampling.draw import Law, per_row
 from jrl.sampling.engine import (
+    DRAWS_AT_ONCE,
     Slots,
     check_fits,
     counted_decode,
@@ -33,6 +34,7 @@ from jrl.sampling.engine import (
     prefill,
     sequence_keys,
     start,
+    uniforms_of,
 )
 from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord, StopReason
 
@@ -224,17 +226,22 @@ def generate_counted(
         store = prefill(weights, tokens, lengths, network=network)
         jobs = _jobs(store, key, ids, tokens, lengths, law, group, baseline_members)
 
-        def decode(slots: Slots, steps: Array | int, until: Array | int) -> tuple[Slots, Array]:
+        def decode(run: Run, steps: Array | int, until: Array | int) -> tuple[Slots, Array]:
             return counted_decode(
                 weights,
-                slots,
+                run.slots,
                 version,
                 network=network,
                 steps=steps,
                 stop_tokens=stop_tokens,
                 until=until,
+                uniforms=None if uniforms is None else uniforms[:, run.seats],
             )
 
+        uniforms = None
+        if t * jobs.keys.shape[0] <= DRAWS_AT_ONCE:  # for all states that follow each other
+            numbers = jnp.arange(t, dtype=jnp.int32)[:, None]
+            uniforms = uniforms_of(jobs.keys, jnp.broadcast_to(numbers, (t, jobs.keys.shape[0])))
         run = _seat(jobs, plan, network=network, weights=weights, width=t)
         run = _finish(run, jobs, plan, decode, chunk=chunk, join=network.join)
         seen = None if network.recorded is None else network.recorded(store.own)
@@ -440,7 +447,7 @@ def _finish(
     run: Run,
     jobs: Jobs,
     plan: _Plan,
-    decode: Callable[[Slots, Array | int, Array | int], tuple[Slots, Array]],
+    decode: Callable[[Run, Array | int, Array | int], tuple[Slots, Array]],
     *,
     chunk: int,
     join: Callable[[Cache], Cache] | None,
@@ -449,7 +456,7 @@ def _finish(
     rows, width = run.tokens.shape
 
     def advance(run: Run, steps: Array | int, until: Array | int) -> Run:
-        slots, count = decode(run.slots, steps, until)
+        slots, count = decode(run, steps, until)
         return run.replace(slots=slots, steps=run.steps + count * run.seats.shape[0])
 
     first, *later = *plan.smaller, 0  # so many may be left when a state is given up
@@ -537,7 +544,7 @@ def _compact(run: Run, size: int) -> Run:
     run = _hand_over(run)
     live = jnp.argsort(run.slots.stop != StopReason.RUNNING, stable=True)[:size]
     others = run.slots.replace(cache=None)
-    picked = jax.tree.map(lambda x: jnp.take(x, live, axis=0), others)
+    picked = pick(others, live)
     slots = picked.replace(cache=take(run.slots.cache, live))
     return run.replace(slots=slots, seats=run.seats[live])
 

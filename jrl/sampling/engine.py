@@ -21,14 +21,14 @@ from jrl.compiles import at_most
 from jrl.errors import UserError
 from jrl.models.decode import put_columns
 from jrl.models.product import lies_turned
-from jrl.sampling.cache import share, take
+from jrl.sampling.cache import pick, share, take
 from jrl.sampling.draw import Law, per_row, sample
 from jrl.types import Array, Cache, Network, StopReason
 
 _PIECE, _MOST_PIECES = 64, 8
 """Least tokens in a piece of the cache and most pieces; every piece is a few operations more."""
 
-_DRAWS_AT_ONCE = 2**14
+DRAWS_AT_ONCE = 2**14
 """Random numbers that are made before the loop: one by one they take longer than the draw."""
 
 
@@ -182,17 +182,22 @@ def counted_decode(
     steps: Array | int,
     stop_tokens: Sequence[int] | Array,
     until: Array | int = 0,
+    uniforms: Array | None = None,
 ) -> tuple[Slots, Array]:
-    """``decode``, and the number of steps it took, [] int32."""
+    """``decode``, and the number of steps it took, [] int32.
+
+    ``uniforms`` [T, S] are the draws of each row by number, as ``uniforms_of`` makes them; None to
+    make them here.
+    """
     stops = jnp.asarray(stop_tokens, jnp.int32)
     stops = stops if stops.ndim == 2 else stops[None]
     width = slots.tokens.shape[1]
 
     # A row that runs draws in every step, so that its draws are known by number beforehand.
-    uniforms = None
-    if isinstance(steps, int) and steps * slots.keys.shape[0] <= _DRAWS_AT_ONCE:
+    made = None
+    if uniforms is None and isinstance(steps, int) and steps * slots.keys.shape[0] <= DRAWS_AT_ONCE:
         numbers = jnp.arange(steps, dtype=jnp.int32)[:, None]
-        uniforms = _uniforms(slots.keys, slots.lengths[None] + numbers)
+        made = uniforms_of(slots.keys, slots.lengths[None] + numbers)
 
     def running(carry: tuple[Array, Slots]) -> Array:
         i, slots = carry
@@ -208,10 +213,13 @@ def counted_decode(
         )
         with jax.named_scope("draw"):
             logits = network.logits(weights, hidden[:, 0])
-            if uniforms is None:
-                uniform = _uniforms(slots.keys, slots.lengths[None])[0]
+            if made is not None:
+                uniform = made[i]
+            elif uniforms is not None:
+                number = jnp.minimum(slots.lengths, uniforms.shape[0] - 1)
+                uniform = jnp.take_along_axis(uniforms, number[None], axis=0, mode="clip")[0]
             else:
-                uniform = uniforms[i]
+                uniform = uniforms_of(slots.keys, slots.lengths[None])[0]
             turned = lies_turned(hidden.shape[0], hidden.dtype)
             token, logprob = sample(uniform, logits, slots.law, turned=turned)
         here = jnp.where(runs, slots.lengths, width)
@@ -251,7 +259,7 @@ def _put(x: Array, columns: Array, new: Array | bool, column: Array | None) -> A
     return jax.vmap(put)(x, columns, values)
 
 
-def _uniforms(keys: Array, counts: Array) -> Array:
+def uniforms_of(keys: Array, counts: Array) -> Array:
     """[n, S] float32 in [0, 1): draws number ``counts`` [n, S] of each row's own key [S]."""
     draw = lambda key, t: jax.random.uniform(jax.random.fold_in(key, t))  # noqa: E731
     return jax.vmap(jax.vmap(draw), (None, 0))(keys, counts)
@@ -271,7 +279,7 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
     chex.assert_equal_shape([source, keys])
     cache = take(slots.cache, source)
     others = slots.replace(cache=None)
-    picked = jax.tree.map(lambda x: jnp.take(x, source, axis=0), others)
+    picked = pick(others, source)
     return picked.replace(keys=keys, cache=cache)
 
 
