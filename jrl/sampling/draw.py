@@ -6,14 +6,17 @@ the same ``Law``. Temperature and truncation are part of the policy, so ratios a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jrl.compiles import at_most
 from jrl.errors import UserError
-from jrl.mesh import parts_of
+from jrl.mesh import divided, parts_of, platform
 from jrl.types import Array
 
 COLDEST, HOTTEST = 1e-6, 1e12
@@ -22,6 +25,10 @@ _BLOCK = 64
 """Tokens a block in the two-level draw; 64 measured best on CPU for vocabularies up to 32k."""
 _ROWS = 4
 """Rows of a mixed batch that are truncated at a time."""
+_SEARCHED = 2**18
+"""Logits that a CPU truncates at a time."""
+_HALVES = 24
+"""How often a search halves the values between two logits, before it halves their bits."""
 _SIGN = np.uint32(1 << 31)
 
 
@@ -127,19 +134,42 @@ def _kept(scaled: Array, law: Law) -> Array:
 
 
 def _cuts(scaled: Array, k: Array, p: Array) -> Array:
-    """[B] float32, the least of each row's [B, V] logits that top-k, then top-p, keep.
+    """[B] float32, what the logits [B, V] that top-k, then top-p, keep are at least in each row."""
+    rows, size = scaled.shape[0], max(1, _SEARCHED // scaled.shape[1])
+    if platform() != "cpu" or divided() or rows <= size:
+        return _cuts_at_once(scaled, k, p)
 
-    Nothing is sorted: both are thresholds on a sum over the larger logits, searched bit by bit.
+    # On a CPU so many stay near the core while they are searched, and fewer wait for the slowest.
+    def some(i: Array, cuts: Array) -> Array:
+        start = jnp.minimum(i * size, rows - size)
+        mine = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (scaled, k, p))
+        return jax.lax.dynamic_update_slice_in_dim(cuts, _cuts_at_once(*mine), start, 0)
+
+    return jax.lax.fori_loop(0, -(-rows // size), some, jnp.zeros(rows))
+
+
+def _cuts_at_once(scaled: Array, k: Array, p: Array) -> Array:
+    """``_cuts`` of rows that are searched together.
+
+    Nothing is sorted: both are thresholds on a sum over the larger logits, searched by halves.
     """
+    v = scaled.shape[-1]
     order = _ordered(scaled)
-    limit = jnp.where((k <= 0) | (k > scaled.shape[-1]), jnp.inf, k.astype(jnp.float32))
-    cut = _search(order, jnp.ones_like(scaled), limit)
-    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    weights = jnp.where(order >= cut[:, None], weights, 0.0)
-    limit = jnp.where(p >= 1, jnp.inf, p * _sum(weights))
-    cut = jnp.maximum(cut, _search(order, weights, limit))
-    bits = jnp.where(cut >> 31 == 1, cut ^ _SIGN, ~cut)
-    return jnp.where(cut == 0, -jnp.inf, jax.lax.bitcast_convert_type(bits, jnp.float32))
+    first = jnp.min(jnp.where(scaled > -jnp.inf, order, _SIGN | (_SIGN - 1)), axis=-1)
+    limit = jnp.where((k <= 0) | (k > v), jnp.inf, k.astype(jnp.float32))
+    cut = _search(order, jnp.ones_like(scaled), limit, first, lambda x: jnp.ones(x.shape))
+    peak = jnp.max(scaled, axis=-1)
+    weights = jnp.where(order >= cut[:, None], jnp.exp(scaled - peak[:, None]), 0.0)
+    total = _sum(weights)
+    lost = 2 * (_BLOCK + v / _BLOCK) * np.finfo(np.float32).eps * total  # in two sums, at most
+
+    def least(x: Array) -> Array:
+        weight = jnp.exp(_unordered(x) - peak)
+        return jnp.where(weight > 4 * lost, weight, 0.0)
+
+    limit = jnp.where(p >= 1, jnp.inf, p * total)
+    cut = jnp.maximum(cut, _search(order, weights, limit, jnp.maximum(first, cut), least))
+    return jnp.where(cut == 0, -jnp.inf, _unordered(cut))
 
 
 def _cuts_of_few(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
@@ -153,7 +183,7 @@ def _cuts_of_few(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
         done, cuts = carry
         # Near the end rows are taken that were done before, or that need nothing.
         mine = jax.lax.dynamic_slice_in_dim(first, jnp.minimum(done, rows - at_once), at_once)
-        return done + at_once, cuts.at[mine].set(_cuts(scaled[mine], k[mine], p[mine]))
+        return done + at_once, cuts.at[mine].set(_cuts_at_once(scaled[mine], k[mine], p[mine]))
 
     nothing = jnp.full(rows, -jnp.inf)
     return jax.lax.while_loop(lambda c: c[0] < count, some, (jnp.int32(0), nothing))[1]
@@ -165,23 +195,58 @@ def _ordered(x: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | _SIGN)
 
 
-def _search(order: Array, weights: Array, limit: Array) -> Array:
-    """[B] uint32, the largest x such that entries with ``order >= x`` weigh at least ``limit``.
+def _unordered(x: Array) -> Array:
+    """The float32 that is ``x`` in order, the inverse of ``_ordered``."""
+    bits = jnp.where(x >> 31 == 1, x ^ _SIGN, ~x)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
-    0 when all of them together weigh less.
+
+def _search(
+    order: Array, weights: Array, limit: Array, first: Array, least: Callable[[Array], Array]
+) -> Array:
+    """Where the entries from there on weigh enough, and without the first of them would not.
+
+    Args:
+      order: [B, V] uint32, where the entries lie.
+      weights: [B, V] float32.
+      limit: [B] float32, how much is enough.
+      first: [B] uint32, where to begin.
+      least: places [B] -> what an entry at or behind them weighs at least, [B] float32; 0 where
+        that is too little to be told from rounding. It ends a search before all bits are known.
+
+    Returns:
+      [B] uint32; 0 where all entries from ``first`` on weigh less than that.
     """
 
-    def bit(i: Array, found: Array) -> Array:
-        tried = found | (_SIGN >> i)
-        weight = _sum(jnp.where(order >= tried[:, None], weights, 0.0))
-        return jnp.where(weight >= limit, tried, found)
+    def weigh(x: Array) -> Array:
+        return _sum(jnp.where(order >= x[:, None], weights, 0.0))
 
-    nothing = jnp.zeros(order.shape[0], jnp.uint32)
-    return jax.lax.cond(
-        jnp.any(limit < jnp.inf),
-        lambda: jax.lax.fori_loop(jnp.uint32(0), jnp.uint32(32), bit, nothing),
-        lambda: nothing,
-    )
+    def open_(low: Array, high: Array, above: Array, beyond: Array) -> Array:
+        several = above - beyond >= 1.5 * least(low)  # entries from low on, but not from high on
+        return (above >= limit) & several & (high - low > 1)
+
+    def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        i, low, high, above, beyond = carry
+        # By value first, which finds the place among entries, then by bits, which ends.
+        between = _ordered(_unordered(low) / 2 + _unordered(high) / 2)
+        tried = jnp.where(i < _HALVES, between, low + (high - low) // 2)
+        tried = jnp.clip(tried, low + 1, high - 1)
+        weight = weigh(tried)
+        moves = open_(low, high, above, beyond)
+        up, down = moves & (weight >= limit), moves & (weight < limit)
+        return (
+            i + 1,
+            jnp.where(up, tried, low),
+            jnp.where(down, tried, high),
+            jnp.where(up, weight, above),
+            jnp.where(down, weight, beyond),
+        )
+
+    high = jnp.max(order, axis=-1) + 1
+    start: tuple[Array, ...] = jnp.int32(0), first, high, weigh(first), jnp.zeros(first.shape)
+    with at_most(_HALVES + 32):
+        found = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
+    return jnp.where(found[3] >= limit, found[1], 0)
 
 
 def _sum(x: Array) -> Array:

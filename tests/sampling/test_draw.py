@@ -118,6 +118,55 @@ def test_ties(logits, knobs, kept):
     np.testing.assert_allclose(np.exp(got), law_of_row(logits[0], **knobs), atol=1e-6)
 
 
+def odd_logits(name, rows, v):
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(rows, v))
+    match name:
+        case "flat":
+            x *= 1e-3
+        case "sharp":
+            x *= 6
+        case "heavy tail":
+            x = -1.2 * np.log1p(np.arange(v)) + 0.5 * x
+        case "one peak":
+            x[:, 7] += 25
+        case "ties":
+            x = np.round(4 * x)
+        case "few allowed":
+            x[:, 5:] = -np.inf
+        case "far apart":
+            x *= 1e30
+    return x.astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["flat", "sharp", "heavy tail", "one peak", "ties", "few allowed", "far apart"]
+)
+def test_what_is_kept_is_what_sorting_keeps(name):
+    """Of more rows than are searched at a time, each with its own law."""
+    rows, v = 100, 3000
+    rng = np.random.default_rng(6)
+    top_k, top_p = rng.integers(1, v, rows), rng.uniform(0.2, 1, rows).astype(np.float32)
+    top_k[::3], top_p[1::3] = 0, 1.0
+    off = np.zeros(rows, np.float32)
+    law = Law(off + 1, jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p), off, truncates=True)
+    logits = odd_logits(name, rows, v)
+    got = np.asarray(log_law(logits, law)) > -np.inf
+    sure = 0
+    for row, k, p, kept in zip(logits.astype(np.float64), top_k, top_p, got, strict=True):
+        descending = np.sort(row)[::-1]
+        least = descending[k - 1] if k else -np.inf
+        if p < 1:
+            mass = np.cumsum(np.where(descending >= least, np.exp(descending - row.max()), 0))
+            mass /= mass[-1]
+            if np.abs(mass - p).min() < 1e-5:
+                continue  # rounding decides
+            least = max(least, descending[np.argmax(mass >= p)])
+        sure += 1
+        assert np.array_equal(kept, (row >= least) & (row > -np.inf))
+    assert sure > rows / 3
+
+
 def test_each_row_can_have_its_own_law():
     rows = [
         {},
