@@ -352,7 +352,7 @@ class Turned(struct.PyTreeNode, Factored):
             still = jax.lax.optimization_barrier
             made = still(multiply(w_nk, still(x_mk.T))).T
         else:
-            made = jnp.einsum("mk,nk->mn", x_mk, w_nk)
+            made = jnp.einsum("mk,nk->mn", x_mk, w_nk, preferred_element_type=jnp.float32)
         return made.reshape(*rows, *outputs).astype(dtype or x.dtype)
 
     def in_8_bits(self, inputs: int) -> Int8:

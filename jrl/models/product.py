@@ -164,8 +164,12 @@ _LARGE_PRODUCT = 2**24
 
 
 def on_eigen(dtype: Any) -> bool:
-    """Whether the library is chosen here: in float32, on a CPU, where no mesh divides programs."""
-    return dtype == jnp.float32 and platform() == "cpu" and not divided()
+    """Whether the library is chosen here: up to float32, on a CPU, where no mesh divides programs.
+
+    Shorter floats are widened for it, as they are for any product on a CPU.
+    """
+    short = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 4
+    return short and platform() == "cpu" and not divided()
 
 
 def lies_turned(rows: int, dtype: Any) -> bool:
@@ -217,11 +221,10 @@ def letters_of(spec: str) -> tuple[str, str, str] | None:
 
 @jax.custom_batching.custom_vmap
 def multiply(a_mk: Array, b_kn: Array) -> Array:
-    """[M, N], the product of two matrices by way of a convolution."""
+    """[M, N] float32, the product of two matrices by way of a convolution."""
     layout = ("NWC", "WIO", "NWC")
-    made = jax.lax.conv_general_dilated(
-        a_mk[None], b_kn[None], (1,), "VALID", dimension_numbers=layout
-    )
+    a_1mk, b_1kn = a_mk[None].astype(jnp.float32), b_kn[None].astype(jnp.float32)
+    made = jax.lax.conv_general_dilated(a_1mk, b_1kn, (1,), "VALID", dimension_numbers=layout)
     return made[0]
 
 
@@ -229,7 +232,7 @@ def multiply(a_mk: Array, b_kn: Array) -> Array:
 def _multiply_each(size: int, batched: list[bool], a_mk: Array, b_kn: Array) -> tuple[Array, bool]:
     # Convolutions of a batch of both are one with groups, which is slow.
     del size, batched
-    return jnp.matmul(a_mk, b_kn), True
+    return jnp.matmul(a_mk, b_kn, preferred_element_type=jnp.float32), True
 
 
 # ---------------------------------------------------------------- products with the vocabulary

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.models.decode import Turned
-from jrl.models.product import FEW, _large, multiply, product
+from jrl.models.product import FEW, _large, multiply, on_eigen, product
 from jrl.models.quant import quantise
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="chooses on CPUs alone")
@@ -30,10 +30,13 @@ def exact(spec, x, w):
         ("abhk,dhk->abd", (4, 64, 4, 64), (256, 4, 64)),
     ],
 )
-def test_large_products_are_the_exact_ones(spec, x_shape, w_shape):
-    x, w = operands(x_shape, w_shape)
-    assert _large(spec, x, w) is not None
-    np.testing.assert_allclose(_large(spec, x, w), exact(spec, x, w), atol=2e-4)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_large_products_are_the_exact_ones(spec, x_shape, w_shape, dtype):
+    x, w = operands(x_shape, w_shape, dtype)
+    made = _large(spec, x, w)
+    assert made is not None
+    assert made.dtype == jnp.float32
+    np.testing.assert_allclose(made, exact(spec, x, w), atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,6 @@ def test_large_products_are_the_exact_ones(spec, x_shape, w_shape):
     [
         ("abd,dhk->abhk", (4, 64, 64), (64, 4, 64), jnp.float32),  # small
         ("abd,dhk->abhk", (4, 16, 1024), (1024, 16, 64), jnp.float32),  # few rows
-        ("abd,dhk->abhk", *LARGE, jnp.bfloat16),
         ("abd,dhk->ahbk", *LARGE, jnp.float32),  # not rows before columns
         ("abd,bdk->abk", (4, 64, 256), (64, 256, 256), jnp.float32),  # a batch of matrices
         ("dab,dhk->abhk", (256, 4, 64), (256, 4, 64), jnp.float32),  # summed axis first
@@ -49,6 +51,11 @@ def test_large_products_are_the_exact_ones(spec, x_shape, w_shape):
 )
 def test_other_products_are_left_alone(spec, x_shape, w_shape, dtype):
     assert _large(spec, *operands(x_shape, w_shape, dtype)) is None
+
+
+def test_so_are_other_numbers():
+    assert [on_eigen(x) for x in (jnp.float32, jnp.bfloat16, jnp.float16)] == [True] * 3
+    assert [on_eigen(x) for x in (jnp.float64, jnp.int8, jnp.int32)] == [False] * 3
 
 
 def test_a_large_product_has_the_derivatives_of_einsum():
@@ -78,9 +85,11 @@ def test_many_at_once_are_each_alone(axes):
 
 
 @pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1])
-def test_a_turned_matrix_multiplies_as_it_is(rows):
-    x, w = operands((rows, 1, 4, 8), (4, 8, 32))
-    made = jax.jit(lambda x, w: Turned(w).times("bqhk,hkd->bqd", x))(x, jnp.moveaxis(w, 2, 0))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_turned_matrix_multiplies_as_it_is(rows, dtype):
+    x, w = operands((rows, 1, 4, 8), (4, 8, 32), dtype)
+    times = jax.jit(lambda x, w: Turned(w).times("bqhk,hkd->bqd", x, jnp.float32))
+    made = times(x, jnp.moveaxis(w, 2, 0))
     np.testing.assert_allclose(made, exact("bqhk,hkd->bqd", x, w), atol=1e-5)
 
 
