@@ -29,6 +29,7 @@ import numpy as np
 from jrl.train import setup as build
 from jrl.train.groups import Drawn, assemble, draw_groups, to_host
 from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
+from jrl.train.packing import Packer
 from jrl.train.rollout import Draw, Groups
 from jrl.train.setup import Run
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord
@@ -47,7 +48,7 @@ class Ahead:
 
     Args:
       draw: program 1 and the reward functions, on the rollout mesh.
-      assemble: groups -> a batch on the training mesh.
+      assemble: groups -> (they, with what is to be kept of them, a batch on the training mesh).
       hand_over: moves the policy.
       staleness: s, steps between the policy that draws a batch and the one that it trains.
       cursor: prompts used so far.
@@ -57,7 +58,7 @@ class Ahead:
     def __init__(
         self,
         draw: GroupsOf,
-        assemble: Callable[[Drawn], Batch],
+        assemble: Callable[[Drawn], tuple[Drawn, Batch]],
         hand_over: Handover | AdapterHandover,
         *,
         staleness: int,
@@ -111,7 +112,7 @@ class Ahead:
 
     def _again(self, drawn: Drawn) -> tuple[Drawn, Batch]:
         with jax.set_mesh(self._hand_over.rollout_mesh):
-            return drawn, self._assemble(drawn)
+            return self._assemble(drawn)
 
     def _new(self, weights: Weights, number: int) -> tuple[Drawn, Batch]:
         """Batch number ``number``, drawn by the policy that the schedule says; in the thread."""
@@ -121,7 +122,8 @@ class Ahead:
             params = self._hand_over.receive(weights, version)
             drawn = self._draw(self._key, params, step=number, version=version, cursor=self._cursor)
             counts = ages(drawn.groups, number, self._staleness)
-            batch = jax.block_until_ready(self._assemble(drawn))
+            drawn, batch = self._assemble(drawn)
+            jax.block_until_ready(batch)
         self._cursor = drawn.cursor
         counts["rollout_seconds"] = time.perf_counter() - began
         groups = drawn.groups._replace(counts=drawn.groups.counts | counts)
@@ -178,7 +180,9 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
     return {"staleness": float(old.mean()), "staleness_max": float(old.max())}
 
 
-def draw_ahead(run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn]) -> Ahead:
+def draw_ahead(
+    run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn], packer: Packer | None = None
+) -> Ahead:
     """What draws the batches of a run whose rollout has devices of its own.
 
     Args:
@@ -186,6 +190,7 @@ def draw_ahead(run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn]) -> A
       draw: the run's source of groups, on that mesh.
       cursor: prompts used so far.
       carried: the groups of the next steps, when a run goes on.
+      packer: lays completions out in rows; None to leave them.
     """
     assert run.rollout_mesh is not None
     weights = np.array(list(run.weights.values()), np.float32)
@@ -199,12 +204,17 @@ def draw_ahead(run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn]) -> A
         alone = jax.process_count() == 1
         return drawn if alone else drawn._replace(groups=to_host(drawn.groups))
 
+    def laid_out(drawn: Drawn) -> tuple[Drawn, Batch]:
+        before = None if packer is None else packer.notes()
+        place: dict[str, Any] = {"mesh": run.mesh, "pack": packer}
+        batch = assemble(drawn, weights=weights, method=run.method, **place)
+        return drawn._replace(packing=before), batch
+
     where = jax.tree.map(lambda x: x.sharding, build.policy_layout(run, run.rollout_mesh))
     split, meshes = run.network.split, (run.mesh, run.rollout_mesh)
-    place: dict[str, Any] = {"mesh": run.mesh, "pack": build.packer(run)}
     return Ahead(
         groups,
-        partial(assemble, weights=weights, method=run.method, **place),
+        laid_out,
         AdapterHandover(split, where, *meshes) if split else Handover(where, *meshes),
         staleness=run.config.placement.staleness,
         cursor=cursor,

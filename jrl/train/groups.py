@@ -29,11 +29,14 @@ class Drawn(NamedTuple):
       live: [N] bool, False where a group that the method's editor dropped fills a place; None when
         all are live.
       cursor: prompts used so far, these included.
+      packing: ``Packer.notes`` before their completions were laid out; None where nothing lays
+        them out, or has not yet.
     """
 
     groups: Groups
     live: Any
     cursor: int
+    packing: dict[str, Any] | None = None
 
 
 def collect(
@@ -47,7 +50,7 @@ def collect(
     weights: Any,
     method: Method,
     mesh: Mesh,
-    pack: Callable[[Batch], Batch] = lambda batch: batch,
+    pack: Callable[[Batch], Batch] | None = None,
 ) -> tuple[Batch, Groups, int]:
     """A full batch of groups, drawn in as many rounds as the method's editor asks for.
 
@@ -61,7 +64,7 @@ def collect(
       weights: [R] float32.
       method: its prompts, rewards and groups seams are used here.
       mesh: where the batch goes.
-      pack: lays completions out in rows, such as a ``packing.Packer``.
+      pack: lays completions out in rows, such as a ``packing.Packer``; None to leave them.
 
     Returns:
       (batch on the mesh, the groups in it, the new cursor); see ``draw_groups`` for the counts.
@@ -140,7 +143,12 @@ def _filled(
 
 
 def assemble(
-    drawn: Drawn, *, weights: Any, method: Method, mesh: Mesh, pack: Callable[[Batch], Batch]
+    drawn: Drawn,
+    *,
+    weights: Any,
+    method: Method,
+    mesh: Mesh,
+    pack: Callable[[Batch], Batch] | None = None,
 ) -> Batch:
     """The batch of a training step, on its mesh; dropped groups are masked out."""
     batch, live = _batch(method, drawn.groups, weights), drawn.live
@@ -148,7 +156,7 @@ def assemble(
         mask = np.asarray(batch.mask) & live[:, None, None]
         members = np.asarray(batch.members) & live[:, None]
         batch = batch.replace(mask=mask, members=members)
-    return place_batch(pack(batch), mesh)
+    return place_batch(batch if pack is None else pack(batch), mesh)
 
 
 _batch_on_device = jax.jit(to_batch, static_argnames="own")

@@ -176,12 +176,13 @@ class _Training:
         self.evaluator = Evaluator(run, pool)
         self.source: JudgedSource | None = None
         self.measure: JudgedEvaluator | None = None
+        self.packer = build.packer(run)
         if run.judged:
             sizes = sizes_of(*run.judged.values())
             seed = self.config.seed if self.config.data.shuffle else None
             prompts = self.config.train.prompts
-            pack = build.packer(run)
-            self.source = JudgedSource(run.judged["pairs"], sizes, prompts, seed, run.mesh, pack)
+            pairs = run.judged["pairs"]
+            self.source = JudgedSource(pairs, sizes, prompts, seed, run.mesh, self.packer)
             if "eval_pairs" in run.judged:
                 self.measure = JudgedEvaluator(run, sizes)
         self.law = jax.device_put(run.law, replicated(run.mesh))
@@ -220,6 +221,9 @@ class _Training:
                 state = self._with_base(adapters.with_base(kept, state.frozen["base"]))
                 adapters.check_base(self.config, state.frozen["base"], extra["base"])
             self.carried = [restored(notes, self.run_) for notes in extra.pop("carried", [])]
+            packing = extra.pop("packing", None)
+            if self.packer is not None and packing is not None:
+                self.packer.go_on(packing)
             self.position = Position(**extra)
             self.writer.truncate_after(int(state.step))
             self.echo(f"going on from step {int(state.step)} of {self.writer.dir}")
@@ -334,7 +338,8 @@ class _Training:
             return self.source.collect
         draw = build.with_rewards(run, self._source())
         if run.rollout_mesh is not None:
-            self.ahead = draw_ahead(run, draw, self.position.cursor, self.carried)
+            place = self.position.cursor
+            self.ahead = draw_ahead(run, draw, place, self.carried, self.packer)
             return stack.enter_context(self.ahead).collect
         return partial(
             collect,
@@ -343,7 +348,7 @@ class _Training:
             weights=np.array(list(run.weights.values()), np.float32),
             method=run.method,
             mesh=run.mesh,
-            pack=build.packer(run),
+            pack=self.packer,
         )
 
     def _source(self) -> Draw:
@@ -464,6 +469,9 @@ class _Training:
         extra = self.position._asdict()
         if drawn:  # by policies that are no longer there
             extra["carried"] = [stored(groups) for groups in drawn]
+        if self.packer is not None:
+            before = drawn[0].packing if drawn else None
+            extra["packing"] = before or self.packer.notes()
         self.checkpoints.save(int(state.step), self._kept(state), extra=extra)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:

@@ -62,7 +62,7 @@ class JudgedSource(NamedTuple):
       prompts: N, groups a step.
       seed: of the order, or None for the file's own order.
       mesh: where batches go.
-      pack: lays completions out in rows, such as a ``packing.Packer``.
+      pack: lays completions out in rows, such as a ``packing.Packer``; None to leave them.
     """
 
     judged: Sequence[Judged]
@@ -70,7 +70,7 @@ class JudgedSource(NamedTuple):
     prompts: int
     seed: int | None
     mesh: Mesh
-    pack: Callable[[Batch], Batch] = lambda batch: batch
+    pack: Callable[[Batch], Batch] | None = None
 
     def collect(
         self, key: Array, params: Any, *, step: int, cursor: int
@@ -81,7 +81,8 @@ class JudgedSource(NamedTuple):
         chosen = [self.judged[i] for i in place(self.seed, positions, len(self.judged))]
         batch = judged_batch(chosen, **self.sizes._asdict())
         groups = _as_groups(chosen, batch)
-        return place_batch(self.pack(batch), self.mesh), groups, cursor + self.prompts
+        laid = batch if self.pack is None else self.pack(batch)
+        return place_batch(laid, self.mesh), groups, cursor + self.prompts
 
 
 def _as_groups(chosen: Sequence[Judged], batch: Batch) -> Groups:

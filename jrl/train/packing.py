@@ -10,7 +10,7 @@ attention makes scores for a whole row; how many there are, and few widths, say 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,14 +44,18 @@ class Packer:
 
     Every shape is a program to compile. One that is there is used as long as a batch fits into it,
     until the columns it left empty add up to ``patience`` whole batches: then a smaller one is
-    worth its compilation (rent or buy). A run that is resumed begins without shapes, and may
-    therefore differ from an unbroken one by the rounding of sums.
+    worth its compilation (rent or buy). A batch's shape decides how its sums are rounded, so what
+    the shapes were is part of a checkpoint.
 
     Args:
       parts: microbatches.
       shards: devices that a batch is divided over.
       patience: batches' worth of empty columns before a smaller shape is compiled.
       headroom: how much wider than needed rows are, as a share, where no shape held a batch.
+
+    Attributes:
+      used: the shapes there are.
+      wasted: batches' worth of columns left empty since the last new shape.
     """
 
     def __init__(
@@ -69,6 +73,15 @@ class Packer:
         if deal.needed is None:
             return batch
         return batch.replace(packing=deal.laid(self._chosen(deal, deal.needed)))
+
+    def notes(self) -> dict[str, Any]:
+        """What it goes by, as JSON can hold it; ``go_on`` reads it."""
+        return {"shapes": sorted(map(list, self.used)), "wasted": self.wasted}
+
+    def go_on(self, notes: Mapping[str, Any]) -> None:
+        """Packs from here on as the packer that gave these notes would have."""
+        self.used = {Shape(*shape) for shape in notes["shapes"]}
+        self.wasted = notes["wasted"]
 
     def _chosen(self, deal: _Deal, needed: Shape) -> Shape:
         """The shape to use for this batch; it stays for later ones."""

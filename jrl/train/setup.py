@@ -64,7 +64,7 @@ from jrl.train.rollout import Draw, check_group, task_rollout
 from jrl.train.router import RouterLosses
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, check_vocabularies, compile_step, make_step
-from jrl.types import Batch, Network, Params, Prompt, TrainState, ValueNetwork
+from jrl.types import Network, Params, Prompt, TrainState, ValueNetwork
 
 TASK_REWARDS = ("verify", "partial", NAME)
 
@@ -642,10 +642,10 @@ def train_program(run: Run, shardings: TrainState) -> Step:
     return compile_step(make_train_step(run), shardings, run.mesh)
 
 
-def packer(run: Run) -> Callable[[Batch], Batch]:
-    """What lays out the completions of each batch."""
+def packer(run: Run) -> Packer | None:
+    """What lays out the completions of each batch; None where they stay as they are."""
     if not run.config.train.packing:
-        return lambda batch: batch
+        return None
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 

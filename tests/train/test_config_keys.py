@@ -140,7 +140,8 @@ def padding(config):
         baseline=~ones,
         truncated=~ones,
     )
-    return [build.packer(build.setup(config))(batch).packing is None]
+    packer = build.packer(build.setup(config))
+    return [packer is None or packer(batch).packing is None]
 
 
 def updates(config):

@@ -1,5 +1,6 @@
 """Where completions go: every token once, prompts with their block, little padding."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,6 +82,19 @@ def test_a_shape_that_is_there_is_used_until_a_smaller_one_pays():
     assert rest == [first] * rest.count(first) + [narrow] * rest.count(narrow)
     assert rest.count(first) in (3, 4, 5)
     assert packer.used == {first, wider, narrow}
+
+
+def test_a_packer_goes_on_from_its_notes():
+    """As JSON holds them; one that begins anew packs otherwise."""
+    lengths = [natural(4, 8, i, 60 + 20 * (i % 3)) for i in range(24)]
+    first, fresh, rest = Packer(1, 1), Packer(1, 1), Packer(1, 1)
+    shapes = [packed(first, x)[0] for x in lengths[:12]]
+    rest.go_on(json.loads(json.dumps(first.notes())))
+    shapes += [packed(first, x)[0] for x in lengths[12:]]
+    assert len(set(shapes)) > 1
+    assert [packed(rest, x)[0] for x in lengths[12:]] == shapes[12:]
+    assert [packed(fresh, x)[0] for x in lengths[12:]] != shapes[12:]
+    assert rest.notes() == first.notes()
 
 
 def test_a_run_has_few_shapes_and_little_padding():
