@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jrl.compiles import at_most
 from jrl.errors import UserError
@@ -28,7 +29,7 @@ _ROWS = 4
 _SEARCHED = 2**18
 """Logits that a CPU truncates at a time."""
 _HALVES = 24
-"""How often a search halves the values between two logits, before it halves their bits."""
+"""How often a search halves what is between two logits, before it halves their bits."""
 _SIGN = np.uint32(1 << 31)
 
 
@@ -154,22 +155,20 @@ def _cuts_at_once(scaled: Array, k: Array, p: Array) -> Array:
     Nothing is sorted: both are thresholds on a sum over the larger logits, searched by halves.
     """
     v = scaled.shape[-1]
-    order = _ordered(scaled)
-    first = jnp.min(jnp.where(scaled > -jnp.inf, order, _SIGN | (_SIGN - 1)), axis=-1)
+    lowest = jnp.min(jnp.where(scaled > -jnp.inf, scaled, jnp.inf), axis=-1)
     limit = jnp.where((k <= 0) | (k > v), jnp.inf, k.astype(jnp.float32))
-    cut = _search(order, jnp.ones_like(scaled), limit, first, lambda x: jnp.ones(x.shape))
+    cut = _search(scaled, jnp.ones_like(scaled), limit, lowest, lambda x: jnp.ones(x.shape))
     peak = jnp.max(scaled, axis=-1)
-    weights = jnp.where(order >= cut[:, None], jnp.exp(scaled - peak[:, None]), 0.0)
+    weights = jnp.where(scaled >= cut[:, None], jnp.exp(scaled - peak[:, None]), 0.0)
     total = _sum(weights)
     lost = 2 * (_BLOCK + v / _BLOCK) * np.finfo(np.float32).eps * total  # in two sums, at most
 
     def least(x: Array) -> Array:
-        weight = jnp.exp(_unordered(x) - peak)
+        weight = jnp.exp(x - peak)
         return jnp.where(weight > 4 * lost, weight, 0.0)
 
     limit = jnp.where(p >= 1, jnp.inf, p * total)
-    cut = jnp.maximum(cut, _search(order, weights, limit, jnp.maximum(first, cut), least))
-    return jnp.where(cut == 0, -jnp.inf, _unordered(cut))
+    return jnp.maximum(cut, _search(scaled, weights, limit, jnp.maximum(lowest, cut), least))
 
 
 def _cuts_of_few(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
@@ -202,51 +201,51 @@ def _unordered(x: Array) -> Array:
 
 
 def _search(
-    order: Array, weights: Array, limit: Array, first: Array, least: Callable[[Array], Array]
+    values: Array, weights: Array, limit: Array, lowest: Array, least: Callable[[Array], Array]
 ) -> Array:
-    """Where the entries from there on weigh enough, and without the first of them would not.
+    """From which value on the entries weigh enough, and without the smallest of them would not.
 
     Args:
-      order: [B, V] uint32, where the entries lie.
+      values: [B, V] float32.
       weights: [B, V] float32.
       limit: [B] float32, how much is enough.
-      first: [B] uint32, where to begin.
-      least: places [B] -> what an entry at or behind them weighs at least, [B] float32; 0 where
-        that is too little to be told from rounding. It ends a search before all bits are known.
+      lowest: [B] float32, the smallest value of interest.
+      least: [B] values -> what an entry with that value or a larger one weighs at least, [B]
+        float32; 0 where that is too little to be told from rounding. It ends a search early.
 
     Returns:
-      [B] uint32; 0 where all entries from ``first`` on weigh less than that.
+      [B] float32; -inf where all entries from ``lowest`` on weigh less than that.
     """
 
-    def weigh(x: Array) -> Array:
-        return _sum(jnp.where(order >= x[:, None], weights, 0.0))
+    def above(x: Array) -> Array:
+        return _sum(jnp.where(values >= _unordered(x)[:, None], weights, 0.0))
 
-    def open_(low: Array, high: Array, above: Array, beyond: Array) -> Array:
-        several = above - beyond >= 1.5 * least(low)  # entries from low on, but not from high on
-        return (above >= limit) & several & (high - low > 1)
+    def open_(low: Array, high: Array, mass: Array, beyond: Array) -> Array:
+        several = mass - beyond >= 1.5 * least(_unordered(low))  # entries from low to below high
+        return (mass >= limit) & several & (high - low > 1)
 
     def halve(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        i, low, high, above, beyond = carry
+        i, low, high, mass, beyond = carry
         # By value first, which finds the place among entries, then by bits, which ends.
         between = _ordered(_unordered(low) / 2 + _unordered(high) / 2)
         tried = jnp.where(i < _HALVES, between, low + (high - low) // 2)
         tried = jnp.clip(tried, low + 1, high - 1)
-        weight = weigh(tried)
-        moves = open_(low, high, above, beyond)
+        weight = above(tried)
+        moves = open_(low, high, mass, beyond)
         up, down = moves & (weight >= limit), moves & (weight < limit)
         return (
             i + 1,
             jnp.where(up, tried, low),
             jnp.where(down, tried, high),
-            jnp.where(up, weight, above),
+            jnp.where(up, weight, mass),
             jnp.where(down, weight, beyond),
         )
 
-    high = jnp.max(order, axis=-1) + 1
-    start: tuple[Array, ...] = jnp.int32(0), first, high, weigh(first), jnp.zeros(first.shape)
+    low, high = _ordered(lowest), _ordered(jnp.max(values, axis=-1)) + 1
+    start: tuple[Array, ...] = jnp.int32(0), low, high, above(low), jnp.zeros(low.shape)
     with at_most(_HALVES + 32):
-        found = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
-    return jnp.where(found[3] >= limit, found[1], 0)
+        _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
+    return jnp.where(mass >= limit, _unordered(low), -jnp.inf)
 
 
 def _sum(x: Array) -> Array:
@@ -353,6 +352,8 @@ def sample(uniform: Array, logits: Array, law: Law, *, turned: bool = False) -> 
     else:
         peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation takes it away
     if law.truncates or law.floors:
+        if turned:  # once, where else all that read them would do so
+            scaled = with_layout_constraint(scaled, Layout((0, 1)))
         scaled = jnp.where(_kept(scaled, law), scaled, -jnp.inf)
     weights = jnp.exp(scaled - peak)
     if law.greedy:
