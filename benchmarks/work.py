@@ -113,8 +113,26 @@ def model_config(args: argparse.Namespace) -> ModelConfig:
     )
 
 
+def check(args: argparse.Namespace) -> None:
+    """Flags that no setting can have are named before anything is built.
+
+    Raises:
+      UserError: a count below its least, or microbatches that do not divide a batch.
+    """
+    least = dict.fromkeys(("layers", "vocab", "batch", "group", "gen_len", "steps", "devices"), 1)
+    for name, low in (least | {"vocab": 4, "prompt_len": 2}).items():
+        if (value := getattr(args, name)) < low:
+            raise UserError(f"--{name.replace('_', '-')} {value}: at least {low}")
+    if args.micro < 0 or (args.micro and args.batch % args.micro):
+        fits = [n for n in range(1, args.batch + 1) if args.batch % n == 0]
+        raise UserError(
+            f"--micro {args.micro} does not divide --batch {args.batch}; choose 0 or one of {fits}"
+        )
+
+
 def build(args: argparse.Namespace) -> Work:
     """Everything but arrays on devices."""
+    check(args)
     config = model_config(args)
     width = flags.prompt_width(args)
     steps = flags.prompts(args, args.steps)

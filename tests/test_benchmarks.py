@@ -330,6 +330,23 @@ def test_a_wrong_flag_is_named_before_anything_runs(checkout):
     assert "--bacth" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--micro", "3"], "--micro 3 does not divide --batch 4; choose 0 or one of [1, 2, 4]"),
+        (["--micro", "8"], "--micro 8 does not divide --batch 4"),
+        (["--group", "0"], "--group 0: at least 1"),
+        (["--prompt-len", "1"], "--prompt-len 1: at least 2"),
+    ],
+)
+def test_flags_that_no_setting_has_are_named(flags, says, monkeypatch, capsys):
+    monkeypatch.setattr(work, "place", lambda args: None)  # the process is ready
+    with pytest.raises(SystemExit) as stopped:
+        step.main(flags)
+    assert stopped.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_setting_that_cannot_be_is_an_error_of_the_flags(monkeypatch, capsys):
     monkeypatch.setattr(work, "place", lambda args: None)  # the process is ready
     with pytest.raises(SystemExit) as stopped:

@@ -440,8 +440,8 @@ def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(
 ):
     """The batch drawn ahead is saved with the state, for its policy is gone by then.
 
-    So is what it was packed by: the seventh batch would have fitted into a smaller shape than the one
-    that earlier batches brought about, and sums would have been rounded in another way.
+    So is what it was packed by: the seventh batch would have fitted into a smaller shape than the
+    one that earlier batches brought about, and sums would have been rounded in another way.
     """
     last = 6 if policy == "packed" else 2
     stale = (*DISJOINT, "placement.staleness=1", *POLICIES[policy])
