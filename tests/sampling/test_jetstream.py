@@ -393,7 +393,8 @@ def test_a_client_that_goes_away_frees_its_slot():
         second = client.Decode(request("2+2=", 2))
         held.may.set()
         assert len(list(second)) == 2
-        assert len(held.live) - before < NEW // 2
+        # Up to the first step with a free slot; the engine runs ahead of what the second one reads.
+        assert [*held.live[before:], 0].index(0) < NEW // 2
 
 
 def until(true, seconds=10):
