@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -74,9 +74,9 @@ def _step(work: Work) -> Any:
     )
 
 
-def _packer(work: Work) -> Callable[[Batch], Batch]:
+def _packer(work: Work) -> Packer | None:
     if work.args.no_packing:
-        return lambda batch: batch
+        return None
     return Packer(phases.microbatches(work), batch_shards(work.mesh))
 
 
@@ -86,7 +86,7 @@ def _rest(walls: list[float], *parts: list[float]) -> list[float]:
 
 
 def _collect(
-    work: Work, source: Source, pack: Callable[[Batch], Batch], state: TrainState, step: int
+    work: Work, source: Source, pack: Packer | None, state: TrainState, step: int
 ) -> Batch:
     batch, _, _ = collect(
         state.key,

@@ -119,8 +119,8 @@ def check(args: argparse.Namespace) -> None:
     Raises:
       UserError: a count below its least, or microbatches that do not divide a batch.
     """
-    least = dict.fromkeys(("layers", "vocab", "batch", "group", "gen_len", "steps", "devices"), 1)
-    for name, low in (least | {"vocab": 4, "prompt_len": 2}).items():
+    least = dict.fromkeys(("layers", "batch", "group", "gen_len", "steps", "devices"), 1)
+    for name, low in (least | {"vocab": flags.EOS + 2, "prompt_len": 2}).items():
         if (value := getattr(args, name)) < low:
             raise UserError(f"--{name.replace('_', '-')} {value}: at least {low}")
     if args.micro < 0 or (args.micro and args.batch % args.micro):

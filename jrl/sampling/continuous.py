@@ -225,6 +225,7 @@ def generate_counted(
     ) -> tuple[Array | None, ...]:
         store = prefill(weights, tokens, lengths, network=network)
         jobs = _jobs(store, key, ids, tokens, lengths, law, group, baseline_members)
+        uniforms = _draws(jobs, t)
 
         def decode(run: Run, steps: Array | int, until: Array | int) -> tuple[Slots, Array]:
             return counted_decode(
@@ -238,10 +239,6 @@ def generate_counted(
                 uniforms=None if uniforms is None else uniforms[:, run.seats],
             )
 
-        uniforms = None
-        if t * jobs.keys.shape[0] <= DRAWS_AT_ONCE:  # for all states that follow each other
-            numbers = jnp.arange(t, dtype=jnp.int32)[:, None]
-            uniforms = uniforms_of(jobs.keys, jnp.broadcast_to(numbers, (t, jobs.keys.shape[0])))
         run = _seat(jobs, plan, network=network, weights=weights, width=t)
         run = _finish(run, jobs, plan, decode, chunk=chunk, join=network.join)
         seen = None if network.recorded is None else network.recorded(store.own)
@@ -275,6 +272,15 @@ def _jobs(
         law=law.replace(greedy=law.greedy or baseline_members > 0),
         warm=jnp.tile(jnp.arange(g) < group, prompt_tokens.shape[0]),
     )
+
+
+def _draws(jobs: Jobs, width: int) -> Array | None:
+    """[T, B], every draw of every sequence, for all states that decode it; None if too many."""
+    rows = jobs.keys.shape[0]
+    if width * rows > DRAWS_AT_ONCE:
+        return None
+    numbers = jnp.arange(width, dtype=jnp.int32)[:, None]
+    return uniforms_of(jobs.keys, jnp.broadcast_to(numbers, (width, rows)))
 
 
 def _as_rollout(

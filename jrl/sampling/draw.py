@@ -123,7 +123,8 @@ def _kept(scaled: Array, law: Law) -> Array:
         if law.mixed:
             warm = jnp.broadcast_to(jnp.asarray(law.temperature), rows) > 0
             wanted = warm & (((k > 0) & (k < scaled.shape[-1])) | (p < 1))
-            cut = _cuts_of_few(scaled, k, p, wanted)
+            first, few = jnp.argsort(~wanted, stable=True), min(_ROWS, rows[0])
+            cut = _cuts_in_turn(scaled, k, p, first, jnp.sum(wanted), few)
         else:
             cut = _cuts(scaled, k, p)
         kept = scaled >= cut[:, None]
@@ -141,12 +142,7 @@ def _cuts(scaled: Array, k: Array, p: Array) -> Array:
         return _cuts_at_once(scaled, k, p)
 
     # On a CPU so many stay near the core while they are searched, and fewer wait for the slowest.
-    def some(i: Array, cuts: Array) -> Array:
-        start = jnp.minimum(i * size, rows - size)
-        mine = (jax.lax.dynamic_slice_in_dim(x, start, size) for x in (scaled, k, p))
-        return jax.lax.dynamic_update_slice_in_dim(cuts, _cuts_at_once(*mine), start, 0)
-
-    return jax.lax.fori_loop(0, -(-rows // size), some, jnp.zeros(rows))
+    return _cuts_in_turn(scaled, k, p, jnp.arange(rows), rows, size)
 
 
 def _cuts_at_once(scaled: Array, k: Array, p: Array) -> Array:
@@ -171,17 +167,16 @@ def _cuts_at_once(scaled: Array, k: Array, p: Array) -> Array:
     return jnp.maximum(cut, _search(scaled, weights, limit, jnp.maximum(lowest, cut), least))
 
 
-def _cuts_of_few(scaled: Array, k: Array, p: Array, wanted: Array) -> Array:
-    """``_cuts`` of the rows that are ``wanted`` [B]; -inf, which cuts nothing, for the others."""
+def _cuts_in_turn(
+    scaled: Array, k: Array, p: Array, order: Array, count: Array | int, at_once: int
+) -> Array:
+    """``_cuts`` of the first ``count`` rows of ``order`` [B]; -inf, which cuts nothing, else."""
     rows = scaled.shape[0]
-    at_once = min(_ROWS, rows)
-    first = jnp.argsort(~wanted, stable=True)
-    count = jnp.sum(wanted)
 
     def some(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         done, cuts = carry
         # Near the end rows are taken that were done before, or that need nothing.
-        mine = jax.lax.dynamic_slice_in_dim(first, jnp.minimum(done, rows - at_once), at_once)
+        mine = jax.lax.dynamic_slice_in_dim(order, jnp.minimum(done, rows - at_once), at_once)
         return done + at_once, cuts.at[mine].set(_cuts_at_once(scaled[mine], k[mine], p[mine]))
 
     nothing = jnp.full(rows, -jnp.inf)
@@ -335,7 +330,7 @@ def sample(uniform: Array, logits: Array, law: Law, *, turned: bool = False) -> 
       uniform: [B] float32 in [0, 1).
       logits: [B, V] float.
       law: scalars, or one value a row.
-      turned: whether the logits lie [V, B] in memory, so that this way is the faster one.
+      turned: whether the logits lie [V, B] in memory: then plain laws draw by columns.
 
     Returns:
       tokens [B] int32, never one of probability 0, and their log-probabilities [B] float32, nats,
@@ -343,8 +338,11 @@ def sample(uniform: Array, logits: Array, law: Law, *, turned: bool = False) -> 
     """
     chex.assert_rank([uniform, logits], [1, 2])
     plain = law.bias is None and not (law.truncates or law.floors or law.greedy)
-    if plain and turned:
-        return _sample_columns(uniform, logits.T, _column(law.temperature, logits)[:, 0])
+    if turned:
+        if plain:
+            return _sample_columns(uniform, logits.T, _column(law.temperature, logits)[:, 0])
+        # Turned round once, where else all that read them would do so.
+        logits = with_layout_constraint(logits, Layout((0, 1)))
     scaled, greedy = _scaled(logits, law)
     if law.bias is None:  # the same number, and nothing is written that is read for the largest
         largest = jnp.max(logits.astype(jnp.float32), axis=-1, keepdims=True)
@@ -352,8 +350,6 @@ def sample(uniform: Array, logits: Array, law: Law, *, turned: bool = False) -> 
     else:
         peak = jnp.max(scaled, axis=-1, keepdims=True)  # no truncation takes it away
     if law.truncates or law.floors:
-        if turned:  # once, where else all that read them would do so
-            scaled = with_layout_constraint(scaled, Layout((0, 1)))
         scaled = jnp.where(_kept(scaled, law), scaled, -jnp.inf)
     weights = jnp.exp(scaled - peak)
     if law.greedy:

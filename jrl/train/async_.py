@@ -181,7 +181,7 @@ def ages(groups: Groups, step: int, most: int) -> dict[str, float]:
 
 
 def draw_ahead(
-    run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn], packer: Packer | None = None
+    run: Run, draw: Draw, cursor: int, carried: Sequence[Drawn], packer: Packer | None
 ) -> Ahead:
     """What draws the batches of a run whose rollout has devices of its own.
 

@@ -148,7 +148,7 @@ def assemble(
     weights: Any,
     method: Method,
     mesh: Mesh,
-    pack: Callable[[Batch], Batch] | None = None,
+    pack: Callable[[Batch], Batch] | None,
 ) -> Batch:
     """The batch of a training step, on its mesh; dropped groups are masked out."""
     batch, live = _batch(method, drawn.groups, weights), drawn.live
