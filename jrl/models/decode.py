@@ -21,7 +21,7 @@ from flax import struct
 from jrl.mesh import constrain
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
-from jrl.models.product import Factored, letters_of, lies_turned, multiply, on_eigen, product
+from jrl.models.product import Factored, letters_of, lies_turned, on_eigen, product, weights_first
 from jrl.models.quant import INPUTS, Int8, quantise, quantise_entries
 from jrl.models.weights import WeightSpec, layer_weights, weights
 from jrl.types import Array, Cache, Params
@@ -350,7 +350,7 @@ class Turned(struct.PyTreeNode, Factored):
         if lies_turned(x_mk.shape[0], x.dtype):
             # Without the barriers XLA would fold the turns into the product.
             still = jax.lax.optimization_barrier
-            made = still(multiply(w_nk, still(x_mk.T))).T
+            made = still(weights_first(w_nk, still(x_mk.T))).T
         else:
             made = jnp.einsum("mk,nk->mn", x_mk, w_nk, preferred_element_type=jnp.float32)
         return made.reshape(*rows, *outputs).astype(dtype or x.dtype)

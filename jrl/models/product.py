@@ -153,12 +153,15 @@ _product.defvjp(_forward, _backward)
 
 # XLA hands matrix products to YNNPACK there, and a convolution of width one, which is the same
 # numbers, to Eigen. Eigen is the faster one at the sizes of a decoder: by a tenth to a third with
-# thousands of rows, and with tens of rows by half, if the weights are the first operand (measured
-# with JAX 0.10 and 0.12 on two cores with AVX-512). Small products, and batches of matrices as in
-# attention, are faster where XLA puts them.
+# thousands of rows, and with tens of rows by half, if the weights are the first operand. With eight
+# rows or fewer YNNPACK takes two thirds of the time, the weights first there too (measured with JAX
+# 0.10 and 0.12 on two cores with AVX-512). Small products, and batches of matrices as in attention,
+# are faster where XLA puts them.
 
 FEW = 64
 """Rows up to which weights are better the first operand."""
+VERY_FEW = 8
+"""Rows up to which such a product is better left to XLA."""
 _LARGE_PRODUCT = 2**24
 """Multiplications from which a product is worth the choice."""
 
@@ -175,6 +178,17 @@ def on_eigen(dtype: Any) -> bool:
 def lies_turned(rows: int, dtype: Any) -> bool:
     """Whether a product of so many rows with a prepared matrix lies [columns, rows] in memory."""
     return 1 < rows <= FEW and on_eigen(dtype)
+
+
+def weights_first(w_nk: Array, x_km: Array) -> Array:
+    """[N, M] float32, the product of a matrix with the M <= ``FEW`` columns that it is read for."""
+    columns = x_km.shape[1]
+    if columns > VERY_FEW:
+        return multiply(w_nk, x_km)
+    # YNNPACK has kernels for four and eight columns; five to seven take longer than eight do.
+    more = -columns % 4 if columns > 4 else 0
+    wide = jnp.pad(x_km.astype(jnp.float32), ((0, 0), (0, more)))
+    return jnp.matmul(w_nk.astype(jnp.float32), wide)[:, :columns]
 
 
 def _large(spec: str, x: Array, w: Array) -> Array | None:

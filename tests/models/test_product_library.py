@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.models.decode import Turned
-from jrl.models.product import FEW, _large, multiply, on_eigen, product
+from jrl.models.product import FEW, VERY_FEW, _large, multiply, on_eigen, product
 from jrl.models.quant import quantise
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="chooses on CPUs alone")
@@ -84,7 +84,7 @@ def test_many_at_once_are_each_alone(axes):
     np.testing.assert_allclose(program(x, w), np.matmul(x, w), atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 2, FEW, FEW + 1])
+@pytest.mark.parametrize("rows", [1, 2, 5, VERY_FEW, VERY_FEW + 1, FEW, FEW + 1])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_turned_matrix_multiplies_as_it_is(rows, dtype):
     x, w = operands((rows, 1, 4, 8), (4, 8, 32), dtype)
