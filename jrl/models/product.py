@@ -161,7 +161,8 @@ _product.defvjp(_forward, _backward)
 FEW = 64
 """Rows up to which weights are better the first operand."""
 VERY_FEW = 8
-"""Rows up to which such a product is better left to XLA."""
+"""Rows up to which such a product is better left to XLA, if the weights are ``_MANY`` numbers."""
+_MANY = 2**16
 _LARGE_PRODUCT = 2**24
 """Multiplications from which a product is worth the choice."""
 
@@ -183,7 +184,7 @@ def lies_turned(rows: int, dtype: Any) -> bool:
 def weights_first(w_nk: Array, x_km: Array) -> Array:
     """[N, M] float32, the product of a matrix with the M <= ``FEW`` columns that it is read for."""
     columns = x_km.shape[1]
-    if columns > VERY_FEW:
+    if columns > VERY_FEW or w_nk.size < _MANY:
         return multiply(w_nk, x_km)
     # YNNPACK has kernels for four and eight columns; five to seven take longer than eight do.
     more = -columns % 4 if columns > 4 else 0

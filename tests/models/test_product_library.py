@@ -84,13 +84,27 @@ def test_many_at_once_are_each_alone(axes):
     np.testing.assert_allclose(program(x, w), np.matmul(x, w), atol=1e-5)
 
 
+def times(x, w):
+    return Turned(jnp.moveaxis(w, 2, 0)).times("bqhk,hkd->bqd", x, jnp.float32)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5, VERY_FEW, VERY_FEW + 1, FEW, FEW + 1])
+@pytest.mark.parametrize("heads", [4, 64], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_turned_matrix_multiplies_as_it_is(rows, dtype):
-    x, w = operands((rows, 1, 4, 8), (4, 8, 32), dtype)
-    times = jax.jit(lambda x, w: Turned(w).times("bqhk,hkd->bqd", x, jnp.float32))
-    made = times(x, jnp.moveaxis(w, 2, 0))
-    np.testing.assert_allclose(made, exact("bqhk,hkd->bqd", x, w), atol=1e-5)
+def test_a_turned_matrix_multiplies_as_it_is(rows, heads, dtype):
+    x, w = operands((rows, 1, heads, 8), (heads, 8, 32 * heads // 4), dtype)
+    np.testing.assert_allclose(jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w), atol=1e-4)
+
+
+def test_very_few_rows_are_left_to_the_compiler():
+    libraries = set()
+    for rows in (2, 5, VERY_FEW):
+        x, w = operands((rows, 1, 64, 8), (64, 8, 512))
+        program = jax.jit(times).lower(x, w).as_text()
+        libraries.add(("dot_general" in program, "convolution" in program))
+    assert libraries == {(True, False)}
+    x, w = operands((VERY_FEW + 1, 1, 64, 8), (64, 8, 512))
+    assert "convolution" in jax.jit(times).lower(x, w).as_text()
 
 
 def test_a_turned_matrix_is_rounded_as_it_is():
