@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jrl.compiles import at_most
 from jrl.mesh import constrain, platform
 from jrl.models.attention import MASKED, NO_WINDOW
 from jrl.models.config import ModelConfig
@@ -230,8 +229,7 @@ def write(
 
         # Most pieces are not written. A loop of one turn or none changes its arrays in place, where
         # the branches of a condition would copy them.
-        with at_most(1):
-            return jax.lax.while_loop(lambda carry: carry[0], once, (inside, old))[1]
+        return jax.lax.while_loop(lambda carry: carry[0], once, (inside, old))[1]
 
     columns = jnp.where(live & (columns >= 0), columns, size)
     entries = {name: x.transpose(0, 2, 1, 3) for name, x in entries.items()}

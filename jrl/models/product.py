@@ -350,16 +350,20 @@ def _spec(walk: _Walk) -> str:
 
 def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array) -> Array:
     """[B, T, s, c] float32, over the temperature."""
-    early = _divides_early(walk, hidden)
     spec = f"btd,{_spec(walk)}->btsv"
-    rows = hidden / temperature if early else hidden
+    rows = _rows(walk, hidden, temperature)
     scores = jnp.einsum(spec, rows, part, preferred_element_type=jnp.float32)
     if walk.softcap is not None:
         scores = walk.softcap * jnp.tanh(scores / walk.softcap)
-    return scores if early else scores / temperature
+    return scores if _divides_rows(walk, hidden) else scores / temperature
 
 
-def _divides_early(walk: _Walk, hidden: Array) -> bool:
+def _rows(walk: _Walk, hidden: Array, temperature: Array) -> Array:
+    """[B, T, D], what the weight is multiplied by."""
+    return hidden / temperature if _divides_rows(walk, hidden) else hidden
+
+
+def _divides_rows(walk: _Walk, hidden: Array) -> bool:
     """Whether rows are divided by the temperature, not scores: many fewer numbers, as exact."""
     return walk.softcap is None and hidden.dtype == jnp.float32
 
@@ -440,11 +444,11 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             slope *= 1 - jnp.square(scores * temperature / walk.softcap)
         if walk.size % walk.width:
             slope = jnp.where(_new(walk, i), slope, 0)
-        early = _divides_early(walk, hidden)
+        early = _divides_rows(walk, hidden)
         slope = (slope if early else slope / temperature).astype(hidden.dtype)
         back = einsum(f"{spec},btsv->btd", part, slope)
         back = back / temperature if early else back
-        slopes = _between(f"btd,btsv->{spec}", hidden / temperature if early else hidden, slope)
+        slopes = _between(f"btd,btsv->{spec}", _rows(walk, hidden, temperature), slope)
         slopes = constrain(slopes, *_axes(walk, "act_embed"))
         return back, constrain(slopes, *_axes(walk, "embed"))
 
