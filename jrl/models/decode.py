@@ -215,21 +215,18 @@ def write(
     size, entries = old["v"].shape[2], entries_of(old, new)
     if column is not None:
         at = jnp.clip(column, 0, size - 1)
-        inside = (column >= 0) & (column < size)
+        inside = None if always else (column >= 0) & (column < size)
         turned = {n: x.swapaxes(2, 3) if AXES[n] == 3 else x for n, x in entries.items()}
 
         def put_all(held: dict[str, Array], inside: Array | None) -> dict[str, Array]:
             return {n: put_columns(held[n], x, at, AXES[n], inside) for n, x in turned.items()}
 
-        if always or platform() != "cpu":
-            return put_all(old, None if always else inside)
-
-        def once(carry: tuple[Array, dict[str, Array]]) -> tuple[Array, dict[str, Array]]:
-            return jnp.zeros_like(carry[0]), put_all(carry[1], None)
-
+        if inside is None or platform() != "cpu":
+            return put_all(old, inside)
         # Most pieces are not written. A loop of one turn or none changes its arrays in place, where
         # the branches of a condition would copy them.
-        return jax.lax.while_loop(lambda carry: carry[0], once, (inside, old))[1]
+        turns = inside.astype(jnp.int32)
+        return jax.lax.fori_loop(0, turns, lambda _, held: put_all(held, None), old)
 
     columns = jnp.where(live & (columns >= 0), columns, size)
     entries = {name: x.transpose(0, 2, 1, 3) for name, x in entries.items()}

@@ -314,7 +314,12 @@ def fused_logprobs(
     size = head.weight.shape[head.axis] // shards
     width = size if own * size <= kept else min(size, max(128, room // own))
     walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
-    logprobs, spread = _fused(walk, hidden, head.weight, tokens, jax.lax.stop_gradient(temperature))
+    temperature = jax.lax.stop_gradient(temperature)
+    early = head.softcap is None and hidden.dtype == jnp.float32
+    if early:  # as exact as dividing scores, which are many more
+        hidden = hidden / temperature
+    over = None if early else temperature
+    logprobs, spread = _fused(walk, hidden, head.weight, tokens, over)
     return {"logprobs": logprobs} | ({"entropy": spread} if entropy else {})
 
 
@@ -348,24 +353,13 @@ def _spec(walk: _Walk) -> str:
     return "svd" if walk.axis == 0 else "dsv"
 
 
-def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array) -> Array:
-    """[B, T, s, c] float32, over the temperature."""
+def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array | None) -> Array:
+    """[B, T, s, c] float32, over the temperature where there is one."""
     spec = f"btd,{_spec(walk)}->btsv"
-    rows = _rows(walk, hidden, temperature)
-    scores = jnp.einsum(spec, rows, part, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(spec, hidden, part, preferred_element_type=jnp.float32)
     if walk.softcap is not None:
         scores = walk.softcap * jnp.tanh(scores / walk.softcap)
-    return scores if _divides_rows(walk, hidden) else scores / temperature
-
-
-def _rows(walk: _Walk, hidden: Array, temperature: Array) -> Array:
-    """[B, T, D], what the weight is multiplied by."""
-    return hidden / temperature if _divides_rows(walk, hidden) else hidden
-
-
-def _divides_rows(walk: _Walk, hidden: Array) -> bool:
-    """Whether rows are divided by the temperature, not scores: many fewer numbers, as exact."""
-    return walk.softcap is None and hidden.dtype == jnp.float32
+    return scores if temperature is None else scores / temperature
 
 
 def _local(walk: _Walk, tokens: Array, i: Array | int) -> Array:
@@ -399,13 +393,13 @@ def _add(walk: _Walk, sums: _Sums, scores: Array, tokens: Array, i: Array | int)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(
-    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array
+    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array | None
 ) -> tuple[Array, Array]:
     return _fused_forward(walk, hidden, weight, tokens, temperature)[0]
 
 
 def _fused_forward(
-    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array
+    walk: _Walk, hidden: Array, weight: Array, tokens: Array, temperature: Array | None
 ) -> tuple[tuple[Array, Array], tuple]:
     zeros = jnp.zeros(tokens.shape, jnp.float32)
     sums, kept = _Sums(zeros + _LOWEST, zeros, zeros, zeros), None
@@ -441,14 +435,13 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
         if walk.entropy:
             slope -= of_entropy * probs * (scores - mean[:, :, None, None])
         if walk.softcap is not None:
+            assert temperature is not None  # rows are divided by it where nothing is capped
             slope *= 1 - jnp.square(scores * temperature / walk.softcap)
         if walk.size % walk.width:
             slope = jnp.where(_new(walk, i), slope, 0)
-        early = _divides_rows(walk, hidden)
-        slope = (slope if early else slope / temperature).astype(hidden.dtype)
+        slope = (slope if temperature is None else slope / temperature).astype(hidden.dtype)
         back = einsum(f"{spec},btsv->btd", part, slope)
-        back = back / temperature if early else back
-        slopes = _between(f"btd,btsv->{spec}", _rows(walk, hidden, temperature), slope)
+        slopes = _between(f"btd,btsv->{spec}", hidden, slope)
         slopes = constrain(slopes, *_axes(walk, "act_embed"))
         return back, constrain(slopes, *_axes(walk, "embed"))
 
@@ -469,7 +462,7 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
         start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(shape, jnp.float32)
         back, slopes = jax.lax.fori_loop(0, walk.parts, add, start)
     slopes = slopes.reshape(weight.shape).astype(weight.dtype)
-    return back.astype(hidden.dtype), slopes, None, jnp.zeros_like(temperature)
+    return back.astype(hidden.dtype), slopes, None, jax.tree.map(jnp.zeros_like, temperature)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
