@@ -89,12 +89,12 @@ def times(x, w):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, VERY_FEW, VERY_FEW + 1, FEW, FEW + 1])
-@pytest.mark.parametrize("heads", [4, 64], ids=["small", "large"])
+@pytest.mark.parametrize(("heads", "atol"), [(4, 1e-5), (64, 1e-4)], ids=["small", "large"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_turned_matrix_multiplies_as_it_is(rows, heads, dtype):
+def test_a_turned_matrix_multiplies_as_it_is(rows, heads, atol, dtype):
     x, w = operands((rows, 1, heads, 8), (heads, 8, 32 * heads // 4), dtype)
     made, whole = jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w)
-    np.testing.assert_allclose(made, whole, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(made, whole, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [2, 5, VERY_FEW, VERY_FEW + 1])
