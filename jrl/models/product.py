@@ -95,7 +95,11 @@ def _between(spec: str, a: Array, b: Array) -> Array:
     comes otherwise, and with a sum over tokens that can be the largest array of a layer.
     """
     einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    if a.dtype != jnp.float32 or max(a.size, b.size) < _WORTH:
+    if max(a.size, b.size) < _WORTH:
+        return einsum(spec, a, b)
+    if (made := _over_rows(spec, a, b)) is not None:
+        return made
+    if a.dtype != jnp.float32:
         return einsum(spec, a, b)
     natural, swapped = _order(spec, a.shape, b.shape), _order(_swap(spec), b.shape, a.shape)
     if min(natural.copied, swapped.copied) == 0:
@@ -111,6 +115,31 @@ def _between(spec: str, a: Array, b: Array) -> Array:
         return jnp.einsum(f"{out}->{spec.split('->')[1]}", made)
 
     return jax.lax.platform_dependent(a, b, cpu=turned, default=lambda a, b: einsum(spec, a, b))
+
+
+def _over_rows(spec: str, a: Array, b: Array) -> Array | None:
+    """``einsum(spec, a, b)`` if it sums over all rows of two matrices on the CPU; else None.
+
+    As matrices of one summed axis each, neither is copied: Eigen reads the first one turned.
+    """
+    inputs, out = spec.split("->")
+    left, right = inputs.split(",")
+    summed = "".join(x for x in left if x in right)
+    rows, columns = left.removeprefix(summed), right.removeprefix(summed)
+    plain = (summed + rows, summed + columns) == (left, right)
+    if not (plain and summed and out in (rows + columns, columns + rows)) or not on_eigen(a.dtype):
+        return None
+    count = math.prod(a.shape[: len(summed)])
+    a_rm, b_rn = (x.reshape(count, -1).astype(jnp.float32) for x in (a, b))
+    m, n = a_rm.shape[1], b_rn.shape[1]
+    # The narrower one first takes up to a third less time; where one is very wide, a tenth more.
+    first = (m <= n) == (max(m, n) < _WIDE)
+    made = jnp.einsum("rm,rn->mn", a_rm, b_rn) if first else jnp.einsum("rn,rm->nm", b_rn, a_rm)
+    order = rows + columns if first else columns + rows
+    made = jax.lax.optimization_barrier(made) if order != out else made  # else XLA folds the turn
+    of_a, of_b = a.shape[len(summed) :], b.shape[len(summed) :]
+    made = made.reshape(*of_a, *of_b) if first else made.reshape(*of_b, *of_a)
+    return jnp.einsum(f"{order}->{out}", made)
 
 
 class _Order(NamedTuple):
@@ -163,6 +192,8 @@ FEW = 64
 VERY_FEW = 8
 """Rows up to which such a product is better left to XLA, if the weights are ``_MANY`` numbers."""
 _MANY = 2**16
+_WIDE = 2**12
+"""Columns from which a matrix is better the first operand of a sum over rows."""
 _LARGE_PRODUCT = 2**24
 """Multiplications from which a product is worth the choice."""
 
