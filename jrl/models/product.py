@@ -386,8 +386,14 @@ def _spec(walk: _Walk) -> str:
 
 def _scores(walk: _Walk, hidden: Array, part: Array, temperature: Array | None) -> Array:
     """[B, T, s, c] float32, over the temperature where there is one."""
-    spec = f"btd,{_spec(walk)}->btsv"
-    scores = jnp.einsum(spec, hidden, part, preferred_element_type=jnp.float32)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if walk.axis == 0 and on_eigen(hidden.dtype):
+        # As a product of two matrices it reads the weights as they lie, without turning them first.
+        flat_rd, flat_vd = (x.reshape(-1, hidden.shape[2]) for x in (hidden, part))
+        scores = einsum("rd,vd->rv", flat_rd, flat_vd)
+        scores = scores.reshape(*hidden.shape[:2], walk.shards, -1)
+    else:
+        scores = einsum(f"btd,{_spec(walk)}->btsv", hidden, part)
     if walk.softcap is not None:
         scores = walk.softcap * jnp.tanh(scores / walk.softcap)
     return scores if temperature is None else scores / temperature

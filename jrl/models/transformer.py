@@ -121,18 +121,17 @@ def _projected(
 ) -> tuple[Array, Array, Array]:
     """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
     cos, sin = turn
-    q_bqhd = contract("bqd,dhk->bqhk", x_bqd, w["q"])
-    k_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["k"])
-    v_bkqd = contract("bqd,dhk->bhqk", x_bqd, w["v"])
+    q_bqhd, k_bqkd, v_bqkd = (contract("bqd,dhk->bqhk", x_bqd, w[name]) for name in "qkv")
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
-        k_bkqd = k_bkqd + w["k_bias"][None, :, None].astype(x_bqd.dtype)
-        v_bkqd = v_bkqd + w["v_bias"][None, :, None].astype(x_bqd.dtype)
+        k_bqkd = k_bqkd + _row(w["k_bias"], 4).astype(x_bqd.dtype)
+        v_bqkd = v_bqkd + _row(w["v_bias"], 4).astype(x_bqd.dtype)
     if config.qk_norm:
         q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
-        k_bkqd = rms_norm(k_bkqd, w["k_norm"], config)
-    q_bqhd = rotate(q_bqhd, cos[:, :, None], sin[:, :, None])
-    return q_bqhd, rotate(k_bkqd, cos[:, None], sin[:, None]), v_bkqd
+        k_bqkd = rms_norm(k_bqkd, w["k_norm"], config)
+    q_bqhd, k_bqkd = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q_bqhd, k_bqkd))
+    # Turned last: XLA on the CPU makes what is turned in a product from activations turned before.
+    return q_bqhd, k_bqkd.transpose(0, 2, 1, 3), v_bqkd.transpose(0, 2, 1, 3)
 
 
 def _projected_at_once(
@@ -176,6 +175,33 @@ def _attention(
     return out, extra
 
 
+def _gated(activation: str, gate: Array, up: Array) -> Array:
+    return _silu_times(gate, up) if activation == "silu" else _ACTIVATIONS[activation](gate) * up
+
+
+@jax.custom_vjp
+def _silu_times(gate: Array, up: Array) -> Array:
+    """``silu(gate) * up``, whose derivatives end in a quotient each.
+
+    XLA on the CPU makes what ends in a product anew for every matrix product that reads it, and two
+    do; what ends in a quotient it makes once.
+    """
+    return jax.nn.silu(gate) * up
+
+
+def _silu_times_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _silu_times(gate, up), (gate, up)
+
+
+def _silu_times_backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    gate, up = kept
+    whole = 1 + jnp.exp(-gate)  # one over the sigmoid
+    return g * up * (1 + gate * (1 - 1 / whole)) / whole, g * gate / whole
+
+
+_silu_times.defvjp(_silu_times_forward, _silu_times_backward)
+
+
 def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
     """The gated feed-forward part of a dense layer."""
 
@@ -187,7 +213,7 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
         gate, up = (contract("bqd,df->bqf", x_bqd, w[name]) for name in ("gate", "up"))
-    hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
+    hidden_bqf = _gated(config.activation, bias("gate", gate), bias("up", up))
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
     return bias("down", contract("bqf,fd->bqd", hidden_bqf, w["down"]))
 

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,6 +149,10 @@ def test_the_memory_of_a_fused_head_does_not_grow_with_the_vocabulary():
         ("nkpd,nkqp->nkqd", (2, 3, 40, 8), (2, 3, 1200, 40)),
         ("nkqp,nkqd->nkpd", (2, 3, 1200, 40), (2, 3, 1200, 8)),
         ("btd,btsv->svd", (2, 64, 16), (2, 64, 1, 2100)),
+        ("btd,btsv->svd", (2, 32, 16), (2, 32, 1, 4200)),  # very wide: the other way round
+        ("bqd,bqf->df", (2, 32, 16), (2, 32, 4200)),
+        ("bqhk,bqd->hkd", (2, 64, 3, 700), (2, 64, 30)),
+        ("bqd,bqhk->dhk", (2, 64, 30), (2, 64, 3, 700)),
     ],
 )
 def test_the_order_of_operands_changes_no_number(spec, a, b):
@@ -155,3 +161,18 @@ def test_the_order_of_operands_changes_no_number(spec, a, b):
     assert max(a.size, b.size) >= _WORTH
     expected = np.einsum(spec, a.astype(np.float64), b.astype(np.float64))
     np.testing.assert_allclose(_between(spec, a, b), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("spec", "a", "b"),
+    [
+        ("bqd,bqf->df", (4, 256, 64), (4, 256, 320)),
+        ("btd,btsv->svd", (4, 64, 16), (4, 64, 1, 4200)),
+    ],
+)
+def test_a_sum_over_rows_turns_no_operand(spec, a, b, dtype):
+    shapes = (jax.ShapeDtypeStruct(shape, dtype) for shape in (a, b))
+    compiled = jax.jit(functools.partial(_between, spec)).lower(*shapes).compile()
+    assert compiled.out_info.dtype == jnp.float32
+    assert "transpose(" not in compiled.as_text()
