@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jrl.models.config import Rope
-from jrl.models.product import SEEN, product
+from jrl.models.product import SEEN, gradients, product
 from jrl.types import Array
 
 NO_WINDOW = np.int32(2**30)
@@ -134,10 +134,8 @@ def attend(
     """
     chex.assert_rank([q_bqhd, k_bkcd, v_bkcd, mask_bqc], [4, 4, 4, 3])
     chex.assert_equal_shape([k_bkcd, v_bkcd])
-    weights = attention_weights(q_bqhd, k_bkcd, mask_bqc, scale=scale, softcap=softcap)
-    # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
-    seen = product("bkcd,bkgqc->bqkgd", v_bkcd, weights.astype(v_bkcd.dtype))
-    return checkpoint_name(seen.reshape(q_bqhd.shape), SEEN)
+    scores = _scores(q_bqhd, k_bkcd, mask_bqc, scale, softcap)
+    return _read(_Reading(("bkcd,bkgqc->bqkgd",), "bqkgd"), (scores,), (v_bkcd,))
 
 
 def attention_weights(
@@ -149,14 +147,20 @@ def attention_weights(
     softcap: float | None = None,
 ) -> Array:
     """[B, K, H / K, Q, C] float32: how ``attend`` weighs the values; each query's sum to one."""
+    return _softmax((_scores(q_bqhd, k_bkcd, mask_bqc, scale, softcap),))[0]
+
+
+def _scores(
+    q_bqhd: Array, k_bkcd: Array, mask_bqc: Array, scale: float, softcap: float | None
+) -> Array:
+    """[B, K, H / K, Q, C] float32."""
     b, q, h, d = q_bqhd.shape
     k = k_bkcd.shape[1]
     q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
     scores = product("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    (weights,) = _softmax((jnp.where(mask_bqc[:, None, None], scores, MASKED),))
-    return weights
+    return jnp.where(mask_bqc[:, None, None], scores, MASKED)
 
 
 class Past(NamedTuple):
@@ -216,31 +220,79 @@ def attend_shared(
 
     before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
     own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
-    before, own = (w.astype(v_rkcd.dtype) for w in _softmax((before, own)))
-    out = product("nkpd,nkmgqp->nkmgqd", past.v_nkpd, before, jnp.float32)
-    out = out + product("nmkcd,nkmgqc->nkmgqd", v_nmkcd, own, jnp.float32)
-    out = out.transpose(0, 2, 4, 1, 3, 5).reshape(r, q, h, d).astype(v_rkcd.dtype)
-    return checkpoint_name(out, SEEN)
+    specs = "nkpd,nkmgqp->nkmgqd", "nmkcd,nkmgqc->nkmgqd"
+    return _read(_Reading(specs, "nmqkgd"), (before, own), (past.v_nkpd, v_nmkcd))
 
 
-@jax.custom_vjp
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
     """The softmax over the last axes of all parts together, without joining them."""
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
-    weights = [jnp.exp(x - peak) for x in parts]
+    weights = [jnp.exp(x - jax.lax.stop_gradient(peak)) for x in parts]
     share = 1 / functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
     return tuple(w * share for w in weights)
 
 
-def _softmax_forward(parts: tuple[Array, ...]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(parts))
-    return weights, weights
+class _Reading(NamedTuple):
+    """How values are read; static.
+
+    Attributes:
+      specs: "<values>,<weights>-><out>" for each part. Values first: XLA's CPU backend cannot sum
+        bfloat16 in float32 for the other order.
+      rows: the axes of <out> as [rows..., Q, K, H / K, h].
+    """
+
+    specs: tuple[str, ...]
+    rows: str
+
+    @property
+    def out(self) -> str:
+        return self.specs[0].split("->")[1]
+
+    @property
+    def queries(self) -> str:
+        """The axes of a part's weights without the last."""
+        return self.specs[0].split("->")[0].split(",")[1][:-1]
 
 
-def _softmax_backward(weights: tuple[Array, ...], g: tuple[Array, ...]) -> tuple[tuple[Array, ...]]:
-    products = [w * x for w, x in zip(weights, g, strict=True)]
-    inner = functools.reduce(jnp.add, [x.sum(-1, keepdims=True) for x in products])
-    return (tuple(x - w * inner for x, w in zip(products, weights, strict=True)),)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(way: _Reading, scores: tuple[Array, ...], values: tuple[Array, ...]) -> Array:
+    """[R, Q, H, h] in the dtype of the values, weighted by one softmax of all parts' scores.
+
+    Its derivative needs the mean of a softmax's slopes, which is what was read times the slope of
+    that: a sum over h numbers instead of all keys, as in "FlashAttention: Fast and Memory-Efficient
+    Exact Attention with IO-Awareness" (arXiv:2205.14135, B.2).
+    """
+    return _read_forward(way, scores, values)[0]
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
+def _read_forward(
+    way: _Reading, scores: tuple[Array, ...], values: tuple[Array, ...]
+) -> tuple[Array, tuple]:
+    weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(scores))
+    parts = zip(way.specs, values, weights, strict=True)
+    seen = [product(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
+    out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, seen))
+    *rows, q, k, g, d = out.shape
+    out = out.reshape(math.prod(rows), q, k * g, d).astype(values[0].dtype)
+    out = checkpoint_name(out, SEEN)
+    return out, (weights, values, out)
+
+
+def _read_backward(
+    way: _Reading, kept: tuple, g_rqhd: Array
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    weights, values, out_rqhd = kept
+    size = dict(zip(way.queries, weights[0].shape, strict=False))
+    shape = [size.get(axis, out_rqhd.shape[-1]) for axis in way.rows]
+    mean = (g_rqhd.astype(jnp.float32) * out_rqhd.astype(jnp.float32)).sum(-1)
+    mean = jnp.einsum(f"{way.rows[:-1]}->{way.queries}", mean.reshape(shape[:-1]))[..., None]
+    g = jnp.einsum(f"{way.rows}->{way.out}", g_rqhd.reshape(shape))
+    of_scores, of_values = [], []
+    for spec, v, w in zip(way.specs, values, weights, strict=True):
+        of_v, of_w = gradients(spec, v, w.astype(v.dtype), g)
+        of_scores.append(w * (of_w.astype(jnp.float32) - mean))
+        of_values.append(of_v)
+    return tuple(of_scores), tuple(of_values)
+
+
+_read.defvjp(_read_forward, _read_backward)

@@ -75,7 +75,12 @@ def _forward(spec: str, x: Array, w: Array, dtype: Any) -> tuple[Array, tuple[Ar
 
 
 def _backward(spec: str, dtype: Any, kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    x, w = kept
+    del dtype
+    return gradients(spec, *kept, g)
+
+
+def gradients(spec: str, x: Array, w: Array, g: Array) -> tuple[Array, Array]:
+    """Of ``x`` and ``w``, in their dtypes, where that of ``product(spec, x, w)`` is ``g``."""
     operands, out = spec.split("->")
     left, right = operands.split(",")
     g = g.astype(x.dtype)
