@@ -28,6 +28,7 @@ from jrl.config import Config, build_config
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
 from jrl.sampling.draw import make_law
+from jrl.train import programs
 from jrl.train import setup as build
 from jrl.train.compiled import held_out, iterate, warm_start
 from jrl.train.setup import Run
@@ -180,7 +181,7 @@ def _runs(
         for method in methods:
             try:
                 run = build.setup(build_config(tree | {"method": method}))
-                build.check_trainable(run)
+                programs.check_trainable(run)
                 runs[task, method] = run
             except UserError as error:
                 problems.append(f"{method}: {error}")
@@ -193,7 +194,7 @@ class _Start:
     """Where the runs of a task begin, for every seed: [seeds, ...] policies, and their accuracy."""
 
     def __init__(self, run: Run, keys: Array) -> None:
-        make, _ = build.state_layout(run)
+        make, _ = programs.state_layout(run)
         warmup, task = run.config.warmup, run.task
         assert task is not None
 
@@ -232,8 +233,8 @@ class _Start:
 
 def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
     """One method on one task, all seeds at once: a row of results for each."""
-    make, _ = build.state_layout(run)
-    iteration = build.make_train_iteration(run)
+    make, _ = programs.state_layout(run)
+    iteration = programs.make_train_iteration(run)
 
     def train(key: Array, policy: Params) -> tuple[Params, Any]:
         state, curves = iterate(iteration, make(key, policy, {}), run.law, run.config.train.steps)

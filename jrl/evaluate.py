@@ -19,6 +19,7 @@ from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.draw import make_law
+from jrl.train import programs
 from jrl.train import setup as build
 from jrl.train.adapters import restore_policy
 from jrl.train.compiled import held_out
@@ -175,7 +176,7 @@ class Evaluator:
             )
             self._program = jax.jit(program, out_shardings=replicated(run.mesh))
         else:
-            self._program = build.sampler_program(run, split="eval", group=table.samples)
+            self._program = programs.sampler_program(run, split="eval", group=table.samples)
 
     @property
     def available(self) -> bool:
@@ -226,7 +227,7 @@ class Evaluator:
             tokenizer=self.run.tokenizer,
             name="eval",
         )
-        draw = source.draw if self.pool is None else build.with_rewards(self.run, source.draw)
+        draw = source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
         draws = [
             draw(
                 compiled_stream(key, "eval", np.int32(0)),
@@ -258,12 +259,12 @@ def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
     """
     began = (Path(run.config.run.dir or "") / "config.toml").exists()
     if run.config.run.dir is None or (checkpoint is None and not began):
-        return *build.new_policy(run), 0
+        return *programs.new_policy(run), 0
     wanted = {
         "step": jax.ShapeDtypeStruct((), np.int32),
         "key": jax.eval_shape(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0))),
     }
-    layout = build.policy_layout(run)
+    layout = programs.policy_layout(run)
     policy, found = restore_policy(
         run.config, run.network, layout, checkpoint=checkpoint, also=wanted
     )

@@ -194,9 +194,10 @@ def _silu_times_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Arr
 
 
 def _silu_times_backward(kept: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    gate, up = kept
+    gate, up, g = (x.astype(jnp.float32) for x in (*kept, g))
     whole = 1 + jnp.exp(-gate)  # one over the sigmoid
-    return g * up * (1 + gate * (1 - 1 / whole)) / whole, g * gate / whole
+    of_gate = g * up * (1 + gate * (1 - 1 / whole)) / whole
+    return of_gate.astype(kept[0].dtype), (g * gate / whole).astype(kept[1].dtype)
 
 
 _silu_times.defvjp(_silu_times_forward, _silu_times_backward)

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.train import setup as build
+from jrl.train import programs
 from jrl.train.groups import Drawn, assemble, draw_groups, to_host
 from jrl.train.handover import AdapterHandover, Handover, HandoverError, Weights
 from jrl.train.packing import Packer
@@ -210,7 +210,7 @@ def draw_ahead(
         batch = assemble(drawn, weights=weights, method=run.method, **place)
         return drawn._replace(packing=before), batch
 
-    where = jax.tree.map(lambda x: x.sharding, build.policy_layout(run, run.rollout_mesh))
+    where = jax.tree.map(lambda x: x.sharding, programs.policy_layout(run, run.rollout_mesh))
     split, meshes = run.network.split, (run.mesh, run.rollout_mesh)
     return Ahead(
         groups,

@@ -11,6 +11,7 @@ import numpy as np
 
 from jrl.data.prompts import pad_prompts
 from jrl.objectives.kl import k3
+from jrl.train import programs
 from jrl.train import setup as build
 from jrl.train.rollout import compiled_stream, to_batch
 from jrl.train.score import score
@@ -66,7 +67,7 @@ def measure_run(run: build.Run, state: TrainState) -> dict[str, float]:
       state: at any step; call it under the run's mesh.
     """
     here = run._replace(rollout_mesh=None)  # where the state is
-    program, policy = build.train_sampler(here), policy_of(state, run.network)
+    program, policy = programs.train_sampler(here), policy_of(state, run.network)
     count, key = run.config.train.prompts, state.key
     ids = np.arange(count, dtype=np.int32)
     if run.task is not None:

@@ -38,7 +38,7 @@ from jrl.processes import any_says, check_same
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
-from jrl.train import adapters
+from jrl.train import adapters, programs
 from jrl.train import setup as build
 from jrl.train.async_ import Ahead, draw_ahead, restored, stored
 from jrl.train.compiled import iterate, warm_start, with_policy
@@ -138,7 +138,7 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
     enable_compile_cache()
     check_same("configuration", flatten(config))
     run = build.setup(config)
-    build.check_trainable(run)
+    programs.check_trainable(run)
     if run.method.waits:
         echo(f"{config.method}: the objective alone is trained; {run.method.waits}")
     for split, counts in run.data_counts.items():
@@ -153,7 +153,7 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
         saved = Checkpoints(Path(writer.dir) / "checkpoints", config.checkpoint.keep)
         stack.enter_context(saved)
         compiles = stack.enter_context(CompileCounter())
-        state, shardings = build.new_state(run)
+        state, shardings = programs.new_state(run)
         run = run._replace(params=None)  # the checkpoint's copy on the host is done with
         return _Training(run, writer, saved, compiles, pool, echo).run(state, shardings)
 
@@ -176,7 +176,7 @@ class _Training:
         self.evaluator = Evaluator(run, pool)
         self.source: JudgedSource | None = None
         self.measure: JudgedEvaluator | None = None
-        self.packer = build.packer(run)
+        self.packer = programs.packer(run)
         if run.judged:
             sizes = sizes_of(*run.judged.values())
             seed = self.config.seed if self.config.data.shuffle else None
@@ -318,7 +318,7 @@ class _Training:
                 self.ahead.drawn()  # what all processes do together wants all devices idle
             return _asked_to(stopping)
 
-        program = build.train_program(run, shardings)
+        program = programs.train_program(run, shardings)
         with contextlib.ExitStack() as stack:
             return fit(
                 state,
@@ -336,7 +336,7 @@ class _Training:
         config, run = self.config, self.run_
         if self.source is not None:
             return self.source.collect
-        draw = build.with_rewards(run, self._source())
+        draw = programs.with_rewards(run, self._source())
         if run.rollout_mesh is not None:
             place = self.position.cursor
             self.ahead = draw_ahead(run, draw, place, self.carried, self.packer)
@@ -353,7 +353,7 @@ class _Training:
 
     def _source(self) -> Draw:
         config, run = self.config, self.run_
-        program = build.train_sampler(run)
+        program = programs.train_sampler(run)
         law = jax.device_put(run.law, replicated(run.rollout_mesh or run.mesh))
         if run.task is not None:
             return partial(program, law=law)
@@ -378,20 +378,20 @@ class _Training:
         self, state: TrainState, shardings: TrainState, stopping: threading.Event
     ) -> TrainState:
         config, run = self.config, self.run_
-        iteration = build.make_train_iteration(run)
-        programs: dict[int, Any] = {}
+        iteration = programs.make_train_iteration(run)
+        segments: dict[int, Any] = {}
         stops = (config.checkpoint.every, config.eval.every, config.train.steps)
         while (done := int(state.step)) < config.train.steps and not _asked_to(stopping):
             until = min(e * (done // e + 1) for e in stops if e)
             steps = min(until - done, config.train.steps - done, SEGMENT)
-            if steps not in programs:
-                programs[steps] = jax.jit(
+            if steps not in segments:
+                segments[steps] = jax.jit(
                     partial(iterate, iteration, steps=steps),
                     out_shardings=(shardings, replicated(run.mesh)),
                     donate_argnums=0,
                     compiler_options=compiler_options(run.mesh, level=SAMPLER_LEVEL),
                 )
-            state, curves = programs[steps](state, self.law)
+            state, curves = segments[steps](state, self.law)
             curves = jax.device_get(curves)
             seconds, self.clock = time.perf_counter() - self.clock, time.perf_counter()
             for i in range(steps):

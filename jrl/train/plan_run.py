@@ -17,6 +17,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.kernels import check_attention_on_mesh
 from jrl.models.routing import record_dtype
 from jrl.sampling.engine import check_fits
+from jrl.train import programs
 from jrl.train import setup as build
 from jrl.train.adapters import trained_network
 from jrl.train.checks import check_experts, check_model_on_mesh
@@ -103,11 +104,11 @@ def run_model(config: Config, task: Any) -> ModelConfig:
 
 def lower_sampler(run: build.Run) -> Any:
     """Program 1 of a training step, traced for the run's mesh; None where nothing is drawn."""
-    program = build.train_sampler(run)
+    program = programs.train_sampler(run)
     if program is None:
         return None
     key = jax.eval_shape(lambda: jax.random.key(0))
-    policy, law = build.policy_layout(run), jax.eval_shape(lambda: run.law)
+    policy, law = programs.policy_layout(run), jax.eval_shape(lambda: run.law)
     n = run.config.train.prompts
     step, ids = _int(), _int(n)
     if run.task is not None:
@@ -120,7 +121,7 @@ def lower_step(run: build.Run) -> Any:
     """Program 2, traced for the run's mesh."""
     state, shardings = abstract_state(run)
     law = jax.eval_shape(lambda: run.law)
-    program = build.train_program(run, shardings)
+    program = programs.train_program(run, shardings)
     return _lower(run, program, state, abstract_batch(run), law)
 
 
@@ -135,7 +136,7 @@ def _int(*shape: int) -> jax.ShapeDtypeStruct:
 
 def abstract_state(run: build.Run) -> tuple[TrainState, TrainState]:
     """The shapes of a run's state, each with where it lies, and those places alone."""
-    make, shardings = build.state_layout(run)
+    make, shardings = programs.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.eval_shape(make, key, None, {})
     place = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731

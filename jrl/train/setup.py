@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jrl.compiles import SAMPLER_LEVEL, STEP_LEVEL, compiler_options
 from jrl.config import Config, check_batch
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
 from jrl.data.tasks import Task
 from jrl.errors import UserError, choose
-from jrl.mesh import batch_shards, replicated, tree_shardings
+from jrl.mesh import batch_shards
 from jrl.methods import all_methods, get_method
 from jrl.methods.base import Method
 from jrl.models import hf
@@ -34,37 +29,17 @@ from jrl.models.transformer import transformer
 from jrl.objectives.surrogates import Correction, weighted
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
-from jrl.sampling.continuous import generate_counted
 from jrl.sampling.draw import Law, make_law
 from jrl.sampling.engine import check_fits
 from jrl.tables import RewardTable
-from jrl.train.adapters import lora_of, place, start_params, trained_network
+from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.checks import check_experts, check_model_on_mesh
-from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.optimizer import make_optimizer
-from jrl.train.packing import Packer
 from jrl.train.placement import make_meshes
-from jrl.train.policies import (
-    check_named,
-    frozen_directories,
-    frozen_params,
-    frozen_shape,
-    run_shape,
-    run_task,
-)
-from jrl.train.reward_model import (
-    NAME,
-    ModelReward,
-    load_reward_model,
-    make_value,
-    trains_reward,
-    with_model_points,
-)
-from jrl.train.rollout import Draw, check_group, task_rollout
-from jrl.train.router import RouterLosses
-from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
-from jrl.train.step import Step, check_vocabularies, compile_step, make_step
-from jrl.types import Network, Params, Prompt, TrainState, ValueNetwork
+from jrl.train.policies import frozen_directories, frozen_shape, run_shape, run_task
+from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
+from jrl.train.step import check_vocabularies
+from jrl.types import Network, Params, Prompt, ValueNetwork
 
 TASK_REWARDS = ("verify", "partial", NAME)
 
@@ -423,270 +398,4 @@ def reward_pool(config: Config) -> RewardPool:
         workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
         on_error=pool.on_error,
-    )
-
-
-def check_judged(run: Run) -> None:
-    """Raises UserError when a method cannot learn from the judged completions of a run."""
-    config, method = run.config, run.method
-    if "sampler_logprobs" in method.objective.needs or method.draw.demonstrations:
-        raise UserError(
-            f"method = {config.method!r} does not learn from data.pairs: it reads what the policy "
-            "drew, or demonstrations; choose a preference method such as dpo, a reward model such "
-            "as bradley_terry, or give data.train instead"
-        )
-    compares = method.objective.surrogate.over == "group"
-    needed = max(method.min_group, 2 if compares else 1)
-    largest = max(len(j.completions) for j in run.judged["pairs"])
-    if largest < needed:
-        raise UserError(
-            f"method = {config.method!r} compares {needed} completions of one prompt, and "
-            f"data.pairs = {config.data.pairs!r} has one in each record; choose a method of "
-            "labelled completions such as kto"
-        )
-
-
-def check_trainable(run: Run) -> None:
-    """Raises UserError when a run can be sampled from and evaluated, but not trained."""
-    config = run.config
-    if run.judged:
-        check_judged(run)
-    else:
-        check_group(config.method, run.method, config.sampling.group)
-    check_frozen(run.method.objective, run.networks, config.method)
-    check_named(config, run.method.objective.frozen)
-    if config.sampling.temperature == 0:
-        raise UserError(
-            "sampling.temperature = 0 draws the same completion for every member of a group; "
-            "training needs a temperature above 0"
-        )
-    state_layout(run)
-    sampler_of(run)
-    if run.rollout_mesh is not None:
-        _check_disjoint(run, run.rollout_mesh)
-    if config.train.mode == "compiled":
-        make_train_iteration(run)
-
-
-def _check_disjoint(run: Run, mesh: Mesh) -> None:
-    """Raises UserError when a run cannot draw on devices of its own."""
-    if not run.method.draw.own:
-        raise UserError(
-            f"placement.kind = 'disjoint': method = {run.config.method!r} draws nothing; set it to "
-            "'shared'"
-        )
-    try:
-        policy_layout(run, mesh)
-    except UserError as error:
-        raise UserError(f"placement.rollout: {error}") from None
-
-
-# ---------------------------------------------------------------- the state and the two programs
-
-
-def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
-    """What makes a state from (key, policy params or None, frozen), and where its leaves lie.
-
-    Raises:
-      UserError: a weight that the mesh does not divide.
-    """
-
-    def make(key: jax.Array, params: Params, frozen: dict[str, Params]) -> TrainState:
-        state = init_state(
-            key,
-            params,
-            network=run.network,
-            objective=run.method.objective,
-            optimizer=run.optimizer,
-            value=run.value,
-            frozen=frozen,
-        )
-        if params is None or run.value is None or run.config.value.kind != "network":
-            return state
-        trunk = jax.tree.map(jnp.copy, _whole(run.network, state))
-        value = state.params["value"] | {"trunk": trunk}
-        return state.replace(params=state.params | {"value": value})
-
-    key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
-    frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
-    shapes = jax.eval_shape(make, key, run.params, frozen)
-    shardings = state_shardings(
-        shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
-    )
-    return make, shardings
-
-
-def new_state(run: Run) -> tuple[TrainState, TrainState]:
-    """A state at step 0 on the run's mesh, and its shardings."""
-    make, shardings = state_layout(run)
-    params = run.params
-    if params is not None:
-        params = place(run.network, params, policy_of(shardings, run.network))
-    frozen = {
-        name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
-        for name in run.networks
-    }
-
-    def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
-        return make(jax.random.key(seed), params, frozen)
-
-    # Donated, because the state copies what it is given.
-    make_placed = jax.jit(
-        seeded,
-        out_shardings=shardings,
-        donate_argnums=(1, 2),
-        compiler_options=compiler_options(run.mesh, level=STEP_LEVEL),
-    )
-    return make_placed(np.uint32(run.config.seed), params, frozen), shardings
-
-
-def _whole(network: Network, state: TrainState) -> Params:
-    """The weights of a state's policy before training, as a network of its own has them."""
-    if network.split is None:
-        return state.params["policy"]
-    return network.split.thaw(state.frozen["base"])
-
-
-def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
-    """The shapes of the policy's weights, each with where it lies on the run's mesh or another."""
-    shapes = jax.eval_shape(run.network.init, jax.random.key(0))
-    where = tree_shardings(mesh or run.mesh, run.network.axes(), shapes)
-    return jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
-    )
-
-
-def new_policy(run: Run) -> tuple[jax.Array, Params]:
-    """The root key and the policy of ``new_state``, without the rest of a state."""
-    where = jax.tree.map(lambda x: x.sharding, policy_layout(run))
-    params = run.params if run.params is None else place(run.network, run.params, where)
-
-    def make(seed: Any, params: Params) -> Any:
-        return init_policy(jax.random.key(seed), params, network=run.network)
-
-    made = jax.jit(
-        make,
-        out_shardings=(replicated(run.mesh), where),
-        donate_argnums=1,
-        compiler_options=compiler_options(run.mesh, level=STEP_LEVEL),
-    )
-    return made(np.uint32(run.config.seed), params)
-
-
-def with_rewards(run: Run, draw: Draw) -> Draw:
-    """A draw whose groups have every reward part of the run, that of a reward model included."""
-    if run.reward_model is None:
-        return draw
-    return with_model_points(draw, run.reward_model, list(run.weights).index(NAME))
-
-
-def train_sampler(run: Run) -> Any:
-    """Program 1 of a training step, compiled; None where the method draws nothing from text."""
-    draw = run.method.draw
-    group = run.config.sampling.group if draw.own else 0
-    if run.task is None and not group:
-        return None
-    return sampler_program(
-        run,
-        split="train",
-        group=group,
-        baselines=draw.baseline_members,
-        demonstrations=draw.demonstrations,
-    )
-
-
-def sampler_program(
-    run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
-) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate_counted`` for text.
-
-    Demonstrations in text are joined to the groups on the host, by ``TextSource``.
-    """
-    mesh = run.mesh if split == "eval" else run.rollout_mesh or run.mesh
-    everywhere, options = replicated(mesh), compiler_options(mesh, level=SAMPLER_LEVEL)
-    sampling = run.config.sampling
-    network = sampler_of(run) if split == "train" else run.network
-    if run.task is not None:
-        on_task = partial(
-            task_rollout,
-            task=run.task,
-            split=split,
-            parts=tuple(n for n in run.weights if n != NAME) if split == "train" else ("verify",),
-            network=network,
-            group=group,
-            baseline_members=baselines,
-            demonstrations=demonstrations,
-            slots=sampling.slots,
-            chunk=sampling.chunk,
-        )
-        # Processes that keep samples must see all of them.
-        alone = jax.process_count() == 1
-        where = None if alone else everywhere
-        return jax.jit(on_task, out_shardings=where, compiler_options=options)
-    on_text = partial(
-        generate_counted,
-        network=network,
-        group=group,
-        max_new_tokens=sampling.max_new_tokens,
-        stop_tokens=run.tokenizer.stop_ids,
-        baseline_members=baselines,
-        slots=sampling.slots,
-        chunk=sampling.chunk,
-    )
-    # The whole rollout comes back to every host: each judges the text of all.
-    return jax.jit(on_text, out_shardings=everywhere, compiler_options=options)
-
-
-def train_program(run: Run, shardings: TrainState) -> Step:
-    """Program 2, compiled."""
-    return compile_step(make_train_step(run), shardings, run.mesh)
-
-
-def packer(run: Run) -> Packer | None:
-    """What lays out the completions of each batch; None where they stay as they are."""
-    if not run.config.train.packing:
-        return None
-    return Packer(run.config.train.microbatches, batch_shards(run.mesh))
-
-
-def make_train_step(run: Run) -> Step:
-    """Program 2 as a pure function."""
-    train = run.config.train
-    return make_step(
-        network=run.network,
-        objective=run.method.objective,
-        optimizer=run.optimizer,
-        value=run.value,
-        networks=run.networks,
-        minibatches=train.minibatches,
-        microbatches=train.microbatches,
-        router=RouterLosses(balance=train.router_balance, z=train.router_z),
-        replay_routing=train.replay_routing,
-        **run.method.schedule._replace(epochs=run.epochs)._asdict(),
-    )
-
-
-def make_train_iteration(run: Run) -> Iterate:
-    """All five hops of a run on a task as a pure function, for compiled runs.
-
-    Raises:
-      UserError: the method has work for the host between the two programs.
-    """
-    assert run.task is not None
-    if run.reward_model is not None:
-        raise UserError(
-            "train.mode = 'compiled' and rewards.model are both given: a reward model scores "
-            "between the two programs; set train.mode to 'host'"
-        )
-    return make_iteration(
-        make_train_step(run),
-        method=run.method,
-        task=run.task,
-        network=run.network,
-        sampler=sampler_of(run),
-        weights=run.weights,
-        prompts=run.config.train.prompts,
-        group=run.config.sampling.group,
-        slots=run.config.sampling.slots,
-        chunk=run.config.sampling.chunk,
     )

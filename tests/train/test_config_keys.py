@@ -19,6 +19,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.draw import log_law
 from jrl.train import loop
+from jrl.train import programs as compiled
 from jrl.train import setup as build
 from jrl.train.loop import train
 from jrl.train.rollout import to_batch
@@ -91,7 +92,7 @@ def prompts(config):
 
 def weights(config):
     """A number that the weights before training decide."""
-    state, _ = build.new_state(build.setup(config))
+    state, _ = compiled.new_state(build.setup(config))
     trees = (state.params, state.frozen)
     return [float(jnp.abs(x.astype(jnp.float32)).sum()) for x in jax.tree.leaves(trees)]
 
@@ -99,12 +100,12 @@ def weights(config):
 def programs(config):
     """The two programs as they are traced, with the shapes of what goes in and out."""
     run = build.setup(config)
-    make, _ = build.state_layout(run)
+    make, _ = compiled.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))
     frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
     state = jax.eval_shape(make, key, run.params, frozen)
     n = config.train.prompts
-    sample = build.train_sampler(run)
+    sample = compiled.train_sampler(run)
     ids = np.arange(n, dtype=np.int32)
     args = (state.key, policy_of(state, run.network), np.int32(0), ids)
     if run.task is None:
@@ -118,7 +119,7 @@ def programs(config):
         )
         rollout, rewards = groups.rollout, groups.rewards
     batch = jax.eval_shape(to_batch, rollout, rewards, np.ones(rewards.shape[-1], np.float32))
-    second = jax.make_jaxpr(build.make_train_step(run))(state, batch, run.law)
+    second = jax.make_jaxpr(compiled.make_train_step(run))(state, batch, run.law)
     return [re.sub(r"0x[0-9a-f]+", "", f"{first}\n{second}")]
 
 
@@ -140,7 +141,7 @@ def padding(config):
         baseline=~ones,
         truncated=~ones,
     )
-    packer = build.packer(build.setup(config))
+    packer = compiled.packer(build.setup(config))
     return [packer is None or packer(batch).packing is None]
 
 

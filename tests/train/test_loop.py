@@ -13,7 +13,7 @@ from jrl.config import load_config
 from jrl.data.tasks import TASKS
 from jrl.evaluate import load_policy
 from jrl.metrics import read_jsonl
-from jrl.train import loop
+from jrl.train import loop, programs
 from jrl.train import setup as build
 from jrl.train.loop import train
 
@@ -209,7 +209,7 @@ def test_a_run_learns_from_another_runs_policy(tmp_path, no_report):
     assert finite(student.records)
     run = build.setup(student.config)
     with jax.set_mesh(run.mesh):
-        state, _ = build.new_state(run)
+        state, _ = programs.new_state(run)
     assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["teacher"], teacher.policy()))
     assert run.networks["teacher"].embed_dim == 32
     with_ref = load_config(
@@ -218,7 +218,7 @@ def test_a_run_learns_from_another_runs_policy(tmp_path, no_report):
     )
     run = build.setup(with_ref)
     with jax.set_mesh(run.mesh):
-        state, _ = build.new_state(run)
+        state, _ = programs.new_state(run)
     assert jax.tree.all(jax.tree.map(np.array_equal, state.frozen["ref"], student.policy()))
     embed = [tree["policy"]["embed"] for tree in (state.params, {"policy": state.frozen["ref"]})]
     assert not np.array_equal(*embed)

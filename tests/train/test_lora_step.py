@@ -25,7 +25,7 @@ from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
 from jrl.objectives.surrogates import Correction, reinforce, weighted
 from jrl.sampling.draw import make_law
-from jrl.train import loop
+from jrl.train import loop, programs
 from jrl.train import setup as build
 from jrl.train.adapters import check_base, checksum, lora_of, start_params, with_base, without_base
 from jrl.train.loop import train
@@ -209,8 +209,8 @@ def test_another_law_turns_the_correction_on_unless_it_is_refused():
 def steps(*overrides):
     """A run as far as it goes before anything is on a device."""
     run = build.setup(load_config(None, [*RUN[:4], *overrides]))
-    build.check_trainable(run)
-    return build.make_train_step(run)
+    programs.check_trainable(run)
+    return programs.make_train_step(run)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import loop
+from jrl.train import loop, programs
 from jrl.train import setup as build
 from jrl.train.loop import train
 from jrl.train.offline import JudgedEvaluator, JudgedSource, Sizes, sizes_of
@@ -92,7 +92,7 @@ def finish(config):
 
 def state_of(config, step=None):
     run = build.setup(config)
-    state, _ = build.new_state(run)
+    state, _ = programs.new_state(run)
     saved = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 9)
     return run, saved.restore(state, step)[0]
 
@@ -253,7 +253,7 @@ def test_a_reward_model_rewards_another_run(place, rewarder, tmp_path):
         def drawn(key, params, step, positions, size=column):
             return groups._replace(rewards=np.full((len(judged), 2, size), 7.0, np.float32))
 
-        rewards = build.with_rewards(chosen, drawn)(None, None, 0, None).rewards
+        rewards = programs.with_rewards(chosen, drawn)(None, None, 0, None).rewards
         assert rewards.shape[-1] == column + 1
         np.testing.assert_array_equal(rewards[:, :, column], points)
     assert set(groups.rollout.stop.ravel().tolist()) == {StopReason.STOP_TOKEN}
@@ -288,7 +288,7 @@ def test_pairs_of_a_task_are_read_with_its_tokenizer(place, tmp_path):
 
 def refused(place, tmp_path, *more, config="dpo.toml"):
     def check():
-        build.check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
+        programs.check_trainable(build.setup(settings(place, tmp_path / "run", config, *more)))
 
     with pytest.raises(UserError) as caught:
         check()
@@ -305,7 +305,7 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     assert "compares 2 completions of one prompt" in say(*one)
     assert "such as kto" in say(*one)
     kto = settings(place, tmp_path / "run", "dpo.toml", *one, "method=kto", "objective={}")
-    build.check_trainable(build.setup(kto))
+    programs.check_trainable(build.setup(kto))
     assert "method = 'grpo' does not learn from data.pairs" in say("method=grpo", "objective={}")
     assert "data.train are both given; remove one" in say("data.train=a.jsonl")
     assert "data.eval_pairs" in say("data.pairs=")

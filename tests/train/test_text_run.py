@@ -22,7 +22,7 @@ from jrl.export import export_run
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.transformer import transformer
-from jrl.train import loop
+from jrl.train import loop, programs
 from jrl.train import setup as build
 from jrl.train.loop import train
 
@@ -364,7 +364,7 @@ def test_ppo_trains_a_value_head(quick):
     config, records, _ = quick("method=ppo", "objective={}")
     assert finite(records, "value_loss")
     run = build.setup(config)
-    start, _ = build.new_state(run)
+    start, _ = programs.new_state(run)
     state, _ = Checkpoints(pathlib.Path(config.run.dir) / "checkpoints", 1).restore(start)
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), start.params, state.params)
     assert max(jax.tree.leaves(moved["value"])) > 0
