@@ -198,7 +198,7 @@ def test_a_prompt_read_once_gives_the_same_numbers_and_gradients(network, params
     live = np.asarray(batch.mask)
     assert set(stats) == set(expected) == set(names)
     for name in names:
-        np.testing.assert_allclose(stats[name][live], expected[name][live], 1e-6, atol=1e-5)
+        np.testing.assert_allclose(stats[name][live], expected[name][live], atol=1e-5)
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(once), jax.tree.leaves(repeated), strict=True
     ):
@@ -238,7 +238,8 @@ def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_b
     expected_slopes, expected = gradient(both, batch)
     live = np.asarray(batch.mask)
     for name in names:
-        np.testing.assert_allclose(stats[name][live], expected[name][live], 1e-6, atol=1e-5)
+        rtol = 1e-6 if name == "size" else 0  # sizes are sums of squares, about 36
+        np.testing.assert_allclose(stats[name][live], expected[name][live], rtol, atol=1e-5)
     for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected_slopes), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * (float(jnp.abs(b).max()) + 1e-6))
 
