@@ -4,8 +4,8 @@
 
 Compiles log-probability and entropy, alone and with their gradients, and prints one JSON line a
 vocabulary: the peak of temporary bytes by XLA's own account, walked over
-(``models.product.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the head's
-weight, are not temporary. Nothing is run.
+(``models.vocabulary.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the
+head's weight, are not temporary. Nothing is run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jrl.models.product import fused_logprobs
+from jrl.models.vocabulary import fused_logprobs
 from jrl.types import Head
 
 
@@ -27,9 +27,11 @@ def temporary_bytes(
     """Of log-probability and entropy at the peak, with their gradients or without."""
 
     def loss(hidden: jax.Array, weight: jax.Array, ids: jax.Array) -> jax.Array:
-        kept = 2**62 if whole else 0
+        most = 2**62 if whole else 0
         one = jnp.float32(1)
-        stats = fused_logprobs(hidden, Head(weight, 0), ids, one, entropy=True, kept=kept)
+        stats = fused_logprobs(
+            hidden, Head(weight, 0), ids, one, entropy=True, at_once=most, kept=most
+        )
         return stats["logprobs"].sum() + stats["entropy"].sum()
 
     inputs = (

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
-from jrl.mesh import constrain, parts_of
-from jrl.models.product import fused_logprobs
+from jrl.mesh import constrain, parts_of, platform
+from jrl.models.vocabulary import fused_logprobs
 from jrl.sampling.draw import Law, log_law, token_logprobs
 from jrl.types import (
     NOTHING,
@@ -33,6 +33,8 @@ from jrl.types import (
 
 _LOGITS_AT_ONCE = 2**24
 """Logits that a device holds at a time, in numbers (64 MiB of float32); more go in chunks."""
+_LOGITS_KEPT = 2**27
+"""Those that a CPU, which has more memory than speed, keeps for the backward pass (512 MiB)."""
 
 
 class Rows(NamedTuple):
@@ -171,7 +173,8 @@ def head_statistics(
             warm.temperature,
             entropy=own and "entropy" in want,
             devices=(parts_of("batch", b), parts_of("vocab", networks[policy].vocab_size)),
-            kept=_LOGITS_AT_ONCE,
+            at_once=_LOGITS_AT_ONCE,
+            kept=_LOGITS_KEPT if platform() == "cpu" else _LOGITS_AT_ONCE,
         )
         fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
         hidden = {name: x for name, x in hidden.items() if name != policy}
