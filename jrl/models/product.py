@@ -242,9 +242,13 @@ def _large(spec: str, x: Array, w: Array) -> Array | None:
     if m <= FEW or m * k * n < _LARGE_PRODUCT:
         return None
     straight = f",{summed}{columns}->" in spec
-    w_kn = w.reshape(k, n) if straight else w.reshape(n, k).T
     outputs = w.shape[len(summed) :] if straight else w.shape[: len(columns)]
-    return multiply(x.reshape(m, k), w_kn).reshape(*x.shape[: len(rows)], *outputs)
+    x_mk = x.reshape(m, k)
+    if straight:
+        made = multiply(x_mk, w.reshape(k, n))
+    else:  # Eigen would have the matrix turned first; YNNPACK reads it as it lies
+        made = jnp.matmul(x_mk.astype(jnp.float32), w.reshape(n, k).astype(jnp.float32).T)
+    return made.reshape(*x.shape[: len(rows)], *outputs)
 
 
 def letters_of(spec: str) -> tuple[str, str, str] | None:
