@@ -4,7 +4,7 @@
 
 Compiles log-probability and entropy, alone and with their gradients, and prints one JSON line a
 vocabulary: the peak of temporary bytes by XLA's own account, walked over
-(``models.vocabulary.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the
+(``models.product.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the
 head's weight, are not temporary. Nothing is run.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jrl.models.vocabulary import fused_logprobs
+from jrl.models.product import fused_logprobs
 from jrl.types import Head
 
 

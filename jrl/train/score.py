@@ -8,6 +8,7 @@ backward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
 from jrl.mesh import constrain, parts_of, platform
-from jrl.models.vocabulary import fused_logprobs
+from jrl.models.product import fused_logprobs
 from jrl.sampling.draw import Law, log_law, token_logprobs
 from jrl.types import (
     NOTHING,
@@ -157,7 +158,6 @@ def head_statistics(
       large: the laws of all policies exist for one chunk of tokens at a time, and are made again
       in the backward pass.
     """
-    b, t = tokens.shape
     read = {policy for statistic in statistics for policy in statistic.policies}
     # At temperature 0 training scores the law of temperature 1, as ``token_logprobs`` does.
     warm = law.replace(temperature=jnp.where(law.temperature > 0, law.temperature, 1.0))
@@ -172,7 +172,10 @@ def head_statistics(
             tokens,
             warm.temperature,
             entropy=own and "entropy" in want,
-            devices=(parts_of("batch", b), parts_of("vocab", networks[policy].vocab_size)),
+            devices=(
+                parts_of("batch", tokens.shape[0]),
+                parts_of("vocab", networks[policy].vocab_size),
+            ),
             at_once=_LOGITS_AT_ONCE,
             kept=_LOGITS_KEPT if platform() == "cpu" else _LOGITS_AT_ONCE,
         )
@@ -182,34 +185,60 @@ def head_statistics(
     if not hidden:
         return fused
 
-    def score(hidden: dict[str, Array], tokens: Array) -> Stats:
-        flat = tokens.reshape(-1)
-        stats: Stats = {}
-        laws: Stats = {}
-        for policy, states in hidden.items():
-            logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
-            own = policy == "policy"
-            name = "logprobs" if own else f"{policy}_logprobs"
-            entropy = own and "entropy" in want
-            if name in want or entropy:
-                found = token_logprobs(logits, flat, law, entropy=entropy)
-                stats[name] = found["logprobs"]
-                stats |= {"entropy": found["entropy"]} if entropy else {}
-            if policy in read:
-                laws[policy] = log_law(logits, warm)
-                laws |= {"logits": logits} if own else {}
-        for statistic in statistics:
-            shown = {n: laws[n] for n in statistic.policies}
-            shown |= {"logits": laws["logits"]} if "policy" in shown else {}
-            stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
-        names = want | {statistic.name for statistic in statistics}
-        stats = {name: x for name, x in stats.items() if name in names}
-        return {n: x.astype(jnp.float32).reshape(tokens.shape) for n, x in stats.items()}
-
+    run = partial(
+        _of_logits, params, networks=networks, laws=(law, warm), want=want, statistics=statistics
+    )
     size = max(networks[policy].vocab_size for policy in hidden) * len(hidden)
-    parts, chunk = _chunks(b, t, _LOGITS_AT_ONCE // size)
+    return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
+
+
+def _of_logits(
+    params: Params,
+    hidden: dict[str, Array],
+    tokens: Array,
+    *,
+    networks: Mapping[str, Network],
+    laws: tuple[Law, Law],
+    want: frozenset[str],
+    statistics: tuple[Statistic, ...],
+) -> Stats:
+    """``head_statistics`` from whole logits; ``laws`` is the one drawn from, and the warm one."""
+    flat = tokens.reshape(-1)
+    read = {policy for statistic in statistics for policy in statistic.policies}
+    stats: Stats = {}
+    seen: Stats = {}
+    for policy, states in hidden.items():
+        logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
+        own = policy == "policy"
+        name = "logprobs" if own else f"{policy}_logprobs"
+        entropy = own and "entropy" in want
+        if name in want or entropy:
+            found = token_logprobs(logits, flat, laws[0], entropy=entropy)
+            stats[name] = found["logprobs"]
+            stats |= {"entropy": found["entropy"]} if entropy else {}
+        if policy in read:
+            seen[policy] = log_law(logits, laws[1])
+            seen |= {"logits": logits} if own else {}
+    for statistic in statistics:
+        shown = {n: seen[n] for n in statistic.policies}
+        shown |= {"logits": seen["logits"]} if "policy" in shown else {}
+        stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
+    names = want | {statistic.name for statistic in statistics}
+    stats = {name: x for name, x in stats.items() if name in names}
+    return {n: x.astype(jnp.float32).reshape(tokens.shape) for n, x in stats.items()}
+
+
+def _in_chunks(
+    run: Callable[[dict[str, Array], Array], Stats],
+    hidden: dict[str, Array],
+    tokens: Array,
+    room: int,
+) -> Stats:
+    """``run`` over chunks of at most ``room`` tokens, each made again in the backward pass."""
+    b, t = tokens.shape
+    parts, chunk = _chunks(b, t, room)
     if parts == 1 and chunk == t:
-        return fused | score(hidden, tokens)
+        return run(hidden, tokens)
 
     def tiles(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, -t % chunk), *((0, 0),) * (x.ndim - 2)))
@@ -221,9 +250,9 @@ def head_statistics(
         x = x.reshape(parts, -1, b // parts, chunk)
         return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
 
-    run = jax.checkpoint(score)
-    stats = jax.lax.map(lambda xs: run(*xs), jax.tree.map(tiles, (hidden, tokens)))
-    return fused | jax.tree.map(whole, stats)
+    again = jax.checkpoint(run)
+    stats = jax.lax.map(lambda xs: again(*xs), jax.tree.map(tiles, (hidden, tokens)))
+    return jax.tree.map(whole, stats)
 
 
 def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
@@ -302,15 +331,16 @@ def score(
             "train.replay_routing = true: a network of this run does not take rows that share "
             "prompts, which is how routing is replayed; use those of jrl.models.transformer"
         )
-    targets, before = batch.tokens.reshape(n * g, t), {}
-    router: Stats = {}
+    targets = batch.tokens.reshape(n * g, t)
+    if shared and (packing := batch.packing) is not None:
+        targets = targets[jnp.maximum(packing.members, 0), packing.steps]
     unpack = _unpacked(batch.packing if shared else None, n * g, t)
+    before: dict[str, Array] = {}
     stats: Stats = {}
+    router: Stats = {}
     if shared:
         once = shared_rows(batch)
         bare = once._replace(routing=None)
-        if (packing := batch.packing) is not None:
-            targets = targets[jnp.maximum(packing.members, 0), packing.steps]
         for name, net in nets.items():
             seen = once if name == "policy" else bare  # other policies have routers of their own
             before[name], sums = net.hidden_shared(params[name], seen)  # type: ignore[misc]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.models.product import _WORTH, ordered_einsum, product
+from jrl.models.product import _WORTH, gradients, ordered_einsum, product
 
 
 def test_product_has_the_derivatives_of_einsum():
@@ -64,3 +64,13 @@ def test_a_sum_over_rows_turns_no_operand(spec, a, b, dtype):
     compiled = jax.jit(functools.partial(ordered_einsum, spec)).lower(*shapes).compile()
     assert compiled.out_info.dtype == jnp.float32
     assert "transpose(" not in compiled.as_text()
+
+
+def test_the_gradient_of_activations_turns_no_weight():
+    shape = jax.ShapeDtypeStruct
+    x, w, g = (shape(s, jnp.float32) for s in ((4, 256, 64), (64, 320), (4, 256, 320)))
+    compiled = jax.jit(lambda *args: gradients("bqd,df->bqf", *args)[0]).lower(x, w, g).compile()
+    text = compiled.as_text()
+    assert "dot(" in text
+    assert "transpose(" not in text
+    assert " copy(" not in text
