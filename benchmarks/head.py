@@ -4,8 +4,9 @@
 
 Compiles log-probability and entropy, alone and with their gradients, and prints one JSON line a
 vocabulary: the peak of temporary bytes by XLA's own account, walked over
-(``models.product.fused_logprobs``) and whole. Inputs and outputs, and so the gradient of the
-head's weight, are not temporary. Nothing is run.
+(``models.product.fused_logprobs``) and whole. On a CPU training keeps the scores while they are few
+(``train.score``), which adds just these to what is walked over. Inputs and outputs, and so the
+gradient of the head's weight, are not temporary. Nothing is run.
 """
 
 from __future__ import annotations
