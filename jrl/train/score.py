@@ -1,12 +1,13 @@
 """Scoring: the per-token statistics of given completions, under given parameters.
 
 One forward pass, in which a prompt is read once for all completions of its group where the network
-can; logits exist for completion tokens only, and only for a chunk of them at a time, forward and
-backward.
+can; logits exist for completion tokens only, and where they are many for a chunk of them at a time,
+forward and backward.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -35,7 +36,7 @@ from jrl.types import (
 _LOGITS_AT_ONCE = 2**24
 """Logits that a device holds at a time, in numbers (64 MiB of float32); more go in chunks."""
 _LOGITS_KEPT = 2**27
-"""Those that a CPU, which has more memory than speed, keeps for the backward pass (512 MiB)."""
+"""Those that CPUs, with more memory than speed, keep together for the backward pass (512 MiB)."""
 
 
 class Rows(NamedTuple):
@@ -156,7 +157,8 @@ def head_statistics(
     Returns:
       What is wanted and each statistic, [B, T] float32. ``[B, T, V]`` is never held when it is
       large: the laws of all policies exist for one chunk of tokens at a time, and are made again
-      in the backward pass.
+      in the backward pass. Scores of which nothing but the chosen ones and the entropy is read
+      exist for a part of the vocabulary at a time; a CPU keeps them while they are few.
     """
     read = {policy for statistic in statistics for policy in statistic.policies}
     # At temperature 0 training scores the law of temperature 1, as ``token_logprobs`` does.
@@ -166,18 +168,17 @@ def head_statistics(
         if (head := networks[policy].head) is None:
             continue
         own = policy == "policy"
+        devices = parts_of("batch", tokens.shape[0]), parts_of("vocab", networks[policy].vocab_size)
+        kept = _LOGITS_KEPT // math.prod(devices) if platform() == "cpu" else 0
         found = fused_logprobs(
             hidden[policy],
             head(params[policy]),
             tokens,
             warm.temperature,
             entropy=own and "entropy" in want,
-            devices=(
-                parts_of("batch", tokens.shape[0]),
-                parts_of("vocab", networks[policy].vocab_size),
-            ),
+            devices=devices,
             at_once=_LOGITS_AT_ONCE,
-            kept=_LOGITS_KEPT if platform() == "cpu" else _LOGITS_AT_ONCE,
+            kept=max(kept, _LOGITS_AT_ONCE),
         )
         fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
         hidden = {name: x for name, x in hidden.items() if name != policy}

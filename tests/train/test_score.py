@@ -12,7 +12,7 @@ from jrl.sampling.draw import make_law
 from jrl.train import score as module
 from jrl.train.packing import pack
 from jrl.train.score import head_statistics, in_parts, rows, score, shared_rows, split
-from jrl.types import Statistic, ValueNetwork
+from jrl.types import Head, Statistic, ValueNetwork
 
 LAWS = {
     "plain": make_law(),
@@ -333,6 +333,31 @@ def test_a_head_that_is_walked_over_equals_one_that_is_not(network, params):
         assert set(found) == set(expected) == BOTH | {"ref_logprobs"} | {s.name for s in statistics}
         for name in found:
             np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
+
+
+def test_only_a_cpu_keeps_many_scores(network, monkeypatch):
+    """Temporaries of the gradient: all 2^24 scores, or those of a part of the vocabulary."""
+    v, monkey = 2**15, monkeypatch.setattr
+    wide = network._replace(head=lambda weight: Head(weight, 0), vocab_size=v)
+    shape = jax.ShapeDtypeStruct
+    inputs = shape((v, 8), jnp.float32), shape((8, 64, 8), jnp.float32), shape((8, 64), jnp.int32)
+    monkey(module, "_LOGITS_AT_ONCE", 2**20)
+
+    def temporaries():
+        def loss(weight, hidden, tokens):
+            policy = {"networks": {"policy": wide}, "law": LAWS["cold"], "want": BOTH}
+            found = head_statistics({"policy": weight}, {"policy": hidden}, tokens, **policy)
+            return found["logprobs"].sum() + found["entropy"].sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries() > 4 * 2**24
+    monkey(module, "_LOGITS_KEPT", 2**23)
+    assert temporaries() < 3 * 2**24
+    monkey(module, "_LOGITS_KEPT", 2**27)
+    monkey(module, "platform", lambda: "tpu")
+    assert temporaries() < 3 * 2**24
 
 
 def test_only_what_is_wanted(network, params, batch):
