@@ -4,9 +4,9 @@
 
 Compiles log-probability and entropy, alone and with their gradients, and prints one JSON line a
 vocabulary: the peak of temporary bytes by XLA's own account, walked over
-(``models.product.fused_logprobs``) and whole. On a CPU training keeps the scores while they are few
-(``train.score``), which adds just these to what is walked over. Inputs and outputs, and so the
-gradient of the head's weight, are not temporary. Nothing is run.
+(``models.product.fused_logprobs``), as training does it here (``train.score``, where few scores
+are kept), and whole. Inputs and outputs, and so the gradient of the head's weight, are not
+temporary. Nothing is run.
 """
 
 from __future__ import annotations
@@ -19,20 +19,25 @@ import jax
 import jax.numpy as jnp
 
 from jrl.models.product import fused_logprobs
+from jrl.train.score import score_limits
 from jrl.types import Head
+
+WAYS = {
+    "walked_over": {"at_once": 0, "kept": 0},
+    "in_training": score_limits((1, 1)),
+    "whole": {"at_once": 2**62, "kept": 2**62},
+}
+"""Limits of ``fused_logprobs`` by name."""
 
 
 def temporary_bytes(
-    vocab: int, tokens: int, dim: int, dtype: str, *, whole: bool, backward: bool
+    vocab: int, tokens: int, dim: int, dtype: str, *, limits: dict[str, int], backward: bool
 ) -> int:
     """Of log-probability and entropy at the peak, with their gradients or without."""
 
     def loss(hidden: jax.Array, weight: jax.Array, ids: jax.Array) -> jax.Array:
-        most = 2**62 if whole else 0
-        one = jnp.float32(1)
-        stats = fused_logprobs(
-            hidden, Head(weight, 0), ids, one, entropy=True, at_once=most, kept=most
-        )
+        head, one = Head(weight, 0), jnp.float32(1)
+        stats = fused_logprobs(hidden, head, ids, one, entropy=True, **limits)
         return stats["logprobs"].sum() + stats["entropy"].sum()
 
     inputs = (
@@ -45,20 +50,20 @@ def temporary_bytes(
 
 
 def measure(vocab: int, tokens: int, dim: int, dtype: str) -> dict[str, int]:
-    """Temporary bytes by name: walked over and whole, forward and backward."""
+    """Temporary bytes by name: of each of ``WAYS``, forward and backward."""
     return {
         f"{name}_{way}": temporary_bytes(
-            vocab, tokens, dim, dtype, whole=name == "whole", backward=way == "backward"
+            vocab, tokens, dim, dtype, limits=limits, backward=way == "backward"
         )
-        for name in ("walked_over", "whole")
+        for name, limits in WAYS.items()
         for way in ("forward", "backward")
     }
 
 
 def table(found: dict[int, dict[str, int]]) -> str:
     """The figures in Markdown, MiB."""
-    heads = ("walked over, forward", "with gradients", "whole, forward", "with gradients")
-    lines = [f"| vocabulary | {' | '.join(heads)} |", "| ---: | ---: | ---: | ---: | ---: |"]
+    heads = [x for name in WAYS for x in (f"{name.replace('_', ' ')}, forward", "with gradients")]
+    lines = [f"| vocabulary | {' | '.join(heads)} |", "| ---:" * (1 + len(heads)) + " |"]
     for vocab, sizes in found.items():
         cells = " | ".join(f"{size / 2**20:,.1f}" for size in sizes.values())
         lines.append(f"| {vocab:,} | {cells} |")

@@ -190,10 +190,10 @@ _product.defvjp(_forward, _backward)
 
 # XLA hands matrix products to YNNPACK there, and a convolution of width one, which is the same
 # numbers, to Eigen. Eigen is the faster one at the sizes of a decoder: by a tenth to a third with
-# thousands of rows, and with tens of rows by half, if the weights are the first operand. With eight
-# rows or fewer YNNPACK takes two thirds of the time, the weights first there too (measured with JAX
-# 0.10 and 0.12 on two cores with AVX-512). Small products, and batches of matrices as in attention,
-# are faster where XLA puts them.
+# thousands of rows, unless the second operand must be turned for it, and with tens of rows by half,
+# if the weights are the first operand. With eight rows or fewer YNNPACK takes two thirds of the
+# time, the weights first there too (measured with JAX 0.10 and 0.12 on two cores with AVX-512).
+# Small products, and batches of matrices as in attention, are faster where XLA puts them.
 
 FEW = 64
 """Rows up to which weights are better the first operand."""

@@ -169,7 +169,6 @@ def head_statistics(
             continue
         own = policy == "policy"
         devices = parts_of("batch", tokens.shape[0]), parts_of("vocab", networks[policy].vocab_size)
-        kept = _LOGITS_KEPT // math.prod(devices) if platform() == "cpu" else 0
         found = fused_logprobs(
             hidden[policy],
             head(params[policy]),
@@ -177,8 +176,7 @@ def head_statistics(
             warm.temperature,
             entropy=own and "entropy" in want,
             devices=devices,
-            at_once=_LOGITS_AT_ONCE,
-            kept=max(kept, _LOGITS_AT_ONCE),
+            **score_limits(devices),
         )
         fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
         hidden = {name: x for name, x in hidden.items() if name != policy}
@@ -191,6 +189,12 @@ def head_statistics(
     )
     size = max(networks[policy].vocab_size for policy in hidden) * len(hidden)
     return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
+
+
+def score_limits(devices: tuple[int, int]) -> dict[str, int]:
+    """``at_once`` and ``kept`` of ``fused_logprobs``, with tokens and vocabulary so divided."""
+    kept = _LOGITS_KEPT // math.prod(devices) if platform() == "cpu" else 0
+    return {"at_once": _LOGITS_AT_ONCE, "kept": max(kept, _LOGITS_AT_ONCE)}
 
 
 def _of_logits(
