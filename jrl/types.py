@@ -439,6 +439,9 @@ class Cache(struct.PyTreeNode):
       own: the network's arrays, rows [S, ...] leading; entry 0 is the token right after the prefix.
       prefix: arrays of the same kind, [M, ...]; None where nothing is shared.
       prefix_lengths: [M] int32, tokens of each prefix that count; None without prefixes.
+      seats: [S] int32, where the rows are some of the M * members: which of them, each once. None
+        where they are all.
+      members: rows that shared a prefix when all were there; only with ``seats``, else 0.
       column: [] int32, where rows that are given a token at a time have all as many own tokens, how
         many: what is written then goes into one column. None where rows differ.
     """
@@ -446,6 +449,8 @@ class Cache(struct.PyTreeNode):
     own: Any
     prefix: Any = None
     prefix_lengths: Array | None = None
+    seats: Array | None = None
+    members: int = struct.field(pytree_node=False, default=0)
     column: Array | None = None
 
     def offsets(self) -> Array:
@@ -453,6 +458,8 @@ class Cache(struct.PyTreeNode):
         rows = jax.tree.leaves(self.own)[0].shape[0]
         if self.prefix_lengths is None:
             return jnp.zeros(rows, jnp.int32)
+        if self.seats is not None:
+            return self.prefix_lengths[self.seats // self.members]
         return jnp.repeat(self.prefix_lengths, rows // self.prefix_lengths.shape[0])
 
 
@@ -552,6 +559,8 @@ class Network(NamedTuple):
         nothing.
       join: (cache) -> the same with its pieces joined, for few rows most of whose columns are in
         use. None where there are no pieces.
+      seated: whether ``extend`` takes caches with ``Cache.seats``; rows that are chosen from others
+        have each a copy of their prefix where it does not.
       fill: (weights, cache, tokens [N, P], lengths [N]) -> cache: what ``extend`` makes of an empty
         cache and rows of so many tokens from position 0 on, where there is a faster way to it.
       hidden_shared: (params, ``SharedRows``) -> ([R, C, D], aux), the same as ``hidden`` of each
@@ -581,6 +590,7 @@ class Network(NamedTuple):
     gathers: bool = False
     level: Callable[[Cache], Cache] | None = None
     join: Callable[[Cache], Cache] | None = None
+    seated: bool = False
     fill: Callable[..., Cache] | None = None
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None

@@ -30,6 +30,18 @@ AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
 """Which axis of a cache's arrays its columns are."""
 
 
+class Seating(NamedTuple):
+    """Where S rows sit among the R that share the prefixes of a cache.
+
+    Attributes:
+      seats: [S] int32, the seat of each row.
+      rows: [R] int32, the row in each seat; any row in one that is empty.
+    """
+
+    seats: Array
+    rows: Array
+
+
 class Part(NamedTuple):
     """Keys and values that queries look at, held once for ``members`` consecutive rows.
 
@@ -40,6 +52,8 @@ class Part(NamedTuple):
       reached: [] bool, False when no query sees any of it, which is then not read; None for always.
       k_scale: [M, K, 1, C] float32, what keys are multiplied by; None where they are floats.
       v_scale: [M, K, 1, C] float32, the same for values.
+      seating: where the rows above, those of the mask too, are not the queries' own but the seats
+        that these take, which are more; None where they are. Such a part is always read.
     """
 
     k_mkdc: Array
@@ -48,6 +62,7 @@ class Part(NamedTuple):
     reached: Array | None = None
     k_scale: Array | None = None
     v_scale: Array | None = None
+    seating: Seating | None = None
 
 
 class Seen(NamedTuple):
@@ -95,10 +110,25 @@ def attend_parts(
         seen = [look_at(q_sqhd, always, scale, softcap)]
         seen += [look_at_part(q_sqhd, part, scale, softcap) for part in sometimes]
     else:
-        seen = [look(q_sqhd, part, scale, softcap) for part in parts]
+        seen = [_seated(look, q_sqhd, part, scale, softcap) for part in parts]
     _, total, values = _merged(seen)
     out_skgqd = values / total
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
+
+
+def _seated(
+    look: Callable[[Array, Part, float, float | None], Seen],
+    q_sqhd: Array,
+    part: Part,
+    scale: float,
+    softcap: float | None,
+) -> Seen:
+    """What the queries see by ``look`` of a part in which they may have seats."""
+    if part.seating is None:
+        return look(q_sqhd, part, scale, softcap)
+    seats, rows = part.seating
+    seen = look(q_sqhd[rows], part._replace(seating=None), scale, softcap)
+    return Seen(*(x[seats] for x in seen))
 
 
 def _merged(seen: Sequence[Seen]) -> Seen:
@@ -113,12 +143,14 @@ def _merged(seen: Sequence[Seen]) -> Seen:
 
 def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float | None) -> Seen:
     """What the queries see of some parts, all of which are read, under one softmax."""
-    s, q, h, d = q_sqhd.shape
+    _, q, h, d = q_sqhd.shape
 
     def scores_of(part: Part) -> Array:
         m, k = part.v_mkcd.shape[:2]
+        s = part.mask_sqc.shape[0]
+        own = q_sqhd if part.seating is None else q_sqhd[part.seating.rows]
         # The rows of a block and the heads of a group are the rows of one matrix product.
-        q_mkrd = q_sqhd.reshape(m, s // m, q, k, h // k, d).transpose(0, 3, 1, 4, 2, 5)
+        q_mkrd = own.reshape(m, s // m, q, k, h // k, d).transpose(0, 3, 1, 4, 2, 5)
         q_mkrd = q_mkrd.reshape(m, k, -1, d)
         scores = product("mkrd,mkdc->mkrc", q_mkrd, part.k_mkdc, jnp.float32) * scale
         if part.k_scale is not None:
@@ -129,11 +161,14 @@ def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float |
         mask = part.mask_sqc.reshape(m, 1, s // m, 1, q, -1)
         return jnp.where(mask, scores, MASKED)
 
-    def by_row(x: Array) -> Array:
-        return x.transpose(0, 2, 1, 3, 4, 5).reshape(s, x.shape[1], x.shape[3], q, -1)
+    def by_row(x: Array, part: Part) -> Array:
+        m, k, members, g = x.shape[:4]
+        x = x.transpose(0, 2, 1, 3, 4, 5).reshape(m * members, k, g, q, -1)
+        return x if part.seating is None else x[part.seating.seats]
 
-    def by_part(x: Array, m: int) -> Array:
-        k, g = x.shape[1:3]
+    def by_part(x: Array, part: Part) -> Array:
+        x = x if part.seating is None else x[part.seating.rows]
+        m, (s, k, g) = part.v_mkcd.shape[0], x.shape[:3]
         return x.reshape(m, s // m, k, g, q, -1).transpose(0, 2, 1, 3, 4, 5)
 
     def values_of(part: Part, weights: Array) -> Array:
@@ -145,11 +180,13 @@ def look_at(q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float |
 
     total, values = [], []
     scores = [scores_of(part) for part in parts]
-    peak = functools.reduce(jnp.maximum, [by_row(x.max(-1, keepdims=True)) for x in scores])
-    for part, own in zip(parts, scores, strict=True):
-        weights = jnp.exp(own - by_part(peak, own.shape[0]))
-        total.append(by_row(weights.sum(-1, keepdims=True)))
-        values.append(by_row(values_of(part, weights)))
+    each = list(zip(parts, scores, strict=True))
+    peaks = [by_row(own.max(-1, keepdims=True), part) for part, own in each]
+    peak = functools.reduce(jnp.maximum, peaks)
+    for part, own in each:
+        weights = jnp.exp(own - by_part(peak, part))
+        total.append(by_row(weights.sum(-1, keepdims=True), part))
+        values.append(by_row(values_of(part, weights), part))
     return Seen(peak, functools.reduce(jnp.add, total), functools.reduce(jnp.add, values))
 
 
@@ -296,6 +333,7 @@ class View(NamedTuple):
       columns: [S, Q] int32, where in the piece the tokens are written; None where they are not.
       column: [] int32, the same where it is one column of all rows; else None.
       reached: [] bool, whether to read it at all; None for always.
+      seating: as in ``Part``.
     """
 
     piece: int | None
@@ -303,6 +341,7 @@ class View(NamedTuple):
     columns: Array | None = None
     column: Array | None = None
     reached: Array | None = None
+    seating: Seating | None = None
 
     def held(self, cache: Cache, layer: int) -> dict[str, Array]:
         """The arrays of this piece."""
@@ -330,7 +369,12 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
         (held,) = cache.prefix[0]
         place = jnp.arange(held["v"].shape[2], dtype=jnp.int32)[None, None, :]
         mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
-        views.append(View(None, mask))
+        seating = None
+        if cache.seats is not None:
+            s, seats = cache.seats.shape[0], held["v"].shape[0] * cache.members
+            rows = jnp.zeros(seats, jnp.int32).at[cache.seats].set(jnp.arange(s, dtype=jnp.int32))
+            seating, mask = Seating(cache.seats, rows), mask[rows]
+        views.append(View(None, mask, seating=seating))
     return views
 
 

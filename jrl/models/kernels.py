@@ -347,7 +347,7 @@ def look_at_parts(how: str, config: ModelConfig) -> Callable[[Array, Sequence[Pa
             return dense(q, parts)
 
         def spec(x: Array) -> PartitionSpec:
-            by_rank = {4: (batch, heads), 3: (batch,), 0: ()}
+            by_rank = {4: (batch, heads), 3: (batch,), 1: (), 0: ()}
             return PartitionSpec(*by_rank[x.ndim])
 
         specs = PartitionSpec(batch, None, heads), jax.tree.map(spec, list(parts))

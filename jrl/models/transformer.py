@@ -543,7 +543,8 @@ def extend(
                     }
                     pieces.append(held)
                 scales = held.get("k_scale"), held.get("v_scale")
-                parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
+                rest = view.mask, view.reached, *scales, view.seating
+                parts.append(Part(held["k"], held["v"], *rest))
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
             return at_parts(q, parts), tuple(pieces)
@@ -635,6 +636,7 @@ def transformer(
         gathers=gather,
         level=level,
         join=joined,
+        seated=True,
         fill=bind(fill, config=config, options=sampling),
         hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
         head=bind(head, config=config),

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jrl.compiles import at_most
 from jrl.errors import UserError
 from jrl.mesh import constrain, divided, free_axes, lone_axes, platform
-from jrl.sampling.cache import pick, put_prefixes, rows_of, take
+from jrl.sampling.cache import choose, pick, put_prefixes, rows_of, take
 from jrl.sampling.draw import Law, per_row
 from jrl.sampling.engine import (
     DRAWS_AT_ONCE,
@@ -240,7 +240,7 @@ def generate_counted(
             )
 
         run = _seat(jobs, plan, network=network, weights=weights, width=t)
-        run = _finish(run, jobs, plan, decode, chunk=chunk, join=network.join)
+        run = _finish(run, jobs, plan, decode, chunk=chunk, network=network)
         seen = None if network.recorded is None else network.recorded(store.own)
         return run.tokens, run.logprobs, run.lengths, run.stop, run.steps[None], seen, run.experts
 
@@ -456,7 +456,7 @@ def _finish(
     decode: Callable[[Run, Array | int, Array | int], tuple[Slots, Array]],
     *,
     chunk: int,
-    join: Callable[[Cache], Cache] | None,
+    network: Network,
 ) -> Run:
     """The run with every sequence decoded and handed over."""
     rows, width = run.tokens.shape
@@ -483,9 +483,9 @@ def _finish(
     else:
         run = advance(run, width, first)
     for size, until in zip(plan.smaller, later, strict=True):
-        run = _compact(run, size)
-        if join is not None and size <= _FEW:
-            run = run.replace(slots=run.slots.replace(cache=join(run.slots.cache)))
+        run = _compact(run, size, network)
+        if network.join is not None and size <= _FEW:
+            run = run.replace(slots=run.slots.replace(cache=network.join(run.slots.cache)))
         run = advance(run, width, until)
     return _hand_over(run)
 
@@ -545,13 +545,14 @@ def _refill(run: Run, jobs: Jobs, block: int) -> Run:
         return jax.lax.while_loop(more, refill_one, run)
 
 
-def _compact(run: Run, size: int) -> Run:
-    """The run with its live slots, at most ``size``, and each its own copy of its prefix."""
+def _compact(run: Run, size: int, network: Network) -> Run:
+    """The run with its live slots, at most ``size``."""
     run = _hand_over(run)
     live = jnp.argsort(run.slots.stop != StopReason.RUNNING, stable=True)[:size]
     others = run.slots.replace(cache=None)
     picked = pick(others, live)
-    slots = picked.replace(cache=take(run.slots.cache, live))
+    chosen = choose if network.seated else take
+    slots = picked.replace(cache=chosen(run.slots.cache, live))
     return run.replace(slots=slots, seats=run.seats[live])
 
 

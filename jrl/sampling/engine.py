@@ -362,6 +362,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
       network: the policy.
     """
     old = slots.cache
+    assert old.seats is None, "all rows that share a past are recomputed together"
     s, p = prompt_tokens.shape
     width = slots.tokens.shape[1]
     if old.prefix_lengths is None:
