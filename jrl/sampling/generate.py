@@ -20,7 +20,8 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jrl.errors import UserError
-from jrl.mesh import constrain, divided, free_axes, lone_axes, platform
+from jrl.mesh import constrain, divided, free_axes, lone_axes
+from jrl.models.matmul import time_follows_rows
 from jrl.sampling.cache import pick, put_prefixes, rows_of, take
 from jrl.sampling.params import SamplingParams, at_most, per_row
 from jrl.sampling.slots import Slots, check_fits, decode, pieces_of, prefill, sequence_keys, start
@@ -347,15 +348,16 @@ def slot_sizes(rows: int, group: int, slots: int, block: int, *, shrink: bool) -
 def shrinking_pays(max_new_tokens: int, stop_tokens: Sequence[int], *, alone: bool) -> bool:
     """Whether the last live slots should move into smaller states.
 
-    A CPU's time grows with the slots. Elsewhere a step takes as long as reading the weights does,
-    however few slots there are, and programs are large already.
+    Only where a step's time falls with the slots. Where it is the time of reading the weights,
+    smaller states gain nothing, and each is the decode loop compiled once more.
 
     Args:
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       alone: whether each device draws by itself.
     """
-    return bool(stop_tokens) and max_new_tokens >= SHRINK_TOKENS and alone and platform() == "cpu"
+    long = bool(stop_tokens) and max_new_tokens >= SHRINK_TOKENS
+    return long and alone and time_follows_rows()
 
 
 def smaller_sizes(slots: int) -> tuple[int, ...]:
