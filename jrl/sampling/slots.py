@@ -94,6 +94,64 @@ def prefill(
     return cache
 
 
+class Sequences(struct.PyTreeNode):
+    """B sequences to draw, and where their prompts are.
+
+    Attributes:
+      prompts: the prompts' cache, N rows.
+      prompt_lengths: [N] int32, tokens.
+      last: [N] int32, the last token of each prompt.
+      keys: [B] PRNG keys.
+      sampling_params: scalars.
+      warm: [B] bool, False for a row that is drawn greedily whatever the distribution says.
+    """
+
+    prompts: Cache
+    prompt_lengths: Array
+    last: Array
+    keys: Array
+    sampling_params: SamplingParams
+    warm: Array
+
+
+def sequences_of(
+    key: Array,
+    weights: Any,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    sampling_params: SamplingParams,
+    ids: Array,
+    members: tuple[int, int],
+    network: Network,
+) -> Sequences:
+    """All members, sampled and greedy ones, of some prompts."""
+    sampled, greedy = members
+    return Sequences(
+        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
+        prompt_lengths=prompt_lengths,
+        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
+        keys=sequence_keys(key, ids, sampled + greedy).reshape(-1),
+        sampling_params=sampling_params.replace(greedy=sampling_params.greedy or greedy > 0),
+        warm=jnp.tile(jnp.arange(sampled + greedy) < sampled, prompt_tokens.shape[0]),
+    )
+
+
+def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
+    """What the slots of these sequences begin with, by name."""
+    prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
+    sampling_params = per_row(sequences.sampling_params, index.shape[0])
+    return {
+        "pending": sequences.last[prompt],
+        "prompt_lengths": sequences.prompt_lengths[prompt],
+        "lengths": jnp.zeros_like(index),
+        "stop": jnp.full_like(index, StopReason.RUNNING),
+        "keys": sequences.keys[index],
+        "sampling_params": sampling_params.replace(
+            temperature=jnp.where(sequences.warm[index], sampling_params.temperature, 0.0)
+        ),
+    }
+
+
 def start(
     cache: Cache,
     prompt_tokens: Array,
