@@ -78,6 +78,7 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
 
     is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     table = weights(config)["layers"]
+    # Vectors only: matrices are divided over devices after they have been joined, in ``_fused``.
     stacks = jax.tree.map(vector, table, params["layers"], is_leaf=is_spec)
     layers = [layer_weights(config, stacks, i) for i in range(config.layers)]
     return {
@@ -116,6 +117,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     attention = dict(layer["attention"])
     q, k, v = (attention.pop(name).astype(dtype) for name in ("q", "k", "v"))
     q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+    # For each key-value head the query heads that read it, then its own key and value.
     together = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
     attention["qkv"] = ready("qkv", lay(together, "embed", "kv_heads", None, None))
     attention["o"] = ready("o", lay(attention["o"].astype(dtype), "heads", None, "embed"))

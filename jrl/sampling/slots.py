@@ -88,6 +88,7 @@ def prefill(
     cache = network.init_cache(n, p, weights)
     if network.extras.fill is not None:
         return network.extras.fill(weights, cache, prompt_tokens, prompt_lengths - 1)
+    # The last token is left to the decode loop, so no logits of a prompt are ever made.
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < prompt_lengths[:, None] - 1
     _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
@@ -322,6 +323,7 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
+    # With a copy of their prefix each, since continuations of any rows may be neighbours.
     cache = take(slots.cache, source)
     others = slots.replace(cache=None)
     picked = pick(others, source)
@@ -340,6 +342,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     Returns:
       The state, whose cache is the old one: what is past a row's end is not seen.
     """
+    # The newest token that stays is pending again, and will be written where it is already.
     back = lengths < slots.lengths
     lengths = jnp.where(back, lengths, slots.lengths)
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]

@@ -180,6 +180,7 @@ def warm_start(
     )
     sampling_params = make_sampling_params()
 
+    # Examples from index 1 on: 0 is the state's own key.
     def update(state: TrainState, index: Array) -> tuple[TrainState, Array]:
         examples = solution_batch(stream(key, "warmup", index), task=task, count=batch)
         state, metrics = step(state, examples, sampling_params)

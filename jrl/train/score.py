@@ -264,6 +264,7 @@ def _in_chunks(
         x = x.reshape(parts, -1, b // parts, chunk)
         return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
 
+    # Kept for the backward pass, the chunks' distributions would be [B, T, V] together.
     again = jax.checkpoint(run)
     stats = jax.lax.map(lambda xs: again(*xs), jax.tree.map(tiles, (hidden, tokens)))
     return jax.tree.map(untiled, stats)
@@ -320,6 +321,7 @@ def score(
     shared = _shares_prompts(batch, nets, value)
     seen = (_through_shared_rows if shared else _through_rows)(params, batch, nets, value)
 
+    # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
     targets = batch.tokens.reshape(n * g, t)
     if shared and (packing := batch.packing) is not None:
         targets = targets[jnp.maximum(packing.members, 0), packing.steps]
