@@ -426,8 +426,8 @@ def predicted_cutoff(factor: float) -> Transform:
         count, total = _predictions(batch, "predicted_tokens")
         limit = factor * total / jnp.maximum(count, 1)
         limit = jnp.where((count > 0) & ~meta, limit, jnp.inf)
-        place = jnp.arange(batch.mask.shape[2])[None, None]
-        return values, batch.replace(mask=batch.mask & (place < jnp.expand_dims(limit, 2)))
+        column = jnp.arange(batch.mask.shape[2])[None, None]
+        return values, batch.replace(mask=batch.mask & (column < jnp.expand_dims(limit, 2)))
 
     return stateless(apply)
 

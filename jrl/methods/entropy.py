@@ -451,11 +451,11 @@ def running_ranks(hidden: Array, mask: Array, stride: int) -> Array:
     chex.assert_rank([hidden, mask], [2, 1])
     order = jnp.argsort(~mask, stable=True)  # the live ones first, in order
     packed = hidden[order]
-    place = jnp.arange(mask.shape[0])
+    index = jnp.arange(mask.shape[0])
     live, total = mask.sum(), jnp.cumsum(mask)
 
     def first(count: Array) -> Array:
-        return effective_rank(packed, (place < count) & (place < live))
+        return effective_rank(packed, (index < count) & (index < live))
 
     counts = jnp.concatenate([stride * jnp.arange(1, mask.shape[0] // stride + 1), live[None]])
     ranks = jax.lax.map(first, counts)

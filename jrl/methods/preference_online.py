@@ -422,9 +422,9 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         seeds = jnp.where(best, batch.ids.get("tie_breaker", 0), 0).sum(axis=1).astype(jnp.uint32)
         noise = jax.vmap(lambda seed: jax.random.gumbel(jax.random.key(seed)))(seeds)
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
-        place = jnp.argsort(jnp.argsort(-keys))
-        drawn = eligible & (place < jnp.ceil(share * eligible.sum()))
-        kept = drawn | ~paired | jnp.isnan(p).any(axis=1)
+        rank = jnp.argsort(jnp.argsort(-keys))
+        sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
+        kept = sampled | ~paired | jnp.isnan(p).any(axis=1)
         return scores, batch.replace(members=batch.members & kept[:, None])
 
     return stateless(apply)

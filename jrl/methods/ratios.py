@@ -406,10 +406,10 @@ def _token_tie_breakers(batch: Batch) -> Array:
     members = batch.members
     default = jnp.arange(members.size).reshape(members.shape)
     tie_breakers = jnp.expand_dims(batch.ids.get("tie_breaker", default), 2).astype(jnp.uint32)
-    places = jnp.arange(batch.mask.shape[2], dtype=jnp.uint32)[None, None]
+    columns = jnp.arange(batch.mask.shape[2], dtype=jnp.uint32)[None, None]
     # The tie-breaker is random; mixing the place into its bits (MurmurHash3's last rounds) is
     # enough.
-    bits = tie_breakers ^ (places * jnp.uint32(0x9E3779B9))
+    bits = tie_breakers ^ (columns * jnp.uint32(0x9E3779B9))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
@@ -489,8 +489,8 @@ def consistent_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
             "consistency, format"
         )
     result, consistency, form = np.moveaxis(np.asarray(rewards, np.float32), 2, 0)
-    whole = result * (1 + 0.5 * consistency) + 0.5 * form
-    return np.stack([whole, np.zeros_like(whole), np.zeros_like(whole)], axis=2)
+    combined = result * (1 + 0.5 * consistency) + 0.5 * form
+    return np.stack([combined, np.zeros_like(combined), np.zeros_like(combined)], axis=2)
 
 
 @variant(grpo, without=("eps", "ddof", "kl_coef", "kl_kind"))

@@ -297,8 +297,8 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
     for piece, arrays in enumerate(cache.own[0]):
         columns = positions - offsets - start
         size = arrays["v"].shape[2]
-        place = jnp.arange(size, dtype=jnp.int32)[None, None, :]
-        distance = columns[:, :, None] - place
+        column_ids = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        distance = columns[:, :, None] - column_ids
         mask = (distance >= 0) & (distance < reach)
         # The first piece is always read, so that every query has something to see.
         reached = None if piece == 0 else jnp.any(live & (columns >= 0))
@@ -307,8 +307,8 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
         start += size
     if cache.prefix is not None:
         (arrays,) = cache.prefix[0]
-        place = jnp.arange(arrays["v"].shape[2], dtype=jnp.int32)[None, None, :]
-        mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
+        column_ids = jnp.arange(arrays["v"].shape[2], dtype=jnp.int32)[None, None, :]
+        mask = (column_ids < offsets[:, :, None]) & (positions[:, :, None] - column_ids < reach)
         views.append(View(None, mask))
     return views
 
