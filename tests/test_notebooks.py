@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last, and lie in git without outputs."""
+"""The notebooks run from their first cell to their last, and git holds them without outputs."""
 
 import ast
 import importlib.metadata
