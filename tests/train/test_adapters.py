@@ -130,7 +130,7 @@ def test_the_reference_scores_as_the_base_bit_for_bit(int8, quick_jit):
     np.testing.assert_array_equal(reference, base)
 
 
-def test_a_checkpoint_of_adapters_goes_on_bit_for_bit(int8, tmp_path):
+def test_a_checkpoint_of_adapters_resumes_bit_for_bit(int8, tmp_path):
     parts, batch, step, (state, one, two), _ = int8
     with Checkpoints(tmp_path, 1) as store:
         store.save(1, without_base(one))

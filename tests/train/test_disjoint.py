@@ -397,7 +397,7 @@ def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(policy, apart
 
 
 @pytest.mark.parametrize("policy", others_slow(["packed", "adapters on 8 bits", "experts"]))
-def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(
+def test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it(
     policy, tmp_path, monkeypatch
 ):
     """The batch drawn ahead is saved with the state, for its policy is gone by then.

@@ -152,7 +152,7 @@ def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number, unbroken):
     assert_ends_as_unbroken(run, unbroken, end_after(stopped))
 
 
-def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path, unbroken):
+def test_a_killed_run_resumes_from_its_newest_checkpoint(tmp_path, unbroken):
     run = tmp_path / "run"
     child = start(settings(run, ENDLESS))
     with child:
@@ -228,7 +228,7 @@ def test_a_compiled_run_without_periods_hears_a_signal(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- no room
 
 
-def test_a_full_disk_does_not_stop_what_can_go_on(tmp_path, capsys):
+def test_a_full_disk_does_not_stop_what_can_continue(tmp_path, capsys):
     """Every write to the logs fails; the run ends with its summary and its checkpoint."""
     run = tmp_path / "run"
     run.mkdir()

@@ -236,7 +236,7 @@ def trained(ran):
     ],
     ids=["the same devices", "more devices", "fewer devices"],
 )
-def test_a_run_goes_on_to_more_steps(meshes, bound, host, tmp_path, no_report):
+def test_a_run_resumes_to_more_steps(meshes, bound, host, tmp_path, no_report):
     """Raising train.steps continues a finished run; nothing is logged twice.
 
     On other devices its checkpoint is read into other shards.

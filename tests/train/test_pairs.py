@@ -137,7 +137,7 @@ def test_what_was_trained_on_is_among_the_samples(dpo):
     assert all(s["prompt"].startswith("say ") and s["demonstration"] for s in samples)
 
 
-def test_a_run_that_goes_on_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
     for steps in (3, 6):
         more = (f"train.steps={steps}", "optimizer={name='adam', learning_rate=1e-2}")
