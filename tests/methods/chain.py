@@ -277,7 +277,7 @@ OTHERWISE = {
 
 
 def assert_learns(name, before, after, metrics):
-    """Asserts that all metrics are finite and the policy, or what learns in its place, got better."""
+    """Asserts that all metrics are finite and the policy, or what learns instead, got better."""
     for i, noted in enumerate(metrics):
         broken = [key for key, value in noted.items() if not np.isfinite(value).all()]
         assert not broken, f"step {i}: {broken}"
