@@ -31,7 +31,7 @@ from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import (
     Array,

@@ -31,7 +31,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.tie_breakers import places, tie_breakers
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform

@@ -20,6 +20,7 @@ from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative
 from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
@@ -197,11 +198,11 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         if not is_zero(kl_coef):
             score = score - kl_coef * group.log_ratio()
         gap = jax.lax.stop_gradient(score[:, None] - score[None, :])
-        rho = ratios.bounded_exp(log_rho)
+        rho = bounded_exp(log_rho)
         if joint:
             moved = log_rho[:, None] - log_rho[None, :]
             near = jnp.clip(moved, -clip, clip)
-            weight = ratios.bounded_exp(log_rho[:, None] + log_rho[None, :])
+            weight = bounded_exp(log_rho[:, None] + log_rho[None, :])
         else:
             moved = jnp.broadcast_to(rho[:, None], gap.shape)
             near, weight = jnp.clip(moved, 1 - clip, 1 + clip), rho[None, :]

@@ -31,7 +31,8 @@ from jrl.methods.group_relative import grpo
 from jrl.objectives import prompt_table, ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_sum, token_mean
-from jrl.objectives.ratios import Correction
+from jrl.objectives.corrections import Correction
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Rollout, Stats, Transform
 
@@ -232,7 +233,7 @@ def dynamic_bounds(logprobs: Array, low: float, high: float) -> tuple[Array, Arr
     >>> [round(x, 3) for x in (*low.tolist(), *high.tolist())]
     [0.5, 0.769, 5.0, 1.187]
     """
-    rarity = ratios.bounded_exp(-jnp.minimum(logprobs, 0))
+    rarity = bounded_exp(-jnp.minimum(logprobs, 0))
     below = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * low * rarity, 0))
     return below, 0.5 + 0.5 * jnp.sqrt(1 + 4 * high * rarity)
 

@@ -22,7 +22,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
 from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
-from jrl.objectives.ratios import Correction, reinforce, weighted
+from jrl.objectives.corrections import Correction
+from jrl.objectives.ratios import reinforce, weighted
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.launch import served_policy
 from jrl.train import build, loop, programs
