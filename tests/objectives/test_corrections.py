@@ -11,18 +11,15 @@ STATS = {"sampler_logprobs": jnp.full(4, -1.0), "proximal_logprobs": jnp.log(WEI
 
 
 def test_sequence_weights_count_live_tokens_only():
-        weight = Correction("truncate", "sequence", 0.0, 100.0).weight(
-        STATS, jnp.array([True, True, False, True])
-    )
+    live = jnp.array([True, True, False, True])
+    weight = Correction("truncate", "sequence", 0.0, 100.0).weight(STATS, live)
     np.testing.assert_allclose(weight, [2.0] * 4, rtol=1e-5)
 
 
 def test_no_gradient_passes_through_a_weight():
-    
     def total(proximal):
-        return (
-            Correction().weight({**STATS, "proximal_logprobs": proximal}, jnp.ones(4, bool)).sum()
-        )
+        stats = {**STATS, "proximal_logprobs": proximal}
+        return Correction().weight(stats, jnp.ones(4, bool)).sum()
 
     assert not jax.grad(total)(STATS["proximal_logprobs"]).any()
 
