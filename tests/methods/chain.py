@@ -24,6 +24,9 @@ V, P, B = 6, 2, LANES * N
 STOP, GOOD, BAD = 0, (1, 2, 3), (4, 5)
 STEPS = 20
 OPTIMIZER = optax.adam(0.1)
+FULLEST = "nlpo"
+"""The method that asks the most of a training step: values, epochs, statistics of its own, and a
+reference that is renewed."""
 
 
 # ---------------------------------------------------------------- the policy and the task

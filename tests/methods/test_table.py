@@ -104,7 +104,7 @@ def test_order_padding_and_division_change_nothing(name):
 
 
 @pytest.mark.slow  # a second compilation
-@pytest.mark.parametrize("name", sorted(one_of_each_family()), indirect=True)
+@pytest.mark.parametrize("name", sorted(one_of_each_family()), indirect=True, scope="module")
 def test_eight_devices_give_what_one_gives(name):
     """Objectives cannot ask for the mesh (``test_package.py``), so one of each family stands for
     all: XLA divides their programs by the same rules."""
@@ -180,6 +180,13 @@ def test_a_nan_that_is_read_is_reported(name):
 # ---------------------------------------------------------------- training
 
 
+def one_by_default(name):
+    """A method as a parameter, marked slow unless it is the first of its family."""
+    marks = () if name in one_of_each_family() | {chain.FULLEST} else pytest.mark.slow
+    return pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", [one_by_default(x) for x in NAMES], indirect=True, scope="module")
 def test_twenty_steps_stay_finite_and_move_the_right_way(name):
     if out_of_reach(name):
         with pytest.raises(UserError, match="attention"):

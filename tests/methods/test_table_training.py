@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from chain import (
+    FULLEST,
     NETWORK,
     OPTIMIZER,
     SAMPLING,
@@ -53,11 +54,6 @@ def train(name):
         state, noted = step(state, batch, SAMPLING)
         metrics.append(jax.device_get(noted))
     return expected_reward(start()), expected_reward(state.params["policy"]["table"]), metrics
-
-
-# The step with all that a method may ask of it: values, epochs, statistics of its own, a reference
-# that is renewed.
-FULLEST = "nlpo"
 
 
 @pytest.mark.parametrize(
