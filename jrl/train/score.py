@@ -319,50 +319,51 @@ def score(
     assert value is not None or "values" not in want, "an objective that needs values has a network"
     value = value if "values" in want else None
     shared = _shares_prompts(batch, nets, value)
-    seen = (_through_shared_rows if shared else _through_rows)(params, batch, nets, value)
+    states: dict[str, Array] = {}
+    stats: Stats = {}
+    router: Stats = {}
+    if shared:
+        routed = shared_rows(batch)
+        plain = routed._replace(routing=None)
+        for name, net in nets.items():
+            own = routed if name == "policy" else plain  # other policies have routers of their own
+            states[name], sums = net.extras.hidden_shared(params[name], own)  # type: ignore[misc]
+            router = sums if name == "policy" else router
+        if value is not None:
+            stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
+    else:
+        sequences = rows(batch)
+        before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
+        where = sequences.positions, sequences.segments
+        for name, net in nets.items():
+            hidden, sums = net.hidden(params[name], tokens, *where)
+            router = sums if name == "policy" else router
+            states[name] = jnp.take_along_axis(hidden, before, axis=1)
+            if name == "policy" and value is not None:
+                values = value.apply(params["value"], hidden, tokens, *where)
+                stats["values"] = jnp.take_along_axis(values, sequences.before, axis=1)
 
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
-    targets = batch.tokens.reshape(n * g, t)
-    if shared and (packing := batch.packing) is not None:
+    targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
+    if packing is not None:
         targets = targets[jnp.maximum(packing.members, 0), packing.steps]
-    stats: Stats = {} if seen.values is None else {"values": seen.values}
     if heads:
         stats |= head_statistics(
             params,
-            {name: seen.states[name] for name in heads},
+            {name: states[name] for name in heads},
             targets,
             networks=nets,
             sampling_params=sampling_params,
             want=want,
             statistics=tuple(s for s in statistics if s.over == "vocabulary"),
         )
-    unpack = _unpacked(batch.packing if shared else None, n * g, t)
+    unpack = _unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
-    for statistic in statistics:
-        if statistic.over == "hidden":
-            live = batch.mask.reshape(n * g, t)
-            states = unpack(seen.states[statistic.policies[0]])
-            stats[statistic.name] = jax.vmap(statistic.apply)(states, live)
-        if statistic.over == "attention":
-            name = statistic.policies[0]
-            stats[statistic.name] = _of_attention(statistic, params[name], batch, nets[name])
+    states = {name: unpack(x) for name, x in states.items()}
+    stats |= _of_sequences(statistics, params, batch, states, nets)
     wanted = want | {statistic.name for statistic in statistics}
     found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
-    return found | seen.router if "router" in want else found
-
-
-class _Seen(NamedTuple):
-    """What the networks make of a batch, in rows as they read it.
-
-    Attributes:
-      states: for each policy [R, C, D], the state before each completion token.
-      values: [R, C] float32, points; None where none are wanted.
-      router: the policy's ``models.moe.router_sums``.
-    """
-
-    states: dict[str, Array]
-    values: Array | None
-    router: Stats
+    return found | router if "router" in want else found
 
 
 def _shares_prompts(
@@ -383,43 +384,24 @@ def _shares_prompts(
     return shared
 
 
-def _through_shared_rows(
-    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
-) -> _Seen:
-    """The networks on rows behind their prompts, each prompt once for its group."""
-    states: dict[str, Array] = {}
-    router: Stats = {}
-    routed = shared_rows(batch)
-    plain = routed._replace(routing=None)
-    for name, network in networks.items():
-        own = routed if name == "policy" else plain  # other policies have routers of their own
-        states[name], sums = network.extras.hidden_shared(params[name], own)  # type: ignore[misc]
-        router = sums if name == "policy" else router
-    if value is None:
-        return _Seen(states, None, router)
-    values = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore[misc]
-    return _Seen(states, values, router)
-
-
-def _through_rows(
-    params: Params, batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
-) -> _Seen:
-    """The networks on complete sequences, a prompt repeated for each member of its group."""
-    states: dict[str, Array] = {}
-    router: Stats = {}
-    values = None
-    sequences = rows(batch)
-    before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
-    where = sequences.positions, sequences.segments
-    for name, network in networks.items():
-        hidden, sums = network.hidden(params[name], tokens, *where)
-        states[name] = jnp.take_along_axis(hidden, before, axis=1)
-        if name == "policy":
-            router = sums
-        if name == "policy" and value is not None:
-            every = value.apply(params["value"], hidden, tokens, *where)
-            values = jnp.take_along_axis(every, sequences.before, axis=1)
-    return _Seen(states, values, router)
+def _of_sequences(
+    statistics: tuple[Statistic, ...],
+    params: Params,
+    batch: Batch,
+    states: dict[str, Array],
+    networks: Mapping[str, Network],
+) -> Stats:
+    """[B, T]: the statistics of hidden states [B, T, D] by policy, and of attention."""
+    n, g, t = batch.tokens.shape
+    found: Stats = {}
+    for statistic in statistics:
+        name = statistic.policies[0]
+        if statistic.over == "hidden":
+            live = batch.mask.reshape(n * g, t)
+            found[statistic.name] = jax.vmap(statistic.apply)(states[name], live)
+        if statistic.over == "attention":
+            found[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
+    return found
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
