@@ -359,8 +359,7 @@ def score(
         )
     unpack = _unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
-    states = {name: unpack(x) for name, x in states.items()}
-    stats |= _of_sequences(statistics, params, batch, states, nets)
+    stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
     wanted = want | {statistic.name for statistic in statistics}
     found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
     return found | router if "router" in want else found
@@ -388,17 +387,17 @@ def _of_sequences(
     statistics: tuple[Statistic, ...],
     params: Params,
     batch: Batch,
-    states: dict[str, Array],
+    states: Callable[[str], Array],
     networks: Mapping[str, Network],
 ) -> Stats:
-    """[B, T]: the statistics of hidden states [B, T, D] by policy, and of attention."""
+    """[B, T]: the statistics of hidden states, policy -> [B, T, D], and of attention."""
     n, g, t = batch.tokens.shape
     found: Stats = {}
     for statistic in statistics:
         name = statistic.policies[0]
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            found[statistic.name] = jax.vmap(statistic.apply)(states[name], live)
+            found[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
         if statistic.over == "attention":
             found[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
     return found
