@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jrl.config import Config
-from jrl.config_io import dump, load_config
+from jrl.config_io import as_tree, dump, load_config
 from jrl.console import (
     keys_text,
     print_method,
@@ -430,7 +430,7 @@ def show_config(
     """
     chosen = _read(config, overrides)
     if as_json:
-        typer.echo(json.dumps(chosen.model_dump(mode="json"), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(as_tree(chosen, none=True), indent=2, ensure_ascii=False))
     else:
         typer.echo(dump(chosen), nl=False)
 

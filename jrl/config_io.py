@@ -21,12 +21,14 @@ from pydantic.fields import FieldInfo
 
 from jrl.config import Config
 from jrl.config_checks import check_batch
+from jrl.config_secrets import hide
 from jrl.config_unions import Table
 from jrl.errors import UserError, choose
 
 __all__ = [
     "Config",
     "Key",
+    "as_tree",
     "build_config",
     "check_batch",
     "config_hash",
@@ -191,12 +193,18 @@ def build_config(tree: Mapping[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """The configuration as TOML with every key written out; ``load_config`` reads it back."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(as_tree(config))
+
+
+def as_tree(config: Config, *, none: bool = False) -> dict[str, Any]:
+    """The configuration as nested dicts of JSON values, secrets hidden; with None if asked."""
+    tree = config.model_dump(mode="json", exclude_none=not none)
+    return tree | {"rewards": {name: hide(table) for name, table in tree["rewards"].items()}}
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """The configuration as dotted keys and JSON values, None left out."""
-    found = dict(_flatten(config.model_dump(mode="json", exclude_none=True), ""))
+    found = dict(_flatten(as_tree(config), ""))
     # Without lag, rollout on devices of its own gives the numbers of shared devices: no setting.
     return {k: v for k, v in found.items() if (k, v) != ("placement.staleness", 0)}
 
