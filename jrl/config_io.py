@@ -253,6 +253,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Puts one ``a.b=value`` into nested dicts."""
+    if re.search("[\ud800-\udfff]", override):
+        raise UserError(f"override {override!r}; it is not UTF-8 text")
     name, equals, text = override.partition("=")
     try:
         parsed = tomllib.loads(f"{name} = 0")

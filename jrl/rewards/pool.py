@@ -350,7 +350,9 @@ class _Workers:
         self._printed += len(printed)
         sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
         if self._printed > _PRINTED:
-            sys.stderr.write(f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n")
+            sys.stderr.write(
+                f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"
+            )
 
     def _tell_warden(self, number: int) -> None:
         """Has the warden end a process when the trainer dies; with a minus sign, no longer."""

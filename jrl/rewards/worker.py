@@ -80,7 +80,10 @@ class Worker:
 
     def exit_code(self, wait_seconds: float = 0.0) -> int | None:
         """None while it runs."""
-        self._process.join(wait_seconds)
+        # Not ``join``, which takes a process that closed its files for one that ended, and waits.
+        give_up = time.monotonic() + wait_seconds
+        while self._process.exitcode is None and time.monotonic() < give_up:
+            time.sleep(0.01)
         return self._process.exitcode
 
     def send(self, call: Any, message: bytes) -> None:
@@ -134,9 +137,7 @@ def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
 # ---------------------------------------------------------------- in the worker's process
 
 
-def _serve(
-    pipe: connection.Connection, printed: connection.Connection, pickled: bytes
-) -> None:
+def _serve(pipe: connection.Connection, printed: connection.Connection, pickled: bytes) -> None:
     os.setsid()  # the terminal's Ctrl-C is for the trainer; and what it starts can be found
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

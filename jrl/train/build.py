@@ -471,7 +471,10 @@ def reward_pool(config: Config) -> RewardPool:
     tables = tables if config.rewards else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
-        {name: make_reward(name, **reveal(t.options, f"rewards.{name}")) for name, t in tables.items()},
+        {
+            name: make_reward(name, **reveal(t.options, f"rewards.{name}"))
+            for name, t in tables.items()
+        },
         workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
         memory_gib=pool.memory_gib,

@@ -30,7 +30,8 @@ def samples_of(*completions):
         Prompt(i, f"{i}?", np.arange(3, dtype=np.int32), i, {}) for i in range(len(completions))
     ]
     return [
-        Sample(p, text, np.arange(2), "length") for p, text in zip(prompts, completions, strict=True)
+        Sample(p, text, np.arange(2), "length")
+        for p, text in zip(prompts, completions, strict=True)
     ]
 
 
