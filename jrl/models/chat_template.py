@@ -190,9 +190,10 @@ def _compiled(template: str) -> jinja2.Template:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, method: Any, /, *args: Any, **kwargs: Any) -> Any:
-            owner = getattr(method, "__self__", None)
+            method_of = getattr(method, "__wrapped__", method)  # the sandbox wraps ``format``
+            owner = getattr(method_of, "__self__", None)
             if isinstance(owner, str):
-                name = getattr(method, "__name__", "")
+                name = getattr(method_of, "__name__", "")
                 if name == "join" and args:
                     _check_result("join", args[0], (owner,))
                 _check_result(name, owner, (*args, *kwargs.values()))

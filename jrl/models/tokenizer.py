@@ -315,7 +315,7 @@ def _stop_ids(
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
                 f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
-                "config.json); it must be a token id, a whole number of at least 0, or a list of them"
+                "config.json); it must be a token id, a whole number from 0 on, or a list of them"
             )
     ids += listed
     if not ids:

@@ -1,7 +1,7 @@
 r"""Which answers are small enough for a computer algebra system.
 
-A short answer can stand for more work than there is time: ``9^{9^{9^9}}``, ``(10^9)!``. So texts are
-judged by their form before sympy sees them, which computes such numbers while it reads them.
+A short answer can stand for more work than there is time: ``9^{9^{9^9}}``, ``(10^9)!``. So texts
+are judged by their form before sympy sees them, which computes such numbers while it reads them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
 _CONTEXT = multiprocessing.get_context("spawn")
 
 _STUCK_SECONDS = 5
-"""After this time a process that does not take its next call, or stops inside an answer, is lost."""
+"""A process that takes longer to take its next call, or stops inside an answer, is lost."""
 
 _LARGEST_REPLY = 1 << 24
 """Bytes."""
