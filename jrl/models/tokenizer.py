@@ -65,6 +65,7 @@ class CharTokenizer:
 
     def __init__(self) -> None:
         self.vocab_size = len(ALPHABET) + 2
+        self.longest_token = 1
         self.eos_id = STOP_ID
         self.pad_id = PAD_ID
         self.stop_ids: tuple[int, ...] = (STOP_ID,)
@@ -127,12 +128,17 @@ def char_tokenizer() -> CharTokenizer:
 # ---------------------------------------------------------------- the tokenizer of a checkpoint
 
 
+_SHORT = 1000
+"""Characters; a shorter text is encoded in less than a millisecond."""
+
+
 class FileTokenizer:
     """The tokenizer of a Hugging Face checkpoint directory, with its chat templates.
 
     Attributes:
       vocab_size: one more than the highest id.
       base_vocab_size: the same without added tokens.
+      longest_token: characters of the longest token; no token stands for more of a text.
       eos_id: the id of ``eos_token``.
       pad_id: the id of ``pad_token``; ``eos_id`` when there is none.
       stop_ids: ``eos_id`` first, then the further ids of generation_config.json.
@@ -152,7 +158,9 @@ class FileTokenizer:
     ) -> None:
         self._backend = backend
         self._source = source
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         self.base_vocab_size = 1 + max(backend.get_vocab(with_added_tokens=False).values())
         self.eos_id = stop_ids[0]
         self.stop_ids = stop_ids
@@ -168,7 +176,11 @@ class FileTokenizer:
           add_special: put those around it that the tokenizer adds to a plain text, such as BOS;
             a text from ``chat`` already has its own.
         """
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        if len(text) < _SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special).ids
+        # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long prompt is
+        # encoded in one thread, a server's others go on.
+        return self._backend.encode_batch([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
