@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from jrl.config_checks import conflicts
 from jrl.config_unions import (
@@ -173,6 +180,13 @@ class RewardPoolTable(Table):
     on_error: Literal["zero", "drop", "stop"] = key(
         "stop", "when a reward function fails: the same choices"
     )
+
+    @field_validator("on_error", mode="before")
+    @classmethod
+    def _renamed(cls, value: object) -> object:
+        if value == "raise":
+            raise ValueError('this is now "stop"')
+        return value
 
 
 # ---------------------------------------------------------------- training

@@ -238,7 +238,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _toml(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
@@ -251,13 +251,39 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
+_DEEPEST = 50
+"""Tables and lists inside each other."""
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """The tables in a text; raises TOMLDecodeError also where tomllib has other errors."""
+
+    def too_deep(value: Any, levels: int) -> bool:
+        inside = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            return False
+        return not levels or any(too_deep(each, levels - 1) for each in inside)
+
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    if too_deep(found, _DEEPEST):
+        raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels")
+    return found
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Puts one ``a.b=value`` into nested dicts."""
     if re.search("[\ud800-\udfff]", override):
         raise UserError(f"override {override!r}; it is not UTF-8 text")
     name, equals, text = override.partition("=")
     try:
-        parsed = tomllib.loads(f"{name} = 0")
+        parsed = _toml(f"{name} = 0")
     except tomllib.TOMLDecodeError:
         parsed = {}
     if not equals or len(parsed) != 1:
@@ -279,7 +305,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _parse_value(name: str, text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _toml(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError as error:
         if text[0] in "[\"'":  # a "{" may begin a template

@@ -81,7 +81,7 @@ def _impatient(protocol: Any) -> Any:
     Uvicorn itself waits for ever, and each waiting connection takes a file of the process.
     """
 
-    class Impatient(protocol):  # type: ignore[misc, valid-type]
+    class Impatient(protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.loop.call_later(HEADER_SECONDS, self._close_if_silent)

@@ -87,7 +87,8 @@ def test_size_is_bounded(template):
 
 def test_usual_operators_work_as_before():
     template = (
-        "{{ 'a' * 3 }}{{ 2 * 3 }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s-%05d' % ('x', 3) }}{{ 'a' ~ 1 ~ [2] }}"
+        "{{ 'a' * 3 }}{{ 2 * 3 }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s-%05d' % ('x', 3) }}"
+        "{{ 'a' ~ 1 ~ [2] }}"
         "{{ ['a', 'b'] | join(', ') }}{{ 'a\nb' | indent(2) }}{{ 'aba' | replace('a', 'c') }}"
         "{{ '%s!' | format('x') }}{{ 'x' | center(5) }}{{ 'x'.rjust(3) }}{{ '{} {}'.format(1, 2) }}"
         "{{ messages | map(attribute='content') | join(' ') }}{{ [1, 2] + [3] }}{{ 1.5 + 1 }}"
