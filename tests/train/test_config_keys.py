@@ -352,7 +352,7 @@ ELSEWHERE = {
         "rewards/test_hostile.py::test_memory_beyond_the_limit_ends_the_call_and_names_the_limit"
     ),
     "placement.staleness": (
-        "train/test_disjoint.py::test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it"
+        "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
