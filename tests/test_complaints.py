@@ -92,7 +92,8 @@ def test_it_installs_without_another_framework(checkout):
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     names = {re.match(r"[\w.-]+", line).group().lower() for line in project["dependencies"]}
     assert not names & {"torch", "vllm", "ray", "transformers", "trl", "deepspeed", "flash-attn"}
-    assert all(re.search(r"[<>=~]=?\d", line) for line in project["dependencies"])
+    unbound = [line for line in project["dependencies"] if not re.search(r"[<>=~]=?\d", line)]
+    assert unbound == ["importlib_resources"]  # of tensorflow-datasets, at any version
 
 
 class OneWay:
