@@ -252,7 +252,13 @@ class _Workers:
         slow = sum(worker.seconds() > half for worker in busy)
         wanted = min(self._count, left) + min(slow, waiting)
         while len(self._living) < wanted:
-            worker = Worker(self._functions)
+            try:
+                worker = Worker(self._functions)
+            except OSError as error:
+                raise UserError(
+                    f"rewards: a worker process cannot be started: {error}; end other processes, or "
+                    f"lower reward_pool.workers = {self._count}"
+                ) from None
             self._living.append(worker)
             self._tell_warden(worker.pid)
 

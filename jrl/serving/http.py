@@ -329,7 +329,11 @@ def application(service: Service) -> Starlette:
 def _reply(body: Json, status: int = 200) -> Response:
     from starlette.responses import JSONResponse
 
-    headers = {"retry-after": str(RETRY_SECONDS)} if status == 429 else None
+    headers = None
+    if status == 429:
+        headers = {"retry-after": str(RETRY_SECONDS)}
+    elif status == 408:
+        headers = {"connection": "close"}  # the rest of the body may come, or not
     return JSONResponse(body, status, headers)
 
 
