@@ -256,7 +256,7 @@ class _Workers:
                 worker = Worker(self._functions)
             except OSError as error:
                 raise UserError(
-                    f"rewards: a worker process cannot be started: {error}; end other processes, or "
+                    f"rewards: no worker process can be started: {error}; end other processes, or "
                     f"lower reward_pool.workers = {self._count}"
                 ) from None
             self._living.append(worker)
