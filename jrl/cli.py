@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jrl.config import Config
-from jrl.config_io import dump, load_config
+from jrl.config_io import as_tree, dump, load_config
 from jrl.console import (
     keys_text,
     print_method,
@@ -218,11 +218,16 @@ def serve(
     grace: Annotated[
         float, typer.Option(help="Seconds for running requests to finish on a stop.", min=0)
     ] = 30.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="JRL_API_KEY", help="What clients must send as a bearer token."),
+    ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
 
-    There is no authentication; without --host only this machine can connect. Needs the extra serve
+    Without --host only this machine can connect, and without --api-key all that can connect are
+    served. Needs the extra serve
     or jetstream. Prompts have at most data.max_prompt_tokens tokens, completions at most
     sampling.max_new_tokens. With jetstream, sampling.temperature and so on apply to all requests.
 
@@ -245,6 +250,7 @@ def serve(
         queue=queue,
         chunk=chunk,
         grace_seconds=grace,
+        api_key=api_key or None,
     )
     run = launch.serve_openai if engine == "jrl" else launch.serve_jetstream
     run(chosen, options, checkpoint=checkpoint, echo=typer.echo)
@@ -430,7 +436,7 @@ def show_config(
     """
     chosen = _read(config, overrides)
     if as_json:
-        typer.echo(json.dumps(chosen.model_dump(mode="json"), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(as_tree(chosen, none=True), indent=2, ensure_ascii=False))
     else:
         typer.echo(dump(chosen), nl=False)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jrl.compiles import enable_compile_cache
 from jrl.config import Config
-from jrl.config_io import build_config
+from jrl.config_io import as_tree, build_config
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
 from jrl.sampling.params import make_sampling_params
@@ -299,7 +299,7 @@ def write_comparison(
         "steps": config.train.steps,
         "accuracy_before": before,
         "methods": found,
-        "config": config.model_dump(mode="json", exclude_none=True),
+        "config": as_tree(config),
     }
     write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
     write_atomic(out / "comparison.md", _markdown(table, tasks))

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 
 from jrl.config_checks import conflicts
 from jrl.config_unions import (
@@ -162,11 +169,24 @@ class RewardTable(Table):
 class RewardPoolTable(Table):
     """The processes that run reward functions."""
 
-    workers: int = key(2, "processes; 0 runs rewards in the trainer, without time limit", ge=0)
-    timeout_seconds: float = key(10.0, "time for one completion; then it scores 0", gt=0)
-    on_error: Literal["raise", "zero"] = key(
-        "raise", "when a reward function fails: stop the run, or score 0 and count it"
+    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0)
+    timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
+    memory_gib: float = key(
+        4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
     )
+    on_timeout: Literal["zero", "drop", "stop"] = key(
+        "zero", "when a call takes too long: score 0, leave the completion out, or stop the run"
+    )
+    on_error: Literal["zero", "drop", "stop"] = key(
+        "stop", "when a reward function fails: the same choices"
+    )
+
+    @field_validator("on_error", mode="before")
+    @classmethod
+    def _renamed(cls, value: object) -> object:
+        if value == "raise":
+            raise ValueError('this is now "stop"')
+        return value
 
 
 # ---------------------------------------------------------------- training

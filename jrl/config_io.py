@@ -21,12 +21,14 @@ from pydantic.fields import FieldInfo
 
 from jrl.config import Config
 from jrl.config_checks import check_batch
+from jrl.config_secrets import hide
 from jrl.config_unions import Table
 from jrl.errors import UserError, choose
 
 __all__ = [
     "Config",
     "Key",
+    "as_tree",
     "build_config",
     "check_batch",
     "config_hash",
@@ -191,12 +193,18 @@ def build_config(tree: Mapping[str, Any]) -> Config:
 
 def dump(config: Config) -> str:
     """The configuration as TOML with every key written out; ``load_config`` reads it back."""
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+    return tomli_w.dumps(as_tree(config))
+
+
+def as_tree(config: Config, *, none: bool = False) -> dict[str, Any]:
+    """The configuration as nested dicts of JSON values, secrets hidden; with None if asked."""
+    tree = config.model_dump(mode="json", exclude_none=not none)
+    return tree | {"rewards": {name: hide(table) for name, table in tree["rewards"].items()}}
 
 
 def flatten(config: Config) -> dict[str, Any]:
     """The configuration as dotted keys and JSON values, None left out."""
-    found = dict(_flatten(config.model_dump(mode="json", exclude_none=True), ""))
+    found = dict(_flatten(as_tree(config), ""))
     # Without lag, rollout on devices of its own gives the numbers of shared devices: no setting.
     return {k: v for k, v in found.items() if (k, v) != ("placement.staleness", 0)}
 
@@ -230,7 +238,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _toml(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
@@ -243,11 +251,39 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
+_DEEPEST = 50
+"""Tables and lists inside each other."""
+
+
+def _toml(text: str) -> dict[str, Any]:
+    """The tables in a text; raises TOMLDecodeError also where tomllib has other errors."""
+
+    def too_deep(value: Any, levels: int) -> bool:
+        inside = value.values() if isinstance(value, dict) else value
+        if not isinstance(value, dict | list):
+            return False
+        return not levels or any(too_deep(each, levels - 1) for each in inside)
+
+    try:
+        found = tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise tomllib.TOMLDecodeError(str(error)) from None
+    if too_deep(found, _DEEPEST):
+        raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels")
+    return found
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Puts one ``a.b=value`` into nested dicts."""
+    if re.search("[\ud800-\udfff]", override):
+        raise UserError(f"override {override!r}; it is not UTF-8 text")
     name, equals, text = override.partition("=")
     try:
-        parsed = tomllib.loads(f"{name} = 0")
+        parsed = _toml(f"{name} = 0")
     except tomllib.TOMLDecodeError:
         parsed = {}
     if not equals or len(parsed) != 1:
@@ -269,7 +305,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _parse_value(name: str, text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _toml(f"value = {text}")
         return parsed["value"] if len(parsed) == 1 else text
     except tomllib.TOMLDecodeError as error:
         if text[0] in "[\"'":  # a "{" may begin a template

@@ -59,10 +59,11 @@ class TextTable(FileTable):
         if value in ("chat", "plain"):
             return value
         try:
-            fields = [name for _, name, _, _ in string.Formatter().parse(value) if name is not None]
+            parsed = [part for part in string.Formatter().parse(value) if part[1] is not None]
         except ValueError as error:
             raise ValueError(f"no format string ({error}); write a brace as {{{{") from error
-        if fields and set(fields) == {"question"}:
+        # With neither a conversion nor a format: "{question:>9999999999}" is a text of 10 GB.
+        if parsed and {part[1:] for part in parsed} == {("question", "", None)}:
             return value
         raise ValueError("must be chat, plain, or text with {question} and no other braces")
 

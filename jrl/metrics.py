@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config
-from jrl.config_io import config_hash, dump, flatten, load_config, may_differ
+from jrl.config_io import as_tree, config_hash, dump, flatten, load_config, may_differ
 from jrl.errors import UserError
 from jrl.processes import first_says
 from jrl.sinks import open_sinks
@@ -143,7 +143,7 @@ def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
         },
         "mesh": dict(mesh),
         "seed": config.seed,
-        "config": config.model_dump(mode="json", exclude_none=True),
+        "config": as_tree(config),
         "config_hash": config_hash(config),
         "started": _now(),
     }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jrl.config import Config
+from jrl.config_io import as_tree
 from jrl.errors import UserError
 
 
@@ -80,7 +81,7 @@ def _open(target: str, config: Config, directory: Path) -> Sink:
             id=_run_id(directory),
             resume="allow",
             dir=str(directory),
-            config=config.model_dump(mode="json", exclude_none=True),
+            config=as_tree(config),
         )
     except Exception as error:
         raise UserError(

@@ -19,11 +19,12 @@ import jrl
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "jrl"
 
-BASE = {"types", "errors"}
+BASE = {"types", "errors", "json_text"}
 MAY_IMPORT = {
     "errors": set(),
     "compiles": set(),
     "own": {"errors"},
+    "json_text": {"errors"},
     "types": {"errors"},
     "mesh": BASE,
     "checkpoint": BASE,
@@ -39,7 +40,7 @@ MAY_IMPORT = {
 
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
-    *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
+    *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
 }
 """Loaded by what needs them, when it runs."""

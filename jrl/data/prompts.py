@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.answers import AnswerFinder
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
 from jrl.models.tokenizer import Tokenizer
@@ -79,39 +80,44 @@ def build_prompts(
       and the counts.
 
     Raises:
-      UserError: a row lacks question or answer (names file and line), a prompt is empty, or too
-        long with overlong="error", or no prompt is left.
+      UserError: a row lacks question or answer (names file and line), the pattern takes too long
+        over one, a prompt is empty, or too long with overlong="error", or no prompt is left.
     """
     if overlong not in OVERLONG:
         raise choose("data.overlong", overlong, OVERLONG)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
-    for index in range(len(source)):
-        row, where = source[index], source.where(index)
-        question = _field(row, question_key, where, "data.fields.question")
-        if not isinstance(question, str):
-            raise UserError(f"{where}: {question_key} must be text, not {type(question).__name__}")
-        answer = None if answer_key is None else _answer(row, answer_key, answer_pattern, where)
-        text = _text(question, tokenizer, system, template)
-        ids = tokenizer.encode(text, add_special=template != "chat")
-        if not ids:
-            raise UserError(f"{where}: the prompt is empty")
-        longest = max(longest, len(ids))
-        if len(ids) > max_prompt_tokens:
-            if overlong == "error":
+    with AnswerFinder(answer_pattern) as answers:
+        for index in range(len(source)):
+            row, where = source[index], source.where(index)
+            question = _field(row, question_key, where, "data.fields.question")
+            if not isinstance(question, str):
                 raise UserError(
-                    f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens is "
-                    f"{max_prompt_tokens}; raise it, or set data.overlong to drop or truncate"
+                    f"{where}: {question_key} must be text, not {type(question).__name__}"
                 )
-            if overlong == "drop":
-                dropped += 1
-                continue
-            truncated += 1
-            ids = ids[-max_prompt_tokens:]
-            text = tokenizer.decode(ids, skip_special=False)
-        meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
-        solution = None if solution_key is None else _solution(row, solution_key, where, tokenizer)
-        prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
+            answer = None if answer_key is None else _answer(row, answer_key, answers, where)
+            text = _text(question, tokenizer, system, template)
+            ids = tokenizer.encode(text, add_special=template != "chat")
+            if not ids:
+                raise UserError(f"{where}: the prompt is empty")
+            longest = max(longest, len(ids))
+            if len(ids) > max_prompt_tokens:
+                if overlong == "error":
+                    raise UserError(
+                        f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens is "
+                        f"{max_prompt_tokens}; raise it, or set data.overlong to drop or truncate"
+                    )
+                if overlong == "drop":
+                    dropped += 1
+                    continue
+                truncated += 1
+                ids = ids[-max_prompt_tokens:]
+                text = tokenizer.decode(ids, skip_special=False)
+            meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
+            solution = (
+                None if solution_key is None else _solution(row, solution_key, where, tokenizer)
+            )
+            prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
     if not prompts:
         raise UserError(
             f"all {len(source)} prompts are longer than data.max_prompt_tokens = "
@@ -155,13 +161,15 @@ def _field(row: dict[str, Any], key: str, where: str, setting: str) -> Any:
     return row[key]
 
 
-def _answer(row: dict[str, Any], key: str, pattern: str | None, where: str) -> Any:
+def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
     answer = _field(row, key, where, "data.fields.answer")
-    if pattern is not None:
-        found = list(re.finditer(pattern, str(answer)))
-        if not found:
-            raise UserError(f"{where}: {key} has no match of data.answer_pattern = {pattern!r}")
-        answer = re.sub(r"(?<=\d),(?=\d{3})", "", (found[-1].group(1) or "").strip())
+    if answers.pattern is not None:
+        found = answers.find(str(answer), where)
+        if found is None:
+            raise UserError(
+                f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
+            )
+        answer = re.sub(r"(?<=\d),(?=\d{3})", "", found.strip())
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.json_text import parse_json
 
 
 class Source(Protocol):
@@ -117,10 +117,7 @@ class JsonlSource:
         with self.path.open("rb") as file:
             file.seek(start)
             data = file.read(end - start)
-        try:
-            row = json.loads(data.decode("utf-8-sig"))
-        except ValueError as error:
-            raise UserError(f"{self.where(index)}: not valid JSON: {error}") from None
+        row = parse_json(data, self.where(index))
         if not isinstance(row, dict):
             raise UserError(
                 f"{self.where(index)}: must hold a JSON object with named fields, "

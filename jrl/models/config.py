@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from typing import NamedTuple
 
 from jrl.errors import UserError, choose
@@ -133,6 +134,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Checks every field; raises ``UserError`` naming the first that cannot be."""
+        for field in dataclasses.fields(self):
+            _check_type(field.name, getattr(self, field.name), str(field.type))
         for name in ("rope_pattern", "window_pattern", "expert_pattern"):
             object.__setattr__(self, name, _pattern(name, getattr(self, name), self.layers))
         for name in _COUNTS:
@@ -210,6 +213,26 @@ _CHOICES = {
     "activation": ACTIVATIONS,
     "rope_scaling": ROPE_SCALINGS,
 }
+
+
+def _check_type(name: str, value: object, kind: str) -> None:
+    """Raises UserError where a field holds another type than it declares; NumPy's numbers count."""
+    if value is None and kind.endswith("| None"):
+        return
+    kind = kind.removesuffix(" | None")
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if kind == "int":
+        whole = is_number and isinstance(value, numbers.Integral) and abs(int(value)) < 2**31
+        _require(name, value, whole, "a whole number")
+    elif kind == "float":
+        _require(name, value, is_number, "a number")
+    elif kind == "str":
+        _require(name, value, isinstance(value, str), "text")
+    elif kind == "bool":
+        _require(name, value, isinstance(value, bool), "true or false")
+    else:
+        listed = isinstance(value, tuple | list) and all(isinstance(v, bool) for v in value)
+        _require(name, value, listed, "a list of true and false")
 
 
 def _require(name: str, value: object, holds: bool, remedy: str) -> None:

@@ -6,17 +6,15 @@ Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``enco
 
 from __future__ import annotations
 
-import datetime
-import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError, choose
+from jrl.json_text import read_object
+from jrl.models.chat_template import find_templates, render
 
 if TYPE_CHECKING:
-    import jinja2
     import tokenizers
 
 PAD_ID = 0
@@ -67,6 +65,7 @@ class CharTokenizer:
 
     def __init__(self) -> None:
         self.vocab_size = len(ALPHABET) + 2
+        self.longest_token = 1
         self.eos_id = STOP_ID
         self.pad_id = PAD_ID
         self.stop_ids: tuple[int, ...] = (STOP_ID,)
@@ -129,12 +128,17 @@ def char_tokenizer() -> CharTokenizer:
 # ---------------------------------------------------------------- the tokenizer of a checkpoint
 
 
+_SHORT = 1000
+"""Characters; a shorter text is encoded in less than a millisecond."""
+
+
 class FileTokenizer:
     """The tokenizer of a Hugging Face checkpoint directory, with its chat templates.
 
     Attributes:
       vocab_size: one more than the highest id.
       base_vocab_size: the same without added tokens.
+      longest_token: characters of the longest token; no token stands for more of a text.
       eos_id: the id of ``eos_token``.
       pad_id: the id of ``pad_token``; ``eos_id`` when there is none.
       stop_ids: ``eos_id`` first, then the further ids of generation_config.json.
@@ -154,7 +158,9 @@ class FileTokenizer:
     ) -> None:
         self._backend = backend
         self._source = source
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values())
+        self.longest_token = max(map(len, vocabulary))
         self.base_vocab_size = 1 + max(backend.get_vocab(with_added_tokens=False).values())
         self.eos_id = stop_ids[0]
         self.stop_ids = stop_ids
@@ -170,7 +176,11 @@ class FileTokenizer:
           add_special: put those around it that the tokenizer adds to a plain text, such as BOS;
             a text from ``chat`` already has its own.
         """
-        return self._backend.encode(text, add_special_tokens=add_special).ids
+        if len(text) < _SHORT:
+            return self._backend.encode(text, add_special_tokens=add_special).ids
+        # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long prompt is
+        # encoded in one thread, a server's others go on.
+        return self._backend.encode_batch([text], add_special_tokens=add_special)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
@@ -205,16 +215,9 @@ class FileTokenizer:
             )
         if template not in self.templates:
             raise choose("template", template, self.templates)
-        import jinja2
-
-        try:
-            return _compiled(self.templates[template]).render(
-                messages=messages,
-                add_generation_prompt=add_generation_prompt,
-                **{"tools": None, "documents": None, **self.special, **variables},
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template of {self._source} says: {error}") from error
+        fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        given = {"tools": None, "documents": None, **self.special, **variables, **fixed}
+        return render(self.templates[template], given, self._source)
 
 
 def load_tokenizer(directory: str | Path) -> FileTokenizer:
@@ -250,8 +253,8 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     backend.no_truncation()
     backend.no_padding()
 
-    config = _read_json(directory / "tokenizer_config.json")
-    special = _special_texts({**_read_json(directory / "special_tokens_map.json"), **config})
+    config = read_object(directory / "tokenizer_config.json")
+    special = _special_texts({**read_object(directory / "special_tokens_map.json"), **config})
     pad_id = backend.token_to_id(special.get("pad_token", ""))
     stop_ids = _stop_ids(directory, backend, special.get("eos_token"))
     return FileTokenizer(
@@ -260,7 +263,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
         stop_ids=stop_ids,
         pad_id=stop_ids[0] if pad_id is None else pad_id,
         special=special,
-        templates=_templates(directory, config.get("chat_template")),
+        templates=find_templates(directory, config.get("chat_template")),
     )
 
 
@@ -292,19 +295,6 @@ def check_ids(largest: int, vocab_size: int, where: str) -> None:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty when the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(found).__name__}")
-    return found
-
-
 def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
     """The texts of "..._token" entries, which are strings or objects with "content"."""
     texts = {}
@@ -328,61 +318,21 @@ def _stop_ids(
                 "vocabulary of tokenizer.json; set it to a token that is"
             )
         ids.append(eos_id)
-    generation = _read_json(directory / "generation_config.json")
+    generation = read_object(directory / "generation_config.json")
     named = generation.get(
-        "eos_token_id", _read_json(directory / "config.json").get("eos_token_id")
+        "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    ids += [] if named is None else named if isinstance(named, list) else [named]
+    listed = [] if named is None else named if isinstance(named, list) else [named]
+    for each in listed:
+        if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
+            raise UserError(
+                f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
+                "config.json); it must be a token id, a whole number from 0 on, or a list of them"
+            )
+    ids += listed
     if not ids:
         raise UserError(
             f"no file of {directory} names an end-of-sequence token, so nothing would end a "
             "completion; set eos_token in tokenizer_config.json"
         )
     return tuple(dict.fromkeys(int(i) for i in ids))
-
-
-def _templates(directory: Path, configured: Any) -> dict[str, str]:
-    """Chat templates by name; a file of its own wins over tokenizer_config.json."""
-    templates: dict[str, str] = {}
-    if isinstance(configured, str):
-        templates["default"] = configured
-    elif isinstance(configured, list):
-        templates = {entry["name"]: entry["template"] for entry in configured}
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-    if (directory / "chat_template.jinja").is_file():
-        templates["default"] = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    return templates
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(template: str) -> jinja2.Template:
-    """A chat template in the environment that such templates are written for."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """Writes the body of ``{% generation %}`` blocks, which mark the assistant's words."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
-    return environment.from_string(template)

@@ -97,8 +97,9 @@ def to_number(text: str) -> Fraction | None:
 
 def _fraction(text: str, sign: int) -> Fraction | None:
     exponent = re.search(r"[eE]([+-]?\d+)$", text)
-    if exponent and abs(int(exponent.group(1)[:6])) > 300:
-        return None  # Fraction would compute all digits
+    # Fraction would compute all digits; it also reads digits with underscores between them.
+    if "_" in text or (exponent and abs(int(exponent.group(1))) > 300):
+        return None
     try:
         return sign * Fraction(text)
     except (ValueError, ZeroDivisionError):

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jrl.rewards.base import Sample
+from jrl.rewards.bounds import LONGEST, is_tame
 from jrl.rewards.exact import exact_reward, expected_answer, final_answer, marked_answer, to_number
 from jrl.rewards.exact import same_answer as same_number
+
+_SECONDS = 3.0
+"""Time of one comparison; the pool's limit would end the process too."""
 
 
 def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
     """1 for a completion whose final answer equals the prompt's, else 0.
 
     Numbers are compared as ``exact_reward`` does. Anything else (sets, intervals, expressions) goes
-    to math-verify, the ``math`` extra; without it, the texts are compared.
+    to math-verify, the ``math`` extra, if ``bounds.is_tame`` holds of both and within 3 s; else
+    the texts are compared.
 
     Args:
       samples: what to judge.
@@ -39,7 +47,34 @@ def _is_right(sample: Sample, tolerance: float, checker: Callable[[str, str], bo
     if given is not None and same_number(given, expected, tolerance):
         return True
     marked = marked_answer(sample.completion)
-    return checker(expected, sample.completion if marked is None else f"\\boxed{{{marked}}}")
+    # Unmarked, the answer is looked for in the end of the completion.
+    claimed = sample.completion[-LONGEST:] if marked is None else marked
+    if not (is_tame(expected) and is_tame(claimed)):
+        return False
+    return checker(expected, claimed if marked is None else f"\\boxed{{{marked}}}")
+
+
+class _TooLong(BaseException):
+    """The comparison took too long; not an Exception, as sympy catches many of those."""
+
+
+@contextlib.contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raises _TooLong after a while, in a main thread, such as that of a worker process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @functools.cache
@@ -56,8 +91,12 @@ def _math_verify() -> Callable[[str, str], bool] | None:
     parse: Any = functools.partial(math_verify.parse, parsing_timeout=None)
 
     def agrees(expected: str, completion: str) -> bool:
-        gold = parse(f"\\boxed{{{expected}}}")
-        return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None))
+        try:
+            with _limited_time():
+                gold = parse(f"\\boxed{{{expected}}}")
+                return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None))
+        except (_TooLong, MemoryError, RecursionError):
+            return False
 
     return agrees
 

@@ -1,42 +1,59 @@
-"""Reward functions in worker processes that can be killed, with a time limit for each call."""
+"""Reward functions in worker processes, with limits of time, memory and output for each.
+
+The trainer hands out one call at a time and looks ten times a second at what the workers do. A call
+beyond a limit is ended with its process and all that this one started; the other workers go on with
+the calls that are left, and where a call has used half of its time another process is started, so
+that one is ready if it must be ended.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
-import os
 import pickle
-import signal
+import subprocess
+import sys
 import threading
-import traceback
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrl.errors import UserError, choose
+from jrl.rewards import kill
 from jrl.rewards.base import RewardFn, Sample
+from jrl.rewards.call import Failure, call
+from jrl.rewards.worker import Lost, Worker, attribute, pickled_call
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
 
-ON_ERROR = ("raise", "zero")
-TIMEOUT = "timeout"
+ACTIONS = ("zero", "drop", "stop")
+
+_LOOK_SECONDS = 0.1
+_START_SECONDS = 600
+"""Time for a worker to load the functions."""
+
+_PRINTED = 1 << 14
+"""Bytes that workers may print while one batch is judged; the rest is dropped."""
+
 _NOT_STARTED = (
-    "the worker processes of the rewards end as soon as they start; a training script must run "
-    'under if __name__ == "__main__":, because each worker imports it; or set '
+    "the worker processes of the rewards end as soon as they start (exit code {code}); a training "
+    'script must run under if __name__ == "__main__":, because each worker imports it; or set '
     "reward_pool.workers = 0"
 )
 
 
-class _Failure(NamedTuple):
-    """Why a call gave no points."""
+class _Call(NamedTuple):
+    """One call: its column, the function's name, the samples' indices, and the message."""
 
-    reason: str
-    trace: str = ""
+    column: int
+    name: str
+    members: list[int]
+    message: bytes = b""
 
 
 class RewardPool:
@@ -45,12 +62,15 @@ class RewardPool:
     Args:
       functions: reward functions by name; each is called with one sample, or with one group if
         it is marked by ``over_group``.
-      workers: processes; 0 calls the functions in this process, without a time limit.
-      timeout_seconds: for one call. The worker is killed, every sample of the call gets 0 points,
-        and "reward_timeouts" counts it.
-      on_error: the result of a call that raises, kills its process, or does not return one finite
-        number for each sample: "raise" a UserError, or "zero" points, counted in
-        "reward_errors".
+      workers: processes; 0 calls the functions in this process, without limits.
+      timeout_seconds: for one call; at its end the worker is killed with all that it started.
+      memory_gib: resident memory of one worker and all that it started, in GiB; beyond it they are
+        killed, and the call failed.
+      on_timeout: what becomes of the samples of a call that was ended at its time limit: "zero"
+        points, "drop" (NaN points, for the caller to take the sample out of its group), or "stop"
+        with a UserError. "reward_timeouts" counts such calls.
+      on_error: the same for a call that raises, kills its process, or does not return one number
+        that is finite in float32 for each sample; "reward_errors" counts them.
 
     Raises:
       UserError: a function cannot be sent to a process.
@@ -62,17 +82,23 @@ class RewardPool:
         *,
         workers: int,
         timeout_seconds: float,
-        on_error: str = "raise",
+        memory_gib: float = math.inf,
+        on_timeout: str = "zero",
+        on_error: str = "stop",
     ) -> None:
-        if on_error not in ON_ERROR:
-            raise choose("reward_pool.on_error", on_error, ON_ERROR)
+        for key, action in (("on_timeout", on_timeout), ("on_error", on_error)):
+            if action not in ACTIONS:
+                raise choose(f"reward_pool.{key}", action, ACTIONS)
         self.functions = dict(functions)
-        self.workers, self.timeout_seconds, self.on_error = workers, timeout_seconds, on_error
-        self._pool: Any = None
-        self._closed = False
+        self.timeout_seconds, self.memory_gib = timeout_seconds, memory_gib
+        self.on_timeout, self.on_error = on_timeout, on_error
         self._turn = threading.Lock()  # rollout and evaluation may call from different threads
-        if workers:
-            self._pool = _start(self.functions, workers)
+        self._workers = _Workers(self.functions, workers, self) if workers else None
+
+    @property
+    def drops(self) -> bool:
+        """Whether points may be NaN, for samples to be left out."""
+        return "drop" in (self.on_timeout, self.on_error)
 
     def scores(
         self, samples: Sequence[Sample], *, group: int | None = None
@@ -85,15 +111,15 @@ class RewardPool:
             with the same ``prompt.id`` as a group.
 
         Returns:
-          (points [B, R] float32, R in the order of the functions; counts of calls by name,
-          "reward_timeouts" and "reward_errors").
+          (points [B, R] float32, R in the order of the functions, NaN where a sample is to be
+          dropped; counts of calls by name, "reward_timeouts" and "reward_errors").
 
         Raises:
-          UserError: a call failed and on_error is "raise"; names the function and the prompt.
+          UserError: a call failed and the run is to stop then; names the function and the prompt.
         """
         groups = _groups(samples, group)
         calls = [
-            (column, name, [index] if _over(function) == "sample" else members)
+            _Call(column, name, [index] if _over(function) == "sample" else members)
             for column, (name, function) in enumerate(self.functions.items())
             for members in groups
             for index in (members if _over(function) == "sample" else members[:1])
@@ -101,74 +127,33 @@ class RewardPool:
         points = np.zeros((len(samples), len(self.functions)), np.float32)
         counts = {"reward_timeouts": 0.0, "reward_errors": 0.0}
         with self._turn, contextlib.closing(self._results(calls, samples)) as results:
-            for (column, name, members), result in zip(calls, results, strict=True):
-                if not isinstance(result, _Failure):
+            for (column, name, members, _), result in results:
+                if not isinstance(result, Failure):
                     points[members, column] = result
-                elif result.reason == TIMEOUT:
-                    counts["reward_timeouts"] += 1
-                elif self.on_error == "zero":
-                    counts["reward_errors"] += 1
-                else:
-                    raise _error(name, result, samples[members[0]])
+                    continue
+                key = "on_timeout" if result.timed_out else "on_error"
+                action = self.on_timeout if result.timed_out else self.on_error
+                if action == "stop":
+                    raise _error(name, result, samples[members[0]], key)
+                counts["reward_timeouts" if result.timed_out else "reward_errors"] += 1
+                points[members, column] = np.nan if action == "drop" else 0.0
         return points, counts
 
-    def _results(
-        self, calls: Sequence[tuple[int, str, list[int]]], samples: Sequence[Sample]
-    ) -> Generator[list[float] | _Failure, None, None]:
-        """Yields the points or the _Failure of each call, in order."""
-        if self._pool is None:
-            for _, name, members in calls:
-                yield _call(self.functions[name], [samples[i] for i in members])
-            return
-        done, broken_at = 0, -1
-        while done < len(calls):
-            futures = self._schedule(calls[done:], samples)
-            try:
-                for future in futures:
-                    result = _result(future)
-                    if result is None:
-                        break
-                    yield result
-                    done += 1
-            finally:
-                for future in futures:
-                    future.cancel()
-            if done < len(calls):
-                # A process that dies at the wrong moment breaks the pool: retry once in a new one.
-                if broken_at == done:
-                    raise UserError(_NOT_STARTED)
-                broken_at = done
-                self._stop()
-                self._pool = _start(self.functions, self.workers)
-
-    def _schedule(
-        self, calls: Sequence[tuple[int, str, list[int]]], samples: Sequence[Sample]
-    ) -> list[Any]:
-        """A future for each call; fewer if the pool breaks meanwhile."""
-        futures: list[Any] = []
-        for _, name, members in calls:
-            arguments = (name, [samples[i] for i in members])
-            try:
-                futures.append(
-                    self._pool.schedule(
-                        _call_in_worker, args=arguments, timeout=self.timeout_seconds
-                    )
-                )
-            except RuntimeError:
-                if self._closed:
-                    raise
-                break
-        return futures
+    def _results(self, calls: Sequence[_Call], samples: Sequence[Sample]) -> Any:
+        """A generator of (call, points or Failure), each call once, in any order."""
+        if self._workers is not None:
+            return self._workers.results(calls, samples)
+        return (
+            (each, call(self.functions[each.name], [samples[i] for i in each.members]))
+            for each in calls
+        )
 
     def close(self) -> None:
-        """Kills the workers; may be called twice."""
-        self._closed = True
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.stop()
-            self._pool.join()
+        """Kills the workers; may be called twice, and while another thread waits for points."""
+        if self._workers is not None:
+            self._workers.closed = True
+            with self._turn:
+                self._workers.stop()
 
     def __enter__(self) -> RewardPool:
         """Returns the pool."""
@@ -179,22 +164,17 @@ class RewardPool:
         self.close()
 
 
-def _error(name: str, failure: _Failure, sample: Sample) -> UserError:
+def _error(name: str, failure: Failure, sample: Sample, key: str) -> UserError:
     """The error of a failed call."""
     return UserError(
         f"rewards.{name}: {failure.reason} (prompt {sample.prompt.id}); fix the function, or set "
-        f'reward_pool.on_error = "zero"\n{failure.trace}'.rstrip()
+        f'reward_pool.{key} = "zero" or "drop"\n{failure.trace}'.rstrip()
     )
-
-
-def _attribute(function: RewardFn, name: str, default: Any) -> Any:
-    """An attribute of a function, or of the function that a partial binds."""
-    return getattr(function, name, getattr(getattr(function, "func", None), name, default))
 
 
 def _over(function: RewardFn) -> str:
     """What one call sees: "sample" or "group"."""
-    return _attribute(function, "over", "sample")
+    return attribute(function, "over", "sample")
 
 
 def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
@@ -212,101 +192,196 @@ def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
     return groups
 
 
-def _call(function: RewardFn, samples: list[Sample]) -> list[float] | _Failure:
-    """The points of one call, checked."""
-    try:
-        result: Any = function(samples)
-        if isinstance(result, np.ndarray):
-            result = result.tolist()
-        if not isinstance(result, list | tuple):
-            kind = type(result).__name__
-            return _Failure(
-                f"returned {kind} {result!r:.60}; return a list with one number a sample"
-            )
-        if len(result) != len(samples):
-            return _Failure(f"returned {len(result)} numbers for {len(samples)} samples")
-        for value in result:
-            if not isinstance(value, int | float | np.number | np.bool_):
-                kind = type(value).__name__
-                return _Failure(f"returned {kind} {value!r:.60} instead of a number")
-            if not math.isfinite(value):
-                return _Failure(f"returned {float(value)}; points must be finite")
-        return [float(value) for value in result]
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too, which would end the worker
-        return _Failure(f"raised {type(error).__name__}: {error}", traceback.format_exc(limit=-3))
-
-
 # ---------------------------------------------------------------- processes
 
 
-def _start(functions: Mapping[str, RewardFn], workers: int) -> Any:
-    """A pool of workers that know the functions."""
-    import pebble
+class _Workers:
+    """The processes of a pool, and the calls that they have."""
 
-    for name, function in functions.items():
+    def __init__(self, functions: Mapping[str, RewardFn], count: int, limits: RewardPool) -> None:
+        for name, function in functions.items():
+            try:
+                pickle.dumps(function)
+            except Exception as error:
+                raise UserError(
+                    f"rewards.{name} cannot be sent to a worker process ({error}); write it as a "
+                    "function of a module or file, or set reward_pool.workers = 0"
+                ) from error
+        self.closed = False
+        self._functions, self._count, self._limits = pickle.dumps(dict(functions)), count, limits
+        self._living: list[Worker] = []
+        self._warden: subprocess.Popen[bytes] | None = None
+        self._failed_starts, self._printed = 0, 0
+        self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
+
+    def results(
+        self, calls: Sequence[_Call], samples: Sequence[Sample]
+    ) -> Iterator[tuple[_Call, list[float] | Failure]]:
+        """Yields each call with its points or its Failure, in the order in which they end."""
+        self._printed = 0
+        waiting: deque[_Call] = deque()
+        for each in calls:
+            message = pickled_call(each.name, [samples[i] for i in each.members])
+            if isinstance(message, Failure):
+                yield each, message
+            else:
+                waiting.append(each._replace(message=message))
+        left = len(waiting)
         try:
-            pickle.dumps(function)
-        except Exception as error:
+            while left:
+                if self.closed:
+                    raise RuntimeError("the pool of reward functions is closed")
+                self._start_enough(len(waiting), left)
+                self._hand_out(waiting)
+                self._wait()
+                for worker in list(self._living):
+                    ended = self._look_at(worker)
+                    if ended is not None:
+                        left -= 1
+                        yield ended
+        finally:
+            for worker in list(self._living):
+                # One that still works on a call that nobody waits for, and those started in excess.
+                if worker.call is not None or len(self._living) > self._count:
+                    self._end(worker)
+
+    def _start_enough(self, waiting: int, left: int) -> None:
+        """Starts processes for what is left to do, and one for each that may have to be ended."""
+        half = self._limits.timeout_seconds / 2
+        busy = [worker for worker in self._living if worker.call is not None]
+        slow = sum(worker.seconds() > half for worker in busy)
+        wanted = min(self._count, left) + min(slow, waiting)
+        while len(self._living) < wanted:
+            try:
+                worker = Worker(self._functions)
+            except OSError as error:
+                raise UserError(
+                    f"rewards: no worker process can be started: {error}; end other processes, or "
+                    f"lower reward_pool.workers = {self._count}"
+                ) from None
+            self._living.append(worker)
+            self._tell_warden(worker.pid)
+
+    def _hand_out(self, waiting: deque[_Call]) -> None:
+        for worker in list(self._living):
+            # No more calls at a time than workers; those started ahead wait for one to be ended.
+            if sum(each.call is not None for each in self._living) >= self._count or not waiting:
+                return
+            if worker.idle:
+                try:
+                    worker.send(waiting[0], waiting[0].message)
+                except Lost:
+                    self._end(worker)
+                else:
+                    waiting.popleft()
+
+    def _wait(self) -> None:
+        """Returns when a worker has something to say, and after a tenth of a second at most."""
+        times = [w.seconds() for w in self._living if w.call is not None]
+        rest = self._limits.timeout_seconds - max(times, default=0.0)
+        pipes = [pipe for worker in self._living for pipe in (worker.connection, worker.output)]
+        connection.wait(pipes, timeout=max(min(rest, _LOOK_SECONDS), 0.001))
+        self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
+        if self._measure:
+            self._measured = time.monotonic()
+
+    def _look_at(self, worker: Worker) -> tuple[_Call, list[float] | Failure] | None:
+        """The call that a worker has ended, if any; ends it where it is beyond a limit."""
+        try:
+            self._show(worker.read_output())
+            reply = worker.receive()
+        except Lost:
+            return self._lost(worker)
+        if reply is not None and not worker.ready:
+            if isinstance(reply, Failure):
+                raise UserError(f"rewards: {reply.reason}")
+            worker.ready, self._failed_starts = True, 0
+        elif reply is not None:
+            ended, worker.call = worker.call, None
+            return ended, reply
+        elif worker.exit_code() is not None:
+            return self._lost(worker)
+        return self._beyond_limits(worker)
+
+    def _beyond_limits(self, worker: Worker) -> tuple[_Call, Failure] | None:
+        """The Failure of a call that uses too much time or memory; its worker is ended."""
+        limits, failure = self._limits, None
+        if not worker.ready and worker.seconds() > _START_SECONDS:
             raise UserError(
-                f"rewards.{name} cannot be sent to a worker process ({error}); write it as a "
-                "function of a module or file, or set reward_pool.workers = 0"
-            ) from error
-    return pebble.ProcessPool(
-        max_workers=workers,
-        initializer=_set_up_worker,
-        initargs=(pickle.dumps(dict(functions)),),
-        # Forking a process that runs JAX can deadlock; spawning cannot.
-        context=multiprocessing.get_context("spawn"),
-    )
+                f"rewards: a worker process has not loaded them in {_START_SECONDS} s; look for "
+                "what waits in the file of the reward function, or set reward_pool.workers = 0"
+            )
+        if worker.call is not None and worker.seconds() > limits.timeout_seconds:
+            said = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
+            failure = Failure(said, timed_out=True)
+        elif self._measure and math.isfinite(limits.memory_gib):
+            most = int(limits.memory_gib * 2**30)
+            used = worker.memory_bytes(above=most)
+            if used > most:
+                failure = Failure(
+                    f"used {used / 2**30:.2g} GiB of memory, more than reward_pool.memory_gib = "
+                    f"{limits.memory_gib:g}, and was ended"
+                )
+                if not worker.ready:
+                    raise UserError(f"rewards: loading them in a worker {failure.reason}")
+        if failure is None:
+            return None
+        ended = worker.call
+        self._end(worker)
+        return None if ended is None else (ended, failure)
 
+    def _lost(self, worker: Worker) -> tuple[_Call, Failure] | None:
+        """The Failure of a worker that died, if it had a call."""
+        # It may have closed its pipe a moment before its end.
+        ended, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
+        self._end(worker)
+        if not ready:
+            self._failed_starts += 1
+            if self._failed_starts > 1:  # one may have been killed by accident
+                raise UserError(_NOT_STARTED.format(code=code))
+        if ended is None:
+            return None
+        if code is None:
+            return ended, Failure("its process stopped in the middle of an answer")
+        return ended, Failure(f"its process died (exit code {code})")
 
-_functions: dict[str, RewardFn] | _Failure = _Failure("the worker was not set up")
+    def _show(self, printed: bytes) -> None:
+        """Passes on what a worker printed, up to a limit a batch."""
+        if not printed:
+            return
+        if self._printed > _PRINTED:
+            time.sleep(0.001)  # or a flood would keep this thread at work
+            return
+        shown = printed[: _PRINTED - self._printed]
+        self._printed += len(printed)
+        sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
+        if self._printed > _PRINTED:
+            sys.stderr.write(
+                f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"
+            )
 
+    def _tell_warden(self, number: int) -> None:
+        """Has the warden end a process when the trainer dies; with a minus sign, no longer."""
+        if self._warden is None:
+            self._warden = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(kill.__file__))],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # not for the terminal's Ctrl-C either
+            )
+        assert self._warden.stdin is not None
+        with contextlib.suppress(OSError):
+            self._warden.stdin.write(f"{number}\n".encode())
+            self._warden.stdin.flush()
 
-def _set_up_worker(pickled: bytes) -> None:
-    """Loads the functions in a worker, outside of the first call's time limit."""
-    global _functions
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles interrupts
-    os.environ["JAX_PLATFORMS"] = "cpu"  # a reward that uses JAX must not take the accelerator
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        loaded = pickle.loads(pickled)
-        for function in loaded.values():
-            _attribute(function, "prepare", lambda: None)()
-        _functions = loaded
-    except Exception as error:
-        _functions = _Failure(
-            f"could not be loaded in a worker process: {type(error).__name__}: {error}"
-        )
+    def _end(self, worker: Worker) -> None:
+        self._living.remove(worker)
+        worker.kill()
+        self._tell_warden(-worker.pid)
 
-
-def _end_with_parent() -> None:
-    """Ends the worker when the trainer ends, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-
-def _call_in_worker(name: str, samples: list[Sample]) -> list[float] | _Failure:
-    if isinstance(_functions, _Failure):
-        return _functions
-    return _call(_functions[name], samples)
-
-
-def _result(future: Any) -> list[float] | _Failure | None:
-    """The result of a scheduled call; None if the pool broke first."""
-    import pebble
-
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        return None
-    except FutureTimeout:
-        return _Failure(TIMEOUT)
-    except pebble.ProcessExpired as error:
-        return _Failure(f"its process died (exit code {error.exitcode})")
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        return _Failure(f"its samples could not be sent to a worker process: {error}")
+    def stop(self) -> None:
+        """Ends all processes."""
+        for worker in list(self._living):
+            self._end(worker)
+        if self._warden is not None:
+            self._warden.communicate()
+            self._warden = None

@@ -1,7 +1,8 @@
 """The HTTP endpoints of OpenAI's API: completions and chat completions, complete or streamed.
 
 They need the extra ``serve`` (starlette and uvicorn). Requests are checked before any device work,
-wait in a bounded queue, and end when their client disconnects. There is no authentication.
+wait in a bounded queue, and end when their client disconnects. With an API key, all but /health
+need it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import json
 import time
 import uuid
@@ -18,7 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.openai_replies import ReplyChoice, Top, reply_head, usage
-from jrl.serving.openai_requests import ApiError, ApiRequest, Json, no_such_model, parse
+from jrl.serving.openai_requests import (
+    ApiError,
+    ApiRequest,
+    Json,
+    longest_text,
+    no_such_model,
+    parse,
+)
 from jrl.serving.request import Limits, Update
 from jrl.serving.request import Request as EngineRequest
 
@@ -28,7 +37,9 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MAX_BYTES = 16 << 20
-"""Of a request's body."""
+"""Of a request's body, at most; less where the prompts are short."""
+READ_SECONDS = 30.0
+"""For a request's body to arrive."""
 RETRY_SECONDS = 1
 """When to try again after a full queue, as the reply says."""
 
@@ -152,13 +163,24 @@ class Service:
       limits: of the engine's requests.
       model: the name of the model.
       queue: completions that may wait for a slot; further ones are refused with status 429.
+      api_key: what clients must send as a bearer token; None asks for none.
     """
 
     def __init__(
-        self, sampler: Sampler, tokenizer: Tokenizer, limits: Limits, *, model: str, queue: int
+        self,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        *,
+        model: str,
+        queue: int,
+        api_key: str | None = None,
     ) -> None:
         self.sampler, self.tokenizer, self.limits = sampler, tokenizer, limits
-        self.model_name, self.queue = model, queue
+        self.model_name, self.queue, self._api_key = model, queue, api_key
+        # JSON may write a character in 6 bytes; and the rest of a body is small.
+        prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits)
+        self.max_bytes = min(MAX_BYTES, (1 << 18) + prompts)
         self.created = int(time.time())
         self.pending = 0
 
@@ -197,6 +219,19 @@ class Service:
         if self.sampler.failure is not None:
             raise ApiError(f"the engine has failed: {self.sampler.failure}", status=503)
 
+    def check_key(self, request: Request) -> None:
+        """Raises ApiError for a request without the server's key."""
+        if self._api_key is None:
+            return
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        same = hmac.compare_digest(given.strip().encode(), self._api_key.encode())
+        if kind.lower() != "bearer" or not same:
+            raise ApiError(
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                status=401,
+                code="invalid_api_key",
+            )
+
     async def health(self, request: Request) -> Response:
         """GET /health: status 200 while the engine runs."""
         self.check_running()
@@ -204,10 +239,12 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models: the one model that is served."""
+        self.check_key(request)
         return _reply({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """GET /v1/models/NAME."""
+        self.check_key(request)
         name = request.path_params["name"]
         if name != self.model_name:
             raise no_such_model(name, self.model_name)
@@ -231,7 +268,8 @@ class Service:
         return await self._complete(request, chat=True)
 
     async def _complete(self, request: Request, chat: bool) -> Response:
-        body = await _read(request)
+        self.check_key(request)
+        body = await _read(request, self.max_bytes)
         # In a thread, as long prompts take a while to tokenize and other streams must not wait.
         api_request = await asyncio.to_thread(
             parse,
@@ -291,25 +329,38 @@ def application(service: Service) -> Starlette:
 def _reply(body: Json, status: int = 200) -> Response:
     from starlette.responses import JSONResponse
 
-    headers = {"retry-after": str(RETRY_SECONDS)} if status == 429 else None
+    headers = None
+    if status == 429:
+        headers = {"retry-after": str(RETRY_SECONDS)}
+    elif status == 408:
+        headers = {"connection": "close"}  # the rest of the body may come, or not
     return JSONResponse(body, status, headers)
 
 
-async def _read(request: Request) -> Any:
+async def _read(request: Request, most: int) -> Any:
     """The JSON body of a request.
 
     Raises:
-      ApiError: it is not JSON, or too long.
+      ApiError: it is not JSON, longer than ``most`` bytes, or does not arrive.
     """
+    from starlette.requests import ClientDisconnect
+
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # Web pages of other origins cannot send this type without a preflight request.
         raise ApiError(f"content-type = {kind!r}; must be 'application/json'", status=415)
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BYTES:
-            raise ApiError(f"the body is longer than {MAX_BYTES} bytes", status=413)
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            async for part in request.stream():
+                data += part
+                if len(data) > most:
+                    raise ApiError(f"the body is longer than {most} bytes", status=413)
+    except TimeoutError:
+        said = f"the body did not arrive in {READ_SECONDS:g} s ({len(data)} bytes did)"
+        raise ApiError(said, status=408) from None
+    except ClientDisconnect:  # nobody reads the reply
+        raise ApiError("the client disconnected") from None
     try:
         body = json.loads(data)
         json.dumps(body, ensure_ascii=False).encode()

@@ -219,8 +219,7 @@ class SlotEngine:
             keep[list(self._released)] = False
             self._released.clear()
             callbacks, self._callbacks = self._callbacks, []
-        with jax.set_mesh(self._mesh):
-            state, data = self._step(params, decode_state, keep)
+        state, data = self._step_once(params, decode_state, keep)
         for then in callbacks:
             then()
         result = library().engine.ResultTokens(
@@ -231,6 +230,23 @@ class SlotEngine:
             samples_per_slot=1,
         )
         return state, result
+
+    def compile(self) -> None:
+        """Runs every program once, so that no request waits for a compilation."""
+        weights, state = self.load_params(), self.init_decode_state()
+        for width in PREFILL_TOKENS:
+            if width <= self._padded:
+                size = min(width, self.prompt_tokens)
+                prompt = {"padded_tokens": np.zeros(width, np.int32), "true_length": size}
+                state = self.insert(self.prefill(params=weights, **prompt), state, 0)
+        state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
+        jax.block_until_ready(state)
+        self._requests = 0  # the keys of requests are those of an engine that did not do this
+        self._occupied.clear()
+
+    def _step_once(self, params: Any, state: Slots, keep: np.ndarray) -> tuple[Slots, Array]:
+        with jax.set_mesh(self._mesh):
+            return self._step(params, state, keep)
 
     def free_resource(self, slot: int) -> None:
         """Ends the completion in a slot before the next token."""

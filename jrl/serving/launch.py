@@ -59,6 +59,7 @@ class ServerOptions:
       chunk: decode steps between two returns to the host, with OpenAI's protocol; 0 lets the engine
         measure and choose.
       grace_seconds: how long running requests may finish after a signal to stop.
+      api_key: what clients of OpenAI's protocol must send; None asks for none.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ServerOptions:
     queue: int
     chunk: int
     grace_seconds: float
+    api_key: str | None = None
 
 
 def served_policy(config: Config, *, checkpoint: int | None) -> ServedPolicy:
@@ -151,7 +153,12 @@ def serve_openai(
         engine.compile(refresh=False)
     worker = Worker(engine, network=policy.network, tokenizer=tokenizer, mesh=policy.mesh)
     service = http.Service(
-        worker, tokenizer, worker.limits, model=options.name, queue=options.queue
+        worker,
+        tokenizer,
+        worker.limits,
+        model=options.name,
+        queue=options.queue,
+        api_key=options.api_key,
     )
     server.run(
         service,
@@ -170,6 +177,8 @@ def serve_jetstream(
     Raises:
       UserError: see ``served_policy``; or the address is taken.
     """
+    if options.api_key is not None:
+        raise UserError("--api-key: JetStream's protocol has none; use --engine jrl")
     jetstream_engine.library()
     server.listen(options.host, options.port).close()
     policy = served_policy(config, checkpoint=checkpoint)
@@ -188,6 +197,7 @@ def serve_jetstream(
         mesh=policy.mesh,
     )
     del policy  # the engine has its own copy of the weights
+    engine.compile()
     jetstream.run(
         engine,
         host=options.host,

@@ -140,6 +140,13 @@ def usage(request: ApiRequest, choices: Sequence[ReplyChoice]) -> Json:
     }
 
 
+LOGPROBS_OF = (
+    "the distribution sampled from: temperature, logit_bias, top_k, top_p and min_p applied; at "
+    "temperature 0 the sampled token has 0"
+)
+"""What log-probabilities in a reply are of."""
+
+
 def reply_head(request: ApiRequest, model: str, name: str, created: int, *, piece: bool) -> Json:
     """The fields that every reply begins with.
 
@@ -154,4 +161,8 @@ def reply_head(request: ApiRequest, model: str, name: str, created: int, *, piec
     if request.chat:
         kind = "chat.completion.chunk" if piece else "chat.completion"
     prefix = "chatcmpl" if request.chat else "cmpl"
-    return {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": model}
+    head: Json = {"id": f"{prefix}-{name}", "object": kind, "created": created, "model": model}
+    if request.logprobs:
+        # OpenAI's are the model's own; these are what a trainer needs, of what was sampled from.
+        head["logprobs_of"] = LOGPROBS_OF
+    return head

@@ -136,7 +136,7 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model:
         raise ApiError(f"the body must be a JSON object, not {_kind(body)}")
     _check_names(body, chat)
     _check_model(_get(body, "model", str, None), model)
-    prompts = _chat_prompt(body, tokenizer) if chat else _prompts(body, tokenizer)
+    prompts = _chat_prompt(body, tokenizer, limits) if chat else _prompts(body, tokenizer, limits)
     longest = _check_prompts(prompts, limits, "messages" if chat else "prompt")
     wanted, top = _logprobs(body, chat, limits)
     options = _get(body, "stream_options", dict, None) or {}
@@ -249,14 +249,44 @@ def _check_names(body: Json, chat: bool) -> None:
             )
 
 
-def _encode(tokenizer: Tokenizer, text: str, name: str, special: bool) -> tuple[int, ...]:
+def longest_text(tokenizer: Tokenizer, limits: Limits) -> int:
+    """Characters of the longest text that can be a prompt; a longer one is not encoded at all."""
+    return limits.prompt_tokens * getattr(tokenizer, "longest_token", 64) + 1000
+
+
+def _check_text(size: int, tokenizer: Tokenizer, limits: Limits, name: str) -> None:
+    most = longest_text(tokenizer, limits)
+    if size > most:
+        raise ApiError(
+            f"{name} has {size} characters; this server takes at most {limits.prompt_tokens} "
+            f"tokens, which {most} characters do not exceed",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def _encode(
+    tokenizer: Tokenizer, text: str, limits: Limits, name: str, special: bool
+) -> tuple[int, ...]:
+    _check_text(len(text), tokenizer, limits, name)
     try:
-        return tuple(tokenizer.encode(text, add_special=special))
+        ids = tuple(tokenizer.encode(text, add_special=special))
     except UserError as error:
         raise ApiError(f"{name}: {error}", param=name) from None
+    _check_length(ids, limits, name)
+    return ids
 
 
-def _prompts(body: Json, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _check_length(prompt: Sequence[int], limits: Limits, name: str) -> None:
+    if len(prompt) > limits.prompt_tokens:
+        raise ApiError(
+            f"{name} has {len(prompt)} tokens; this server takes at most {limits.prompt_tokens}",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def _prompts(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], ...]:
     prompt = body.get("prompt")
 
     def ids(x: Any) -> bool:
@@ -273,11 +303,12 @@ def _prompts(body: Json, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     if not prompt:
         raise ApiError("prompt holds no prompt", param="prompt")
     return tuple(
-        _encode(tokenizer, p, "prompt", True) if isinstance(p, str) else tuple(p) for p in prompt
+        _encode(tokenizer, p, limits, "prompt", True) if isinstance(p, str) else tuple(p)
+        for p in prompt
     )
 
 
-def _chat_prompt(body: Json, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _chat_prompt(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be an array with at least one message", param="messages")
@@ -293,11 +324,13 @@ def _chat_prompt(body: Json, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
         plain.append({"role": message["role"], "content": _content(message, where)})
+    size = sum(len(message["role"]) + len(message["content"]) for message in plain)
+    _check_text(size, tokenizer, limits, "messages")
     try:
         text = tokenizer.chat(plain)
     except UserError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
-    return (_encode(tokenizer, text, "messages", False),)
+    return (_encode(tokenizer, text, limits, "messages", False),)
 
 
 def _content(message: Json, where: str) -> str:
@@ -321,18 +354,12 @@ def _check_prompts(prompts: Sequence[tuple[int, ...]], limits: Limits, name: str
     for prompt in prompts:
         if not prompt:
             raise ApiError(f"{name} is empty; it needs at least one token", param=name)
+        _check_length(prompt, limits, name)
         wrong = [i for i in prompt if not 0 <= i < limits.vocab_size]
         if wrong:
             raise ApiError(
                 f"{name} holds token id {wrong[0]}; ids are 0 to {limits.vocab_size - 1}",
                 param=name,
-            )
-        if len(prompt) > limits.prompt_tokens:
-            raise ApiError(
-                f"{name} has {len(prompt)} tokens; this server takes at most "
-                f"{limits.prompt_tokens}",
-                param=name,
-                code="context_length_exceeded",
             )
     return max(map(len, prompts))
 

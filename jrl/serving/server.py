@@ -1,6 +1,6 @@
 """Running the HTTP server: its socket, its thread, and a graceful end on a signal.
 
-There is no authentication, so it listens on the loopback interface unless another host is given.
+It listens on the loopback interface unless another host is given.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from jrl.errors import UserError
 from jrl.serving.http import Service, application
@@ -38,6 +39,8 @@ class HttpServer:
             ws="none",
             timeout_graceful_shutdown=max(1, round(grace_seconds)),
         )
+        config.load()
+        config.http_protocol_class = _impatient(config.http_protocol_class)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="jrl-http", daemon=True)
         self._thread.start()
@@ -66,6 +69,28 @@ class HttpServer:
         """Whether it has ended, after waiting for up to ``seconds``."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+
+HEADER_SECONDS = 30.0
+"""For the first request of a connection to begin."""
+
+
+def _impatient(protocol: Any) -> Any:
+    """Uvicorn's protocol, which closes a connection on which no request has begun for a while.
+
+    Uvicorn itself waits for ever, and each waiting connection takes a file of the process.
+    """
+
+    class Impatient(protocol):
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+
+        def _close_if_silent(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+    return Impatient
 
 
 def check_ready(host: str, port: int) -> None:

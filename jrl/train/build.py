@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jrl.config import Config, RewardTable
 from jrl.config_checks import check_batch
+from jrl.config_secrets import reveal
 from jrl.config_unions import PromptData, TextTable
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
@@ -470,9 +471,14 @@ def reward_pool(config: Config) -> RewardPool:
     tables = tables if config.rewards else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
-        {name: make_reward(name, **table.options) for name, table in tables.items()},
+        {
+            name: make_reward(name, **reveal(t.options, f"rewards.{name}"))
+            for name, t in tables.items()
+        },
         workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
+        memory_gib=pool.memory_gib,
+        on_timeout=pool.on_timeout,
         on_error=pool.on_error,
     )
 

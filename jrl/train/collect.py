@@ -190,7 +190,7 @@ def _fill_up(
     # because its shape is part of the program. ``assemble`` masks them out.
     order = np.argsort(~kept, kind="stable")[:prompts]
     live = kept[order]
-    drawn = groups.rollout.baseline == 0
+    drawn = members_of(groups.rollout)
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
     counts = groups.counts | {
         "reward": float(scores[drawn].mean()),
@@ -232,7 +232,7 @@ def _edit(method: Method, groups: Groups) -> Groups:
 def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
     """[N] bool: which groups the editor keeps."""
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    return np.asarray(editor.keep(scores, ~np.asarray(groups.rollout.baseline)), bool)
+    return np.asarray(editor.keep(scores, np.asarray(members_of(groups.rollout))), bool)
 
 
 # ---------------------------------------------------------------- procedural tasks
@@ -415,7 +415,23 @@ class TextSource(NamedTuple):
         begin = time.perf_counter()
         points, counts = deal(self.name, n, judged)
         counts["reward_seconds"] = time.perf_counter() - begin
+        if pool.drops:
+            rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
         return Groups(rollout, points, chosen, counts, ids)
+
+
+def _without_unjudged(rollout: Rollout, points: np.ndarray) -> tuple[Rollout, np.ndarray, float]:
+    """Takes completions with NaN points out of their groups, and whole groups with their baseline.
+
+    Returns:
+      (the rollout, where those have ended as ABORTED; points [N, G, R] float32 without NaN; how
+      many completions were taken out).
+    """
+    out = np.isnan(points).any(axis=2)
+    out |= (out & rollout.baseline).any(axis=1, keepdims=True)  # nothing is left to compare with
+    stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
+    points = np.where(out[:, :, None], np.float32(0), points)
+    return rollout.replace(stop=stop), points, float(out.sum())
 
 
 def source_rows(seed: int | None, positions: np.ndarray, size: int) -> list[int]:
@@ -456,7 +472,7 @@ def to_batch(
     stats = {"external": external(rollout).astype(np.float32)}
     if own:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
-    members = ~rollout.baseline
+    members = members_of(rollout)
     return Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths,
@@ -475,6 +491,11 @@ def to_batch(
 
 
 _batch_on_device = jax.jit(to_batch, static_argnames="own")
+
+
+def members_of(rollout: Rollout) -> Any:
+    """[N, G] bool: all but greedy baselines, and completions that were left out (ABORTED)."""
+    return ~rollout.baseline & (rollout.stop != StopReason.ABORTED)
 
 
 def external(rollout: Rollout) -> Any:

@@ -52,7 +52,7 @@ def test_a_malformed_line_is_named(tmp_path, line, says):
 
 def test_bytes_that_are_not_utf8_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"a": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl, line 1: not valid JSON"):
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: not UTF-8 text"):
         open_source(str(tmp_path / "a.jsonl"))[0]
 
 

@@ -464,7 +464,7 @@ def test_broken_files_are_named(copied, tmp_path):
     with pytest.raises(UserError, match="pickled weights are not read"):
         hf.load(copied)
     (copied / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
         hf.load(copied)
     with pytest.raises(UserError, match=r"nowhere/config\.json: no such file"):
         hf.load(tmp_path / "nowhere")

@@ -236,7 +236,7 @@ def test_missing_and_broken_files(checkpoint, tmp_path_factory):
         load_tokenizer(checkpoint({"eos_token": "<none>"}))
     directory = checkpoint()
     (directory / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):
         load_tokenizer(directory)
     (directory / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer"):

@@ -145,7 +145,7 @@ def test_functions_over_groups_see_whole_groups():
 def test_what_cannot_be_sent_is_refused_at_once():
     with pytest.raises(UserError, match=r"rewards\.mine cannot be sent to a .*workers = 0"):
         RewardPool({"mine": lambda samples: [0.0]}, workers=1, timeout_seconds=1.0)
-    with pytest.raises(UserError, match="on_error = 'skip'; choose from raise, zero"):
+    with pytest.raises(UserError, match="on_error = 'skip'; choose from drop, stop, zero"):
         RewardPool({}, workers=0, timeout_seconds=1.0, on_error="skip")
 
 

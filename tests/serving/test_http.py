@@ -383,6 +383,89 @@ def test_bad_bodies_are_named(server, body, kind, status, message):
     assert post(server, FINE)[0] == 200
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(server, monkeypatch):
+    """20 tokens of 1 character at most, and 1,000 characters to spare for what texts lose."""
+    encoded = []
+    monkeypatch.setattr(Talker, "encode", lambda self, text, **_: encoded.append(text) or [2])
+    chat = {"model": "parrot", "messages": [{"role": "user", "content": "1" * 1100}]}
+    for path, body in (
+        ("/v1/completions", FINE | {"prompt": "1" * 1100}),
+        ("/v1/completions", FINE | {"prompt": ["1", "1" * 1100]}),
+        ("/v1/chat/completions", chat),
+    ):
+        status, reply = post(server, body, path)
+        assert status == 400
+        assert "characters; this server takes at most 20 tokens" in reply["error"]["message"]
+        assert reply["error"]["code"] == "context_length_exceeded"
+    assert max(map(len, encoded)) == 1
+
+
+def test_the_body_is_bounded_by_what_prompts_can_be(server):
+    status, reply = post(server, b" " * (1 << 20))
+    assert status == 413
+    most = (1 << 18) + 6 * (20 + 1000) * (4 + 4)
+    assert f"longer than {most} bytes" in reply["error"]["message"]
+
+
+def send(running, data):
+    connection = socket.create_connection((running.host, running.port), timeout=10)
+    connection.sendall(data)
+    return connection
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def test_an_upload_that_stops_halfway_is_ended(monkeypatch, caplog):
+    monkeypatch.setattr("jrl.serving.http.READ_SECONDS", 0.3)
+    with serving() as (running, _):
+        with send(running, HEAD + b'content-length: 100\r\n\r\n{"mod') as half:
+            reply = b"".join(iter(functools.partial(half.recv, 4096), b""))
+        assert b"408" in reply.splitlines()[0]
+        assert b"the body did not arrive in 0.3 s (5 bytes did)" in reply
+        send(running, HEAD + b'content-length: 100\r\n\r\n{"mod').close()  # a client that leaves
+        time.sleep(0.2)
+        assert post(running, FINE)[0] == 200
+    assert not caplog.records
+
+
+def test_a_connection_without_a_request_is_closed(monkeypatch):
+    monkeypatch.setattr("jrl.serving.server.HEADER_SECONDS", 0.3)
+    with serving() as (running, _):
+        for data in (b"", HEAD):
+            with send(running, data) as silent:
+                assert silent.recv(100) == b""
+        assert post(running, FINE)[0] == 200
+
+
+def test_an_api_key_is_needed_where_there_is_one():
+    service = Service(Parrot(), Talker(), LIMITS, **NAMED, api_key="sesame")
+    running = HttpServer(service, "127.0.0.1", 0, 1.0)
+    url = running.url + "/v1"
+    try:
+        with openai.OpenAI(base_url=url, api_key="sesame", max_retries=0) as right:
+            assert right.completions.create(**FINE).choices[0].text
+            assert [m.id for m in right.models.list()] == ["parrot"]
+        with openai.OpenAI(base_url=url, api_key="simsim", max_retries=0) as wrong:
+            for ask in (lambda: wrong.completions.create(**FINE), wrong.models.list):
+                with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+                    ask()
+        assert post(running, FINE)[0] == 401
+        assert post(running, {}, "/v1/chat/completions")[0] == 401
+        connection = http.client.HTTPConnection(running.host, running.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", "/health")
+            assert connection.getresponse().status == 200
+    finally:
+        running.stop()
+        assert running.wait(10)
+
+
+def test_a_reply_says_what_its_logprobs_are_of(client):
+    assert "temperature" in client.completions.create(**FINE, logprobs=1).logprobs_of
+    assert not hasattr(client.completions.create(**FINE), "logprobs_of")
+
+
 def test_unknown_paths_and_verbs(client, server):
     assert post(server, FINE, "/v1/embeddings")[0] == 404
     assert post(server, FINE, "/v1/models")[0] == 405

@@ -153,6 +153,20 @@ def test_slots_are_filled_emptied_and_filled_again():
         assert found[slot] == expected[slot][:count]
 
 
+def test_nothing_compiles_after_the_warm_up():
+    """And completions are those of an engine without it."""
+    engine, cold = (
+        build(sampling_params=make_sampling_params()),
+        build(sampling_params=make_sampling_params()),
+    )
+    engine.compile()
+    programs = (engine._prefill, engine._insert, engine._step)
+    before = [p._cache_size() for p in programs]
+    assert min(before) == 1
+    assert drawn_alone((3, 4, 5), 4, engine) == drawn_alone((3, 4, 5), 4, cold)
+    assert [p._cache_size() for p in programs] == before
+
+
 def test_a_prefix_may_be_deleted_once_inserted():
     engine = slot_engine()
     weights, state = engine.load_params(), engine.init_decode_state()

@@ -6,9 +6,10 @@ import pytest
 
 from jrl.mesh import make_mesh
 from jrl.methods import GroupEditor, get_method, refill
-from jrl.train.collect import Groups, collect
+from jrl.objectives.advantages import mean_centred
+from jrl.train.collect import Groups, TextSource, collect, to_batch
 from jrl.train.step import with_slot_use
-from jrl.types import Rollout, StopReason
+from jrl.types import Prompt, Rollout, StopReason
 
 MESH = make_mesh({}, jax.devices()[:1])
 KEY = jax.random.key(0)
@@ -208,3 +209,44 @@ def test_the_prompts_seam():
     assert asked == [(3, [100, 101]), (3, [102, 103])]
     assert script.calls == [(3, [200, 202]), (3, [204, 206])]
     assert cursor == 104
+
+
+class Pool:
+    """Reward functions that fail for some samples, and have those left out."""
+
+    drops = True
+
+    def __init__(self, points):
+        self.points = np.array(points, np.float32).reshape(-1, 1)
+
+    def scores(self, samples, *, group):
+        return self.points, {"reward_errors": float(np.isnan(self.points).sum())}
+
+
+class Letters:
+    def decode(self, ids):
+        return "x" * len(ids)
+
+
+@pytest.mark.parametrize("baseline", [False, True])
+def test_completions_without_points_leave_their_group(baseline):
+    """And the advantages are those of the group without them; a lost baseline takes the group."""
+    nan = np.nan
+    drawn = jax.device_get(
+        Script([], baseline=baseline)(KEY, None, np.int32(0), np.arange(2, dtype=np.int32))
+    )
+    prompts = [Prompt(i, "?", np.zeros(P, np.int32), "1", {}) for i in range(2)]
+    pool = Pool([1.0, nan, 0.5, 0.0, 1.0, nan])
+    source = TextSource(prompts, P, None, None, None, pool, Letters())
+    groups = source.judge(prompts, drawn.rollout)
+    batch = to_batch(groups.rollout, groups.rewards, np.ones(1, np.float32))
+    if baseline:
+        assert batch.members.tolist() == [[True, False, False], [False, False, False]]
+        assert groups.counts["reward_dropped"] == 4
+    else:
+        assert batch.members.tolist() == [[True, False, True], [True, True, False]]
+        assert groups.counts["reward_dropped"] == 2
+        advantage = jax.vmap(mean_centred)(batch.rewards[..., 0], batch.members)
+        np.testing.assert_allclose(advantage, [[0.25, 0, -0.25], [-0.5, 0.5, 0]], atol=1e-7)
+    assert np.isfinite(groups.rewards).all()
+    assert not batch.mask[~batch.members].any()

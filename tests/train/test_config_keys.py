@@ -347,6 +347,10 @@ ELSEWHERE = {
     "reward_pool.on_error": (
         "test_bad_input.py::test_a_reward_that_fails_may_be_given_0_and_counted"
     ),
+    "reward_pool.on_timeout": "rewards/test_hostile.py::test_the_choices_after_a_failure",
+    "reward_pool.memory_gib": (
+        "rewards/test_hostile.py::test_memory_beyond_the_limit_ends_the_call_and_names_the_limit"
+    ),
     "placement.staleness": (
         "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),

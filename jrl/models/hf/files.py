@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError, choose
+from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
 from jrl.models.hf.parse import parse
@@ -41,15 +43,9 @@ _COMPANIONS = (
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give a Hugging Face checkpoint directory") from None
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: holds {type(raw).__name__}, not an object")
-    return raw
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give a Hugging Face checkpoint directory")
+    return read_object(path)
 
 
 def read_config(dir: str | os.PathLike[str]) -> ModelConfig:
@@ -87,6 +83,12 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
         index = _read_json(directory / _INDEX).get("weight_map")
         if not isinstance(index, dict) or not index:
             raise UserError(f"{directory / _INDEX}: has no weight_map")
+        for tensor, name in index.items():
+            if not isinstance(name, str) or name in ("", ".", "..") or re.search(r"[/\\\0]", name):
+                raise UserError(
+                    f"{directory / _INDEX}: weight_map has {tensor!r}: {str(name)[:60]!r}; it must "
+                    "be the name of a file in the same directory"
+                )
         return [directory / name for name in sorted(set(index.values()))]
     hint = ""
     if list(directory.glob("*.bin")) or list(directory.glob("*.pth")):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jrl.errors import UserError
 from jrl.models.config import DTYPES, ModelConfig
+from jrl.models.hf.keys import FULL, SLIDING, check_types
 
 Json = dict[str, Any]
 
@@ -23,7 +24,6 @@ ACTIVATIONS = {
     **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
 }
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Family(NamedTuple):
@@ -136,6 +136,7 @@ def parse(raw: Json) -> ModelConfig:
     Raises:
       UserError: an unknown architecture, a missing key, or a key asking for what is not supported.
     """
+    check_types(raw)
     name, family = _family(raw)
     for key in _REQUIRED:
         if not isinstance(raw.get(key), int):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.json_text import parse_json
 from jrl.models.config import ModelConfig
 from jrl.models.hf.names import tensors
 from jrl.models.lora import TARGETS, Lora
@@ -99,8 +100,10 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
 
     directory = pathlib.Path(dir)
     try:
-        about = json.loads((directory / CONFIG).read_text())
+        about = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
         found = load_file(directory / TENSORS)
+    except UserError as error:
+        raise UserError(f"lora.path = {str(dir)!r}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"lora.path = {str(dir)!r} cannot be read as adapters: {error}") from None
     _check_alike(str(dir), about, lora)

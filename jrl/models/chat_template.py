@@ -1,0 +1,238 @@
+"""Chat templates of checkpoints: found, compiled, and rendered within limits of time and size.
+
+Templates are programs that come with a checkpoint. Jinja's sandbox keeps them from what is outside;
+the limits here keep them from looping for hours and from writing gigabytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jrl.errors import UserError
+
+if TYPE_CHECKING:
+    import jinja2
+
+MOST_CHARACTERS = 10_000_000
+"""Of a conversation; the longest contexts hold fewer."""
+
+MOST_SECONDS = 5.0
+"""Of one conversation; usual ones take a thousandth of a second."""
+
+
+class _Beyond(Exception):
+    """A template exceeds a limit."""
+
+
+def find_templates(directory: Path, configured: Any) -> dict[str, str]:
+    """Chat templates by name; a file of its own wins over tokenizer_config.json.
+
+    Args:
+      directory: of the checkpoint.
+      configured: the entry "chat_template" of tokenizer_config.json: text, a list of objects with
+        name and template, or None.
+
+    Raises:
+      UserError: the entry is something else, or a file is not UTF-8 text.
+    """
+    templates: dict[str, str] = {}
+    where = f"{directory / 'tokenizer_config.json'}: chat_template"
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, list):
+        for entry in configured:
+            fields = entry if isinstance(entry, dict) else {}
+            name, template = fields.get("name"), fields.get("template")
+            if not (isinstance(name, str) and isinstance(template, str)):
+                raise UserError(
+                    f"{where} holds {str(entry)[:60]}; each entry has name and template, both text"
+                )
+            templates[name] = template
+    elif configured is not None:
+        raise UserError(
+            f"{where} = {str(configured)[:60]}; it must be text, or a list of templates"
+        )
+    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = _read(path)
+    if (directory / "chat_template.jinja").is_file():
+        templates["default"] = _read(directory / "chat_template.jinja")
+    return templates
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (UnicodeDecodeError, OSError) as error:
+        raise UserError(f"{path}: not UTF-8 text: {error}") from None
+
+
+def render(template: str, variables: Mapping[str, Any], source: str) -> str:
+    """A conversation in a template's words.
+
+    Args:
+      template: Jinja.
+      variables: of the template.
+      source: where the template is from, for errors.
+
+    Raises:
+      UserError: the template is malformed, refuses the conversation, fails, or exceeds the limits
+        of time and size.
+    """
+    import jinja2
+
+    try:
+        return _limited(_compiled(template), variables)
+    except jinja2.TemplateSyntaxError as error:
+        said = f"line {error.lineno}: {error}"
+    except (jinja2.TemplateError, _Beyond) as error:
+        said = str(error)
+    except MemoryError:
+        said = "it needs more memory than there is"
+    except Exception as error:  # what Python's operators raise: dividing by 0, text plus number
+        said = f"{type(error).__name__}: {str(error)[:200]}"
+    first = said.partition("\n")[0]
+    raise UserError(f"the chat template of {source} says: {first}")
+
+
+def _limited(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """The rendered text; looks at each line of the template whether its time is over."""
+    end, before = time.monotonic() + MOST_SECONDS, sys.gettrace()
+
+    def on_line(frame: Any, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise _Beyond(f"it takes longer than {MOST_SECONDS:g} s; loop over the messages only")
+        return on_line
+
+    def on_call(frame: Any, event: str, argument: Any) -> Any:
+        return on_line if frame.f_code.co_filename == "<template>" else None
+
+    pieces, size = [], 0
+    sys.settrace(on_call)
+    try:
+        for piece in template.generate(**variables):
+            size += _bounded(len(piece) + size) - size
+            pieces.append(piece)
+    finally:
+        sys.settrace(before)
+    return "".join(pieces)
+
+
+def _bounded(size: float) -> int:
+    if size > MOST_CHARACTERS:
+        raise _Beyond(f"it writes more than {MOST_CHARACTERS} characters; write the messages only")
+    return int(size)
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+
+
+def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
+    """Refuses what a method or filter would make longer than a conversation may be."""
+    numbers = [abs(a) for a in arguments if isinstance(a, int)]
+    text = [len(a) for a in arguments if isinstance(a, str)]
+    if not isinstance(value, str):
+        if isinstance(value, list | tuple) and name == "join" and len(value) < MOST_CHARACTERS:
+            _bounded(sum(map(_size, value)) + len(value) * sum(text))
+        return
+    if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap"):
+        _bounded(max(numbers, default=0) * (1 + value.count("\n") + value.count("\t")))
+    if name == "replace" and text:
+        _bounded(len(value) + (value.count(arguments[0]) if text[0] else len(value)) * text[-1])
+    if name in ("format", "%"):
+        _bounded(max((int(n) for n in _digits(value)), default=0) + max(numbers, default=0))
+
+
+def _digits(text: str) -> list[str]:
+    return "".join(c if c.isdigit() and c.isascii() else " " for c in text[:100_000]).split()
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(template: str) -> jinja2.Template:
+    """A chat template in the environment that such templates are written for."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.runtime
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """Writes the body of ``{% generation %}`` blocks, which mark the assistant's words."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2's own attribute
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, with bounds on what operators, methods and filters make."""
+
+        intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if operator == "+":
+                _bounded(_size(left) + _size(right))
+            elif operator == "*" and (_size(left) or _size(right)):
+                number, other = (left, right) if isinstance(left, int) else (right, left)
+                _bounded(_size(other) * (number if isinstance(number, int) else 1))
+            elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+                factor = right if operator == "**" else 1
+                _bounded(left.bit_length() * max(factor, 1) + right.bit_length())
+            elif operator == "%" and isinstance(left, str):
+                _check_result("%", left, right if isinstance(right, tuple) else (right,))
+            return super().call_binop(context, operator, left, right)
+
+        def call(self, context: Any, method: Any, /, *args: Any, **kwargs: Any) -> Any:
+            method_of = getattr(method, "__wrapped__", method)  # the sandbox wraps ``format``
+            owner = getattr(method_of, "__self__", None)
+            if isinstance(owner, str):
+                name = getattr(method_of, "__name__", "")
+                if name == "join" and args:
+                    _check_result("join", args[0], (owner,))
+                _check_result(name, owner, (*args, *kwargs.values()))
+            return super().call(context, method, *args, **kwargs)
+
+    def joined(parts: Any) -> str:  # a ~ b
+        texts = [str(part) for part in parts]
+        _bounded(sum(map(len, texts)))
+        return "".join(texts)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = Bounded(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    for name in ("center", "indent", "replace", "format", "join", "wordwrap"):
+        environment.filters[name] = _checked_filter(name, environment.filters[name])
+    environment.filters["tojson"] = tojson
+    environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    compiled = environment.from_string(template)
+    compiled.root_render_func.__globals__["str_join"] = joined
+    return compiled
+
+
+def _checked_filter(name: str, usual: Any) -> Any:
+    """A filter that first looks at how long its result would be."""
+
+    @functools.wraps(usual)  # with the marks that say what Jinja passes first
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if getattr(usual, "jinja_pass_arg", None) else args
+        if given:
+            _check_result(name, given[0], (*given[1:], *kwargs.values()))
+        return usual(*args, **kwargs)
+
+    return checked

@@ -1,0 +1,88 @@
+"""One call of a reward function, and the check of what it returns."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.rewards.base import RewardFn, Sample
+
+_LARGEST = float(np.finfo(np.float32).max)
+_TEXT = 500
+"""Characters that a message takes of an error's text."""
+
+
+class Failure(NamedTuple):
+    """Why a call gave no points.
+
+    Attributes:
+      reason: what to say after the function's name.
+      trace: the last lines of a traceback, or "".
+      timed_out: whether the call was ended at its time limit.
+    """
+
+    reason: str
+    trace: str = ""
+    timed_out: bool = False
+
+
+def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
+    """The points of one call, each finite in float32, or why there are none.
+
+    Args:
+      function: what to call.
+      samples: one sample, or one group.
+
+    Returns:
+      One number for each sample, or a Failure; only KeyboardInterrupt passes.
+    """
+    try:
+        return _checked(function(samples), len(samples))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too, which would end the process
+        return Failure(f"raised {type(error).__name__}: {error_text(error)}", _trace())
+
+
+def error_text(error: BaseException) -> str:
+    """What an exception says, cut short; one whose own text raises has none."""
+    try:
+        # Without lone surrogates, which no terminal takes.
+        return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()
+    except BaseException as another:
+        return f"(and its text raises {type(another).__name__})"
+
+
+def _trace() -> str:
+    try:
+        return traceback.format_exc(limit=-3)[-8 * _TEXT :]
+    except BaseException:
+        return ""
+
+
+def _checked(result: Any, count: int) -> list[float] | Failure:
+    if isinstance(result, np.ndarray):
+        result = result.tolist()
+    if not isinstance(result, list | tuple):
+        kind = type(result).__name__
+        return Failure(f"returned {kind} {result!r:.60}; return a list with one number a sample")
+    values = list(result)
+    if len(values) != count:
+        return Failure(f"returned {len(values)} numbers for {count} samples")
+    points = []
+    for value in values:
+        if not isinstance(value, int | float | np.number | np.bool_):
+            kind = type(value).__name__
+            return Failure(f"returned {kind} {value!r:.60} instead of a number")
+        if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
+            return Failure("returned a whole number beyond float32; points must be finite there")
+        point = float(value)
+        if not math.isfinite(point):
+            return Failure(f"returned {point}; points must be finite")
+        if abs(point) > _LARGEST:
+            return Failure(f"returned {point:g}, infinite in float32; points must be finite there")
+        points.append(point)
+    return points

@@ -1,0 +1,201 @@
+"""A process that runs reward functions: what it does, and how the trainer sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from multiprocessing import connection
+from typing import Any
+
+from jrl.rewards.base import RewardFn, Sample
+from jrl.rewards.call import Failure, call, error_text
+from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
+
+# Forking a process that runs JAX can deadlock; spawning cannot.
+_CONTEXT = multiprocessing.get_context("spawn")
+
+_STUCK_SECONDS = 5
+"""A process that takes longer to take its next call, or stops inside an answer, is lost."""
+
+_LARGEST_REPLY = 1 << 24
+"""Bytes."""
+
+
+class Lost(Exception):
+    """The process is dead, or does not answer in the way it should."""
+
+
+class Worker:
+    """One process that runs reward functions, seen from the trainer.
+
+    Answers come as JSON and not as pickles: what a reward's process sends must not be able to run
+    anything in the trainer.
+
+    Args:
+      functions: the reward functions, pickled.
+
+    Attributes:
+      pid: its process, which leads a session of its own.
+      connection: has something to read when an answer came.
+      output: has something to read when the process printed.
+      ready: whether the functions are loaded.
+      call: what it works on, for the pool; None when idle.
+      since: when it started, or got its call; of ``time.monotonic``.
+    """
+
+    def __init__(self, functions: bytes) -> None:
+        self.connection, theirs = _CONTEXT.Pipe()
+        self.output, printed = _CONTEXT.Pipe(duplex=False)
+        arguments = (theirs, printed, functions)
+        self._process = _CONTEXT.Process(target=_serve, args=arguments, daemon=True)
+        try:
+            self._process.start()
+        finally:
+            theirs.close()
+            printed.close()
+        self.pid: int = self._process.pid or 0
+        self.ready, self.since = False, time.monotonic()
+        self.call: Any = None
+        os.set_blocking(self.output.fileno(), False)
+        _limit_waiting(self.connection, _STUCK_SECONDS)
+
+    @property
+    def idle(self) -> bool:
+        """Whether it can take a call."""
+        return self.ready and self.call is None
+
+    def seconds(self) -> float:
+        """Time since it started, or got its call."""
+        return time.monotonic() - self.since
+
+    def exit_code(self, wait_seconds: float = 0.0) -> int | None:
+        """None while it runs."""
+        # Not ``join``, which takes a process that closed its files for one that ended, and waits.
+        give_up = time.monotonic() + wait_seconds
+        while self._process.exitcode is None and time.monotonic() < give_up:
+            time.sleep(0.01)
+        return self._process.exitcode
+
+    def send(self, call: Any, message: bytes) -> None:
+        """Hands it a call; raises Lost."""
+        try:
+            self.connection.send_bytes(message)
+        except OSError as error:
+            raise Lost from error
+        self.call, self.since = call, time.monotonic()
+
+    def receive(self) -> list[float] | Failure | None:
+        """The answer, if one came: points, a Failure, or [] when it has loaded; raises Lost."""
+        try:
+            if not self.connection.poll():
+                return None
+            reply = json.loads(self.connection.recv_bytes(_LARGEST_REPLY))
+            if isinstance(reply, dict):
+                return Failure(str(reply["reason"]), str(reply["trace"]))
+            return [float(point) for point in reply]
+        except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
+            raise Lost from error
+
+    def read_output(self) -> bytes:
+        """What it printed, 64 KiB at most."""
+        try:
+            return os.read(self.output.fileno(), 1 << 16)
+        except OSError:
+            return b""
+
+    def memory_bytes(self, above: int) -> int:
+        """Resident memory of the process and all that it started."""
+        return memory_bytes(tree(self.pid), above)
+
+    def kill(self) -> None:
+        """Ends the process and all that it started."""
+        kill_tree(self.pid)
+        self._process.kill()  # in case it does not lead a session yet
+        self._process.join()
+        self._process.close()
+        self.connection.close()
+        self.output.close()
+
+
+def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
+    """A read or write that waits longer raises BlockingIOError."""
+    with socket.socket(fileno=os.dup(pipe.fileno())) as both_ends:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            both_ends.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+
+
+# ---------------------------------------------------------------- in the worker's process
+
+
+def _serve(pipe: connection.Connection, printed: connection.Connection, pickled: bytes) -> None:
+    os.setsid()  # the terminal's Ctrl-C is for the trainer; and what it starts can be found
+    adopt_orphans()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for standard in (1, 2):
+        os.dup2(printed.fileno(), standard)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # a reward that uses JAX must not take the accelerator
+    functions = _load(pickled)
+    _reply(pipe, [] if isinstance(functions, dict) else functions)
+    while isinstance(functions, dict):
+        try:
+            message = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        _reply(pipe, _answer(functions, message))
+
+
+def _reply(pipe: connection.Connection, answer: list[float] | Failure) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it is the reward's to replace
+            stream.flush()
+    said: Any = answer
+    if isinstance(answer, Failure):
+        said = {"reason": answer.reason, "trace": answer.trace}
+    pipe.send_bytes(json.dumps(said).encode())
+
+
+def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[float] | Failure:
+    try:
+        name, samples = pickle.loads(message)
+    except Exception as error:
+        return Failure(f"its samples could not be read in a worker process: {error_text(error)}")
+    try:
+        return call(functions[name], samples)
+    except KeyboardInterrupt:
+        return Failure("raised KeyboardInterrupt")
+
+
+def _load(pickled: bytes) -> dict[str, RewardFn] | Failure:
+    """The functions, loaded and prepared outside of the first call's time limit."""
+    try:
+        loaded: dict[str, RewardFn] = pickle.loads(pickled)
+        for function in loaded.values():
+            attribute(function, "prepare", lambda: None)()
+        return loaded
+    except (Exception, SystemExit) as error:
+        kind = type(error).__name__
+        return Failure(f"could not be loaded in a worker process: {kind}: {error_text(error)}")
+
+
+def attribute(function: RewardFn, name: str, default: Any) -> Any:
+    """An attribute of a function, or of the function that a partial binds."""
+    return getattr(function, name, getattr(getattr(function, "func", None), name, default))
+
+
+def pickled_call(name: str, samples: list[Sample]) -> bytes | Failure:
+    """A call as bytes, for ``Worker.send``."""
+    try:
+        return pickle.dumps((name, samples))
+    except Exception as error:
+        return Failure(f"its samples could not be sent to a worker process: {error_text(error)}")

@@ -1,0 +1,117 @@
+"""Chat templates: what is malformed, fails, loops or writes too much is refused in one line."""
+
+import json
+import time
+import tracemalloc
+
+import pytest
+
+from jrl.errors import UserError
+from jrl.models.chat_template import find_templates, render
+
+TALK = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": True}
+BROKEN = {
+    "{% for m in messages %}{{ m.content }}": "line 1: ",
+    "{{ messages[0].content ": "line 1: ",
+    "{% endfor %}": "line 1: ",
+    "{{ 1 / 0 }}": "ZeroDivisionError: ",
+    "{{ 1 % 0 }}": "ZeroDivisionError: ",
+    "{{ 'a' + 1 }}": "TypeError: ",
+    "{{ messages[0].content - 1 }}": "TypeError: ",
+    "{{ none.x.y }}": "has no attribute",
+    "{{ '%d' | format('a') }}": "TypeError: ",
+    "{{ messages | sum }}": "TypeError: ",
+    "{{ raise_exception('two\nlines') }}": "two",
+    "{{ ''.__class__.__mro__ }}": "is unsafe",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: ",
+}
+SLOW = [
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% set n = namespace(x=0) %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% set n.x = n.x + 1 %}{% endfor %}{% endfor %}",
+]
+HUGE = [
+    "{{ 'x' * 10000000000 }}",
+    "{{ 10000000000 * 'x' }}",
+    "{{ [1] * 10000000000 }}",
+    "{{ 9 ** (9 ** (9 ** 9)) }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (2000000000, 1) }}",
+    "{{ '{:10000000000}'.format(1) }}",
+    "{{ '%2000000000d' | format(1) }}",
+    "{{ 'x' | center(10000000000) }}",
+    "{{ 'x'.ljust(10000000000) }}",
+    "{{ 'x'.zfill(10000000000) }}",
+    "{{ 'x\n' | indent(10000000000) }}",
+    "{% for a in range(99999) %}" + "x" * 500 + "{{ a }}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}"
+    "{% set n.x = n.x.replace('x', 'xxxx') %}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}"
+    "{% set n.x = n.x | replace('x', 'xxxx') %}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}"
+    "{% set n.x = [n.x, n.x] | join %}{% endfor %}",
+    "{% set n = namespace(x='xx') %}{% for a in range(60) %}"
+    "{% set n.x = ''.join([n.x, n.x, n.x]) %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", BROKEN)
+def test_what_fails_is_one_line_with_the_reason(template):
+    with pytest.raises(UserError, match="the chat template of DIR says: ") as raised:
+        render(template, TALK, "DIR")
+    assert BROKEN[template] in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("template", SLOW)
+def test_time_is_bounded(template, monkeypatch):
+    monkeypatch.setattr("jrl.models.chat_template.MOST_SECONDS", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"takes longer than 0\.3 s; loop over the messages only"):
+        render(template, TALK, "DIR")
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize("template", HUGE)
+def test_size_is_bounded(template):
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match="says: it writes more than 10000000 characters"):
+            render(template, TALK, "DIR")
+        assert tracemalloc.get_traced_memory()[1] < 2e8
+    finally:
+        tracemalloc.stop()
+
+
+def test_usual_operators_work_as_before():
+    template = (
+        "{{ 'a' * 3 }}{{ 2 * 3 }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s-%05d' % ('x', 3) }}"
+        "{{ 'a' ~ 1 ~ [2] }}"
+        "{{ ['a', 'b'] | join(', ') }}{{ 'a\nb' | indent(2) }}{{ 'aba' | replace('a', 'c') }}"
+        "{{ '%s!' | format('x') }}{{ 'x' | center(5) }}{{ 'x'.rjust(3) }}{{ '{} {}'.format(1, 2) }}"
+        "{{ messages | map(attribute='content') | join(' ') }}{{ [1, 2] + [3] }}{{ 1.5 + 1 }}"
+    )
+    expected = (
+        "aaa63" + "23x-00003" + "a1[2]" + "a, b" + "a\n  b" + "cbc" + "x!" + "  x  " + "  x" + "1 2"
+        "Hi[1, 2, 3]2.5"
+    )
+    assert render(template, TALK, "DIR") == expected
+
+
+@pytest.mark.parametrize(
+    "configured", [3, {"a": 1}, [1], [{"name": "x"}], [{"name": 1, "template": ""}]]
+)
+def test_an_entry_of_another_kind(tmp_path, configured):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: chat_template") as raised:
+        find_templates(tmp_path, json.loads(json.dumps(configured)))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool.jinja"])
+def test_a_file_that_is_not_utf_8(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(UserError, match="jinja: not UTF-8 text"):
+        find_templates(tmp_path, None)
