@@ -86,7 +86,7 @@ class RewardPool:
 
         Returns:
           (points [B, R] float32, R in the order of the functions; counts of calls by name,
-          "reward_timeouts" and "reward_errors").
+          "reward_calls", "reward_timeouts" and "reward_errors").
 
         Raises:
           UserError: a call failed and on_error is "raise"; names the function and the prompt.
@@ -99,7 +99,7 @@ class RewardPool:
             for index in (members if _over(function) == "sample" else members[:1])
         ]
         points = np.zeros((len(samples), len(self.functions)), np.float32)
-        counts = {"reward_timeouts": 0.0, "reward_errors": 0.0}
+        counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
         with self._turn, contextlib.closing(self._results(calls, samples)) as results:
             for (column, name, members), result in zip(calls, results, strict=True):
                 if not isinstance(result, _Failure):
