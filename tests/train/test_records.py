@@ -25,7 +25,10 @@ TASK = (
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
     *("rewards={partial={}}", "eval.problems=2", "log.samples_every=0"),
 )
-EXPLODES = "optimizer={name='adam', learning_rate=1e38}"
+EXPLODES = (
+    *("method=sft", "sampling.group=1"),  # a gradient at every step
+    "optimizer={name='adam', learning_rate=1e38}",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,7 @@ def at_step(monkeypatch, step, call):
 
 @pytest.mark.parametrize("mode", ["host", "compiled"])
 def test_a_run_that_is_not_finite_stops_each_time_and_keeps_its_last_good_step(tmp_path, mode):
-    run, more = tmp_path / "run", ("train.steps=6", "checkpoint.keep=1", EXPLODES)
+    run, more = tmp_path / "run", ("train.steps=6", "checkpoint.keep=1", *EXPLODES)
     for _ in range(2):
         with pytest.raises(NonFinite, match="step 2: the gradient is not finite") as stopped:
             go(run, f"train.mode={mode}", "checkpoint.every=1", *more)
@@ -78,7 +81,7 @@ def test_a_compiled_segment_with_a_bad_step_is_not_saved(tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
         with pytest.raises(NonFinite, match=f"no checkpoint is in {run}"):
-            go(run, "train.mode=compiled", "checkpoint.every=0", "train.steps=5", EXPLODES)
+            go(run, "train.mode=compiled", "checkpoint.every=0", "train.steps=5", *EXPLODES)
         assert saved(run) == []
 
 
@@ -124,6 +127,7 @@ def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode):
     assert go(run, 'watch.entropy={below=1e9, action="warn"}', *more)["steps"] == 9
 
 
+@pytest.mark.slow
 def test_the_best_step_outlives_the_newest(tmp_path):
     more = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=-prompts", "train.steps=5")
     summary = go(tmp_path / "run", *more, "checkpoint.keep_every=2")
@@ -153,7 +157,9 @@ def test_a_signal_during_the_last_save_loses_nothing(tmp_path, monkeypatch):
     assert go(tmp_path / "run", "train.steps=2")["steps"] == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_during_the_report_ends_at_once_with_all_saved(tmp_path, monkeypatch, number):
     def slow(directory):
         signal.raise_signal(number)
