@@ -348,7 +348,7 @@ ELSEWHERE = {
         "test_bad_input.py::test_a_reward_that_fails_may_be_given_0_and_counted"
     ),
     "placement.staleness": (
-        "train/test_disjoint.py::test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it"
+        "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
     "checkpoint.keep_every": "train/test_records.py::test_the_best_step_outlives_the_newest",
     "checkpoint.best": "train/test_records.py::test_the_best_step_outlives_the_newest",

@@ -1,4 +1,4 @@
-"""The training state: what it starts as, where it lies, and its streams of keys."""
+"""The training state: what it starts as, where it is placed, and its streams of keys."""
 
 from functools import partial
 
@@ -81,7 +81,7 @@ def test_moments_lie_with_their_weights(network, optimizer, value):
     assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
     assert shardings.params["policy"]["embed"].shard_shape((19, 16)) == (19, 4)
     assert shardings.frozen["ref"] == shardings.params["policy"]
-    # Every leaf of the optimiser's state shaped like a weight of that name lies like it.
+    # Every leaf of the optimiser's state shaped like a weight of that name is sharded like it.
     placed = {
         jax.tree_util.keystr(path): (leaf.shape, where)
         for (path, leaf), where in zip(
