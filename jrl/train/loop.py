@@ -316,8 +316,7 @@ def _host_loop(
                 with stopping.interruptible():
                     return source.collect(*args, **kwargs)
             except (Exception, KeyboardInterrupt) as error:
-                # A reward that raised, or a rollout that was given up; not a second Ctrl-C.
-                if stopping.gave_up or not isinstance(error, KeyboardInterrupt):
+                if _all_heard(error, stopping):
                     records.save_if_whole(last[0])
                 raise
 
@@ -346,6 +345,13 @@ def _host_loop(
             policy=partial(policy_of, network=run.network),
             on_step=on_step,
         )
+
+
+def _all_heard(error: BaseException, stopping: Stopping) -> bool:
+    """Whether every process saves after an error of a rollout; one alone would wait for ever."""
+    if isinstance(error, KeyboardInterrupt):  # not after a second Ctrl-C
+        return stopping.gave_up
+    return jax.process_count() == 1 or isinstance(error, UserError)
 
 
 # ---------------------------------------------------------------- all of it in one program
