@@ -66,7 +66,12 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_mar
 
 def main() -> None:
     """Runs the command line; the entry point of ``jrl``."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            end_within(60)  # whatever thread of a reward function still holds the process
+        raise
 
 
 def _print_version(wanted: bool) -> None:
@@ -145,7 +150,6 @@ def _train(
     try:
         summary = run_training(chosen, echo=typer.echo)
     except KeyboardInterrupt as error:
-        end_within(60)  # whatever threads of rewards still hold it
         typer.echo(f"jrl: {str(error) or 'stopped; ' + what_is_saved(directory)}", err=True)
         raise typer.Exit(INTERRUPTED) from None
     print_table(
