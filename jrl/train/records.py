@@ -240,7 +240,7 @@ class RunRecords:
             raise NonFinite(
                 f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
                 f"{record['loss']}); its update was left out, and nothing was saved after it; "
-                f"{what_is_saved(self.dir)}. The same command meets the same step: look for NaN "
+                f"{self._kept()}. The same command meets the same step: look for NaN "
                 "rewards in samples.jsonl, lower optimizer.learning_rate or optimizer.clip_norm in "
                 "another run.dir, or let a few pass with "
                 'watch.skipped_updates={above=0, steps=5, action="stop"}'
@@ -262,9 +262,7 @@ class RunRecords:
             return
         self.save(state)
         self.checkpoints.wait()
-        raise RunStopped(
-            f"{self._reasons[0]}; stopped by the limit of [watch], and {what_is_saved(self.dir)}"
-        )
+        raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
 
     def write_samples_if_due(self, done: int, groups: Groups) -> None:
         """Some of a step's completions, for people to read."""
@@ -292,7 +290,7 @@ class RunRecords:
         if fault is not None:
             raise NonFinite(
                 f"step {int(state.step)}: {fault} is not finite, so the state was not saved; "
-                f"{what_is_saved(self.dir)}. Lower optimizer.learning_rate or optimizer.clip_norm "
+                f"{self._kept()}. Lower optimizer.learning_rate or optimizer.clip_norm "
                 "in another run.dir"
             )
         self._note_best(int(state.step))
@@ -309,6 +307,12 @@ class RunRecords:
             value = -value if self.config.checkpoint.best != name else value
             if self.position.best is None or value > self.position.best[1]:
                 self.position = self.position._replace(best=(step, value))
+
+    def _kept(self) -> str:
+        """What is saved, once the save in the background has ended."""
+        with contextlib.suppress(StorageError):
+            self.checkpoints.wait()
+        return what_is_saved(self.dir)
 
     def save_if_whole(self, state: TrainState) -> None:
         """Saves the state of the last whole step, when the one after it could not be made.
