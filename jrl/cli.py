@@ -23,7 +23,9 @@ from jrl.console import (
     print_samples,
     print_table,
 )
-from jrl.errors import UserError, choose
+from jrl.errors import INTERRUPTED, UserError, choose
+from jrl.signals import end_at_once, end_within
+from jrl.step_files import what_is_saved
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -35,7 +37,7 @@ Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or co
 
 
 class _Main(TyperGroup):
-    """Reports a UserError as one message with exit code 2, and Ctrl-C with 130."""
+    """Reports a UserError as one message with its exit code, and Ctrl-C with 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -45,10 +47,10 @@ class _Main(TyperGroup):
             typer.echo(
                 "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
             )
-            raise typer.Exit(2) from None
+            raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("jrl: stopped", err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(INTERRUPTED) from None
 
 
 class _WithKeys(TyperCommand):
@@ -64,7 +66,12 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_mar
 
 def main() -> None:
     """Runs the command line; the entry point of ``jrl``."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            end_within(60)  # whatever thread of a reward function still holds the process
+        raise
 
 
 def _print_version(wanted: bool) -> None:
@@ -117,6 +124,17 @@ def train(
 
     Example: jrl train configs/gsm8k.toml model.path=DIR data.train=FILE data.eval=FILE
     """
+    with end_at_once():
+        _train(config, overrides, coordinator, processes, process)
+
+
+def _train(
+    config: str,
+    overrides: list[str] | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+) -> None:
     from jrl.processes import first_says, start
 
     start(coordinator, processes, process)
@@ -132,8 +150,8 @@ def train(
     try:
         summary = run_training(chosen, echo=typer.echo)
     except KeyboardInterrupt as error:
-        typer.echo(f"jrl: {str(error) or 'stopped; ' + _what_is_saved(directory)}", err=True)
-        raise typer.Exit(130) from None
+        typer.echo(f"jrl: {str(error) or 'stopped; ' + what_is_saved(directory)}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     print_table(
         "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
     )
@@ -469,11 +487,3 @@ def _use_compile_cache() -> None:
     from jrl.compiles import enable_compile_cache
 
     enable_compile_cache()
-
-
-def _what_is_saved(directory: Path) -> str:
-    folder = directory / "checkpoints"
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    if not steps:
-        return f"metrics are in {directory}; no checkpoint has been written yet"
-    return f"step {max(steps)} is saved; `jrl train {directory}` resumes from it"

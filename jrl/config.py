@@ -263,6 +263,27 @@ class CheckpointTable(Table):
 
     every: int = key(50, "training steps between checkpoints; 0: only at the end", ge=0)
     keep: int = key(2, "newest checkpoints kept", ge=1)
+    keep_every: int = key(0, "steps that this number divides are kept for good; 0: none", ge=0)
+    best: str | None = key(
+        None,
+        "metric of which the best checkpoint is kept too, such as eval/accuracy; with a minus"
+        " before it, such as -loss, the least is best",
+    )
+
+
+class WatchTable(Table):
+    """A limit on a metric, and what happens where it is broken."""
+
+    above: float | None = None
+    below: float | None = None
+    steps: int = Field(1, ge=1)
+    action: Literal["warn", "stop", "none"] = "warn"
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.above is None and self.below is None and self.action != "none":
+            raise ValueError("a table of [watch] needs above, below, or both")
+        return self
 
 
 def _size(value: int) -> int:
@@ -380,6 +401,14 @@ class Config(Table):
     mesh: MeshTable = key(MeshTable(), "")
     placement: PlacementTable | None = key(None, "")
     log: LogTable = key(LogTable(), "")
+    watch: dict[str, WatchTable] = key(
+        {},
+        "limits by metric, such as entropy or logprob_diff, or host_memory_bytes. Each a table with"
+        " above and below, steps (broken so many in a row, 1 when not set) and action (warn: say"
+        " so; stop: save and end; none). Without being asked for, a run stops at a step of which an"
+        " update was not finite (skipped_updates) and at 3 in a row in which all rewards failed"
+        " (reward_failures)",
+    )
 
     @property
     def task(self) -> TaskData | None:

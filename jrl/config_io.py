@@ -215,7 +215,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_FREE = ("train.steps", "eval.every", "model.attention")
+_FREE = ("train.steps", "eval.every", "model.attention", "watch")
 
 
 def may_differ(key: str) -> bool:
@@ -224,7 +224,7 @@ def may_differ(key: str) -> bool:
     Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
     when; and ``train.steps``, the end of the run.
     """
-    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout", "reward_pool.")
+    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout", "reward_pool.", "watch.")
     return key.startswith(free) or key in _FREE
 
 

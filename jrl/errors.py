@@ -7,7 +7,29 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Something the user can mend; the command line prints it without a traceback."""
+    """Something the user can mend; the command line prints it without a traceback.
+
+    Attributes:
+      exit_code: what ``jrl`` ends with; ``configs/README.md`` lists them all.
+    """
+
+    exit_code = 2
+
+
+class RunStopped(UserError):
+    """A run that ended itself because training on would do no good; the message says what to do."""
+
+    exit_code = 3
+
+
+class StorageError(UserError):
+    """What a run writes cannot be written: the disk is full, read-only or gone."""
+
+    exit_code = 4
+
+
+INTERRUPTED = 130
+"""The exit code after SIGINT, SIGTERM or SIGHUP; the same command resumes."""
 
 
 def choose(key: str, value: object, choices: Iterable[str]) -> UserError:

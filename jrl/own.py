@@ -5,15 +5,18 @@ Free of JAX, because the processes that run rewards import it.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +24,9 @@ from typing import Any
 from jrl.errors import UserError
 
 FORMS = "FILE.py:function or module:function"
+
+IMPORT_SECONDS = 120.0
+"""Time for a file or module to be imported."""
 
 
 def load(spec: str, key: str) -> Callable[..., Any]:
@@ -48,9 +54,15 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{said}; write {FORMS}")
     is_file = place.endswith(".py")
     try:
-        module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
+        with _time_limit(IMPORT_SECONDS):
+            module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
     except UserError:
         raise
+    except _TooLongError:
+        raise UserError(
+            f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
+            "and load models inside the function, or in its attribute prepare"
+        ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
             hint = "name an installed module, or a file as FILE.py:function"
@@ -91,6 +103,29 @@ def check_options(
     lines += [f"{table}.{name} is missing" for name in needed if name not in options]
     if lines:
         raise UserError("\n".join(lines))
+
+
+class _TooLongError(BaseException):
+    """An import takes too long; no Exception, which code of users may catch."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Inside, _TooLongError is raised when the time is over; only the main thread has a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # each second again, should it be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

@@ -1,9 +1,11 @@
 """Functions of one's own by name: methods, tasks, rewards and networks from a file."""
 
 import json
+import signal
 
 import pytest
 
+from jrl import own
 from jrl.config_io import load_config
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
@@ -209,3 +211,17 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     assert "returned 3; return a jrl.Network" in refused(f"model.network={mine}:no_network")
     text = ["data.task=", "data.train=x.jsonl"]
     assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
+
+
+def test_an_import_that_blocks_has_a_limit(tmp_path, monkeypatch):
+    """Also where the file catches what ends it."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(own, "IMPORT_SECONDS", 0.2)
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(UserError, match=r"slow.py:f': importing .* took longer than 0 s"):
+        own.load(f"{slow}:f", "rewards")
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

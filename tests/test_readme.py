@@ -53,7 +53,7 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
     assert set(curves) - unnamed <= named
     written_by_the_loop = {"kl", "seconds", "tokens_per_second", "prompts", "compiles"}
-    written_by_the_loop |= {"rollout_seconds", "reward_seconds"}
+    written_by_the_loop |= {"rollout_seconds", "reward_seconds", "reward_failures"}
     assert named - set(curves) == written_by_the_loop
 
 

@@ -33,12 +33,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.errors import UserError
+from jrl.integrity import checksum
 from jrl.mesh import AXES, replicated
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
 from jrl.train.packing import Packer
-from jrl.train.state import checksum
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 
 GroupsOf = Callable[..., StepGroups]

@@ -8,7 +8,7 @@ for i in range(steps):
 from __future__ import annotations
 
 import contextlib
-import threading
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -23,12 +23,14 @@ from jrl.compiles import (
 )
 from jrl.config import Config
 from jrl.config_io import flatten
-from jrl.errors import UserError
+from jrl.errors import StorageError, UserError
 from jrl.mesh import replicated
-from jrl.processes import check_same, stop_on_signal, stop_requested
+from jrl.processes import check_same, stop_requested
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
+from jrl.signals import Stopping
+from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
@@ -100,44 +102,88 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       tokens_per_second, and more.
 
     Raises:
-      UserError: bad input, named; NonFinite when a gradient was not finite.
-      KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
+      UserError: bad input, named.
+      RunStopped: the run ended itself; NonFinite when a gradient was not finite.
+      StorageError: what is written cannot be written any more.
+      KeyboardInterrupt: after SIGINT, SIGTERM or SIGHUP, when the state has been saved.
     """
     return_compiler_memory()
     enable_compile_cache()
     check_same("configuration", flatten(config))
+    with contextlib.ExitStack() as stack:
+        # Processes stop together: none may leave a rollout that the others are in.
+        stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
+        with stopping.at_once():
+            run, pool = _set_up(config, stack, echo)
+            records = stack.enter_context(RunRecords(run._replace(params=None), pool, stopping))
+            state, shardings = programs.new_state(run)
+            run = records.run  # without the checkpoint's weights on the host, which are done with
+            if jax.process_index() == 0:
+                echo(_space(state, records))
+        try:
+            return _run(run, state, shardings, records, stopping, pool, echo)
+        except StorageError as error:
+            raise StorageError(f"{error}; {what_is_saved(records.dir)}") from error
+
+
+def _set_up(
+    config: Config, stack: contextlib.ExitStack, echo: Callable[[str], None]
+) -> tuple[Run, RewardPool | None]:
+    """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
-    with contextlib.ExitStack() as stack:
-        # Before the run directory, so that a typo in [rewards] does not leave one behind.
-        on_text = run.task is None and not run.data.judged
-        pool = stack.enter_context(build.reward_pool(config)) if on_text else None
-        stack.enter_context(jax.set_mesh(run.mesh))
-        records = stack.enter_context(RunRecords(run._replace(params=None), pool))
-        state, shardings = programs.new_state(run)
-        run = records.run  # without the checkpoint's weights on the host, which are done with
-        stopping = stack.enter_context(stop_on_signal())
+    # Before the run directory, so that a typo in [rewards] does not leave one behind.
+    on_text = run.task is None and not run.data.judged
+    pool = stack.enter_context(build.reward_pool(config)) if on_text else None
+    stack.enter_context(jax.set_mesh(run.mesh))
+    return run, pool
+
+
+def _space(state: TrainState, records: RunRecords) -> str:
+    """What the checkpoints will take, and what is there."""
+    each = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    keep = records.config.checkpoint.keep
+    # The newest is written before the oldest goes.
+    needed, free = each * (keep + 1), shutil.disk_usage(records.dir).free
+    text = f"checkpoints: {keep} of {each / 1e6:,.1f} MB each; {free / 1e6:,.0f} MB free"
+    return text if needed <= free else f"{text}, which is too little for {needed / 1e6:,.0f} MB"
+
+
+def _run(
+    run: Run,
+    state: TrainState,
+    shardings: TrainState,
+    records: RunRecords,
+    stopping: Stopping,
+    pool: RewardPool | None,
+    echo: Callable[[str], None],
+) -> dict[str, Any]:
+    """Begins or resumes, trains to the last step, and finishes."""
+    with stopping.interruptible():
         state, notes = _begin(run, state, records, echo)
-        if sampler_differs(config) and run.method.draw.own:
-            echo(drift_text(run, state))
-        if config.train.mode == "compiled":
-            state = _compiled_loop(run, state, shardings, records, stopping)
-        else:
-            state = _host_loop(run, state, shardings, records, stopping, pool, notes)
-        records.save(state)
-        records.checkpoints.wait()
-        if stopping.is_set():
-            raise KeyboardInterrupt(
-                f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
-                "run the same command again to resume"
-            )
+    if sampler_differs(run.config) and run.method.draw.own:
+        echo(drift_text(run, state))
+    if run.config.train.mode == "compiled":
+        state = _compiled_loop(run, state, shardings, records, stopping)
+    else:
+        state = _host_loop(run, state, shardings, records, stopping, pool, notes)
+    records.save(state)
+    records.checkpoints.wait()
+    if stopping.is_set():
+        raise KeyboardInterrupt(
+            f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
+            "run the same command again to resume"
+        )
+    with contextlib.ExitStack() as stack:
+        if jax.process_count() == 1:
+            stack.enter_context(stopping.at_once())  # all is saved; the same command finishes later
         summary = records.finish(state)
         summary["report"] = _report(records.dir, echo) if jax.process_index() == 0 else None
-        return summary
+    return summary
 
 
 def _begin(
@@ -249,7 +295,7 @@ def _host_loop(
     state: TrainState,
     shardings: TrainState,
     records: RunRecords,
-    stopping: threading.Event,
+    stopping: Stopping,
     pool: RewardPool | None,
     notes: Mapping[str, Any],
 ) -> TrainState:
@@ -263,21 +309,35 @@ def _host_loop(
         if stop_requested(stopping):
             return state
 
+        last = [state]  # of the last whole step
+
+        def collect(*args: Any, **kwargs: Any) -> tuple[Batch, Groups, int]:
+            try:
+                with stopping.interruptible():
+                    return source.collect(*args, **kwargs)
+            except (Exception, KeyboardInterrupt) as error:
+                if _all_heard(error, stopping):
+                    records.save_if_whole(last[0])
+                raise
+
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
         ) -> bool:
             record = records.after_step(done, state, metrics | groups.counts, cursor)
+            last[0] = state
             progress.step(done, record)
-            records.check_finite(done, state, record)
+            for line in records.check(done, record):
+                progress.note(f"warning: {line}")
             records.write_samples_if_due(done, groups)
             records.save_if_due(done, state)
+            records.end_if_broken(state)
             if jax.process_count() > 1:
                 source.wait()  # what all processes do together wants all devices idle
             return stop_requested(stopping)
 
         return fit(
             state,
-            source.collect,
+            collect,
             programs.train_program(run, shardings),
             jax.device_put(run.sampling_params, replicated(run.mesh)),
             steps,
@@ -285,6 +345,13 @@ def _host_loop(
             policy=partial(policy_of, network=run.network),
             on_step=on_step,
         )
+
+
+def _all_heard(error: BaseException, stopping: Stopping) -> bool:
+    """Whether every process saves after an error of a rollout; one alone would wait for ever."""
+    if isinstance(error, KeyboardInterrupt):  # not after a second Ctrl-C
+        return stopping.gave_up
+    return jax.process_count() == 1 or isinstance(error, UserError)
 
 
 # ---------------------------------------------------------------- all of it in one program
@@ -295,7 +362,7 @@ def _compiled_loop(
     state: TrainState,
     shardings: TrainState,
     records: RunRecords,
-    stopping: threading.Event,
+    stopping: Stopping,
 ) -> TrainState:
     """Segments of many steps, each one program; between them records are written."""
     config = run.config
@@ -324,8 +391,10 @@ def _compiled_loop(
                 cursor = number * config.train.prompts
                 record = records.after_step(number, state, metrics, cursor, seconds)
                 progress.step(number, record)
-                records.check_finite(number, state, record)
+                for line in records.check(number, record):
+                    progress.note(f"warning: {line}")
             records.save_if_due(int(state.step), state)
+            records.end_if_broken(state)
     return state
 
 

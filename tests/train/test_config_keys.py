@@ -354,6 +354,9 @@ ELSEWHERE = {
     "placement.staleness": (
         "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
+    "checkpoint.keep_every": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "checkpoint.best": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "watch": "train/test_records.py::test_a_limit_of_ones_own_saves_and_stops",
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
