@@ -1,10 +1,14 @@
 """Functions of one's own, named in a configuration as FILE.py:function or module:function.
 
+Values that a Python program passes (rows, a reward function) are named too, as python:NAME, and
+found while that program is inside ``given``.
+
 Free of JAX, because the processes that run rewards import it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -13,14 +17,50 @@ import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from jrl.errors import UserError
 
 FORMS = "FILE.py:function or module:function"
+
+GIVEN = "python:"
+"""What the name of a value passed in Python begins with."""
+
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def given(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, ``python:NAME`` in a configuration means ``values["NAME"]``.
+
+    >>> with given({"double": lambda x: 2 * x}):
+    ...     load("python:double", "rewards")(3)
+    6
+    """
+    token = _given.set({**_given.get(), **values})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def given_value(spec: str, key: str) -> Any:
+    """The value that ``python:NAME`` names.
+
+    Raises:
+      UserError: outside of the program that passed it, such as in ``jrl eval`` on its run.
+    """
+    name = spec.removeprefix(GIVEN)
+    if name not in _given.get():
+        raise UserError(
+            f"{key} = {spec!r} was passed to the run in Python and is not known here; name a file"
+            " that holds it"
+        )
+    return _given.get()[name]
 
 
 def load(spec: str, key: str) -> Callable[..., Any]:
@@ -28,7 +68,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
 
     Args:
       spec: ``FILE.py:function``, the file relative to the working directory, or
-        ``module:function``. A file or module is imported once in a process.
+        ``module:function``. A file or module is imported once in a process. Or ``python:NAME``.
       key: the configuration key that names it, for messages.
 
     Returns:
@@ -42,6 +82,8 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     >>> load("math:gcd", "rewards")(6, 4)
     2
     """
+    if spec.startswith(GIVEN):
+        return given_value(spec, key)
     place, _, name = spec.rpartition(":")
     said = f"{key} = {spec!r}"
     if not place or not name:

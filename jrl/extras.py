@@ -1,0 +1,83 @@
+"""Optional packages: the line that installs what is missing, here.
+
+An extra is a name of ``[project.optional-dependencies]``. Free of everything but the standard
+library, because anything may need to say this.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import sys
+from pathlib import Path
+
+DISTRIBUTION = "jrl-lm"
+"""What the package index would call this library; the import is ``jrl``."""
+
+_CHECKOUT = Path(__file__).resolve().parents[1]
+
+
+def install_line(extra: str) -> str:
+    """The command that installs an extra into this Python, from the checkout it runs from.
+
+    An installed package without a checkout names the packages of the extra themselves.
+    """
+    pip = f"{_short(Path(sys.executable))} -m pip install"
+    if (_CHECKOUT / "pyproject.toml").is_file():
+        return f"{pip} -e {shlex.quote(f'{_short(_CHECKOUT)}[{extra}]')}"
+    return f"{pip} {' '.join(shlex.quote(each) for each in packages(extra)) or extra}"
+
+
+def packages(extra: str) -> list[str]:
+    """The requirements of an extra, as the installed package declares them."""
+    marked = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
+    found = [line.partition(";") for line in _requirements()]
+    return [name.strip() for name, _, marker in found if marked.search(marker)]
+
+
+def extras() -> dict[str, list[str]]:
+    """Every extra with its requirements, in the order in which they are declared."""
+    try:
+        names = importlib.metadata.metadata(DISTRIBUTION).get_all("Provides-Extra") or []
+    except importlib.metadata.PackageNotFoundError:
+        names = []
+    return {name: packages(name) for name in names}
+
+
+def missing(requirements: list[str]) -> list[str]:
+    """Those of some requirements of which no version is installed."""
+    names = [re.split(r"[\[<>=!~ ]", each, maxsplit=1)[0] for each in requirements]
+    return [name for name in names if not _installed(name)]
+
+
+def version() -> str:
+    """The version of this library; "0+unknown" in a checkout that was not installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires(DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _short(path: Path) -> str:
+    """A path relative to the working directory where it lies below it."""
+    try:
+        short = path.relative_to(Path.cwd())
+    except ValueError:
+        return shlex.quote(str(path))
+    return shlex.quote(str(short))
