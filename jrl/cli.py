@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from jrl.config import Config
-from jrl.config_io import dump, load_config
+from jrl.config_io import describe, dump, load_config
 from jrl.console import (
     keys_text,
     print_method,
@@ -23,12 +21,23 @@ from jrl.console import (
     print_samples,
     print_table,
 )
+from jrl.directories import fresh_dir, what_is_saved
 from jrl.errors import UserError, choose
+from jrl.extras import version as installed_version
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES)]
+
+def _keys(incomplete: str) -> list[str]:
+    """Configuration keys that begin so, for the shell's completion."""
+    return [f"{key.name}=" for key in describe() if key.name.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=_keys),
+]
 Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or configuration file.")]
@@ -59,7 +68,11 @@ class _WithKeys(TyperCommand):
         formatter.write("\n" + keys_text() + "\n")
 
 
-app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:
@@ -69,7 +82,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(importlib.metadata.version("jrl"))
+        typer.echo(installed_version())
         raise typer.Exit
 
 
@@ -115,7 +128,7 @@ def train(
     (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID), or with JRL_DISTRIBUTED=auto
     on a cluster that JAX knows. run.dir must be a directory that all hosts share.
 
-    Example: jrl train configs/gsm8k.toml model.path=DIR data.train=FILE data.eval=FILE
+    Example: jrl train configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=train.jsonl
     """
     from jrl.processes import first_says, start
 
@@ -123,7 +136,7 @@ def train(
     chosen = _read(config, overrides)
     if chosen.run.dir is None:
         name = chosen.method if "=" in config else Path(config).stem
-        fresh = first_says(str(_fresh_dir(name)))
+        fresh = first_says(str(fresh_dir(name)))
         chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"dir": fresh})})
     directory = Path(chosen.run.dir or "")
     typer.echo(f"run directory: {directory}")
@@ -132,7 +145,7 @@ def train(
     try:
         summary = run_training(chosen, echo=typer.echo)
     except KeyboardInterrupt as error:
-        typer.echo(f"jrl: {str(error) or 'stopped; ' + _what_is_saved(directory)}", err=True)
+        typer.echo(f"jrl: {str(error) or 'stopped; ' + what_is_saved(directory)}", err=True)
         raise typer.Exit(130) from None
     print_table(
         "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
@@ -166,7 +179,7 @@ def sample(
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Prompt (repeatable); held-out problems if left out."),
+        typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
     checkpoint: Checkpoint = None,
@@ -291,30 +304,74 @@ def report(
 
 @app.command(short_help="List training methods.")
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the details of this method.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show the details of this method, or of FILE.py:function."),
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Only methods that run as published.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the training methods that `method = ...` can name, with their papers.
+    """List the training methods that `method = ...` can name, one a line.
 
-    Columns: the parts of the training step that a method replaces (seams), those that keep state
-    between steps, the per-token statistics it needs, and what a run of the complete method would
-    need that is unsupported.
+    "partly" marks those of which a run lacks something beside the objective. A method's details say
+    what, and give its paper, the parts of a step that it replaces (seams), those that keep state,
+    the per-token statistics it needs, and its coefficients.
+
+    Example: jrl methods --family preference --complete
     """
-    from jrl.methods import list_methods
+    from jrl.methods import list_methods, show_method
 
-    listed = list_methods()
     if name is not None:
-        found = [item for item in listed if item["name"] == name]
-        if not found:
-            raise choose("method", name, [item["name"] for item in listed])
+        shown = show_method(name)
         if as_json:
-            typer.echo(json.dumps(found[0], indent=2, ensure_ascii=False))
+            typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         else:
-            print_method(found[0])
-    elif as_json:
+            print_method(shown)
+        return
+    listed = list_methods()
+    families = {item["family"] for item in listed}
+    if family is not None and family not in families:
+        raise choose("--family", family, families)
+    listed = [item for item in listed if family in (None, item["family"])]
+    listed = [item for item in listed if not (complete and item["unsupported"])]
+    if as_json:
         typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
     else:
         print_methods(listed)
+
+
+@app.command(short_help="Look at this machine and what a run lacks here.")
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="Configuration file or run directory."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print versions, devices, memory, caches and extras, and what a configuration lacks here.
+
+    Nothing is compiled or trained. The exit code is 1 if something is lacking.
+
+    Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
+    """
+    from jrl.doctor import examine, lacks
+
+    found = examine()
+    lacking = [] if config is None else lacks(_read(config, overrides))
+    if as_json:
+        typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
+    else:
+        print_table("this machine", found)
+        if config is not None:
+            typer.echo("\n".join([f"{config} lacks:", *(f"  {line}" for line in lacking)]))
+            if not lacking:
+                typer.echo("  nothing")
+    if lacking:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="Estimate what a run needs on a TPU slice.", no_args_is_help=True)
@@ -451,23 +508,7 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
     return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
 
 
-def _fresh_dir(name: str) -> Path:
-    base = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    path, number = base, 1
-    while path.exists():
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
-    return path
-
-
 def _use_compile_cache() -> None:
     from jrl.compiles import enable_compile_cache
 
     enable_compile_cache()
-
-
-def _what_is_saved(directory: Path) -> str:
-    folder = directory / "checkpoints"
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    if not steps:
-        return f"metrics are in {directory}; no checkpoint has been written yet"
-    return f"step {max(steps)} is saved; `jrl train {directory}` resumes from it"

@@ -137,7 +137,7 @@ def _kind(annotation: Any) -> str:
     if origin in (dict, tuple):
         return {dict: "table", tuple: "list"}[origin]
     if inside:  # T | None
-        return _kind(inside[0])
+        return " | ".join(_kind(kind) for kind in inside if kind is not type(None))
     return _KINDS[annotation]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jrl.config_io import describe, table_note
@@ -64,13 +65,16 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_methods(listed: Sequence[Mapping[str, Any]]) -> None:
-    """Training methods as a table, one row each."""
-    columns = ("name", "family", "arxiv", "paper", "seams", "state", "needs")
-    table = Table(*columns, "unsupported", box=None, pad_edge=False)
+    """Training methods as a table, one line each, cut to the width of a terminal."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "family", "runs", "arxiv"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("summary", no_wrap=True, overflow="ellipsis")
     for item in listed:
-        cells = [_text(item[column]) for column in columns]
-        table.add_row(*cells, item["unsupported"])
-    # Piped tables are read by programs and pagers: one line a row, whatever its length.
+        runs = "partly" if item["unsupported"] else "yes"
+        cells = (item["name"], item["family"], runs, _text(item["arxiv"]), item["summary"])
+        table.add_row(*map(escape, cells))
+    # Piped tables are read by programs and pagers: nothing is cut there.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 4000)
     console.print(table)
 

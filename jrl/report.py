@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import itertools
 import json
 import math
@@ -73,8 +74,9 @@ def write_report(run_dir: str | Path) -> Path:
       run_dir: a run directory, as ``RunWriter`` writes it.
 
     Returns:
-      Path of ``index.html``, which is self-contained and needs no network. The directory also has
-      a PNG for each main curve, and ``overview.png`` with all of them.
+      Path of ``index.html``, which is self-contained and needs no network. With the extra
+      ``plot`` the directory also has a PNG for each main curve, and ``overview.png`` with all of
+      them.
 
     Raises:
       UserError: there is no run, or the report cannot be written.
@@ -91,7 +93,8 @@ def write_report(run_dir: str | Path) -> Path:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
-        _draw_plots(out, main)
+        if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
+            _draw_plots(out, main)
         write_atomic(
             out / "index.html",
             _page(run, header, summary or _latest(records), [*main, *others], len(main)),

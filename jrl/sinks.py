@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jrl.config import Config
 from jrl.errors import UserError
+from jrl.extras import install_line
 
 
 class Sink(Protocol):
@@ -106,7 +107,7 @@ def _need(package: str, target: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"log.to = {target!r} needs the package {package} ({error}); install it with"
-            f" `pip install {package}`, or take it out of log.to"
+            f" `{install_line(target.partition(':')[0])}`, or take it out of log.to"
         ) from None
 
 

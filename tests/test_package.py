@@ -24,13 +24,15 @@ MAY_IMPORT = {
     "errors": set(),
     "compiles": set(),
     "own": {"errors"},
+    "extras": set(),
+    "hub": {"errors"},
     "types": {"errors"},
     "mesh": BASE,
     "checkpoint": BASE,
     "objectives": BASE,
     "rewards": {*BASE, "own"},
-    "models": {*BASE, "mesh"},
-    "data": {*BASE, "mesh", "models", "own"},
+    "models": {*BASE, "hub", "mesh"},
+    "data": {*BASE, "extras", "hub", "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
     "methods": {*BASE, "objectives", "own"},
 }
@@ -40,7 +42,17 @@ MAY_IMPORT = {
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
-    *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    *(
+        "jinja2",
+        "tensorboardX",
+        "wandb",
+        "huggingface_hub",
+        "yaml",
+        "jetstream",
+        "grpc",
+        "starlette",
+        "uvicorn",
+    ),
 }
 """Loaded by what needs them, when it runs."""
 

@@ -361,7 +361,7 @@ def _prompts(
     for split, spec in (("train", data.train), ("eval", data.eval)):
         if spec is not None:
             prompts[split], counts[split] = build_prompts(
-                open_source(spec),
+                open_source(spec, key=f"data.{split}"),
                 tokenizer,
                 question_key=names["question"],
                 answer_key=names["answer"],
@@ -371,6 +371,7 @@ def _prompts(
                 template=data.template,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
+                invalid=data.invalid,
             )
     return prompts, counts
 
@@ -391,13 +392,14 @@ def _judged(
     for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
         if spec is not None:
             judged[split], counts[split] = build_judged(
-                open_source(spec),
+                open_source(spec, key=f"data.{split}"),
                 tokenizer,
                 system=text.system,
                 template=text.template,
                 max_prompt_tokens=task.prompt_tokens if task else text.max_prompt_tokens,
                 max_completion_tokens=max_new_tokens(config, task),
                 overlong=data.overlong,
+                invalid=data.invalid,
             )
     return judged, counts
 

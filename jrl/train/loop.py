@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jrl.compile_notes import CompileNotes
 from jrl.compiles import (
     enable_compile_cache,
     return_compiler_memory,
@@ -38,7 +39,9 @@ from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
+from jrl.train.pins import pinned
 from jrl.train.records import RunRecords
+from jrl.train.reward_text import check_reward_columns, reward_text
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
@@ -88,7 +91,21 @@ def fit(
     return state
 
 
-def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, Any]:
+class Trained(NamedTuple):
+    """What a finished run is.
+
+    Attributes:
+      run: its parts, without the weights that it started from.
+      state: after the last step.
+      summary: what ``summary.json`` holds.
+    """
+
+    run: Run
+    state: TrainState
+    summary: dict[str, Any]
+
+
+def train(config: Config, *, echo: Callable[[str], object] = print) -> dict[str, Any]:
     """Runs a configuration from beginning to end, or resumes where an earlier call stopped.
 
     Args:
@@ -103,21 +120,42 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       UserError: bad input, named; NonFinite when a gradient was not finite.
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
+    return run_config(config, echo=echo).summary
+
+
+def run_config(
+    config: Config,
+    *,
+    echo: Callable[[str], object] = print,
+    on_record: Callable[[dict[str, Any]], object] | None = None,
+) -> Trained:
+    """``train``, with all that is left when it has finished.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+      on_record: called with the record of each step.
+    """
     return_compiler_memory()
     enable_compile_cache()
+    config = pinned(config)
     check_same("configuration", flatten(config))
     run = build.setup(config)
     programs.check_trainable(run)
+    check_reward_columns(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
+    if said := reward_text(run):
+        echo(said)
     with contextlib.ExitStack() as stack:
         # Before the run directory, so that a typo in [rewards] does not leave one behind.
         on_text = run.task is None and not run.data.judged
         pool = stack.enter_context(build.reward_pool(config)) if on_text else None
+        stack.enter_context(CompileNotes(echo))
         stack.enter_context(jax.set_mesh(run.mesh))
-        records = stack.enter_context(RunRecords(run._replace(params=None), pool))
+        records = stack.enter_context(RunRecords(run._replace(params=None), pool, on_record))
         state, shardings = programs.new_state(run)
         run = records.run  # without the checkpoint's weights on the host, which are done with
         stopping = stack.enter_context(stop_on_signal())
@@ -137,11 +175,11 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
             )
         summary = records.finish(state)
         summary["report"] = _report(records.dir, echo) if jax.process_index() == 0 else None
-        return summary
+        return Trained(run, state, summary)
 
 
 def _begin(
-    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], None]
+    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], object]
 ) -> tuple[TrainState, dict[str, Any]]:
     """The newest checkpoint with its notes, or the warm start and the first evaluation."""
     if (found := records.restore(state)) is not None:
@@ -155,7 +193,7 @@ def _begin(
     return state, {}
 
 
-def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], None]) -> TrainState:
+def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> TrainState:
     """The state after supervised training on the task's solutions."""
     assert run.task is not None, "the configuration makes sure that a warm start has a task"
     warmup, policy = run.config.warmup, policy_of(state, run.network)
@@ -329,7 +367,7 @@ def _compiled_loop(
     return state
 
 
-def _report(directory: str, echo: Callable[[str], None]) -> str | None:
+def _report(directory: str, echo: Callable[[str], object]) -> str | None:
     """The page of the run; a run that is done does not fail for want of it."""
     try:
         return str(write_report(directory))

@@ -55,6 +55,7 @@ class RunRecords:
     Args:
       run: what is trained; use this under its mesh.
       pool: the reward functions, for evaluations of a run on text.
+      on_record: called with the record of each step, when it has been written.
 
     Attributes:
       position: where the run is.
@@ -62,8 +63,14 @@ class RunRecords:
         the same; the loop sets it.
     """
 
-    def __init__(self, run: Run, pool: RewardPool | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        pool: RewardPool | None,
+        on_record: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
         self.run, self.config = run, run.config
+        self._on_record = on_record
         self.position = Position()
         self.batch_notes: Callable[[], dict[str, Any]] = dict
         self._stack = contextlib.ExitStack()
@@ -182,6 +189,8 @@ class RunRecords:
             seconds=self.position.seconds + seconds,
             tokens=self.position.tokens + tokens,
         )
+        if self._on_record is not None:
+            self._on_record(record)
         return record
 
     def lap(self) -> float:
