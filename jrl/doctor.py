@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,6 @@ def lacks(config: Config) -> list[str]:
     Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
     are read up to their headers, data up to its first rows.
     """
-    from jrl.data.sources import open_source
     from jrl.models import hf
     from jrl.models.tokenizer import load_tokenizer
     from jrl.train import build
@@ -71,7 +71,7 @@ def lacks(config: Config) -> list[str]:
         look(lambda: run_shape(config, task))
     for name in ("train", "eval", "pairs"):
         if (spec := getattr(config.data, name, None)) is not None:
-            look(lambda spec=spec, name=name: open_source(spec, key=f"data.{name}")[0])
+            look(functools.partial(_first_row, spec, f"data.{name}"))
     if isinstance(config.data, PromptData) and config.data.train is None:
         found.append("data.train and data.task are both missing; name prompts or a task")
     if task is None and config.pairs is None:
@@ -79,6 +79,12 @@ def lacks(config: Config) -> list[str]:
     elif task is not None:
         look(lambda: build.reward_weights(config, task))
     return found + list(_missing_sinks(config))
+
+
+def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:
+    from jrl.data.sources import open_source
+
+    return open_source(spec, key=key)[0]
 
 
 def _missing_sinks(config: Config) -> Iterator[str]:
