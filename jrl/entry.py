@@ -94,7 +94,7 @@ def fit(
         dotted ({"train.steps": 100}).
       dir: run directory; runs/fit-TIME by default. One that holds this run resumes it.
       on_step: called with the record of each training step.
-      echo: where lines for a person go; ``lambda line: None`` keeps quiet.
+      echo: where lines for a person go. The line of progress goes to standard output.
       **settings: more keys, with ``__`` for the dot: ``train__steps=100``.
 
     Returns:

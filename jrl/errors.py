@@ -29,7 +29,7 @@ def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
     """
     names = sorted(choices)
     if len(names) > _FEW:
-        near = difflib.get_close_matches(str(value), names, n=4, cutoff=0.5)
+        near = difflib.get_close_matches(str(value), names, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it"
         return UserError(f"{key} = {value!r}; {hint} There are {len(names)}")
     near = difflib.get_close_matches(str(value), names, n=1)

@@ -68,13 +68,11 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert "accuracy_after" in result.summary
     assert result.config.seed == 3
     assert result.config.model.path == f"org/tiny@{COMMITS['first']}"
-    assert any(
-        "reward = python:digits (python:digits: The fraction of a completion" in x for x in said
-    )
+    assert any("reward = digits (digits: The fraction of a completion" in x for x in said)
     assert set(result.policy) == set(result.state.params["policy"])
     (first, _second) = result.sample("1+1?")
     assert first["prompt"] == "1+1?"
-    assert len(first["completion"]) <= 4
+    assert 1 <= first["length"] <= 4
     assert (result.dir / "samples.jsonl").exists()
     # The saved configuration has the commit, so the directory means the same later; other commands
     # say that the rows were values.
@@ -122,7 +120,7 @@ def test_files_named_rewards_and_trl_s_form(model, tmp_path):
 
 
 def test_a_task_sizes_and_a_method_as_values():
-    task = get_task("sorting", difficulty=2)
+    task = get_task("sorting", difficulty=3)
 
     def network(vocab_size, max_length):
         return transformer(ModelConfig(vocab_size=vocab_size, max_length=max_length, **SIZES))
@@ -130,9 +128,9 @@ def test_a_task_sizes_and_a_method_as_values():
     quick = {k: v for k, v in QUICK.items() if not k.startswith(("data", "sampling.max"))}
     quick |= {"eval.problems": 4}
     sized = jrl.fit(model=SIZES, task=task, config=quick, echo=lambda line: None, dir="a")
-    own = jrl.fit(model=network, task="sorting", data__difficulty=2, config=quick, dir="b")
+    own = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
     assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in own.metrics]
-    assert sized.sample("21>")[0]["prompt"] == "21>"
+    assert sized.sample("213>")[0]["prompt"] == "213>"
     with pytest.raises(
         UserError, match="prompt 1: '21321>' has 6 characters; prompts of data.task"
     ):

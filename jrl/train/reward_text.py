@@ -28,8 +28,12 @@ def reward_text(run: Run) -> str:
     if run.data.judged:
         return ""
     weights = run.rewards.weights
-    total = " + ".join(name if w == 1 else f"{w:g} * {name}" for name, w in weights.items())
-    means = {name: _meaning(name) for name in weights}
+    short = {name: name.rpartition(":")[2] for name in weights}
+    total = " + ".join(
+        short[name] if weight == 1 else f"{weight:g} * {short[name]}"
+        for name, weight in weights.items()
+    )
+    means = {short[name]: _meaning(name) for name in weights}
     parts = "; ".join(f"{name}: {text}" for name, text in means.items() if text)
     return f"reward = {total}" + (f" ({parts})" if parts else "")
 

@@ -34,7 +34,9 @@ def of_trl(completions, answer, **kwargs):
 
 
 def with_level(prompts, completions, level, bonus=0.0):
-    return [x + bonus + len(p) * (c == "4") for p, c, x in zip(prompts, completions, level)]
+    return [
+        x + bonus + len(p) * (c == "4") for p, c, x in zip(prompts, completions, level, strict=True)
+    ]
 
 
 def by_keyword(*, completions, completion_ids):
