@@ -93,7 +93,7 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     )
     assert [record["step"] for record in again.metrics] == [1, 2, 3]
     assert any("resuming from step 2" in line for line in said)
-    with pytest.raises(UserError, match=r"another configuration.*\n.*data.train = 'python:rows-"):
+    with pytest.raises(UserError, match=r"(?s)another configuration.*data.train = 'python:rows-"):
         jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
 
 
