@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+from jrl.commands import Main, WithKeys
 from jrl.config import Config
 from jrl.config_io import describe, dump, load_config
 from jrl.console import (
-    keys_text,
     print_method,
     print_methods,
     print_result,
@@ -43,31 +42,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or configuration file.")]
 
 
-class _Main(TyperGroup):
-    """Reports a UserError as one message with exit code 2, and Ctrl-C with 130."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            first, *rest = str(error).splitlines() or ["unknown error"]
-            typer.echo(
-                "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
-            )
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("jrl: stopped", err=True)
-            raise typer.Exit(130) from None
-
-
-class _WithKeys(TyperCommand):
-    """Appends the list of all configuration keys to the help of a command."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        formatter.write("\n" + keys_text() + "\n")
-
-
 app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -86,7 +60,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(cls=_Main, no_args_is_help=True)
+@app.callback(cls=Main, no_args_is_help=True)
 def _jrl(
     version: Annotated[
         bool,
@@ -472,7 +446,7 @@ def compare(
     typer.echo((Path(out) / "comparison.md").read_text(encoding="utf-8").rstrip())
 
 
-@app.command("show-config", short_help="Print a configuration with all keys.", cls=_WithKeys)
+@app.command("show-config", short_help="Print a configuration with all keys.", cls=WithKeys)
 def show_config(
     config: Annotated[
         str | None,

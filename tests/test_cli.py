@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jrl.cli import app, keys_text
+from jrl.cli import app
 from jrl.config_io import config_hash, describe, load_config
+from jrl.console import keys_text
 from jrl.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
