@@ -1,16 +1,19 @@
 """Optional packages: the line that installs what is missing, here.
 
-An extra is a name of ``[project.optional-dependencies]``. Free of everything but the standard
-library, because anything may need to say this.
+An extra is a name of ``[project.optional-dependencies]``.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
+
+from jrl.errors import UserError
 
 DISTRIBUTION = "jrl-lm"
 """What the package index would call this library; the import is ``jrl``."""
@@ -27,6 +30,24 @@ def install_line(extra: str) -> str:
     if (_CHECKOUT / "pyproject.toml").is_file():
         return f"{pip} -e {shlex.quote(f'{_short(_CHECKOUT)}[{extra}]')}"
     return f"{pip} {' '.join(shlex.quote(each) for each in packages(extra)) or extra}"
+
+
+def need(module: str, extra: str, what: str) -> Any:
+    """A module of an extra.
+
+    Args:
+      module: its dotted name.
+      extra: that brings it.
+      what: needs it, for the message.
+
+    Raises:
+      UserError: it is not installed; with the line that installs it here.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = error.name or module
+        raise UserError(f"{what} needs {name}; install it: {install_line(extra)}") from None
 
 
 def packages(extra: str) -> list[str]:

@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from jrl import extras
+from jrl.data.sources import open_source
+from jrl.errors import UserError
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -30,6 +32,25 @@ def test_what_is_missing():
     assert extras.missing(["jax[tpu]>=0.1", "no-such-package>=2", "numpy"]) == ["no-such-package"]
     assert "math-verify>=0.8" in extras.extras()["math"]
     assert extras.version() == importlib.metadata.version("jrl-lm")
+
+
+def test_what_needs_an_extra_says_so():
+    assert extras.need("json", "data", "this") is __import__("json")
+    with pytest.raises(UserError) as caught:
+        extras.need("no_such_module.inside", "data", "reading a.parquet")
+    assert str(caught.value) == (
+        f"reading a.parquet needs no_such_module; install it: {extras.install_line('data')}"
+    )
+
+
+@pytest.mark.parametrize("extra", ["data", "tfds"])
+def test_data_without_its_extra_names_the_line(extra, monkeypatch, tmp_path):
+    spec = {"data": str(tmp_path / "a.parquet"), "tfds": "tfds:gsm8k"}[extra]
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    for name in ("pyarrow.parquet", "tensorflow_datasets"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=rf"-m pip install -e .*\[{extra}\]"):
+        open_source(spec)
 
 
 def tracked():

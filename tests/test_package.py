@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "errors": set(),
     "compiles": set(),
     "own": {"errors"},
-    "extras": set(),
+    "extras": {"errors"},
     "hub": {"errors"},
     "types": {"errors"},
     "mesh": BASE,

@@ -14,7 +14,7 @@ import numpy as np
 
 from jrl.data.tables import Chain, CsvSource, JsonSource, Mixture, Source
 from jrl.errors import UserError
-from jrl.extras import install_line
+from jrl.extras import need
 from jrl.hub import data_files, hub_name
 from jrl.own import GIVEN, given_value
 
@@ -169,17 +169,11 @@ class ParquetSource:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ModuleNotFoundError:
-            raise UserError(
-                f"{path}: reading Parquet needs pyarrow: {install_line('data')}"
-            ) from None
+        parquet = need("pyarrow.parquet", "data", f"reading {path}")
         self.path = path
         try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
+            self._file = parquet.ParquetFile(path)
+        except need("pyarrow", "data", "Parquet").ArrowException as error:
             raise UserError(f"{path} is not a readable Parquet file: {error}") from None
         counts = [
             self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
@@ -240,13 +234,7 @@ def _plain(value: Any) -> Any:
 
 def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
     """A random-access source of a TFDS split, downloading what is not prepared."""
-    try:
-        import tensorflow_datasets as tfds
-    except ModuleNotFoundError:
-        raise UserError(
-            f"data {spec!r} needs tensorflow-datasets: {install_line('tfds')}"
-        ) from None
-
+    tfds = need("tensorflow_datasets", "tfds", f"data {spec!r}")
     name, _, split = spec.removeprefix("tfds:").partition(":")
     root = Path(tfds_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR)
     root = root.expanduser()
