@@ -23,6 +23,7 @@ from jrl.console import (
 from jrl.directories import fresh_dir, what_is_saved
 from jrl.errors import UserError, choose
 from jrl.extras import version as installed_version
+from jrl.hub import hub_name
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -183,7 +184,7 @@ def serve(
         str,
         typer.Argument(
             metavar="RUN_OR_CHECKPOINT",
-            help="Run directory, Hugging Face directory, or configuration file.",
+            help="Run directory, Hugging Face directory or name, or configuration file.",
         ),
     ],
     overrides: Overrides = None,
@@ -217,7 +218,8 @@ def serve(
     """
     if engine not in ("jrl", "jetstream"):
         raise choose("--engine", engine, ["jrl", "jetstream"])
-    if (Path(target) / "config.json").exists() and not (Path(target) / "config.toml").exists():
+    is_checkpoint = (Path(target) / "config.json").exists() or hub_name(target) is not None
+    if is_checkpoint and not (Path(target) / "config.toml").exists():
         chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
         chosen = _read(target, overrides)

@@ -38,6 +38,9 @@ _NAME = re.compile(
     r"(?::(?P<split>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = (".gz", ".py", ".toml", ".tsv", ".txt", ".xlsx", ".zip")
+"""Suffixes of other files: a name with one is that of a file that is not there."""
+
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
@@ -80,7 +83,7 @@ def hub_name(spec: str) -> HubName | None:
         return None
     said = found.groupdict()
     suffix = PurePosixPath(said["config"] or said["repo"]).suffix
-    if said.pop("hf") is None and (suffix in (*DATA_SUFFIXES, ".txt") or Path(spec).exists()):
+    if said.pop("hf") is None and (suffix in (*DATA_SUFFIXES, *_FILES) or Path(spec).exists()):
         return None
     return HubName(**said)
 

@@ -25,6 +25,8 @@ NAMES = {
     "openai/gsm8k/main:test@refs/pr/1": HubName("openai/gsm8k", "main", "test", "refs/pr/1"),
     "hf:data/train.jsonl": HubName("data/train.jsonl"),
     "data/train.jsonl": None,
+    "configs/tny.toml": None,
+    "shards/a.jsonl.gz": None,
     "a/b/c/d": None,
     "./a/b": None,
     "/a/b": None,
