@@ -121,7 +121,7 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
       records: the objects of ``metrics.jsonl`` after its header.
 
     Returns:
-      (main curves in the order of PANELS, several reward parts after the reward; other curves: those
+      (main curves in the order of PANELS, several reward parts after the reward; others: those
       of PANELS that hold rounding alone, then the rest by name), each with at least one point.
     """
     names = sorted({n for record in records for n in record if n not in ("step", "versions")})

@@ -255,7 +255,7 @@ def test_a_wheel_would_hold_every_file():
 
 def test_every_import_is_declared():
     """Third-party modules that jrl imports are dependencies, or belong to a named extra."""
-    names = {"orbax": "orbax-checkpoint", "math_verify": "math-verify"}
+    names = {"orbax": "orbax-checkpoint", "math_verify": "math-verify", "yaml": "pyyaml"}
     names |= {"jetstream": "google-jetstream", "grpc": "grpcio"}
     declared = project()["project"]
     extras = declared["optional-dependencies"].values()
