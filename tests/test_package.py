@@ -42,17 +42,8 @@ MAY_IMPORT = {
 HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
-    *(
-        "jinja2",
-        "tensorboardX",
-        "wandb",
-        "huggingface_hub",
-        "yaml",
-        "jetstream",
-        "grpc",
-        "starlette",
-        "uvicorn",
-    ),
+    *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    "huggingface_hub",
 }
 """Loaded by what needs them, when it runs."""
 
