@@ -31,6 +31,9 @@ class Table(BaseModel):
 
 # ---------------------------------------------------------------- data
 
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+"""Sources of data with their parts."""
+
 
 class FileTable(Table):
     """What all data from files share."""
@@ -73,7 +76,7 @@ class TextTable(FileTable):
 class PromptData(TextTable):
     """Prompts from files."""
 
-    train: str | dict[str, float] | None = key(
+    train: str | Weights | None = key(
         None,
         "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
         " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"

@@ -11,7 +11,7 @@ from hub_mirror import add, checkpoint
 from typer.main import get_command
 
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config_io import build_config, load_config
 from jrl.methods import list_methods
 from jrl.rewards.columns import form_of
 from jrl.train import loop
@@ -121,6 +121,21 @@ def test_the_example_with_values_runs(tmp_path, monkeypatch, capsys):
     assert "reward = right (right: 1 for a completion that holds the answer)" in (
         capsys.readouterr().out
     )
+
+
+def test_the_mixture_of_the_docs_is_one():
+    table = re.search(r"^    (\[data\.train\]\n(?:    .*\n)+)", DATA, flags=re.MULTILINE)[1]
+    config = build_config(tomllib.loads(table))
+    assert config.data.train == {"openai/gsm8k/main": 3.0, "mine.csv": 1.0}
+
+
+def test_the_rewards_of_the_docs_are_rewards():
+    found = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
+    assert len(found) == 2
+    for code, form in zip(found, ("samples", "columns"), strict=True):
+        namespace = {}
+        exec(code, namespace)
+        assert form_of(namespace["right"], "rewards") == form
 
 
 def test_the_reward_of_the_command_line_is_one():
