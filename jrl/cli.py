@@ -141,7 +141,7 @@ def evaluate(
     Example: jrl eval runs/tiny eval.samples=8 eval.pass_k=[1,8] eval.temperature=1.0
     """
     chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)
@@ -168,7 +168,7 @@ def sample(
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
     chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.evaluate import sample_run
 
     samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
@@ -223,7 +223,7 @@ def serve(
         chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
         chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.serving import launch
 
     options = launch.ServerOptions(
@@ -484,7 +484,9 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
     return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
 
 
-def _use_compile_cache() -> None:
+def _prepare_jax() -> None:
     from jrl.compiles import enable_compile_cache
+    from jrl.devices import find_devices
 
     enable_compile_cache()
+    find_devices()

@@ -44,6 +44,7 @@ def lacks(config: Config) -> list[str]:
     Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
     are read up to their headers, data up to its first rows.
     """
+    from jrl.devices import find_devices
     from jrl.models import hf
     from jrl.models.tokenizer import load_tokenizer
     from jrl.train import build
@@ -60,6 +61,8 @@ def lacks(config: Config) -> list[str]:
             found.extend(line for line in str(error).splitlines() if line not in found)
         return None
 
+    if look(find_devices) is None:
+        return found  # nothing else can be looked at
     task = look(lambda: run_task(config))
     look(lambda: method_of(config, task))
     look(lambda: make_meshes(config, apart=True))
@@ -95,12 +98,13 @@ def _missing_sinks(config: Config) -> Iterator[str]:
 
 
 def _devices() -> str:
-    import jax
+    from jrl.devices import find_devices
 
+    notes: list[str] = []
     try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        return f"none: {str(error).splitlines()[0]}"
+        devices = find_devices(notes.append)
+    except UserError as error:
+        return f"none; {error}"
     kinds: dict[str, int] = {}
     for device in devices:
         kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
@@ -109,7 +113,8 @@ def _devices() -> str:
     if memory and "bytes_limit" in memory:
         text += f", {memory['bytes_limit'] / 2**30:.1f} GiB each"
     asked = os.environ.get("JAX_PLATFORMS")
-    return f"{text} ({devices[0].platform}{f', as JAX_PLATFORMS={asked} says' if asked else ''})"
+    text += f" ({devices[0].platform}{f', as JAX_PLATFORMS={asked} says' if asked else ''})"
+    return "; ".join([text, *notes])
 
 
 def _host_memory() -> str:

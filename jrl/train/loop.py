@@ -24,6 +24,7 @@ from jrl.compiles import (
 )
 from jrl.config import Config
 from jrl.config_io import flatten
+from jrl.devices import find_devices
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.processes import check_same, stop_on_signal, stop_requested
@@ -138,6 +139,7 @@ def run_config(
     """
     return_compiler_memory()
     enable_compile_cache()
+    find_devices(echo)
     config = pinned(config)
     check_same("configuration", flatten(config))
     run = build.setup(config)
