@@ -1,5 +1,7 @@
 """Names of the Hugging Face Hub, against a cache that lies on disk as huggingface_hub writes it."""
 
+import types
+
 import pytest
 from hub_mirror import COMMITS, add, lines
 
@@ -131,3 +133,50 @@ def test_rows_of_a_data_set(cache):
     assert said == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
     with pytest.raises(UserError, match=r"data.eval = 'openai/gsm9k': .*did you mean openai/gsm8k"):
         open_source("openai/gsm9k", key="data.eval")
+
+
+@pytest.fixture
+def online(cache, monkeypatch):
+    """As if the Hub could be asked: what it is asked, and an answer of our own."""
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub._snapshot.cache_clear()
+    real, asked, answers = huggingface_hub.snapshot_download, [], {}
+
+    def snapshot_download(repo, *, local_files_only, **about):
+        if not local_files_only:
+            asked.append((repo, about["revision"], about["allow_patterns"]))
+            if "error" in answers:
+                raise answers["error"]
+        return real(repo, local_files_only=True, **about)
+
+    class Api:
+        def dataset_info(self, repo, revision):
+            if "files" not in answers:
+                raise ConnectionError
+            files = [types.SimpleNamespace(rfilename=name) for name in answers["files"]]
+            return types.SimpleNamespace(sha=COMMITS["first"], siblings=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return types.SimpleNamespace(asked=asked, answers=answers)
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_cache(cache, online):
+    there = add(cache, "org/model", "model", {"config.json": "{}"})
+    online.answers["error"] = ConnectionError("no route")
+    assert model_directory("org/model") == there
+    with pytest.raises(UserError, match=r"the Hub could not be reached \(ConnectionError\)"):
+        model_directory("org/other")
+
+
+def test_of_a_data_set_only_the_split_s_files_are_fetched(cache, online):
+    files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)}
+    there = add(cache, "o/n", "dataset", files)
+    online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
+    found = data_files(hub_name("o/n/socratic"), "data.train")
+    assert found[0] == there / "socratic" / "a.jsonl"
+    asked = {pattern for repo, _, patterns in online.asked for pattern in patterns}
+    assert asked == {"README.md", "socratic/a.jsonl", "socratic/b.jsonl"}
+    assert {revision for _, revision, _ in online.asked} == {COMMITS["first"]}
