@@ -18,6 +18,7 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
     "index.md": "README.md",
+    "python.md": "docs/python.md",
     "own.md": "docs/own.md",
     "data.md": "docs/data.md",
     "runs.md": "docs/runs.md",
@@ -28,6 +29,7 @@ PAGES = {
 NAV = [
     {"Start": "index.md"},
     {"Models and data": "data.md"},
+    {"From Python": "python.md"},
     {"Functions of your own": "own.md"},
     {"What a run leaves": "runs.md"},
     {"Meshes, adapters, serving": "configs.md"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -150,15 +151,23 @@ def _tree(config: Config | str | Path | Mapping[str, Any] | None) -> dict[str, A
 
 
 def _set(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Puts dotted keys, and tables into the tables that are there."""
+    """Puts dotted keys, and tables into the tables that are there; names inside tables are whole."""
     for name, value in changes.items():
-        first, dot, rest = name.partition(".")
-        if dot and ":" not in first:
-            _set(tree.setdefault(first, {}), {rest: value})
-        elif isinstance(value, Mapping) and isinstance(tree.get(name), dict):
-            _set(tree[name], value)
-        else:
-            tree[name] = dict(value) if isinstance(value, Mapping) else value
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise UserError(f"config[{name!r}]: {part} is not a table")
+        _merge(node, last, value)
+
+
+def _merge(tree: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
+        for inner, given_value in value.items():
+            _merge(tree[name], inner, given_value)
+    else:
+        tree[name] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
 
 
 def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None:

@@ -169,3 +169,17 @@ def test_bad_input_is_said_before_anything_compiles(name, model, monkeypatch, tm
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "runs").exists()
+
+
+def test_dotted_and_nested_keys_come_together(model):
+    given = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
+    given |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
+    with pytest.raises(UserError) as caught:  # before anything is read
+        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+    assert str(caught.value) == "unknown key train.stesp = 1; did you mean train.steps?"
+    assert given["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
+    given |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
+    with pytest.raises(UserError, match=r"^data\.train\.a\.csv = -2\.0; must be above 0"):
+        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+    with pytest.raises(UserError, match=r"config\['seed.x'\]: seed is not a table"):
+        jrl.fit(model=model, config={"seed": 3, "seed.x": 1})

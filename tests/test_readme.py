@@ -19,8 +19,10 @@ from jrl.train import loop
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
-OWN, RUNS, DATA = ((ROOT / "docs" / f"{name}.md").read_text() for name in ("own", "runs", "data"))
-PAGES = README + GUIDE + OWN + RUNS + DATA
+OWN, RUNS, DATA, PYTHON = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("own", "runs", "data", "python")
+)
+PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON
 
 
 def blocks(text):
@@ -107,20 +109,37 @@ def test_it_is_one_screen_of_why_and_short_examples():
     assert len([line for line in python.splitlines() if line.strip()]) <= 15
 
 
-def test_the_example_with_values_runs(tmp_path, monkeypatch, capsys):
-    """As it stands, from a cache of the Hub that holds a model of that name; two steps of it."""
-    code = blocks(README)[1].replace('"train.steps": 50', '"train.steps": 2, "train.prompts": 4')
+@pytest.fixture
+def qwen(tmp_path, monkeypatch):
+    """A cache of the Hub that holds a small model of the name in the examples."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
     model = checkpoint(tmp_path / "model", chat=True)
     add(tmp_path / "hub", "Qwen/Qwen3-0.6B", "model", model)
+
+
+def test_the_example_with_values_runs(qwen, capsys):
+    """As it stands, two steps of it."""
+    code = blocks(README)[1].replace('"train.steps": 50', '"train.steps": 2, "train.prompts": 4')
     namespace = {}
     exec(compile(code, "README.md", "exec"), namespace)
     assert len(namespace["result"].metrics) == 2
     assert "reward = right (right: 1 for a completion that holds the answer)" in (
         capsys.readouterr().out
     )
+
+
+def test_the_example_of_the_docs_runs(qwen, capsys):
+    steps = '"train.steps": 2, "train.prompts": 2, "sampling.max_new_tokens": 8'
+    (code,) = blocks(PYTHON)
+    namespace = {}
+    exec(compile(code.replace('"train.steps": 20', steps), "python.md", "exec"), namespace)
+    result = namespace["result"]
+    assert [record["step"] for record in result.metrics] == [1, 2]
+    assert "accuracy_after" in result.summary
+    parts = {name for name in result.metrics[0] if name.startswith("reward/")}
+    assert parts == {"reward/python:short_and_right", "reward/math"}
 
 
 def test_the_mixture_of_the_docs_is_one():
