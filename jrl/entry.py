@@ -151,7 +151,7 @@ def _tree(config: Config | str | Path | Mapping[str, Any] | None) -> dict[str, A
 
 
 def _set(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Puts dotted keys, and tables into the tables that are there; names inside tables are whole."""
+    """Puts dotted keys, and tables into tables that are there; names in tables are whole."""
     for name, value in changes.items():
         *path, last = name.split(".")
         node = tree
