@@ -352,7 +352,7 @@ class Config(Table):
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'
         " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
-        " verify and partial for a procedural task. Each a"
+        " verify, partial and your own for a procedural task. Each a"
         " table with weight, judge (true: accuracy is measured by this part) and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")

@@ -31,7 +31,7 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.own import check_options, load
+from jrl.own import FORMS, check_options, load
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
@@ -432,8 +432,8 @@ def reward_weights(config: Config, task: Task | None) -> dict[str, float]:
         return {"verify": 1.0} if task else {"math": 1.0}
     if task:
         for name in config.rewards:
-            if name not in TASK_REWARDS:
-                raise choose("rewards", name, TASK_REWARDS)
+            if name not in TASK_REWARDS and ":" not in name:
+                raise UserError(f"{choose('rewards', name, TASK_REWARDS)}, {FORMS}")
     return {name: table.weight for name, table in config.rewards.items()}
 
 
@@ -467,9 +467,10 @@ def accuracy_part(config: Config, task: Task | None) -> str:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The reward functions of a run on text; a reward model is none of them."""
-    tables = {n: t for n, t in config.rewards.items() if n != NAME}
-    tables = tables if config.rewards else {"math": RewardTable()}
+    """The reward functions on the host; a reward model and a task's own parts are none of them."""
+    elsewhere = (NAME,) if config.task is None else TASK_REWARDS
+    tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
+    tables = tables if config.rewards or config.task else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
         {name: make_reward(name, **table.options) for name, table in tables.items()},

@@ -153,8 +153,7 @@ def run_config(
         echo(said)
     with contextlib.ExitStack() as stack:
         # Before the run directory, so that a typo in [rewards] does not leave one behind.
-        on_text = run.task is None and not run.data.judged
-        pool = stack.enter_context(build.reward_pool(config)) if on_text else None
+        pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
         stack.enter_context(CompileNotes(echo))
         stack.enter_context(jax.set_mesh(run.mesh))
         records = stack.enter_context(RunRecords(run._replace(params=None), pool, on_record))

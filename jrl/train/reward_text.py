@@ -41,10 +41,9 @@ def reward_text(run: Run) -> str:
 def check_reward_columns(run: Run) -> None:
     """Raises UserError for a reward function whose columns the training prompts do not have."""
     prompts = run.data.prompts.get("train") or ()
-    if not prompts:
-        return
+    columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(run.config):
-        check_columns(load(name, "rewards"), prompts[0].meta, f"rewards.{name}")
+        check_columns(load(name, "rewards"), columns, f"rewards.{name}")
 
 
 def _own_rewards(config: Config) -> list[str]:
