@@ -50,10 +50,10 @@ def need(module: str, extra: str, what: str) -> Any:
         raise UserError(f"{what} needs {name}; install it: {install_line(extra)}") from None
 
 
-def packages(extra: str) -> list[str]:
+def packages(extra: str, distribution: str = DISTRIBUTION) -> list[str]:
     """The requirements of an extra, as the installed package declares them."""
     marked = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
-    found = [line.partition(";") for line in _requirements()]
+    found = [line.partition(";") for line in _requirements(distribution)]
     return [name.strip() for name, _, marker in found if marked.search(marker)]
 
 
@@ -67,9 +67,18 @@ def extras() -> dict[str, list[str]]:
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """Those of some requirements of which no version is installed."""
-    names = [re.split(r"[\[<>=!~ ]", each, maxsplit=1)[0] for each in requirements]
-    return [name for name in names if not _installed(name)]
+    """Those of some requirements of which no version is installed, also by way of their extras."""
+    absent = []
+    for each in requirements:
+        found = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?", each)
+        assert found is not None, each
+        name, inside = found[1], [extra.strip() for extra in (found[2] or "").split(",")]
+        if not _installed(name):
+            absent.append(name)
+            continue
+        for extra in filter(None, inside):
+            absent += missing(packages(extra, name))
+    return absent
 
 
 def version() -> str:
@@ -80,9 +89,9 @@ def version() -> str:
         return "0+unknown"
 
 
-def _requirements() -> list[str]:
+def _requirements(distribution: str) -> list[str]:
     try:
-        return importlib.metadata.requires(DISTRIBUTION) or []
+        return importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         return []
 

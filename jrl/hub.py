@@ -293,7 +293,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
         except errors.RepositoryNotFoundError:
             why = "the Hub has none of that name (or it is private: log in with `hf auth login`)"
         except Exception as error:
-            why = f"the Hub could not be reached ({type(error).__name__})"
+            why = f"the Hub could not be reached ({type(error.__cause__ or error).__name__})"
     try:
         return Path(_snapshot(name, kind, patterns, cache, True))
     except Exception:

@@ -29,7 +29,9 @@ def test_without_a_checkout_the_packages_are_named(monkeypatch, tmp_path):
 
 
 def test_what_is_missing():
-    assert extras.missing(["jax[tpu]>=0.1", "no-such-package>=2", "numpy"]) == ["no-such-package"]
+    assert extras.missing(["jax>=0.1", "no-such-package>=2", "numpy"]) == ["no-such-package"]
+    assert extras.missing(["pytest[dev]"]) == extras.missing(extras.packages("dev", "pytest"))
+    assert not extras.packages("no_such_extra", "jax")
     assert "math-verify>=0.8" in extras.extras()["math"]
     assert extras.version() == importlib.metadata.version("jrl-lm")
 
