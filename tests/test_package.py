@@ -226,7 +226,7 @@ def project():
 
 def test_the_version_is_written_once():
     version = project()["project"]["version"]
-    assert jrl.__version__ == importlib.metadata.version("jrl") == version
+    assert jrl.__version__ == importlib.metadata.version("jrl-lm") == version
     assert version in (ROOT / "CHANGELOG.md").read_text()
     for name, path in SOURCES.items():
         assert f'"{version}"' not in path.read_text(), name
