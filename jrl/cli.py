@@ -24,6 +24,7 @@ from jrl.directories import fresh_dir, what_is_saved
 from jrl.errors import UserError, choose
 from jrl.extras import version as installed_version
 from jrl.hub import hub_name
+from jrl.own import remember
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -481,6 +482,7 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
         return load_config(target, changes)
     if not (Path(target) / "config.toml").exists():
         raise UserError(f"{target} is not a run directory: it has no config.toml")
+    remember(Path(target) / "python")  # the rows of a run from Python
     return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
 
 

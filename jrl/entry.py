@@ -15,9 +15,12 @@ from jrl.data.tasks import Task
 from jrl.directories import fresh_dir
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl
-from jrl.own import GIVEN, given
+from jrl.own import GIVEN, given, keep_rows
 from jrl.rewards.columns import SIGNATURE
 from jrl.types import Network, Params, TrainState
+
+ROWS = "python"
+"""Where in a run directory the rows are that were passed in Python."""
 
 Rows = Iterable[Mapping[str, Any]]
 Reward = Callable[..., Sequence[float]]
@@ -118,9 +121,14 @@ def fit(
         chosen = str(dir) if dir is not None else str(fresh_dir("fit"))
         tree.setdefault("run", {})["dir"] = chosen
     checked = build_config(tree)
-    with given(values):
-        trained = run_config(checked, echo=echo, on_record=on_step)
-    run, directory = trained.run, Path(checked.run.dir or "")
+    directory = Path(checked.run.dir or "")
+    try:
+        with given(values):
+            trained = run_config(checked, echo=echo, on_record=on_step)
+    finally:
+        if (directory / "config.toml").exists():  # for the commands on this run
+            keep_rows(directory / ROWS, values)
+    run = trained.run
     return Result(
         metrics=read_jsonl(directory / "metrics.jsonl")[1:],
         summary=trained.summary,

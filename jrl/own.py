@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,6 +47,23 @@ def given(values: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _given.reset(token)
+
+
+def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
+    """Writes those values that are rows into a directory, for ``remember``."""
+    rows = {name: value for name, value in values.items() if isinstance(value, list)}
+    if rows:
+        directory.mkdir(exist_ok=True)
+    for name, listed in rows.items():
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in listed]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def remember(directory: Path) -> None:
+    """From here on, the rows that ``keep_rows`` wrote are values that were passed."""
+    found = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.jsonl")}
+    rows = {name: [json.loads(x) for x in text.splitlines()] for name, text in found.items()}
+    _given.set({**_given.get(), **rows})
 
 
 def given_value(spec: str, key: str) -> Any:

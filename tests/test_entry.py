@@ -1,5 +1,7 @@
 """``fit``: rows, a reward function and a model passed as values; metrics and weights come back."""
 
+import json
+
 import pytest
 from hub_mirror import COMMITS, add, checkpoint, lines
 from typer.testing import CliRunner
@@ -79,7 +81,16 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert COMMITS["first"] in (result.dir / "config.toml").read_text()
     refused = CliRunner().invoke(app, ["eval", str(result.dir)])
     assert refused.exit_code == 2
-    assert "was passed to the run in Python and is not known here" in refused.stderr
+    assert "'python:digits' was passed to the run in Python and is not known here" in refused.stderr
+    # Its rows are kept, so that what needs no reward works.
+    arguments = ["sample", str(result.dir), "--prompt", "1+1?", "--json"]
+    sampled = CliRunner().invoke(app, arguments)
+    assert [s["completion"] for s in json.loads(sampled.stdout)] == [
+        s["completion"] for s in result.sample("1+1?")
+    ]
+    exported = CliRunner().invoke(app, ["convert", str(result.dir), "exported"])
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
     # The same call resumes, also when the branch has moved on; another one is refused.
     add(tmp_path / "hub", "org/tiny", "model", model, commit=COMMITS["second"])
     again = jrl.fit(
@@ -119,7 +130,8 @@ def test_files_named_rewards_and_trl_s_form(model, tmp_path):
     assert CliRunner().invoke(app, ["show-config", "run"]).exit_code == 0
 
 
-def test_a_task_sizes_and_a_method_as_values():
+@pytest.mark.slow
+def test_a_task_sizes_and_a_network_as_values():
     task = get_task("sorting", difficulty=3)
 
     def network(vocab_size, max_length):

@@ -130,6 +130,7 @@ def test_the_example_with_values_runs(qwen, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_example_of_the_docs_runs(qwen, capsys):
     steps = '"train.steps": 2, "train.prompts": 2, "sampling.max_new_tokens": 8'
     (code,) = blocks(PYTHON)
