@@ -62,7 +62,7 @@ def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
 def remember(directory: Path) -> None:
     """From here on, the rows that ``keep_rows`` wrote are values that were passed."""
     found = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.jsonl")}
-    rows = {name: [json.loads(x) for x in text.splitlines()] for name, text in found.items()}
+    rows = {n: [json.loads(x) for x in text.split("\n") if x] for n, text in found.items()}
     _given.set({**_given.get(), **rows})
 
 

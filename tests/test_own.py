@@ -1,5 +1,6 @@
 """Functions of one's own by name: methods, tasks, rewards and networks from a file."""
 
+import contextvars
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from jrl.data.tasks import get_task
 from jrl.errors import UserError
 from jrl.methods import find_method, get_method
 from jrl.metrics import read_jsonl
-from jrl.own import check_options, load
+from jrl.own import check_options, given_value, keep_rows, load, remember
 from jrl.rewards import make_reward
 from jrl.train import build, loop
 from jrl.train.loop import train
@@ -209,3 +210,16 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     assert "returned 3; return a jrl.Network" in refused(f"model.network={mine}:no_network")
     text = ["data.task=", "data.train=x.jsonl"]
     assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
+
+
+def test_rows_that_were_passed_are_kept_and_remembered(tmp_path):
+    rows = [{"question": "line\u2028break \u00e9?", "n": 1}, {"question": "b"}]
+    keep_rows(tmp_path / "python", {"rows-1": rows, "reward": len})
+    assert [path.name for path in (tmp_path / "python").iterdir()] == ["rows-1.jsonl"]
+    context = contextvars.copy_context()
+    context.run(remember, tmp_path / "python")
+    assert context.run(given_value, "python:rows-1", "data.train") == rows
+    with pytest.raises(UserError, match=r"data.train = 'python:rows-1' was passed"):
+        given_value("python:rows-1", "data.train")
+    keep_rows(tmp_path / "none", {"reward": len})
+    assert not (tmp_path / "none").exists()
