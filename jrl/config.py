@@ -58,7 +58,9 @@ class ModelTable(Table):
     """The policy network: a checkpoint, sizes for random weights, or a network of one's own."""
 
     path: str | None = key(
-        None, "Hugging Face checkpoint directory to start from; with network, its tokenizer only"
+        None,
+        "Hugging Face checkpoint to start from: a directory, or a name of the Hub as"
+        " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
     config: dict[str, Any] | None = key(
         None,
@@ -389,7 +391,9 @@ class Config(Table):
     rewards: dict[str, RewardTable] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
-        ' "FILE.py:function" or "module:function"; verify and partial for a procedural task. Each a'
+        ' "FILE.py:function" or "module:function", written as'
+        " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
+        " verify, partial and your own for a procedural task. Each a"
         " table with weight, judge (true: accuracy is measured by this part) and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")

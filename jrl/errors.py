@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_FEW = 24
+"""Of more choices than this a message names the nearest alone."""
+
 
 class UserError(ValueError):
     """Something the user can mend; the command line prints it without a traceback.
@@ -47,6 +50,10 @@ def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
     "objective.advantage = 'rlo'; did you mean 'rloo'? choose from grpo, rloo"
     """
     names = sorted(choices)
+    if len(names) > _FEW:
+        near = difflib.get_close_matches(str(value), names, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it"
+        return UserError(f"{key} = {value!r}; {hint} There are {len(names)}")
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"{key} = {value!r}; {hint}choose from {', '.join(names)}")

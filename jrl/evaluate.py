@@ -25,7 +25,7 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
-from jrl.types import Array, Params, StopReason
+from jrl.types import Array, Params, Prompt, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -340,6 +340,35 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
+def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
+    """A run of a procedural task whose held-out prompts are these texts, judged by nobody.
+
+    Raises:
+      UserError: a text is longer than the task's prompts, or holds a character that is none of
+        its tokenizer's.
+    """
+    task = run.task
+    assert task is not None
+    prompts = []
+    for number, text in enumerate(questions, 1):
+        ids = task.tokenizer.encode(text)
+        if not 0 < len(ids) <= task.prompt_tokens:
+            problem = task.generate(jax.random.key(0), split="eval")
+            raise UserError(
+                f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
+                f" {task.name!r} have up to {task.prompt_tokens}, such as"
+                f" {task.render(problem)[0]!r}"
+            )
+        prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
+    limit = {"max_new_tokens": task.completion_tokens}
+    sampling = run.config.sampling.model_copy(update=limit)
+    return run._replace(
+        config=run.config.model_copy(update={"sampling": sampling}),
+        task=None,
+        data=run.data._replace(prompts={"train": [], "eval": prompts}),
+    )
+
+
 def sample_run(
     config: Config,
     *,
@@ -360,20 +389,22 @@ def sample_run(
       to judge by.
 
     Raises:
-      UserError: a procedural task asked about other prompts, or no such checkpoint.
+      UserError: a prompt that the tokenizer or the task's length does not allow, or no such
+        checkpoint.
     """
     run = build.setup(config, trains=False)
-    if run.task is not None and prompts is not None:
-        raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
+    if run.task is not None and prompts:
+        run = asked_in_text(run, prompts)
+        config = run.config
+    elif run.task is None:
+        chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
+        if not chosen:
+            raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
+        run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
+    held_out = not prompts
+    count = len(prompts) if prompts else count
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        held_out = prompts is None
-        if run.task is None:
-            chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
-            if not chosen:
-                raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
-            run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
-            count = len(chosen) if prompts else count
         table = run.config.eval.model_copy(
             update={
                 "problems": count,

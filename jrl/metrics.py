@@ -37,11 +37,12 @@ from jrl.config_io import (
     may_differ,
 )
 from jrl.errors import UserError
+from jrl.extras import DISTRIBUTION
 from jrl.processes import first_says
 from jrl.sinks import open_sinks
 
 _PACKAGES = (
-    *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
+    *(DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
     "math-verify",  # the math reward depends on whether it is installed
 )
 

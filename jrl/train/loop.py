@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jrl.compile_notes import CompileNotes
 from jrl.compiles import (
     enable_compile_cache,
     return_compiler_memory,
 )
 from jrl.config import Config
 from jrl.config_io import flatten
+from jrl.devices import find_devices
 from jrl.errors import StorageError, UserError
 from jrl.mesh import replicated
 from jrl.processes import check_same, stop_requested
@@ -40,7 +42,9 @@ from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
+from jrl.train.pins import pinned
 from jrl.train.records import RunRecords
+from jrl.train.reward_text import check_reward_columns, reward_text
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
@@ -90,7 +94,21 @@ def fit(
     return state
 
 
-def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, Any]:
+class Trained(NamedTuple):
+    """What a finished run is.
+
+    Attributes:
+      run: its parts, without the weights that it started from.
+      state: after the last step.
+      summary: what ``summary.json`` holds.
+    """
+
+    run: Run
+    state: TrainState
+    summary: dict[str, Any]
+
+
+def train(config: Config, *, echo: Callable[[str], object] = print) -> dict[str, Any]:
     """Runs a configuration from beginning to end, or resumes where an earlier call stopped.
 
     Args:
@@ -107,15 +125,35 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       StorageError: what is written cannot be written any more.
       KeyboardInterrupt: after SIGINT, SIGTERM or SIGHUP, when the state has been saved.
     """
+    return run_config(config, echo=echo).summary
+
+
+def run_config(
+    config: Config,
+    *,
+    echo: Callable[[str], object] = print,
+    on_record: Callable[[dict[str, Any]], object] | None = None,
+) -> Trained:
+    """``train``, with all that is left when it has finished.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+      on_record: called with the record of each step.
+    """
     return_compiler_memory()
     enable_compile_cache()
+    find_devices(echo)
+    config = pinned(config)
     check_same("configuration", flatten(config))
     with contextlib.ExitStack() as stack:
         # Processes stop together: none may leave a rollout that the others are in.
         stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
         with stopping.at_once():
             run, pool = _set_up(config, stack, echo)
-            records = stack.enter_context(RunRecords(run._replace(params=None), pool, stopping))
+            records = stack.enter_context(
+                RunRecords(run._replace(params=None), pool, stopping, on_record)
+            )
             state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
             if jax.process_index() == 0:
@@ -127,18 +165,21 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
 
 
 def _set_up(
-    config: Config, stack: contextlib.ExitStack, echo: Callable[[str], None]
+    config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
 ) -> tuple[Run, RewardPool | None]:
     """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
+    check_reward_columns(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
+    if said := reward_text(run):
+        echo(said)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
-    on_text = run.task is None and not run.data.judged
-    pool = stack.enter_context(build.reward_pool(config)) if on_text else None
+    pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
+    stack.enter_context(CompileNotes(echo))
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool
 
@@ -160,8 +201,8 @@ def _run(
     records: RunRecords,
     stopping: Stopping,
     pool: RewardPool | None,
-    echo: Callable[[str], None],
-) -> dict[str, Any]:
+    echo: Callable[[str], object],
+) -> Trained:
     """Begins or resumes, trains to the last step, and finishes."""
     with stopping.interruptible():
         state, notes = _begin(run, state, records, echo)
@@ -183,11 +224,11 @@ def _run(
             stack.enter_context(stopping.at_once())  # all is saved; the same command finishes later
         summary = records.finish(state)
         summary["report"] = _report(records.dir, echo) if jax.process_index() == 0 else None
-    return summary
+    return Trained(run, state, summary)
 
 
 def _begin(
-    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], None]
+    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], object]
 ) -> tuple[TrainState, dict[str, Any]]:
     """The newest checkpoint with its notes, or the warm start and the first evaluation."""
     if (found := records.restore(state)) is not None:
@@ -201,7 +242,7 @@ def _begin(
     return state, {}
 
 
-def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], None]) -> TrainState:
+def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> TrainState:
     """The state after supervised training on the task's solutions."""
     assert run.task is not None, "the configuration makes sure that a warm start has a task"
     warmup, policy = run.config.warmup, policy_of(state, run.network)
@@ -398,7 +439,7 @@ def _compiled_loop(
     return state
 
 
-def _report(directory: str, echo: Callable[[str], None]) -> str | None:
+def _report(directory: str, echo: Callable[[str], object]) -> str | None:
     """The page of the run; a run that is done does not fail for want of it."""
     try:
         return str(write_report(directory))

@@ -26,6 +26,7 @@ from jrl.train.packing import Packer
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
+from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.types import Network, Params, TrainState
 
 
@@ -195,13 +196,17 @@ def group_source(run: Run, pool: RewardPool | None) -> GroupSource:
 
     Args:
       run: that draws its completions.
-      pool: the reward functions of a run on text; None gives every completion 0 points.
+      pool: the reward functions on the host; None gives completions in text 0 points.
     """
     config, program = run.config, train_sampler(run)
     mesh = run.rollout_mesh or run.mesh
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
     if run.task is not None:
-        return with_rewards(run, partial(program, sampling_params=sampling_params))
+        draw: GroupSource = partial(program, sampling_params=sampling_params)
+        if pool is not None and pool.functions:
+            names = [name for name in run.rewards.weights if name != NAME]
+            draw = with_own_points(draw, run.task, pool, names)
+        return with_rewards(run, draw)
     source = TextSource(
         prompts=run.data.prompts["train"],
         width=run.width,
@@ -243,7 +248,7 @@ def sampler_program(
     sampling = run.config.sampling
     network = sampler_of(run) if split == "train" else run.network
     if run.task is not None:
-        parts = tuple(name for name in run.rewards.weights if name != NAME)
+        parts = device_parts(name for name in run.rewards.weights if name != NAME)
         if split == "eval":
             parts = ("verify",)
         on_task = partial(
@@ -310,6 +315,11 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
+    if own := [name for name in run.rewards.weights if is_own(name)]:
+        raise UserError(
+            f"train.mode = 'compiled' and rewards.{own[0]} are both given: a function of your own"
+            " judges on the host, between the two programs; set train.mode to 'host'"
+        )
     if run.rewards.model is not None:
         raise UserError(
             "train.mode = 'compiled' and rewards.model are both given: a reward model scores "

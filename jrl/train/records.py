@@ -64,6 +64,7 @@ class RunRecords:
       run: what is trained; use this under its mesh.
       pool: the reward functions, for evaluations of a run on text.
       stopping: asked whether an evaluation may go on.
+      on_record: called with the record of each step, when it has been written.
 
     Attributes:
       position: where the run is.
@@ -71,8 +72,15 @@ class RunRecords:
         the same; the loop sets it.
     """
 
-    def __init__(self, run: Run, pool: RewardPool | None, stopping: Stopping) -> None:
+    def __init__(
+        self,
+        run: Run,
+        pool: RewardPool | None,
+        stopping: Stopping,
+        on_record: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
         self.run, self.config = run, run.config
+        self._on_record = on_record
         self.position = Position()
         self.batch_notes: Callable[[], dict[str, Any]] = dict
         self._stopping = stopping
@@ -214,6 +222,8 @@ class RunRecords:
             seconds=self.position.seconds + seconds,
             tokens=self.position.tokens + tokens,
         )
+        if self._on_record is not None:
+            self._on_record(record)
         return record
 
     def lap(self) -> float:
