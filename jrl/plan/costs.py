@@ -13,11 +13,11 @@ from jrl.plan.hlo import (
     COLLECTIVES,
     HloProgram,
     Operation,
-    computation_runs,
     fused_operations,
     parse_program,
     replica_groups,
 )
+from jrl.plan.loops import computation_runs, result_of
 
 _FREE = frozenset(
     (
@@ -241,7 +241,7 @@ def _passes(operation: Operation) -> bool:
 
 def _roots(inner: dict[str, Operation]) -> list[Operation]:
     """The operation behind each output of a fusion."""
-    last = list(inner.values())[-1]
+    last = inner[result_of(inner)]
     return [inner[n] for n in last.operands if n in inner] if last.kind == "tuple" else [last]
 
 

@@ -39,6 +39,7 @@ from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
 from jrl.train.records import RunRecords
+from jrl.train.resharding import freed_after
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
@@ -216,7 +217,8 @@ def _batch_source(
     if run.data.judged:
         yield BatchSource(judged_source(run, packer).collect, packing)
         return
-    draw = programs.group_source(run, pool)
+    program = programs.train_sampler(run)
+    draw = programs.group_source(run, pool, program)
     if run.rollout_mesh is None:
         gather = partial(
             collect,
@@ -227,7 +229,7 @@ def _batch_source(
             mesh=run.mesh,
             pack=packer,
         )
-        yield BatchSource(gather, packing)
+        yield BatchSource(freed_after(gather, program), packing)
         return
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:
