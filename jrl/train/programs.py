@@ -292,8 +292,7 @@ def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: 
     program = jax.jit(
         partial(draw, network=drawn_from_prepared(network)), out_shardings=replicated(mesh)
     )
-    into = None if run.model is not None else policy_shardings(run, mesh)
-    return ReshardedSampler(weights_program(network, into), program, mesh, run.mesh)
+    return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
 
 
 def evaluated(run: Run) -> Network:

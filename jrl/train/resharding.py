@@ -13,35 +13,122 @@ are freed before the next training step.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jrl.mesh import replicated
+from jrl.mesh import RULES, replicated, tree_shardings
+from jrl.models.decode import rounded
+from jrl.train.build import Run
 from jrl.types import Array, Network, Params
 
 
-def weights_program(network: Network, into: Any = None) -> Any:
+def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
     """The program that reshards, to be called or lowered under the sampler's mesh.
 
     Args:
-      network: the policy as it samples there.
-      into: where its weights shall lie, for a network that does not say so itself; None for the
-        library's own decoder, whose ``prepare`` does.
+      run: the run, whose policy is on ``run.mesh``.
+      network: the policy as it samples on ``mesh``.
+      mesh: the sampler's, over the same devices in the same order.
 
     Returns:
-      ``jax.jit`` of ``network.prepare``: the policy's weights, on any mesh over the same devices in
-      the same order, to those that ``extend`` reads.
+      ``jax.jit`` of ``network.prepare``: the policy's weights, as training divides them, to those
+      that ``extend`` reads.
+
+    Raises:
+      UserError: a weight that the mesh does not divide.
     """
+    model = run.model
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    # A network of one's own does not say how its prepared weights are divided: as its weights are.
+    into = None if model is not None else tree_shardings(mesh, network.axes(), shapes)
+    gathered = model is not None and network.extras.gathered
+    through = stopovers(run.mesh, mesh, network.axes(), shapes, gathered=gathered)
 
     def prepare(params: Params) -> Any:
-        if into is not None:
-            params = jax.lax.with_sharding_constraint(params, into)
-        return network.prepare(params)
+        if model is not None and run.config.lora is None:
+            params = rounded(params, config=model)  # before they are sent
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, through, strict=True)
+        leaves = [x if at is None else with_sharding_constraint(x, at) for x, at in pairs]
+        params = jax.tree.unflatten(tree, leaves)
+        return network.prepare(params if into is None else with_sharding_constraint(params, into))
 
     return jax.jit(prepare)
+
+
+def stopovers(
+    mesh: Mesh, own: Mesh, axes: Any, shapes: Any, *, gathered: bool
+) -> list[NamedSharding | None]:
+    """Between two meshes, the layout of each weight from which nothing but a gather is left.
+
+    First the devices that share an axis of both meshes exchange parts (all-to-all), so that a
+    device has nothing of what it will not need; then parts are gathered. From one layout to the
+    other in one step XLA gathers every weight whole on every device, and cuts its part out.
+
+    Args:
+      mesh: of training.
+      own: the sampler's, over the same devices in the same order.
+      axes: logical axes of the policy's weights.
+      shapes: their shapes, a tree like them.
+      gathered: whether the sampler's weights are whole along ``fsdp``.
+
+    Returns:
+      For each leaf; None where there is no such layout.
+    """
+    joint, theirs, ours = _joint(mesh, own)
+    leaves, tree = jax.tree.flatten(shapes)
+    if joint is None:
+        return [None] * len(leaves)
+    names: Any = tree
+    found: list[NamedSharding | None] = []
+    for leaf, logical in zip(leaves, names.flatten_up_to(axes), strict=True):
+        over = [() if name is None else RULES[name] for name in logical]
+        source = [[j for axis in each for j in theirs[axis]] for each in over]
+        kept = [[a for a in each if not (gathered and a == "fsdp")] for each in over]
+        target = [[j for axis in each for j in ours[axis]] for each in kept]
+        used = {j for each in target for j in each}
+        between = [
+            (*last, *(j for j in first if j not in used))
+            for first, last in zip(source, target, strict=True)
+        ]
+        parts = [math.prod(joint.shape[j] for j in each) for each in between]
+        fits = all(size % n == 0 for size, n in zip(leaf.shape, parts, strict=True))
+        found.append(NamedSharding(joint, PartitionSpec(*between)) if fits else None)
+    return found
+
+
+def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], dict[str, list[str]]]:
+    """The mesh of which each axis of two others is some axes, and which; None if there is none."""
+
+    def spans(grid: Mesh) -> dict[str, tuple[int, int]]:
+        """For each axis the distance of neighbours along it, and that of its two ends and one."""
+        sizes, found = list(grid.shape.items()), {}
+        for i, (axis, size) in enumerate(sizes):
+            stride = math.prod(n for _, n in sizes[i + 1 :])
+            found[axis] = (stride, stride * size)
+        return found
+
+    both = spans(mesh), spans(own)
+    cuts = sorted({cut for each in both for span in each.values() for cut in span})
+    pieces = list(itertools.pairwise(cuts))[::-1]  # the outermost first
+    if any(high % low for low, high in pieces):
+        return None, {}, {}
+    axes = [f"part{i}" for i in range(len(pieces))]
+    grid = mesh.devices.reshape([high // low for low, high in pieces])
+    inside = [
+        {
+            axis: [n for n, (a, b) in zip(axes, pieces, strict=True) if low <= a and b <= high]
+            for axis, (low, high) in each.items()
+        }
+        for each in both
+    ]
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes)), inside[0], inside[1]
 
 
 def drawn_from_prepared(network: Network) -> Network:
