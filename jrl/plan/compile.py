@@ -217,8 +217,10 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     if spare in sizes:  # a deeper program needs no fewer of them
         sizes[spare] = max(sizes[spare], high.bytes_per_chip[spare])
     sizes["total"] = sum(size for part, size in sizes.items() if part != "total")
-    numbers = ("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound", "alone")
-    numbers += ("full_seconds", "floor_seconds", "model_flops", "reads")
+    numbers = (
+        *("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound", "alone"),
+        *("full_seconds", "floor_seconds", "model_flops", "reads"),
+    )
     return Program(
         sizes,
         sizes["total"] <= topology.chip.hbm_bytes,

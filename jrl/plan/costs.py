@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,6 @@ from jrl.plan.hlo import (
     replica_groups,
 )
 from jrl.plan.loops import computation_runs, result_of
-from jrl.types import NOTHING
 
 _FREE = frozenset(
     (
@@ -67,7 +67,7 @@ class Cost(NamedTuple):
 
 
 def program_costs(
-    text: str, mesh_shape: Sequence[int], live: Mapping[int, float] = NOTHING
+    text: str, mesh_shape: Sequence[int], live: Mapping[int, float] = MappingProxyType({})
 ) -> list[Cost]:
     """The cost of each computation that runs: the entry and the bodies of loops.
 

@@ -72,7 +72,12 @@ class Candidate(NamedTuple):
         train = config.train.model_copy(update={"microbatches": self.microbatches})
         own = {axis: n for axis, n in self.sampler or () if n > 1}
         sampling = config.sampling.model_copy(update={"mesh": own})
-        tables = {"mesh": mesh, "model": model, "train": train, "placement": placement}
+        tables: dict[str, Any] = {
+            "mesh": mesh,
+            "model": model,
+            "train": train,
+            "placement": placement,
+        }
         tables["sampling"] = sampling
         return config.model_copy(update=tables)
 
@@ -171,7 +176,9 @@ def enumerate_candidates(
         best = sorted(
             options, key=lambda m: sampling_seconds(config, model, topology.chip, dict(m))
         )
-        samplers: list[Sizes | None] = [None, *best[:SAMPLERS]] if part == topology else best[:2]
+        samplers: list[Sizes | None] = [*best[:2]]
+        if part == topology:
+            samplers = [None, *best[:SAMPLERS]]
         for mesh, sampler in itertools.product(
             _meshes(model, part.chips, prompts, slices), samplers
         ):
@@ -211,9 +218,8 @@ def estimate(config: Config, model: ModelConfig, topology: Topology, c: Candidat
     if c.rollout is None:
         mesh = dict(c.sampler or c.mesh)
         sampling = sampling_seconds(config, model, topology.chip, mesh, kept)
-        return (
-            train + sampling + (resharding_seconds(model, topology.chip, mesh) if c.sampler else 0)
-        )
+        moved = resharding_seconds(model, topology.chip, mesh) if c.sampler else 0.0
+        return train + sampling + moved
     return max(train, sampling_seconds(config, model, topology.chip, dict(c.rollout)))
 
 
