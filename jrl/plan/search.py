@@ -327,7 +327,8 @@ def together(sampler: Plan, training: Plan) -> Plan:
     for name, program in sampler.programs.items():
         total = program.bytes_per_chip["total"] + sum(state.values())
         sizes = state | program.bytes_per_chip | {"total": total}
-        programs[name] = program._replace(bytes_per_chip=sizes, fits=total <= limit)
+        fits = program.fits and total <= limit
+        programs[name] = program._replace(bytes_per_chip=sizes, fits=fits)
     programs |= training.programs
     return training._replace(
         programs=programs,

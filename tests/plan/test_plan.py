@@ -157,6 +157,35 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
 
 @needs_libtpu
 @pytest.mark.slow
+def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted():
+    sampling = {"group": 2, "max_new_tokens": 16, "mesh": {"data": 2, "tensor": 2}}
+    data = ask("planned", tiny_tree(sampling=sampling), "v5e:2x2", -1.0)
+    assert list(data["programs"]) == ["resharding", "sampler", "train_step"]
+    assert (data["mesh"]["fsdp"], data["sampling_mesh"]["tensor"]) == (4, 2)
+    layer, head = 4 * 128 * 128 + 3 * 128 * 256, 128 * 512
+    whole = 2 * (layer + 2 * head)  # in 16 bits; the embedding is turned for the output, too
+    moved, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
+    for program in (moved, sampler):
+        assert program["bytes_by_part"]["prepared"] == pytest.approx(whole / 2, rel=0.05)
+        assert program["bytes_per_chip"] == pytest.approx(sum(program["bytes_by_part"].values()))
+    # a quarter of the weights is on each chip: half of it is exchanged, then it is gathered by two
+    sent = moved["collective_bytes"]
+    assert 0.25 * whole < sent < 0.45 * whole
+    # the token loop sends what tensor parallelism adds up, and no weights
+    assert all(kind.endswith("/tensor") for kind in sampler["collective_bytes_by_kind"])
+    assert "all-gather/fsdp" not in sampler["collective_bytes_by_kind"]
+    assert sampler["collective_bytes"] < 0.5 * whole
+    assert sampler["reads"]["weights"] == pytest.approx(16 * (layer + head), rel=0.05)
+    assert "sampling on mesh data 2 x tensor 2" in data["text"]
+    assert "model FLOP utilisation" in data["text"]
+    assert "resharded once a rollout" in data["text"]
+    assert "compiled with effort -1: a run's program" in data["text"]
+    seconds = [p["roofline_seconds"] for p in data["programs"].values()]
+    assert data["step_seconds"] == pytest.approx(sum(seconds))
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
     one, two = "v5e:2x2", "2*v5e:2x2"
     cases = [
