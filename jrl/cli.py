@@ -329,7 +329,8 @@ def plan(
         float | None,
         typer.Option(
             help="XLA's optimization effort. A run uses 0, and so does this; -1 compiles several"
-            " times faster, with other collectives and less exact memory.",
+            " times faster, with other collectives and less exact memory. --search ranks with -1"
+            " and compiles the best again with 0.",
             min=-1,
             max=1,
         ),
@@ -365,7 +366,9 @@ def plan(
 
     slices = parse_topology(topology)
     if search:
-        found = search_plans(chosen, slices, limit=candidates, seconds=seconds, echo=echo)
+        limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
+        ranking = -1.0 if effort is None else effort
+        found = search_plans(chosen, slices, **limits, effort=ranking, echo=echo)
         fits = found[0]["fits"]
         typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
     else:

@@ -172,6 +172,8 @@ def search_text(found: Sequence[Mapping[str, Any]]) -> str:
         size = f"{item['bytes_per_chip'] / GIB:.1f}"
         verdict = item["changes"] if item["fits"] else f"{item['changes']} (does not fit)"
         rough = _seconds(item["estimated_seconds"]) if item["fits"] else "-"
+        if item["step_seconds"] != item["ranked_seconds"]:
+            verdict += f" (compiled as in a run; ranked by {_seconds(item['ranked_seconds'])})"
         rows.append((str(i), time, rough, size, verdict))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
