@@ -12,12 +12,12 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jrl.plan.hlo import HloProgram, Operation, called_computations
 
-Value = int | tuple["Value", ...] | None
-"""An integer, a tuple of values, or None where a value does not follow from constants."""
+Value = int | None
+"""An integer, or None where it does not follow from constants."""
 
 _PASSED_ON = frozenset(
     ("copy", "convert", "bitcast", "reshape", "copy-start", "copy-done", "optimization-barrier")
@@ -37,80 +37,101 @@ _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
 }
 
 
-class Scope(NamedTuple):
-    """A computation with what is known of its parameters.
+class Scope:
+    """A computation with what is known of its parameters; values are found once each.
 
-    Attributes:
+    Args:
       program: that the computation is part of.
       operations: of the computation.
-      parameters: their values; those beyond the end are not known.
+      state: what its one parameter, a tuple, holds, as in the body of a loop.
+      caller: otherwise, where it is called from, and the names of its parameters there.
     """
 
-    program: HloProgram
-    operations: Mapping[str, Operation]
-    parameters: Sequence[Value] = ()
+    def __init__(
+        self,
+        program: HloProgram,
+        operations: Mapping[str, Operation],
+        state: Sequence[Value] = (),
+        caller: tuple[Scope, Sequence[str]] | None = None,
+    ) -> None:
+        self.program, self.operations = program, operations
+        self._state, self._caller = state, caller
+        self._known: dict[tuple[str, int | None], Value] = {}
+        self._below: dict[str, tuple[Scope, str] | None] = {}
 
     def inside(self, operation: Operation) -> tuple[Scope, str] | None:
-        """What a fusion or call runs, with this scope's values, and the name of its result."""
-        names = [n for n in called_computations(operation) if n in self.program.computations]
-        if operation.kind not in ("fusion", "call") or len(names) != 1:
-            return None
-        operations = self.program.computations[names[0]]
-        values = [self.value(name) for name in operation.operands]
-        return Scope(self.program, operations, values), result_of(operations)
+        """What a fusion or call runs, and the name of its result there."""
+        if operation.name not in self._below:
+            names = [n for n in called_computations(operation) if n in self.program.computations]
+            found = None
+            if len(names) == 1:
+                operations = self.program.computations[names[0]]
+                scope = Scope(self.program, operations, caller=(self, operation.operands))
+                found = scope, result_of(operations)
+            self._below[operation.name] = found
+        return self._below[operation.name]
 
     def value(self, name: str) -> Value:
-        """What an operation makes, as far as it is made of integers that are known."""
-        found = self.operations.get(name)
-        if found is None or (not found.outputs and found.kind != "tuple"):
-            return None
+        """The integer that an operation makes, if it follows from constants and known ones."""
+        if (name, None) not in self._known:
+            found = self.operations.get(name)
+            scalar = found is not None and len(found.outputs) == 1 and not found.outputs[0].sizes
+            self._known[name, None] = self._made(found) if found and scalar else None
+        return self._known[name, None]
+
+    def element(self, name: str, index: int) -> Value:
+        """The same of an element of the tuple that an operation makes."""
+        if (name, index) not in self._known:
+            found = self.operations.get(name)
+            self._known[name, index] = self._part(found, index) if found else None
+        return self._known[name, index]
+
+    def _made(self, found: Operation) -> Value:
         if found.kind == "constant":
             return _constant(found.text)
-        if found.kind == "parameter":
-            number = int(found.text[len("parameter(") :].split(")")[0])
-            return self.parameters[number] if number < len(self.parameters) else None
-        if found.kind == "tuple":
-            return tuple(self.value(each) for each in found.operands)
+        if found.kind == "parameter" and self._caller is not None:
+            scope, names = self._caller
+            return scope.value(names[_number(found)])
         if found.kind == "get-tuple-element":
             return self.element(found.operands[0], _index(found))
-        if found.kind in _PASSED_ON:
+        if found.kind in _PASSED_ON and found.operands:
             return self.value(found.operands[0])
-        if any(buffer.sizes for buffer in found.outputs):
-            return None  # an array
         if found.kind in ("fusion", "call"):
             below = self.inside(found)
             return None if below is None else below[0].value(below[1])
         return self._computed(found)
 
-    def element(self, name: str, index: int) -> Value:
-        """One element of the tuple that an operation makes, without looking at the others."""
-        found = self.operations.get(name)
-        while found is not None and found.kind == "optimization-barrier":
-            if len(found.operands) > 1:
-                return self.value(found.operands[index])
-            found = self.operations.get(found.operands[0])
-        if found is None or found.kind == "while":
-            return None
-        if found.kind == "tuple":
+    def _part(self, found: Operation, index: int) -> Value:
+        if found.kind == "tuple" or (
+            found.kind == "optimization-barrier" and len(found.operands) > 1
+        ):
             return self.value(found.operands[index]) if index < len(found.operands) else None
+        if found.kind == "optimization-barrier":
+            return self.element(found.operands[0], index)
+        if found.kind == "parameter" and self._caller is not None:
+            scope, names = self._caller
+            return scope.element(names[_number(found)], index)
+        if found.kind == "parameter":
+            return self._state[index] if index < len(self._state) else None
         if found.kind in ("fusion", "call"):
             below = self.inside(found)
             return None if below is None else below[0].element(below[1], index)
-        whole = self.value(found.name)
-        return whole[index] if isinstance(whole, tuple) and index < len(whole) else None
+        return None
 
     def _computed(self, found: Operation) -> Value:
+        if found.kind not in _ARITHMETIC and found.kind not in ("select", "compare"):
+            return None
         values = [self.value(name) for name in found.operands]
         if found.kind == "select" and len(values) == 3 and values[0] is not None:
             return values[1] if values[0] else values[2]
-        if len(values) != 2 or not all(isinstance(x, int) for x in values):
+        if len(values) != 2:
             return None
         a, b = values
-        assert isinstance(a, int)
-        assert isinstance(b, int)
+        if a is None or b is None:
+            return None
         if found.kind == "compare":
             return int(_COMPARISONS[_direction(found)](a, b))
-        return _ARITHMETIC[found.kind](a, b) if found.kind in _ARITHMETIC else None
+        return _ARITHMETIC[found.kind](a, b)
 
 
 def result_of(operations: Mapping[str, Operation]) -> str:
@@ -124,6 +145,10 @@ def _constant(text: str) -> Value:
     if number is None:
         return None
     return {"true": 1, "false": 0}.get(number[1]) if number[1][0] in "tf" else int(number[1])
+
+
+def _number(found: Operation) -> int:
+    return int(found.text.removeprefix("parameter(").split(")")[0])
 
 
 def _index(found: Operation) -> int:
@@ -153,23 +178,22 @@ def _count_runs(scope: Scope, name: str, times: float, runs: dict[str, float]) -
     runs[name] += times
     program = scope.program
 
-    def below(called: str, count: float, parameters: Sequence[Value] = ()) -> None:
-        inner = Scope(program, program.computations[called], parameters)
+    def below(called: str, count: float, **known: Any) -> None:
+        inner = Scope(program, program.computations[called], **known)
         _count_runs(inner, called, count, runs)
 
     for operation in scope.operations.values():
         if operation.kind == "while":
             loop = read_loop(scope, operation)
             for called in (loop.body, loop.condition):
-                below(called, times * loop.trips, [loop.fixed])
+                below(called, times * loop.trips, state=loop.fixed)
         elif operation.kind == "conditional":
             branches = [c for c in called_computations(operation) if c in program.computations]
             for branch in branches:
                 below(branch, times / len(branches))
         elif operation.kind in ("call", "async-start"):
-            values = [scope.value(each) for each in operation.operands]
             for called in called_computations(operation):
-                below(called, times, values)
+                below(called, times, caller=(scope, operation.operands))
 
 
 class Loop(NamedTuple):
@@ -220,9 +244,10 @@ def _turn(
 ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
     """What a loop carries after one turn and after two."""
     operations, states = program.computations[body], [start]
+    result = result_of(operations)
     for _ in range(2):
-        scope = Scope(program, operations, [states[-1]])
-        states.append(tuple(scope.element(result_of(operations), i) for i in range(len(start))))
+        scope = Scope(program, operations, states[-1])
+        states.append(tuple(scope.element(result, i) for i in range(len(start))))
     return states[1], states[2]
 
 
@@ -235,7 +260,7 @@ def _least(program: HloProgram, condition: str, *states: tuple[Value, ...]) -> i
       states: what the loop carries at its start, after one turn and after two.
     """
     operations = program.computations[condition]
-    scopes = [Scope(program, operations, [state]) for state in states]
+    scopes = [Scope(program, operations, state) for state in states]
     found = [_failure(*each) for each in _comparisons(scopes, result_of(operations))]
     return min((n for n in found if n is not None), default=None)
 

@@ -165,3 +165,26 @@ ENTRY %main (a: f32[16,16], b: pred[]) -> f32[16,16] {{
 def test_every_computation_is_counted_by_its_name():
     runs = computation_runs(parse_program(BOUND.format(start=0, bound=24)))
     assert runs == {"main": 1.0, "body": 8.0, "condition": 8.0}
+
+
+def test_values_are_followed_through_nested_fusions_in_linear_time():
+    """Each fusion uses its two operands twice: found anew every time, 2^40 evaluations."""
+    double = """%double{i} (p: s32[], q: s32[]) -> s32[] {{
+  %p = s32[] parameter(0)
+  %q = s32[] parameter(1)
+  %a = s32[] {kind}(%p, %q){calls}
+  %b = s32[] {kind}(%q, %p){calls}
+  ROOT %least = s32[] minimum(%a, %b)
+}}
+
+"""
+    fusions = [double.format(i=0, kind="add", calls="")]
+    for i in range(1, 40):
+        calls = f", kind=kLoop, calls=%double{i - 1}"
+        fusions.append(double.format(i=i, kind="fusion", calls=calls))
+    text = BOUND.format(start=0, bound=24)
+    step = "%on = s32[] fusion(%i), kind=kLoop, calls=%next"
+    deep = "%k = s32[] constant(3)\n  %on = s32[] fusion(%i, %k), kind=kLoop, calls=%double39"
+    assert step in text
+    head, rest = text.replace(step, deep).split("\n\n", 1)
+    assert flops("\n\n".join([head, "".join(fusions) + rest])) == 8 * PRODUCT
