@@ -167,9 +167,9 @@ def samples_of(
     n, g, _ = rollout.tokens.shape
     each = min(g, max(2, -(-count // n)))
     members = np.linspace(0, g - 1, each).round().astype(int).tolist()
-    places = [(row, member) for row in range(n) for member in members]
+    picked = [(row, member) for row in range(n) for member in members]
     records = []
-    for row, member in places[:count]:
+    for row, member in picked[:count]:
         if task is not None:
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:

@@ -254,12 +254,12 @@ def _words(x: Array) -> Array:
 
 
 def _hashed(words: Array) -> Array:
-    """Each word mixed with its place in the flattened array."""
-    place = jnp.zeros(words.shape, jnp.uint32)
+    """Each word mixed with its index in the flattened array."""
+    index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place * jnp.uint32(size & 0xFFFFFFFF) + index
-    return _mix(words ^ _mix(place + jnp.uint32(0x9E3779B9)))
+        coordinate = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index = index * jnp.uint32(size & 0xFFFFFFFF) + coordinate
+    return _mix(words ^ _mix(index + jnp.uint32(0x9E3779B9)))
 
 
 def _mix(x: Array) -> Array:
