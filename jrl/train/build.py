@@ -41,12 +41,7 @@ from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
-from jrl.train.placement import (
-    check_model_on_mesh,
-    check_sampler_mesh,
-    make_meshes,
-    sampler_mesh,
-)
+from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
@@ -203,10 +198,7 @@ def bare_run(
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
-    if (own := sampler_mesh(config, mesh)) is not None:
-        check_sampler_mesh(config, own, model, width, new_tokens)
-        if model is not None:
-            check_attention_on_mesh(own, model, config.model.attention)
+    check_sampler_mesh(config, mesh, model, width, new_tokens)
     value = make_value(config, network) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
@@ -232,19 +224,12 @@ def bare_run(
     )
 
 
-def network_on(run: Run, mesh: Mesh | None) -> Network:
-    """The policy as it samples on the sampler's own mesh; None for that of training."""
-    if mesh is None or run.model is None:
-        return run.network
-    network = policy_network(run.config, run.model, mesh)
-    return trained_network(run.config, run.model, network)
-
-
-def sampler_of(run: Run, mesh: Mesh | None = None) -> Network:
-    """The policy as completions to train on are drawn from it; see ``network_on``."""
+def sampler_of(run: Run, network: Network | None = None) -> Network:
+    """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
+    network = network or run.network
     if run.model is None:
-        return run.network
-    network = sampler(network_on(run, mesh), run.model, **run.config.sampling.formats)
+        return network
+    network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.train.replay_routing else network
 
 

@@ -13,6 +13,7 @@ from jrl.config import Config
 from jrl.config_checks import rollout_conflicts
 from jrl.errors import UserError
 from jrl.mesh import AXES, batch_shards, check_sizes, make_mesh
+from jrl.models.attention.choice import check_attention_on_mesh
 from jrl.models.config import ModelConfig
 
 
@@ -87,15 +88,18 @@ def check_sampler_mesh(
 
     Args:
       config: the run's.
-      mesh: the sampler's.
+      mesh: of training.
       model: the policy's shape; None for a network of one's own.
       prompt: P, tokens.
       completion: T, tokens.
     """
-    parts = batch_shards(mesh)
+    own = sampler_mesh(config, mesh)
+    if own is None:
+        return
+    parts = batch_shards(own)
     lines = list(rollout_conflicts(config, parts, "sampling.mesh"))
     slots, rows = config.sampling.slots, config.train.prompts * config.sampling.group
-    if parts < mesh.size and slots < rows and slots % parts:
+    if parts < own.size and slots < rows and slots % parts:
         lines.append(
             f"sampling.slots = {slots} cannot be split over the {parts} devices of sampling.mesh "
             f"that divide a batch; make it a multiple of {parts}"
@@ -103,7 +107,8 @@ def check_sampler_mesh(
     if lines:
         raise UserError("\n".join(lines))
     if model is not None:
-        check_model_on_mesh(mesh, model, prompt, completion, key="sampling.mesh")
+        check_model_on_mesh(own, model, prompt, completion, key="sampling.mesh")
+        check_attention_on_mesh(own, model, config.model.attention)
 
 
 def _shares(

@@ -17,14 +17,19 @@ from jrl.methods.base import Method
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.train.adapters import put_policy
-from jrl.train.build import Run, network_on, sampler_of
+from jrl.train.build import Run, sampler_of
 from jrl.train.collect import GroupSource, TextSource, task_rollout
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
-from jrl.train.resharding import ReshardedSampler, drawn_from_prepared, weights_program
+from jrl.train.resharding import (
+    ReshardedSampler,
+    drawn_from_prepared,
+    network_on,
+    weights_program,
+)
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
@@ -246,7 +251,7 @@ def sampler_program(
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
-    network = sampler_of(run, own) if split == "train" else evaluated(run)
+    network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if run.task is not None:
         parts = tuple(name for name in run.rewards.weights if name != NAME)
         if split == "eval":

@@ -24,7 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.mesh import RULES, replicated, tree_shardings
 from jrl.models.decode import rounded
-from jrl.train.build import Run
+from jrl.train.adapters import trained_network
+from jrl.train.build import Run, policy_network
 from jrl.types import Array, Network, Params
 
 
@@ -138,6 +139,13 @@ def drawn_from_prepared(network: Network) -> Network:
 
 def _as_they_are(weights: Any) -> Any:
     return weights
+
+
+def network_on(run: Run, mesh: Mesh | None) -> Network:
+    """The policy as it samples on the sampler's own mesh; None for that of training."""
+    if mesh is None or run.model is None:
+        return run.network
+    return trained_network(run.config, run.model, policy_network(run.config, run.model, mesh))
 
 
 class ReshardedSampler:

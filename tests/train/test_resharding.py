@@ -17,7 +17,7 @@ from jrl.metrics import read_jsonl
 from jrl.plan.costs import program_costs
 from jrl.train import build, loop, programs
 from jrl.train.placement import sampler_mesh
-from jrl.train.resharding import ReshardedSampler, weights_program
+from jrl.train.resharding import ReshardedSampler, network_on, weights_program
 
 BASE = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
@@ -132,7 +132,7 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
     run = build.setup(config(*meshes, "model.dtype=bfloat16"))
     own = sampler_mesh(run.config, run.mesh)
     with jax.set_mesh(own):
-        program = weights_program(run, build.sampler_of(run, own), own)
+        program = weights_program(run, network_on(run, own), own)
         text = program.lower(programs.policy_layout(run)).compile().as_text()
     sent = {}
     for cost in program_costs(text, (4, 2)):
