@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
             found += ["placement.staleness=1"]
             found += [f"placement.rollout.{axis}={n}" for axis, n in self.rollout]
         if self.sampler is not None:
-            found += [f"sampling.mesh.{axis}={n}" for axis, n in self.sampler if n > 1]
+            found += [f"sampling.mesh.{axis}={n}" for axis, n in self.sampler]
         return " ".join(found)
 
     def applied(self, config: Config) -> Config:

@@ -374,7 +374,7 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     (first,) = plan_search.search(config, topology, limit=1)  # as it is
     assert (first["mesh"], first["microbatches"]) == (
-        {"data": 1, "fsdp": 16, "tensor": 4, "expert": 1},
+        {axis: config.mesh.axes[axis] for axis in ("data", "fsdp", "tensor", "expert")},
         config.train.microbatches,
     )
     found = plan_search.search(config, topology, limit=400)
