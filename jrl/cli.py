@@ -386,8 +386,9 @@ def plan(
     effort: Annotated[
         float | None,
         typer.Option(
-            help="XLA's optimization effort. A run uses 0; --quick and --search use -1, which"
-            " compiles several times faster with less exact memory.",
+            help="XLA's optimization effort. A run uses 0, and so does this; -1 compiles several"
+            " times faster, with other collectives and less exact memory. --search ranks with -1"
+            " and compiles the best again with 0.",
             min=-1,
             max=1,
         ),
@@ -396,6 +397,9 @@ def plan(
         bool, typer.Option(help="Rank meshes, remat, microbatches and placements.")
     ] = False,
     candidates: Annotated[int, typer.Option(help="Candidates that --search compiles.", min=1)] = 6,
+    seconds: Annotated[
+        float | None, typer.Option(help="About how long --search may take, seconds.", min=0)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile a run for a TPU slice without a TPU, and estimate what it needs there.
@@ -420,7 +424,9 @@ def plan(
 
     slices = parse_topology(topology)
     if search:
-        found = search_plans(chosen, slices, limit=candidates, echo=echo)
+        limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
+        ranking = -1.0 if effort is None else effort
+        found = search_plans(chosen, slices, **limits, effort=ranking, echo=echo)
         fits = found[0]["fits"]
         typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
     else:

@@ -122,6 +122,17 @@ Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length
 # ---------------------------------------------------------------- sampling and rewards
 
 
+def _size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1 for all that are left")
+    return value
+
+
+Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
+Size = Annotated[int, AfterValidator(_size)]
+"""Devices along an axis of a mesh; -1 for all that are left."""
+
+
 class SamplingTable(Table):
     """How completions are drawn."""
 
@@ -147,6 +158,17 @@ class SamplingTable(Table):
         " weights, cache (keys and values), or both. That samples from another distribution than"
         ' the policy\'s: losses are corrected for it unless objective.correction = "none"',
     )
+
+    mesh: dict[Axis, Size] = key(
+        {},
+        "how the devices of [mesh] are arranged while completions are drawn, with the axes of"
+        " [mesh]; when not set, as in training",
+    )
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Devices along each axis while completions are drawn; empty where [mesh] holds."""
+        return dict.fromkeys(get_args(Axis), 1) | self.mesh if self.mesh else {}
 
     @property
     def formats(self) -> dict[str, str]:
@@ -286,17 +308,6 @@ class WatchTable(Table):
         if self.above is None and self.below is None and self.action != "none":
             raise ValueError("a table of [watch] needs above, below, or both")
         return self
-
-
-def _size(value: int) -> int:
-    if value < 1 and value != -1:
-        raise ValueError("must be at least 1, or -1 for all that are left")
-    return value
-
-
-Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
-Size = Annotated[int, AfterValidator(_size)]
-"""Devices along an axis of a mesh; -1 for all that are left."""
 
 
 class MeshTable(Table):

@@ -25,6 +25,7 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
+from jrl.train.resharding import free
 from jrl.types import Array, Params, Prompt, StopReason
 
 
@@ -210,16 +211,13 @@ class Evaluator:
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-        self.sampling_params = jax.device_put(sampling_params, replicated(run.mesh))
+        mesh = programs.drawing_mesh(run, "eval")
+        self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
         if run.task is not None:
-            program = partial(
-                held_out,
-                task=run.task,
-                network=run.network,
-                problems=table.problems,
-                samples=table.samples,
+            draw = partial(held_out, task=run.task, problems=table.problems, samples=table.samples)
+            self._program = programs.compiled_draw(
+                run, draw, programs.evaluated(run), whole=True, split="eval"
             )
-            self._program = jax.jit(program, out_shardings=replicated(run.mesh))
         else:
             self._program = programs.sampler_program(run, split="eval", group=table.samples)
 
@@ -236,6 +234,7 @@ class Evaluator:
           params: the policy's.
         """
         groups = (self._task if self.run.task is not None else self._text)(key, params)
+        free(self._program)
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0}

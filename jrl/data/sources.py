@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import glob
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

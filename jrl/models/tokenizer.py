@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError, choose
+from jrl.hub import model_directory
 from jrl.json_text import read_object
 from jrl.models.chat_template import find_templates, render
-from jrl.hub import model_directory
 
 if TYPE_CHECKING:
     import tokenizers

@@ -42,7 +42,7 @@ from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
-from jrl.train.placement import check_model_on_mesh, make_meshes
+from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
@@ -199,6 +199,7 @@ def bare_run(
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
+    check_sampler_mesh(config, mesh, model, width, new_tokens)
     value = make_value(config, network) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
@@ -224,11 +225,12 @@ def bare_run(
     )
 
 
-def sampler_of(run: Run) -> Network:
-    """The policy as completions to train on are drawn from it."""
+def sampler_of(run: Run, network: Network | None = None) -> Network:
+    """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
+    network = network or run.network
     if run.model is None:
-        return run.network
-    network = sampler(run.network, run.model, **run.config.sampling.formats)
+        return network
+    network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.train.replay_routing else network
 
 

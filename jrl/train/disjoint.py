@@ -224,7 +224,7 @@ def draw_ahead(
         batch = assemble(drawn, weights=weights, method=run.method, mesh=run.mesh, pack=packer)
         return drawn._replace(packing=before), batch
 
-    where = jax.tree.map(lambda x: x.sharding, programs.policy_layout(run, run.rollout_mesh))
+    where = programs.policy_shardings(run, run.rollout_mesh)
     split, meshes = run.network.extras.split, (run.mesh, run.rollout_mesh)
     return Ahead(
         groups,

@@ -44,6 +44,7 @@ from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
 from jrl.train.records import RunRecords
+from jrl.train.resharding import freed_after
 from jrl.train.reward_text import check_reward_columns, reward_text
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
@@ -303,7 +304,8 @@ def _batch_source(
     if run.data.judged:
         yield BatchSource(judged_source(run, packer).collect, packing)
         return
-    draw = programs.group_source(run, pool)
+    program = programs.train_sampler(run)
+    draw = programs.group_source(run, pool, program)
     if run.rollout_mesh is None:
         gather = partial(
             collect,
@@ -314,7 +316,7 @@ def _batch_source(
             mesh=run.mesh,
             pack=packer,
         )
-        yield BatchSource(gather, packing)
+        yield BatchSource(freed_after(gather, program), packing)
         return
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:

@@ -192,6 +192,11 @@ def apart(config):
     return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
 
 
+def drawn_on(config):
+    """Devices along each axis while completions are drawn."""
+    return dict(compiled.drawing_mesh(build.setup(config)).shape)
+
+
 def shaped(config):
     """What the run is made of, in numbers."""
     run = build.setup(config)
@@ -289,6 +294,7 @@ ON_TASK = {
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "sampling.mesh": (drawn_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
     "placement.rollout": (apart, "placement.rollout.data=2"),
     "log.samples_every": (whole_run, "log.samples_every=3", COLD),
 }

@@ -20,8 +20,8 @@ import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError, choose
-from jrl.json_text import read_object
 from jrl.hub import model_directory
+from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
 from jrl.models.hf.parse import parse

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.json_text import parse_json
 from jrl.hub import hub_name, model_directory
+from jrl.json_text import parse_json
 from jrl.models.config import ModelConfig
 from jrl.models.hf.names import tensors
 from jrl.models.lora import TARGETS, Lora
