@@ -126,7 +126,6 @@ class Stopping:
 @contextlib.contextmanager
 def end_at_once() -> Iterator[None]:
     """Inside, every signal raises KeyboardInterrupt, as SIGINT does anyway."""
-
     heard: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
