@@ -76,6 +76,10 @@ class Stopping:
             if self.is_set():
                 raise KeyboardInterrupt
             yield
+        except Exception:
+            if self.is_set():  # some packages turn what interrupts their import into an ImportError
+                raise KeyboardInterrupt from None
+            raise
         finally:
             self._at_once = False
 
@@ -122,13 +126,19 @@ class Stopping:
 @contextlib.contextmanager
 def end_at_once() -> Iterator[None]:
     """Inside, every signal raises KeyboardInterrupt, as SIGINT does anyway."""
+    heard: list[int] = []
 
     def interrupt(number: int, frame: Any) -> None:
+        heard.append(number)
         raise KeyboardInterrupt
 
     before = _listen(interrupt)
     try:
         yield
+    except Exception:
+        if heard:  # see ``Stopping.at_once``
+            raise KeyboardInterrupt from None
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

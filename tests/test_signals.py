@@ -39,6 +39,22 @@ def test_where_nothing_is_to_be_saved_it_interrupts_at_once(number):
         signal.raise_signal(number)
 
 
+def converted(phase):
+    """As NumPy does with what interrupts its import."""
+    with phase:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ImportError("no numpy") from None
+
+
+def test_an_import_that_hides_the_interrupt_is_one_nevertheless():
+    with pytest.raises(KeyboardInterrupt):
+        converted(end_at_once())
+    with Stopping() as stopping, pytest.raises(KeyboardInterrupt):
+        converted(stopping.at_once())
+
+
 def test_one_that_came_before_ends_the_next_phase_that_may_end():
     with Stopping() as stopping:
         signal.raise_signal(signal.SIGHUP)
