@@ -235,12 +235,13 @@ class SlotEngine:
     def compile(self) -> None:
         """Runs every program once, so that no request waits for a compilation."""
         weights, state = self.load_params(), self.init_decode_state()
-        for width in PREFILL_TOKENS:
-            if width <= self._padded:
-                size = min(width, self.prompt_tokens)
-                prompt = {"padded_tokens": np.zeros(width, np.int32), "true_length": size}
-                state = self.insert(self.prefill(params=weights, **prompt), state, 0)
-        state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
+        widths = [width for width in PREFILL_TOKENS if width <= self._padded]
+        for width in [*widths, *widths]:  # again, on what the programs themselves return
+            size = min(width, self.prompt_tokens)
+            prompt = {"padded_tokens": np.zeros(width, np.int32), "true_length": size}
+            state = self.insert(self.prefill(params=weights, **prompt), state, 0)
+            for _ in range(2):
+                state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
         jax.block_until_ready(state)
         self._requests = 0  # the keys of requests are those of an engine that did not do this
         self._occupied.clear()

@@ -81,7 +81,7 @@ def drawn_alone(prompt, count, engine=None):
     state = engine.insert(engine.prefill(params=weights, **padded(prompt)), state, slot=1)
     out = []
     for _ in range(count):
-        state, data = engine._step(weights, state, np.ones(SLOTS, bool))
+        state, data = engine._step_once(weights, state, np.ones(SLOTS, bool))
         token, valid, _ = np.asarray(data)[1]
         if not valid or token in TOKENIZER.stop_ids:
             break

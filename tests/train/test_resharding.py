@@ -84,6 +84,7 @@ def test_a_run_that_samples_on_another_mesh_is_that_of_one_device(meshes, policy
     assert len({r["loss"] for r in one[0]}) > 1
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
     whole = go(tmp_path / "whole", *APART)
     go(tmp_path / "broken", *APART, "train.steps=2")
