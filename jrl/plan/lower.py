@@ -77,8 +77,9 @@ def lower_resharding(run: build.Run) -> Any:
     program = programs.train_sampler(run)
     if not isinstance(program, ReshardedSampler):
         return None
+    policy = programs.policy_layout(run)  # made on this machine, not on chips that are absent
     with jax.set_mesh(program.mesh):
-        return program.weights.lower(programs.policy_layout(run))
+        return program.weights.lower(policy)
 
 
 def lower_sampler(run: build.Run, weights: Any = None) -> Any:
