@@ -22,7 +22,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-all lint format types wheel-test ci clean
+.PHONY: help address site install dev demo test test-all lint format types wheel-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -37,7 +37,7 @@ $(BIN)/python:
 	  echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 $(RUN_STAMP): pyproject.toml | $(BIN)/python
-	@echo "Installing JRL for $(ACCEL) into $(VENV): about a minute and 1 GB the first time ..."
+	@echo "Installing JRL for $(ACCEL) into $(VENV): about a minute and 700 MB the first time ..."
 	@$(BIN)/python $(PIP_INSTALL) -e '.$(if $(EXTRA),[$(EXTRA)])'
 	@touch $@
 
@@ -77,7 +77,7 @@ wheel-test: $(BIN)/python ## build the wheel, install it in a new environment an
 	@mkdir -p build/empty
 	$(BIN)/python -m pip --disable-pip-version-check wheel -qq --no-deps -w build/wheel .
 	@$(BIN)/python -m venv build/wheel-venv
-	build/wheel-venv/bin/python $(PIP_INSTALL) build/wheel/jrl-*.whl
+	build/wheel-venv/bin/python $(PIP_INSTALL) build/wheel/jrl_lm-*.whl
 	cd build/empty && JAX_PLATFORMS=cpu ../wheel-venv/bin/python $(CURDIR)/.ci/try_wheel.py
 	cd build/empty && ../wheel-venv/bin/jrl --help >/dev/null
 	cd build/empty && ../wheel-venv/bin/jrl methods --json >/dev/null
@@ -86,6 +86,13 @@ wheel-test: $(BIN)/python ## build the wheel, install it in a new environment an
 
 ci: ## everything a commit must pass
 	.ci/run
+
+site: $(DEV_STAMP) ## the documentation as a site, in build/docs/site; needs the extra docs
+	$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
+	$(BIN)/python .ci/site.py
+
+address: ## write the repository's address where it is needed: make address URL=https://...
+	$(PYTHON) .ci/address.py "$(URL)"
 
 clean: ## remove what make and the tests made, runs/ and .venv excepted
 	rm -rf build dist *.egg-info .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -17,6 +17,7 @@ from typing import Any
 _HOME = {
     "Batch": "jrl.types",
     "Checkpoints": "jrl.checkpoint",
+    "Config": "jrl.config",
     "SamplingParams": "jrl.sampling.params",
     "ModelConfig": "jrl.models.config",
     "Network": "jrl.types",
@@ -27,7 +28,7 @@ _HOME = {
     "UserError": "jrl.errors",
     "ValueNetwork": "jrl.types",
     "compute_advantages": "jrl.objectives.policy",
-    "fit": "jrl.train.loop",
+    "fit": "jrl.entry",
     "generate": "jrl.sampling.generate",
     "get_method": "jrl.methods",
     "init_state": "jrl.train.state",
@@ -46,7 +47,7 @@ _HOME = {
 }
 
 try:
-    __version__ = importlib.metadata.version("jrl")
+    __version__ = importlib.metadata.version("jrl-lm")
 except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
     __version__ = "0+unknown"
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,69 +9,67 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+from jrl.commands import Main, WithKeys
 from jrl.config import Config
-from jrl.config_io import as_tree, dump, load_config
+from jrl.config_io import as_tree, describe, dump, load_config
 from jrl.console import (
-    keys_text,
     print_method,
     print_methods,
     print_result,
     print_samples,
     print_table,
 )
-from jrl.errors import UserError, choose
+from jrl.directories import fresh_dir
+from jrl.errors import INTERRUPTED, UserError, choose
+from jrl.extras import version as installed_version
+from jrl.hub import hub_name
+from jrl.own import remember
+from jrl.signals import end_at_once, end_within
+from jrl.step_files import what_is_saved
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help=OVERRIDES)]
+
+def _keys(incomplete: str) -> list[str]:
+    """Configuration keys that begin so, for the shell's completion."""
+    return [f"{key.name}=" for key in describe() if key.name.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=_keys),
+]
 Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or configuration file.")]
 
 
-class _Main(TyperGroup):
-    """Reports a UserError as one message with exit code 2, and Ctrl-C with 130."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UserError as error:
-            first, *rest = str(error).splitlines() or ["unknown error"]
-            typer.echo(
-                "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
-            )
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("jrl: stopped", err=True)
-            raise typer.Exit(130) from None
-
-
-class _WithKeys(TyperCommand):
-    """Appends the list of all configuration keys to the help of a command."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        super().format_help(ctx, formatter)
-        formatter.write("\n" + keys_text() + "\n")
-
-
-app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, rich_markup_mode=None)
+app = typer.Typer(
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:
     """Runs the command line; the entry point of ``jrl``."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            end_within(60)  # whatever thread of a reward function still holds the process
+        raise
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(importlib.metadata.version("jrl"))
+        typer.echo(installed_version())
         raise typer.Exit
 
 
-@app.callback(cls=_Main, no_args_is_help=True)
+@app.callback(cls=Main, no_args_is_help=True)
 def _jrl(
     version: Annotated[
         bool,
@@ -115,15 +111,26 @@ def train(
     (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID), or with JRL_DISTRIBUTED=auto
     on a cluster that JAX knows. run.dir must be a directory that all hosts share.
 
-    Example: jrl train configs/gsm8k.toml model.path=DIR data.train=FILE data.eval=FILE
+    Example: jrl train configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=train.jsonl
     """
+    with end_at_once():
+        _train(config, overrides, coordinator, processes, process)
+
+
+def _train(
+    config: str,
+    overrides: list[str] | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+) -> None:
     from jrl.processes import first_says, start
 
     start(coordinator, processes, process)
     chosen = _read(config, overrides)
     if chosen.run.dir is None:
         name = chosen.method if "=" in config else Path(config).stem
-        fresh = first_says(str(_fresh_dir(name)))
+        fresh = first_says(str(fresh_dir(name)))
         chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"dir": fresh})})
     directory = Path(chosen.run.dir or "")
     typer.echo(f"run directory: {directory}")
@@ -132,8 +139,8 @@ def train(
     try:
         summary = run_training(chosen, echo=typer.echo)
     except KeyboardInterrupt as error:
-        typer.echo(f"jrl: {str(error) or 'stopped; ' + _what_is_saved(directory)}", err=True)
-        raise typer.Exit(130) from None
+        typer.echo(f"jrl: {str(error) or 'stopped; ' + what_is_saved(directory)}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     print_table(
         "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
     )
@@ -153,7 +160,7 @@ def evaluate(
     Example: jrl eval runs/tiny eval.samples=8 eval.pass_k=[1,8] eval.temperature=1.0
     """
     chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)
@@ -166,7 +173,7 @@ def sample(
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="Prompt (repeatable); held-out problems if left out."),
+        typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
     checkpoint: Checkpoint = None,
@@ -180,7 +187,7 @@ def sample(
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
     chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.evaluate import sample_run
 
     samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
@@ -196,7 +203,7 @@ def serve(
         str,
         typer.Argument(
             metavar="RUN_OR_CHECKPOINT",
-            help="Run directory, Hugging Face directory, or configuration file.",
+            help="Run directory, Hugging Face directory or name, or configuration file.",
         ),
     ],
     overrides: Overrides = None,
@@ -235,11 +242,12 @@ def serve(
     """
     if engine not in ("jrl", "jetstream"):
         raise choose("--engine", engine, ["jrl", "jetstream"])
-    if (Path(target) / "config.json").exists() and not (Path(target) / "config.toml").exists():
+    is_checkpoint = (Path(target) / "config.json").exists() or hub_name(target) is not None
+    if is_checkpoint and not (Path(target) / "config.toml").exists():
         chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
         chosen = _read(target, overrides)
-    _use_compile_cache()
+    _prepare_jax()
     from jrl.serving import launch
 
     options = launch.ServerOptions(
@@ -297,30 +305,74 @@ def report(
 
 @app.command(short_help="List training methods.")
 def methods(
-    name: Annotated[str | None, typer.Argument(help="Show the details of this method.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show the details of this method, or of FILE.py:function."),
+    ] = None,
+    family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
+    complete: Annotated[
+        bool, typer.Option("--complete", help="Only methods that run as published.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the training methods that `method = ...` can name, with their papers.
+    """List the training methods that `method = ...` can name, one a line.
 
-    Columns: the parts of the training step that a method replaces (seams), those that keep state
-    between steps, the per-token statistics it needs, and what a run of the complete method would
-    need that is unsupported.
+    "partly" marks those of which a run lacks something beside the objective. A method's details say
+    what, and give its paper, the parts of a step that it replaces (seams), those that keep state,
+    the per-token statistics it needs, and its coefficients.
+
+    Example: jrl methods --family preference --complete
     """
-    from jrl.methods import list_methods
+    from jrl.methods import list_methods, show_method
 
-    listed = list_methods()
     if name is not None:
-        found = [item for item in listed if item["name"] == name]
-        if not found:
-            raise choose("method", name, [item["name"] for item in listed])
+        shown = show_method(name)
         if as_json:
-            typer.echo(json.dumps(found[0], indent=2, ensure_ascii=False))
+            typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         else:
-            print_method(found[0])
-    elif as_json:
+            print_method(shown)
+        return
+    listed = list_methods()
+    families = {item["family"] for item in listed}
+    if family is not None and family not in families:
+        raise choose("--family", family, families)
+    listed = [item for item in listed if family in (None, item["family"])]
+    listed = [item for item in listed if not (complete and item["unsupported"])]
+    if as_json:
         typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
     else:
         print_methods(listed)
+
+
+@app.command(short_help="Look at this machine and what a run lacks here.")
+def doctor(
+    config: Annotated[
+        str | None,
+        typer.Argument(metavar="CONFIG", help="Configuration file or run directory."),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print versions, devices, memory, caches and extras, and what a configuration lacks here.
+
+    Nothing is compiled or trained. The exit code is 1 if something is lacking.
+
+    Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
+    """
+    from jrl.doctor import examine, lacks
+
+    found = examine()
+    lacking = [] if config is None else lacks(_read(config, overrides))
+    if as_json:
+        typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
+    else:
+        print_table("this machine", found)
+        if config is not None:
+            typer.echo("\n".join([f"{config} lacks:", *(f"  {line}" for line in lacking)]))
+            if not lacking:
+                typer.echo("  nothing")
+    if lacking:
+        raise typer.Exit(1)
 
 
 @app.command(short_help="Estimate what a run needs on a TPU slice.", no_args_is_help=True)
@@ -334,8 +386,9 @@ def plan(
     effort: Annotated[
         float | None,
         typer.Option(
-            help="XLA's optimization effort. A run uses 0; --quick and --search use -1, which"
-            " compiles several times faster with less exact memory.",
+            help="XLA's optimization effort. A run uses 0, and so does this; -1 compiles several"
+            " times faster, with other collectives and less exact memory. --search ranks with -1"
+            " and compiles the best again with 0.",
             min=-1,
             max=1,
         ),
@@ -344,6 +397,9 @@ def plan(
         bool, typer.Option(help="Rank meshes, remat, microbatches and placements.")
     ] = False,
     candidates: Annotated[int, typer.Option(help="Candidates that --search compiles.", min=1)] = 6,
+    seconds: Annotated[
+        float | None, typer.Option(help="About how long --search may take, seconds.", min=0)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile a run for a TPU slice without a TPU, and estimate what it needs there.
@@ -368,7 +424,9 @@ def plan(
 
     slices = parse_topology(topology)
     if search:
-        found = search_plans(chosen, slices, limit=candidates, echo=echo)
+        limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
+        ranking = -1.0 if effort is None else effort
+        found = search_plans(chosen, slices, **limits, effort=ranking, echo=echo)
         fits = found[0]["fits"]
         typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
     else:
@@ -421,7 +479,7 @@ def compare(
     typer.echo((Path(out) / "comparison.md").read_text(encoding="utf-8").rstrip())
 
 
-@app.command("show-config", short_help="Print a configuration with all keys.", cls=_WithKeys)
+@app.command("show-config", short_help="Print a configuration with all keys.", cls=WithKeys)
 def show_config(
     config: Annotated[
         str | None,
@@ -454,26 +512,13 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
         return load_config(target, changes)
     if not (Path(target) / "config.toml").exists():
         raise UserError(f"{target} is not a run directory: it has no config.toml")
+    remember(Path(target) / "python")  # the rows of a run from Python
     return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
 
 
-def _fresh_dir(name: str) -> Path:
-    base = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    path, number = base, 1
-    while path.exists():
-        path, number = base.with_name(f"{base.name}-{number}"), number + 1
-    return path
-
-
-def _use_compile_cache() -> None:
+def _prepare_jax() -> None:
     from jrl.compiles import enable_compile_cache
+    from jrl.devices import find_devices
 
     enable_compile_cache()
-
-
-def _what_is_saved(directory: Path) -> str:
-    folder = directory / "checkpoints"
-    steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
-    if not steps:
-        return f"metrics are in {directory}; no checkpoint has been written yet"
-    return f"step {max(steps)} is saved; `jrl train {directory}` resumes from it"
+    find_devices()

@@ -7,11 +7,12 @@ intervals from a bootstrap that resamples the runs of each task.
     results.jsonl    a line for each task, method and seed: accuracies, and the reward of each step
     comparison.json  the table's numbers and the configuration
     comparison.md    the table
-    comparison.png   intervals, and rewards over steps
+    comparison.png   intervals, and rewards over steps (with the extra plot)
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -303,7 +304,8 @@ def write_comparison(
     }
     write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
     write_atomic(out / "comparison.md", _markdown(table, tasks))
-    _draw(out / "comparison.png", results, found, tasks)
+    if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
+        _draw(out / "comparison.png", results, found, tasks)
     return table
 
 

@@ -58,7 +58,9 @@ class ModelTable(Table):
     """The policy network: a checkpoint, sizes for random weights, or a network of one's own."""
 
     path: str | None = key(
-        None, "Hugging Face checkpoint directory to start from; with network, its tokenizer only"
+        None,
+        "Hugging Face checkpoint to start from: a directory, or a name of the Hub as"
+        " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
     config: dict[str, Any] | None = key(
         None,
@@ -120,6 +122,17 @@ Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length
 # ---------------------------------------------------------------- sampling and rewards
 
 
+def _size(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("must be at least 1, or -1 for all that are left")
+    return value
+
+
+Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
+Size = Annotated[int, AfterValidator(_size)]
+"""Devices along an axis of a mesh; -1 for all that are left."""
+
+
 class SamplingTable(Table):
     """How completions are drawn."""
 
@@ -145,6 +158,17 @@ class SamplingTable(Table):
         " weights, cache (keys and values), or both. That samples from another distribution than"
         ' the policy\'s: losses are corrected for it unless objective.correction = "none"',
     )
+
+    mesh: dict[Axis, Size] = key(
+        {},
+        "how the devices of [mesh] are arranged while completions are drawn, with the axes of"
+        " [mesh]; when not set, as in training",
+    )
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Devices along each axis while completions are drawn; empty where [mesh] holds."""
+        return dict.fromkeys(get_args(Axis), 1) | self.mesh if self.mesh else {}
 
     @property
     def formats(self) -> dict[str, str]:
@@ -263,17 +287,27 @@ class CheckpointTable(Table):
 
     every: int = key(50, "training steps between checkpoints; 0: only at the end", ge=0)
     keep: int = key(2, "newest checkpoints kept", ge=1)
+    keep_every: int = key(0, "steps that this number divides are kept for good; 0: none", ge=0)
+    best: str | None = key(
+        None,
+        "metric of which the best checkpoint is kept too, such as eval/accuracy; with a minus"
+        " before it, such as -loss, the least is best",
+    )
 
 
-def _size(value: int) -> int:
-    if value < 1 and value != -1:
-        raise ValueError("must be at least 1, or -1 for all that are left")
-    return value
+class WatchTable(Table):
+    """A limit on a metric, and what happens where it is broken."""
 
+    above: float | None = None
+    below: float | None = None
+    steps: int = Field(1, ge=1)
+    action: Literal["warn", "stop", "none"] = "warn"
 
-Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
-Size = Annotated[int, AfterValidator(_size)]
-"""Devices along an axis of a mesh; -1 for all that are left."""
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> Self:
+        if self.above is None and self.below is None and self.action != "none":
+            raise ValueError("a table of [watch] needs above, below, or both")
+        return self
 
 
 class MeshTable(Table):
@@ -368,7 +402,9 @@ class Config(Table):
     rewards: dict[str, RewardTable] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
-        ' "FILE.py:function" or "module:function"; verify and partial for a procedural task. Each a'
+        ' "FILE.py:function" or "module:function", written as'
+        " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
+        " verify, partial and your own for a procedural task. Each a"
         " table with weight, judge (true: accuracy is measured by this part) and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
@@ -380,6 +416,14 @@ class Config(Table):
     mesh: MeshTable = key(MeshTable(), "")
     placement: PlacementTable | None = key(None, "")
     log: LogTable = key(LogTable(), "")
+    watch: dict[str, WatchTable] = key(
+        {},
+        "limits by metric, such as entropy or logprob_diff, or host_memory_bytes. Each a table with"
+        " above and below, steps (broken so many in a row, 1 when not set) and action (warn: say"
+        " so; stop: save and end; none). Without being asked for, a run stops at a step of which an"
+        " update was not finite (skipped_updates) and at 3 in a row in which all rewards failed"
+        " (reward_failures)",
+    )
 
     @property
     def task(self) -> TaskData | None:

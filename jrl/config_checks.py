@@ -17,6 +17,8 @@ def conflicts(config: Config) -> list[str]:
     found = [*_table_conflicts(config), *_batch_conflicts(config, batch_shards(config.mesh.axes))]
     if config.placement is not None:
         found += _placement_conflicts(config, config.placement)
+    if config.sampling.mesh:
+        found += _sampling_mesh_conflicts(config)
     return found
 
 
@@ -43,8 +45,8 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"lora.path = {config.lora.path!r} needs the checkpoint that its adapters belong to;"
             " set model.path"
         )
-    own = type(sampling).model_fields["max_new_tokens"].default
-    if task is not None and config.pairs is None and sampling.max_new_tokens != own:
+    unset = type(sampling).model_fields["max_new_tokens"].default
+    if task is not None and config.pairs is None and sampling.max_new_tokens != unset:
         yield (
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with data.task ="
             f" {task.task!r}, which sets its own limit; remove it"
@@ -70,6 +72,9 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     axes = {f"mesh.{axis}": size for axis, size in config.mesh.axes.items()}
     if config.placement is not None:
         axes |= {f"placement.rollout.{a}": size for a, size in config.placement.axes.items()}
+    own = [f"sampling.mesh.{a}" for a, size in config.sampling.mesh_axes.items() if size == -1]
+    if len(own) > 1:
+        yield f"{' and '.join(own)} are -1; only one axis can take the devices that are left"
     if len(left := [key for key, size in axes.items() if size == -1]) > 1:
         yield f"{' and '.join(left)} are -1; only one axis can take the devices that are left"
 
@@ -109,13 +114,44 @@ def _placement_conflicts(config: Config, placement: PlacementTable) -> Iterator[
         yield from rollout_conflicts(config, shards)
 
 
-def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
+def rollout_conflicts(config: Config, shards: int, key: str = "placement.rollout") -> Iterator[str]:
     """Why the prompts of a step do not divide over the devices of rollout, if they do not."""
     if config.train.prompts % shards:
         yield (
             f"train.prompts = {config.train.prompts} cannot be split over the {shards} devices of"
-            f" placement.rollout that divide a batch; make it a multiple of {shards}"
+            f" {key} that divide a batch; make it a multiple of {shards}"
         )
+
+
+def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
+    """What does not go with a mesh of the sampler's own over the devices of training."""
+    mine, theirs = config.mesh.axes, config.sampling.mesh_axes
+    if config.placement is not None:
+        yield (
+            "[sampling.mesh] and [placement] are both given: rollout on devices of its own has"
+            " placement.rollout; remove one"
+        )
+    if config.train.mode == "compiled":
+        yield (
+            "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
+            " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
+        )
+    if config.pairs is not None:
+        yield "[sampling.mesh] needs a rollout, and data.pairs has none; remove [sampling.mesh]"
+    if theirs["context"] != 1:
+        yield (
+            f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"
+            " remove it, and let sampling.mesh.data or tensor have its devices"
+        )
+    n, m = math.prod(mine.values()), math.prod(theirs.values())
+    if -1 not in (*mine.values(), *theirs.values()) and n != m:
+        yield (
+            f"sampling.mesh has {m} devices and mesh {n}; the sampler uses the devices of training:"
+            f" make the product of its axes {n}, or set one of them to -1"
+        )
+    shards = batch_shards(theirs)
+    if shards is not None:
+        yield from rollout_conflicts(config, shards, "sampling.mesh")
 
 
 def check_batch(config: Config, shards: int) -> None:

@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import tomli_w
 from pydantic import Tag, ValidationError
@@ -134,12 +134,14 @@ _KINDS = {str: "text", int: "whole number", float: "number", bool: "true or fals
 def _kind(annotation: Any) -> str:
     """A type in words: "text", "a | b" for a closed set, "table", "list"."""
     origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kind(inside[0])
     if origin is Literal:
         return " | ".join(inside)
     if origin in (dict, tuple):
         return {dict: "table", tuple: "list"}[origin]
     if inside:  # T | None
-        return _kind(inside[0])
+        return " | ".join(_kind(kind) for kind in inside if kind is not type(None))
     return _KINDS[annotation]
 
 
@@ -183,7 +185,9 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        lines += [_explain(item) for item in error.errors(include_url=False)]
+        items = error.errors(include_url=False)
+        # A text or a table is given: what is wrong with it as a table says enough.
+        lines += [_explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
     else:
         lines += _of_other_kinds(config)
     if lines:
@@ -215,7 +219,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_FREE = ("train.steps", "eval.every", "model.attention")
+_FREE = ("train.steps", "eval.every", "model.attention", "watch")
 
 
 def may_differ(key: str) -> bool:
@@ -224,7 +228,7 @@ def may_differ(key: str) -> bool:
     Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
     when; and ``train.steps``, the end of the run.
     """
-    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout", "reward_pool.")
+    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout", "reward_pool.", "watch.")
     return key.startswith(free) or key in _FREE
 
 
@@ -383,7 +387,7 @@ _SAYS = {
 
 def _explain(item: Mapping[str, Any]) -> str:
     """One pydantic error as a line (or the lines that a check of several keys wrote)."""
-    path = [part for part in item["loc"] if isinstance(part, str)]
+    path = [part for part in item["loc"] if isinstance(part, str) and part[:5] != "dict["]
     kinds = variants(path[0]) if path else {}
     chosen = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
     key, kind, value = ".".join(path), item["type"], item["input"]
@@ -404,6 +408,8 @@ def _explain(item: Mapping[str, Any]) -> str:
             return f"unknown key {table}.{value}; {_near(table, value, choices)}"
         return str(choose(key, value, choices))
     says = _SAYS.get(kind, item["msg"])
+    if kind == "dict_type" and path[-1] == "train":
+        says = "must be text or a table of weights"
     return f"{key} = {value!r}; {says.format(**context)}"
 
 

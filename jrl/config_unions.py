@@ -31,6 +31,9 @@ class Table(BaseModel):
 
 # ---------------------------------------------------------------- data
 
+Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
+"""Sources of data with their parts."""
+
 
 class FileTable(Table):
     """What all data from files share."""
@@ -38,6 +41,9 @@ class FileTable(Table):
     eval: str | None = key(None, "held-out prompts or judged completions, same forms")
     overlong: Literal["error", "drop", "truncate"] = key(
         "error", "what happens to a prompt above the limit; the counts are printed"
+    )
+    invalid: Literal["error", "skip"] = key(
+        "error", "what happens to a row that cannot be used, such as one without an answer"
     )
     shuffle: bool = key(True, "visit the records in random order, a new one in each epoch")
 
@@ -71,7 +77,12 @@ class TextTable(FileTable):
 class PromptData(TextTable):
     """Prompts from files."""
 
-    train: str | None = key(None, "training prompts: FILE.jsonl, FILE.parquet or tfds:NAME/SPLIT")
+    train: str | Weights | None = key(
+        None,
+        "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
+        " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"
+        " or a table of several with their weights",
+    )
     fields: dict[Literal["question", "answer", "solution"], str] = key(
         {},
         "names of a record's fields, where they are not question and answer; solution is the worked"

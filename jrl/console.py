@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from jrl.config_io import describe, table_note
 
@@ -64,15 +63,18 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_methods(listed: Sequence[Mapping[str, Any]]) -> None:
-    """Training methods as a table, one row each."""
-    columns = ("name", "family", "arxiv", "paper", "seams", "state", "needs")
-    table = Table(*columns, "unsupported", box=None, pad_edge=False)
+    """Training methods as a table, one line each, cut to the width of a terminal."""
+    rows = [("name", "family", "runs", "arxiv", "summary")]
     for item in listed:
-        cells = [_text(item[column]) for column in columns]
-        table.add_row(*cells, item["unsupported"])
-    # Piped tables are read by programs and pagers: one line a row, whatever its length.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 4000)
-    console.print(table)
+        runs = "partly" if item["unsupported"] else "yes"
+        rows.append((item["name"], item["family"], runs, item["arxiv"] or "", item["summary"]))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    # Piped tables are read by programs and pagers: nothing is cut there.
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for *cells, summary in rows:
+        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+        line = f"{line}  {summary}"
+        typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def print_method(method: Mapping[str, Any]) -> None:
@@ -84,10 +86,6 @@ def print_method(method: Mapping[str, Any]) -> None:
     for item in method["coefficients"]:
         default = "required" if item["required"] else f"default {item['default']}"
         typer.echo(f"    {item['name']}  ({default}; {item['domain']})")
-
-
-def _text(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, list) else str(value or "")
 
 
 def _cell(value: Any) -> str:

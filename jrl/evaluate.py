@@ -25,7 +25,8 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
-from jrl.types import Array, Params, StopReason
+from jrl.train.resharding import free
+from jrl.types import Array, Params, Prompt, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -210,16 +211,13 @@ class Evaluator:
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
-        self.sampling_params = jax.device_put(sampling_params, replicated(run.mesh))
+        mesh = programs.drawing_mesh(run, "eval")
+        self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
         if run.task is not None:
-            program = partial(
-                held_out,
-                task=run.task,
-                network=run.network,
-                problems=table.problems,
-                samples=table.samples,
+            draw = partial(held_out, task=run.task, problems=table.problems, samples=table.samples)
+            self._program = programs.compiled_draw(
+                run, draw, programs.evaluated(run), whole=True, split="eval"
             )
-            self._program = jax.jit(program, out_shardings=replicated(run.mesh))
         else:
             self._program = programs.sampler_program(run, split="eval", group=table.samples)
 
@@ -236,6 +234,7 @@ class Evaluator:
           params: the policy's.
         """
         groups = (self._task if self.run.task is not None else self._text)(key, params)
+        free(self._program)
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0}
@@ -340,6 +339,35 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
             return {"step": step} | Evaluator(run, pool)(key, params).metrics
 
 
+def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
+    """A run of a procedural task whose held-out prompts are these texts, judged by nobody.
+
+    Raises:
+      UserError: a text is longer than the task's prompts, or holds a character that is none of
+        its tokenizer's.
+    """
+    task = run.task
+    assert task is not None
+    prompts = []
+    for number, text in enumerate(questions, 1):
+        ids = task.tokenizer.encode(text)
+        if not 0 < len(ids) <= task.prompt_tokens:
+            problem = task.generate(jax.random.key(0), split="eval")
+            raise UserError(
+                f"prompt {number}: {text!r} has {len(ids)} characters; prompts of data.task ="
+                f" {task.name!r} have up to {task.prompt_tokens}, such as"
+                f" {task.render(problem)[0]!r}"
+            )
+        prompts.append(Prompt(number - 1, text, np.array(ids, np.int32), "", {}, None))
+    limit = {"max_new_tokens": task.completion_tokens}
+    sampling = run.config.sampling.model_copy(update=limit)
+    return run._replace(
+        config=run.config.model_copy(update={"sampling": sampling}),
+        task=None,
+        data=run.data._replace(prompts={"train": [], "eval": prompts}),
+    )
+
+
 def sample_run(
     config: Config,
     *,
@@ -360,20 +388,22 @@ def sample_run(
       to judge by.
 
     Raises:
-      UserError: a procedural task asked about other prompts, or no such checkpoint.
+      UserError: a prompt that the tokenizer or the task's length does not allow, or no such
+        checkpoint.
     """
     run = build.setup(config, trains=False)
-    if run.task is not None and prompts is not None:
-        raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
+    if run.task is not None and prompts:
+        run = asked_in_text(run, prompts)
+        config = run.config
+    elif run.task is None:
+        chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
+        if not chosen:
+            raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
+        run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
+    held_out = not prompts
+    count = len(prompts) if prompts else count
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        held_out = prompts is None
-        if run.task is None:
-            chosen = build.question_prompts(run, prompts) if prompts else run.data.prompts["eval"]
-            if not chosen:
-                raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
-            run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
-            count = len(chosen) if prompts else count
         table = run.config.eval.model_copy(
             update={
                 "problems": count,

@@ -195,18 +195,19 @@ def divides(mesh: Mesh | AbstractMesh, logical: str, size: int) -> bool:
     return size % shards(mesh, logical) == 0
 
 
-def check_sizes(mesh: Mesh, sizes: Sequence[tuple[str, str, int]]) -> None:
+def check_sizes(mesh: Mesh, sizes: Sequence[tuple[str, str, int]], key: str = "mesh") -> None:
     """Raises UserError for the sizes of a run that a mesh does not divide, one line for each.
 
     Args:
       mesh: where it would run.
       sizes: (logical axis, what a person calls it, size).
+      key: the configuration's name of the mesh.
     """
     lines = []
     for logical, name, size in sizes:
         parts = shards(mesh, logical)
         if size % parts:
-            asked = " x ".join(f"mesh.{a} = {mesh.shape[a]}" for a in RULES[logical])
+            asked = " x ".join(f"{key}.{a} = {mesh.shape[a]}" for a in RULES[logical])
             fits = [str(n) for n in range(1, parts) if size % n == 0]
             lines.append(
                 f"{asked} does not divide {name} = {size}; choose {', '.join(fits)}"

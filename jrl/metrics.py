@@ -27,13 +27,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config
-from jrl.config_io import as_tree, config_hash, dump, flatten, load_config, may_differ
+from jrl.config_io import (
+    as_tree,
+    build_config,
+    config_hash,
+    dump,
+    flatten,
+    load_config,
+    may_differ,
+)
 from jrl.errors import UserError
+from jrl.extras import DISTRIBUTION
 from jrl.processes import first_says
 from jrl.sinks import open_sinks
 
 _PACKAGES = (
-    *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
+    *(DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
     "math-verify",  # the math reward depends on whether it is installed
 )
 
@@ -297,24 +306,24 @@ def check_run_dir(config: Config) -> bool:
     directory = Path(config.run.dir or "")
     if directory.exists() and not directory.is_dir():
         raise UserError(f"run.dir = {str(directory)!r} is a file; name a directory")
-    holds_run = (directory / "config.toml").exists()
+    try:
+        there = _config_of(directory)
+    except UserError as error:
+        raise UserError(
+            f"run.dir = {str(directory)!r} holds a run whose configuration cannot be read; name"
+            f" another directory\n{error}"
+        ) from None
+    holds_run = there is not None
     if config.run.resume == "must" and not holds_run:
         raise UserError(f"run.dir = {str(directory)!r} holds no run, but run.resume = 'must'")
-    if not holds_run:
+    if there is None:
         return False
     if config.run.resume == "never":
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run, but run.resume = 'never'; name another"
             " directory, or set run.resume to 'auto' to resume it"
         )
-    try:
-        old = flatten(load_config(directory / "config.toml"))
-    except UserError as error:
-        raise UserError(
-            f"run.dir = {str(directory)!r} holds a run whose config.toml cannot be read; name"
-            f" another directory\n{error}"
-        ) from None
-    new = flatten(config)
+    old, new = flatten(there), flatten(config)
     differing = [
         f"  {key} = {old.get(key)!r} there, {new.get(key)!r} now"
         for key in sorted(old.keys() | new.keys())
@@ -332,6 +341,23 @@ def check_run_dir(config: Config) -> bool:
             " directory, or restore these keys:\n" + "\n".join(differing)
         )
     return True
+
+
+def _config_of(directory: Path) -> Config | None:
+    """The configuration of the run that a directory holds; None where it holds none.
+
+    A run without its config.toml is still that run: the header of its metrics has the same.
+    """
+    if (directory / "config.toml").exists():
+        return load_config(directory / "config.toml")
+    metrics = directory / "metrics.jsonl"
+    records = read_jsonl(metrics) if metrics.is_file() else []
+    if records and "config" in records[0]:
+        return build_config(records[0]["config"])
+    folder = directory / "checkpoints"
+    if records or (folder.is_dir() and any(p.name.isdigit() for p in folder.iterdir())):
+        raise UserError(f"{directory} has steps of a run and no config.toml; put that back")
+    return None
 
 
 def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:

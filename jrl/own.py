@@ -1,26 +1,89 @@
 """Functions of one's own, named in a configuration as FILE.py:function or module:function.
 
+Values that a Python program passes (rows, a reward function) are named too, as python:NAME, and
+found while that program is inside ``given``.
+
 Free of JAX, because the processes that run rewards import it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from jrl.errors import UserError
 
 FORMS = "FILE.py:function or module:function"
+
+IMPORT_SECONDS = 120.0
+"""Time for a file or module to be imported."""
+
+GIVEN = "python:"
+"""What the name of a value passed in Python begins with."""
+
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def given(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, ``python:NAME`` in a configuration means ``values["NAME"]``.
+
+    >>> with given({"double": lambda x: 2 * x}):
+    ...     load("python:double", "rewards")(3)
+    6
+    """
+    token = _given.set({**_given.get(), **values})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
+    """Writes those values that are rows into a directory, for ``remember``."""
+    rows = {name: value for name, value in values.items() if isinstance(value, list)}
+    if rows:
+        directory.mkdir(exist_ok=True)
+    for name, listed in rows.items():
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in listed]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def remember(directory: Path) -> None:
+    """From here on, the rows that ``keep_rows`` wrote are values that were passed."""
+    found = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.jsonl")}
+    rows = {n: [json.loads(x) for x in text.split("\n") if x] for n, text in found.items()}
+    _given.set({**_given.get(), **rows})
+
+
+def given_value(spec: str, key: str) -> Any:
+    """The value that ``python:NAME`` names.
+
+    Raises:
+      UserError: outside of the program that passed it, such as in ``jrl eval`` on its run.
+    """
+    name = spec.removeprefix(GIVEN)
+    if name not in _given.get():
+        raise UserError(
+            f"{key} = {spec!r} was passed to the run in Python and is not known here; name a file"
+            " that holds it"
+        )
+    return _given.get()[name]
 
 
 def load(spec: str, key: str) -> Callable[..., Any]:
@@ -28,7 +91,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
 
     Args:
       spec: ``FILE.py:function``, the file relative to the working directory, or
-        ``module:function``. A file or module is imported once in a process.
+        ``module:function``. A file or module is imported once in a process. Or ``python:NAME``.
       key: the configuration key that names it, for messages.
 
     Returns:
@@ -42,15 +105,23 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     >>> load("math:gcd", "rewards")(6, 4)
     2
     """
+    if spec.startswith(GIVEN):
+        return given_value(spec, key)
     place, _, name = spec.rpartition(":")
     said = f"{key} = {spec!r}"
     if not place or not name:
         raise UserError(f"{said}; write {FORMS}")
     is_file = place.endswith(".py")
     try:
-        module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
+        with _time_limit(IMPORT_SECONDS):
+            module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
     except UserError:
         raise
+    except _TooLongError:
+        raise UserError(
+            f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
+            "and load models inside the function, or in its attribute prepare"
+        ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
             hint = "name an installed module, or a file as FILE.py:function"
@@ -91,6 +162,29 @@ def check_options(
     lines += [f"{table}.{name} is missing" for name in needed if name not in options]
     if lines:
         raise UserError("\n".join(lines))
+
+
+class _TooLongError(BaseException):
+    """An import takes too long; no Exception, which code of users may catch."""
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Inside, _TooLongError is raised when the time is over; only the main thread has a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # each second again, should it be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_own(value: object, module: ModuleType) -> bool:

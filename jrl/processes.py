@@ -7,18 +7,16 @@ other by flags or the environment, ``start`` joins them before anything asks for
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.signals import Stopping
 
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DETECT = "JRL_DISTRIBUTED"
@@ -207,29 +205,8 @@ def any_says(mine: bool) -> bool:
 # ---------------------------------------------------------------- being asked to stop
 
 
-def stop_requested(stopping: threading.Event) -> bool:
+def stop_requested(stopping: Stopping) -> bool:
     """Whether a signal asks the run to stop; when one process is asked, all of them are."""
     if any_says(stopping.is_set()):
         stopping.set()
     return stopping.is_set()
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set; a second SIGINT interrupts at once."""
-    stopping = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stopping
-        return
-
-    def ask(number: int, frame: Any) -> None:
-        if stopping.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt("interrupted twice; the newest checkpoint is on disk")
-        stopping.set()
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

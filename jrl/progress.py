@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
 _WINDOW = 20
-"""Recent steps that the time left is estimated from, so that the compilation soon drops out."""
+"""Recent steps that the time left is estimated from."""
 
 _PLAIN_SECONDS = 1.0
 """Seconds between plain lines, the first and the last excepted."""
@@ -65,7 +65,6 @@ class Progress:
             self._task = self._live.add_task(label, total=total, completed=start, line="starting")
 
     def __enter__(self) -> Self:
-        self._times.append((self._done, self._clock()))
         if self._live is not None:
             self._live.start()
         return self
@@ -104,7 +103,12 @@ class Progress:
         self._print(text)
 
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at the recent rate, or None before the second step."""
+        """Seconds until the last step at the recent rate, or None before the second step.
+
+        The first step of this call does not count, because it waits for the compilations.
+        """
+        if not self._times:
+            return None
         (first, began), (last, ended) = self._times[0], self._times[-1]
         if last <= first:
             return None

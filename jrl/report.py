@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,16 +36,25 @@ class Panel(NamedTuple):
     name: str
 
 
-PANELS = (
+PANELS = (  # first what tells a run's health
     Panel("reward", "Reward, points", "reward"),
     Panel("accuracy", "Held-out accuracy", "eval/accuracy"),
-    Panel("loss", "Loss", "loss"),
-    Panel("kl", "KL, nats", "kl"),
-    Panel("entropy", "Entropy, nats", "entropy"),
-    Panel("grad_norm", "Gradient norm", "grad_norm"),
+    Panel("zero_std_groups", "Groups of equal rewards, fraction", "zero_std_groups"),
+    Panel("truncated", "Completions cut at the limit, fraction", "truncated"),
     Panel("length", "Completion length, tokens", "length"),
+    Panel("entropy", "Entropy, nats", "entropy"),
+    Panel("clip_fraction_high", "Tokens clipped above, fraction", "clip_fraction_high"),
+    Panel("clip_fraction_low", "Tokens clipped below, fraction", "clip_fraction_low"),
+    Panel("logprob_diff", "Sampler to trainer, nats", "logprob_diff"),
+    Panel("kl", "KL, nats", "kl"),
+    Panel("grad_norm", "Gradient norm", "grad_norm"),
+    Panel("loss", "Loss", "loss"),
     Panel("tokens_per_second", "Tokens per second", "tokens_per_second"),
 )
+
+ROUNDING = {"logprob_diff": 1e-5, "kl": 1e-6, "loss": 1e-6, "clip_fraction_high": 1e-9}
+ROUNDING["clip_fraction_low"] = ROUNDING["truncated"] = 1e-9
+"""Panels whose values never exceed this hold nothing but rounding, and are folded away."""
 
 
 class Curve(NamedTuple):
@@ -73,8 +84,9 @@ def write_report(run_dir: str | Path) -> Path:
       run_dir: a run directory, as ``RunWriter`` writes it.
 
     Returns:
-      Path of ``index.html``, which is self-contained and needs no network. The directory also has
-      a PNG for each main curve, and ``overview.png`` with all of them.
+      Path of ``index.html``, which is self-contained and needs no network. With the extra
+      ``plot`` the directory also has a PNG for each main curve, and ``overview.png`` with all of
+      them.
 
     Raises:
       UserError: there is no run, or the report cannot be written.
@@ -91,7 +103,8 @@ def write_report(run_dir: str | Path) -> Path:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
-        _draw_plots(out, main)
+        if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
+            _draw_plots(out, main)
         write_atomic(
             out / "index.html",
             _page(run, header, summary or _latest(records), [*main, *others], len(main)),
@@ -108,17 +121,32 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
       records: the objects of ``metrics.jsonl`` after its header.
 
     Returns:
-      (main curves in the order of PANELS, other curves by name), each with at least one point.
+      (main curves in the order of PANELS, several reward parts after the reward; others: those
+      of PANELS that hold rounding alone, then the rest by name), each with at least one point.
     """
     names = sorted({n for record in records for n in record if n not in ("step", "versions")})
     curves = {name: curve for name in names if (curve := _curve(records, name)).values}
-    main = []
-    for panel in PANELS:
+    parts = [Panel(_file(name), f"Reward part {name[7:]}, points", name) for name in _parts(curves)]
+    main, quiet = [], []
+    for panel in (PANELS[0], *(parts if len(parts) > 1 else ()), *PANELS[1:]):
         if panel.name in curves:
-            main.append(curves.pop(panel.name)._replace(title=panel.title))
+            curve = curves.pop(panel.name)._replace(title=panel.title)
+            if max(map(abs, curve.values)) <= ROUNDING.get(panel.name, -1.0):
+                quiet.append(curve._replace(title=f"{panel.title}: only rounding, or none"))
+            else:
+                main.append(curve)
             for bound in (f"{panel.name}_low", f"{panel.name}_high"):
                 curves.pop(bound, None)
-    return main, list(curves.values())
+    return main, [*quiet, *curves.values()]
+
+
+def _parts(names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith("reward/")]
+
+
+def _file(name: str) -> str:
+    """The name of a metric as the name of a file."""
+    return re.sub(r"[^\w-]+", "_", name)
 
 
 def _curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
@@ -173,7 +201,7 @@ def _draw_plots(out: Path, curves: Sequence[Curve]) -> None:
     for curve in curves:
         figure = Figure(figsize=(6.4, 4.0), layout="constrained")
         _draw(figure.subplots(), curve)
-        figure.savefig(out / f"{files[curve.name]}.png", dpi=120)
+        figure.savefig(out / f"{files.get(curve.name) or _file(curve.name)}.png", dpi=120)
     columns = min(3, len(curves))
     rows = math.ceil(len(curves) / columns) if columns else 0
     if rows:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from jrl.config import Config
 from jrl.config_io import as_tree
 from jrl.errors import UserError
+from jrl.extras import install_line
 
 
 class Sink(Protocol):
@@ -107,7 +108,7 @@ def _need(package: str, target: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"log.to = {target!r} needs the package {package} ({error}); install it with"
-            f" `pip install {package}`, or take it out of log.to"
+            f" `{install_line(target.partition(':')[0])}`, or take it out of log.to"
         ) from None
 
 

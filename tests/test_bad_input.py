@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
 from jrl.cli import app
+from jrl.config_io import load_config
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.train import loop
+from jrl.train import build, loop
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 ROWS = [{"question": f"how many {what}?", "answer": "5"} for what in ("eels", "whales", "cows")]
@@ -131,7 +132,7 @@ def refused(overrides, *said, command="train"):
 SETTINGS = {
     "unknown key": (["sampling.grup=4"], "unknown key sampling.grup", "sampling.group?"),
     "unknown table": (["samplng.group=4"], "samplng", "sampling"),
-    "unknown method": (["method=grop"], "method = 'grop'; did you mean 'grpo'?"),
+    "unknown method": (["method=grop"], "method = 'grop'; did you mean 'grpo' or"),
     "unknown coefficient": (["objective.clip_hi=0.3"], "clip_hi", "clip_high"),
     "coefficient": (["objective.clip_high=-1"], "grpo.clip_high = -1", "at least 0"),
     "group of one": (
@@ -282,6 +283,15 @@ def test_data_that_cannot_be_used(name, split, place):
     refused(text(place, changed), "broken.jsonl", said)
 
 
+def test_rows_that_cannot_be_used_may_be_left_out_and_counted(place):
+    rows = [ROWS[0], {"question": "no answer?"}, ROWS[1]]
+    write_rows(place / "data.jsonl", rows)
+    refused(text(place), "line 2: there is no field 'answer'", "data.invalid = 'skip'")
+    run = build.setup(load_config(None, text(place, "data.invalid=skip")))
+    assert [prompt.id for prompt in run.data.prompts["train"]] == [0, 2]
+    assert "1 of 3 rows skipped" in str(run.data.counts["train"])
+
+
 def test_answers_that_the_pattern_does_not_find(place):
     refused(text(place, "data.answer_pattern=#### (.+)"), "line 1: answer has no match", "####")
 
@@ -296,7 +306,7 @@ def test_solutions_that_are_not_there_or_not_wanted(place):
 
 def test_no_such_data(place):
     refused(text(place, "data.train=none.jsonl"), "'none.jsonl': there is no such file")
-    refused(text(place, "data.train=none.csv"), "'none.csv'; name a FILE.jsonl")
+    refused(text(place, "data.train=none.xlsx"), "'none.xlsx'; name a FILE.jsonl")
     refused(text(place, "data.train="), "data.train and data.task are both missing")
 
 
@@ -405,7 +415,7 @@ def test_a_run_directory_that_holds_another_configuration(tmp_path):
     for command, *said in (
         (("eval", run, "--checkpoint", 7), "no checkpoint of step 7", "there are 1"),
         (("convert", run, tmp_path / "out", "--checkpoint", 7), "no checkpoint of step 7"),
-        (("sample", run, "--prompt", "hi"), "data.task = 'sorting' makes its own prompts"),
+        (("sample", run, "--prompt", "hi there"), "prompts of data.task = 'sorting' have up to 6"),
     ):
         result = jrl(*command)
         assert result.exit_code == 2, result.output

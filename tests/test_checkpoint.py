@@ -180,6 +180,16 @@ def test_keeps_the_newest(tmp_path):
     assert_same(state, make_state(seed=5))
 
 
+def test_steps_kept_for_good_and_the_best_outlive_the_newest(tmp_path):
+    with Checkpoints(tmp_path, keep=2, keep_every=4) as checkpoints:
+        for step in range(1, 12):
+            checkpoints.save(step, {"w": np.ones(3)}, best=3 if step < 9 else 9)
+            checkpoints.wait()
+            if step == 8:
+                assert checkpoints.steps() == [3, 4, 7, 8]
+    assert checkpoints.steps() == [4, 8, 9, 10, 11]
+
+
 def test_a_subset_reads_parameters_without_the_optimiser(tmp_path):
     save(tmp_path, 4)
     template = {"params": jax.eval_shape(make_state).params}
@@ -242,9 +252,10 @@ def data_files(step_dir):
 
 @pytest.mark.parametrize("damage", ["half", "empty", "gone"])
 def test_a_damaged_file_falls_back_or_changes_nothing(tmp_path, damage):
+    """Arrays have no copy; the small files have, and they say what they were read from."""
     good = tmp_path / "good"
     save(good, 10, 20)
-    fell_back = 0
+    fell_back = mended = 0
     for file in data_files(good / "00000020"):
         shutil.rmtree(tmp_path / "c", ignore_errors=True)
         shutil.copytree(good, tmp_path / "c")
@@ -254,15 +265,91 @@ def test_a_damaged_file_falls_back_or_changes_nothing(tmp_path, damage):
         if damage != "gone":
             victim.write_bytes(content[: len(content) // 2] if damage == "half" else b"")
         checkpoints = Checkpoints(tmp_path / "c", 2)
-        if victim.name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
-            got, _ = checkpoints.restore(make_state())
-            assert_same(got, make_state(seed=20))
+        if victim.parent.name == "d":
+            with pytest.warns(UserWarning, match=r"step 20 in .*/c is damaged and was skipped"):
+                got, _ = checkpoints.restore(make_state())
+            assert_same(got, make_state(seed=10))
+            fell_back += 1
             continue
-        with pytest.warns(UserWarning, match=r"step 20 in .*/c is damaged and was skipped"):
+        if victim.name in ("_CHECKPOINT_METADATA", "commit_success.txt", "sizes.json"):
             got, _ = checkpoints.restore(make_state())
-        assert_same(got, make_state(seed=10))
-        fell_back += 1
-    assert fell_back >= 6
+        else:
+            with pytest.warns(UserWarning, match=f"{victim.name} damaged, and read from a copy"):
+                got, _ = checkpoints.restore(make_state())
+            mended += 1
+        assert_same(got, make_state(seed=20))
+    assert fell_back >= 3
+    assert mended >= 3
+
+
+def flip(file, bit):
+    data = bytearray(file.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+
+
+def test_one_flipped_bit_anywhere_is_seen_or_harmless(tmp_path, recwarn):
+    """60 places over all files, and an older step to fall back to."""
+    save(tmp_path, 10, 20)
+    rng = np.random.default_rng(0)
+    files = [f for f in data_files(tmp_path / "00000020") if f.stat().st_size]
+    arrays = [f for f in files if f.parent.name == "d"]
+    outcomes = {10: 0, 20: 0}
+    for i in range(60):
+        file = arrays[i // 2 % len(arrays)] if i % 2 else files[i // 2 % len(files)]
+        whole = file.read_bytes()
+        flip(file, int(rng.integers(8 * len(whole))))
+        got, _ = Checkpoints(tmp_path, 2).restore(make_state())
+        newest = make_state(seed=20).params["policy"]["w"]
+        step = 20 if bits(got.params["policy"]["w"]) == bits(newest) else 10
+        assert_same(got, make_state(seed=step))
+        outcomes[step] += 1
+        file.write_bytes(whole)
+    assert outcomes[10] >= 5
+    assert outcomes[20] >= 5  # small files have copies, and files of arrays hold old parts too
+    assert len([w for w in recwarn if "was skipped" in str(w.message)]) == outcomes[10]
+
+
+def test_flipped_numbers_are_named_with_their_array(tmp_path):
+    """The bits of an array itself, which the readers of arrays take for numbers."""
+    state = {"params": {"w": np.random.default_rng(0).random(5000)}, "step": np.int32(3)}
+    save(tmp_path, 1, 2, state=state)
+    data = max(data_files(tmp_path / "00000002"), key=lambda p: p.stat().st_size)
+    whole = data.read_bytes()
+    named = 0
+    for place in np.linspace(0.05, 0.95, 10):
+        flip(data, int(place * 8 * len(whole)))
+        with pytest.warns(UserWarning, match="step 2 .* is damaged and was skipped") as caught:
+            got, _ = Checkpoints(tmp_path, 2).restore(state)
+        assert bits(got["params"]["w"]) == bits(state["params"]["w"])
+        named += "params.w has another checksum than when it was saved" in str(caught[0].message)
+        with pytest.raises(UserError, match="checkpoint step 2 in .* is damaged"):
+            Checkpoints(tmp_path, 2).restore(state, step=2)
+        data.write_bytes(whole)
+    assert named >= 1
+
+
+def test_damage_in_the_values_of_the_host_is_seen_without_the_copies(tmp_path):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, {"w": np.ones(3)}, extra={"cursor": 400})
+    (tmp_path / "00000001" / "sizes.json").unlink()
+    meta = tmp_path / "00000001" / "meta" / "metadata"
+    meta.write_text(meta.read_text().replace("400", "500"))
+    with pytest.raises(
+        UserError, match="step 1 .* is damaged .*meta/metadata has another checksum"
+    ):
+        Checkpoints(tmp_path, 2).restore({"w": np.ones(3)}, step=1)
+
+
+def test_a_step_of_before_checksums_is_read(tmp_path):
+    save(tmp_path, 7)
+    step = tmp_path / "00000007"
+    meta = json.loads((step / "meta" / "metadata").read_text())
+    del meta["checksums"], meta["crc32"]
+    (step / "meta" / "metadata").write_text(json.dumps(meta | {"format": 1}))
+    (step / "sizes.json").write_text(json.dumps({"meta/metadata": 3}))
+    got, _ = Checkpoints(tmp_path, 3).restore(make_state())
+    assert_same(got, make_state(seed=7))
 
 
 def break_step(directory, step):
@@ -431,7 +518,8 @@ with Checkpoints(sys.argv[3], 2) as checkpoints:
     assert int(got["step"]) == 3
     if jax.process_index() == 0:
         import pathlib
-        (pathlib.Path(sys.argv[3]) / "00000004" / "meta" / "metadata").write_text("{")
+        files = (pathlib.Path(sys.argv[3]) / "00000004" / "state").rglob("d/*")
+        max(files, key=lambda file: file.stat().st_size).write_bytes(b"short")
     jax.experimental.multihost_utils.sync_global_devices("damaged")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jrl.cli import app, keys_text
+from jrl.cli import app
 from jrl.config_io import config_hash, describe, load_config
+from jrl.console import keys_text
 from jrl.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
@@ -93,7 +94,7 @@ def test_a_mistake_is_one_message_and_exit_code_2():
         (["train", "none.toml"], "none.toml: No such file"),
         (["eval", "DIR"], "is not a run directory: it has no config.toml"),
         (["report", "DIR"], "is not a run directory: it has no metrics.jsonl"),
-        (["methods", "grop"], "method = 'grop'; did you mean 'grpo'?"),
+        (["methods", "grop"], "method = 'grop'; did you mean 'grpo' or"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, tmp_path):
@@ -224,18 +225,62 @@ def test_methods_lists_them_for_people_and_for_scripts():
     assert {"name", "paper", "family"} <= listed[0].keys()
     assert "grpo" in {item["name"] for item in listed}
     lines = jrl("methods").stdout.splitlines()
+    assert lines[0].split() == ["name", "family", "runs", "arxiv", "summary"]
     assert len(lines) == len(listed) + 1  # a row is never wrapped
     for item, line in zip(listed, lines[1:], strict=True):
-        assert line.startswith(item["name"])
-        assert (item["paper"] or "") in line
-        for shown in (*item["needs"], *item["state"], item["unsupported"]):
-            assert shown in line
-    assert lines[0].split() == [
-        *("name", "family", "arxiv", "paper", "seams", "state", "needs", "unsupported")
-    ]
+        assert line.split()[:3] == [
+            *(item["name"], item["family"], "partly" if item["unsupported"] else "yes")
+        ]
+        assert item["summary"] in line
     detail = jrl("methods", "grpo").stdout
     assert "arxiv" in detail
     assert "clip_high" in detail
+
+
+def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
+    everything = json.loads(jrl("methods", "--json").stdout)
+    chosen = json.loads(jrl("methods", "--family", "preference", "--complete", "--json").stdout)
+    assert chosen == [
+        item for item in everything if item["family"] == "preference" and not item["unsupported"]
+    ]
+    assert 0 < len(chosen) < len(everything)
+    wrong = jrl("methods", "--family", "preferences")
+    assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
+
+
+def test_an_unknown_method_names_its_neighbours_alone():
+    said = jrl("methods", "gropo").stderr
+    assert len(said) < 250
+    assert "'grpo'" in said
+    assert "`jrl methods` lists them" in said
+    assert "none is like it" in jrl("methods", "zzzzzz").stderr
+
+
+def test_a_method_of_ones_own_is_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from jrl.methods import get_method, variant\n"
+        "from jrl.methods.domains import Positive\n"
+        "from jrl.methods.group_relative import grpo\n"
+        "def plain(scale=2.0):\n    '''A method of mine.'''\n    return get_method('rloo')\n"
+        "@variant(grpo, clip_high=0.28)\n"
+        "def mine(base, power: Positive = 1.0):\n    '''Another.'''\n    return base\n"
+    )
+    plain = jrl("methods", "mine.py:plain").stdout
+    assert "A method of mine." in plain
+    assert "scale  (default 2.0; any)" in plain
+    shown = jrl("methods", "mine.py:mine").stdout
+    assert "clip_high  (default 0.28;" in shown
+    assert "power  (default 1.0;" in shown
+
+
+def test_short_help_and_completion():
+    assert jrl("-h").stdout == jrl("--help").stdout
+    assert jrl("train", "-h").stdout == jrl("train", "--help").stdout
+    environment = {"_JRL_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
+    environment["COMP_WORDS"] = "jrl train a.toml sampling.te"
+    completed = CliRunner().invoke(app, [], env=environment, prog_name="jrl")
+    assert completed.stdout.split() == ["sampling.temperature="]
 
 
 def test_version():

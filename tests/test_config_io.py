@@ -176,9 +176,9 @@ def test_an_old_key_says_what_to_write_now(key):
 NEW = {"sampling.int8": "cache"}
 
 
-def test_there_are_at_most_77_keys_each_once():
+def test_there_are_at_most_82_keys_each_once():
     names = [key.name for key in describe()]
-    assert len(names) == len(set(names)) <= 77
+    assert len(names) == len(set(names)) <= 82
 
 
 def test_a_key_of_some_kinds_says_which():
@@ -212,3 +212,23 @@ def test_from_table_names_unknown_and_missing_keys():
         caught.value
     )
     assert "model.config.layers is missing" in str(caught.value)
+
+
+WEIGHTS = {
+    "data.train=3": "data.train = 3; must be text or a table of weights",
+    "data.train={a='x'}": "data.train.a = 'x'; must be a number",
+    "data.train={}": "data.train = {}; must not be empty",
+    "data.train={'a.csv'=0}": "data.train.a.csv = 0; must be above 0.0",
+}
+
+
+@pytest.mark.parametrize("override", WEIGHTS)
+def test_weights_of_sources_are_checked_in_one_line(override):
+    assert fails([override]) == WEIGHTS[override]
+
+
+def test_weights_of_sources_are_kept(tmp_path):
+    config = load_config(None, ["data.train={'o/n/main'=3, 'a.csv'=1.5}"])
+    assert config.data.train == {"o/n/main": 3.0, "a.csv": 1.5}
+    (tmp_path / "a.toml").write_text(dump(config))
+    assert load_config(tmp_path / "a.toml") == config

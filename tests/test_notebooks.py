@@ -8,11 +8,14 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
+import zipfile
 
 import nbformat
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+PLACEHOLDER = "https://example.invalid/jrl"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 KERNEL = {
     "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
@@ -127,9 +130,10 @@ def test_the_first_cell_is_the_same_in_all():
     assert "jrl" not in re.findall(r"pip install[^\n]*\s(\S+)", first.pop())  # by path, no index
 
 
-def first_cell(namespace, monkeypatch, folder, installed):
+def first_cell(namespace, monkeypatch, folder, installed, address=""):
     """Runs the first code cell with its shell commands recorded instead of run."""
     source = next(c.source for c in read(NOTEBOOKS[0]).cells if c.cell_type == "code")
+    source = re.sub(r'^REPO = ".*?"', f'REPO = "{address}"', source, flags=re.MULTILINE)
     source = re.sub(r"^(\s*)([%!].*)$", r"\1commands.append(f'\2')", source, flags=re.MULTILINE)
 
     def version(name):
@@ -154,12 +158,71 @@ def test_the_first_cell_does_nothing_where_jrl_is_installed(monkeypatch, tmp_pat
 
 def test_the_first_cell_installs_the_checkout_around_it(monkeypatch):
     commands = first_cell({}, monkeypatch, ROOT / "notebooks", installed=False)
-    assert commands == [f"%pip install -q -e {ROOT}"]
+    assert commands == [f"%pip install -q -e {ROOT}[plot]"]
     assert sys.path[0] == str(ROOT)
 
 
+def test_the_first_cell_takes_an_uploaded_zip(monkeypatch, tmp_path):
+    """As a repository's page gives it: everything below one directory."""
+    with zipfile.ZipFile(tmp_path / "jrl-main.zip", "w") as archive:
+        archive.writestr("jrl-main/jrl/types.py", "")
+        archive.writestr("jrl-main/pyproject.toml", "")
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("other/a.txt", "")
+    commands = first_cell({}, monkeypatch, tmp_path, installed=False)
+    assert commands == [f"%pip install -q -e {tmp_path / 'jrl-main'}[plot]"]
+    assert not (tmp_path / "other").exists()
+
+
+def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tmp_path):
+    address = "https://git.example.com/org/jrl"
+    (tmp_path / "jrl-checkout" / "jrl").mkdir(parents=True)  # what git would write
+    real = pathlib.Path.iterdir
+    seen = []
+
+    def iterdir(path):  # it is there from the second look on
+        seen.append(path)
+        return real(path) if len(seen) > 3 else iter(())
+
+    monkeypatch.setattr(pathlib.Path, "iterdir", iterdir)
+    (tmp_path / "jrl-checkout" / "jrl" / "types.py").touch()
+    commands = first_cell({}, monkeypatch, tmp_path, installed=False, address=address)
+    assert commands == [
+        f"!git clone --quiet --depth 1 {address} {tmp_path}/jrl-checkout",
+        f"%pip install -q -e {tmp_path / 'jrl-checkout'}[plot]",
+    ]
+
+
+def test_the_address_is_written_in_one_place():
+    """pyproject.toml has it; the notebooks say the same, or nothing while it is the placeholder."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    address = about["project"]["urls"]["Repository"]
+    wanted = "" if address == PLACEHOLDER else address
+    for path in NOTEBOOKS:
+        source = next(c.source for c in read(path).cells if c.cell_type == "code")
+        assert f'REPO = "{wanted}"' in source
+
+
+def test_a_maintainer_sets_the_address_with_one_command(tmp_path):
+    for name in ("pyproject.toml", ".ci/address.py", *(f"notebooks/{p.name}" for p in NOTEBOOKS)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    address = "https://git.example.com/org/jrl"
+    command = [sys.executable, str(tmp_path / ".ci" / "address.py"), address]
+    subprocess.run(command, check=True, capture_output=True)
+    about = tomllib.loads((tmp_path / "pyproject.toml").read_text())
+    assert about["project"]["urls"]["Repository"] == address
+    for path in NOTEBOOKS:
+        text = (tmp_path / "notebooks" / path.name).read_text()
+        assert f'REPO = \\"{address}\\"' in text
+        assert text.replace(address, "") == path.read_text().replace(address, "")
+    wrong = subprocess.run([*command[:2], "nowhere"], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "is no address" in wrong.stderr
+
+
 def test_the_first_cell_asks_for_an_address_elsewhere(monkeypatch, tmp_path):
-    with pytest.raises(RuntimeError, match="set REPO"):
+    with pytest.raises(RuntimeError, match="upload a zip of its source.*set REPO"):
         first_cell({}, monkeypatch, tmp_path, installed=False)
 
 

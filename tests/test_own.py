@@ -1,15 +1,18 @@
 """Functions of one's own by name: methods, tasks, rewards and networks from a file."""
 
+import contextvars
 import json
+import signal
 
 import pytest
 
+from jrl import own
 from jrl.config_io import load_config
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
 from jrl.methods import find_method, get_method
 from jrl.metrics import read_jsonl
-from jrl.own import check_options, load
+from jrl.own import check_options, given_value, keep_rows, load, remember
 from jrl.rewards import make_reward
 from jrl.train import build, loop
 from jrl.train.loop import train
@@ -209,3 +212,30 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     assert "returned 3; return a jrl.Network" in refused(f"model.network={mine}:no_network")
     text = ["data.task=", "data.train=x.jsonl"]
     assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
+
+
+def test_an_import_that_blocks_has_a_limit(tmp_path, monkeypatch):
+    """Also where the file catches what ends it."""
+    slow = tmp_path / "slow.py"
+    slow.write_text(
+        "import time\ntry:\n    time.sleep(60)\nexcept BaseException:\n    time.sleep(60)\n"
+    )
+    monkeypatch.setattr(own, "IMPORT_SECONDS", 0.2)
+    handler = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(UserError, match=r"slow.py:f': importing .* took longer than 0 s"):
+        own.load(f"{slow}:f", "rewards")
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_rows_that_were_passed_are_kept_and_remembered(tmp_path):
+    rows = [{"question": "line\u2028break \u00e9?", "n": 1}, {"question": "b"}]
+    keep_rows(tmp_path / "python", {"rows-1": rows, "reward": len})
+    assert [path.name for path in (tmp_path / "python").iterdir()] == ["rows-1.jsonl"]
+    context = contextvars.copy_context()
+    context.run(remember, tmp_path / "python")
+    assert context.run(given_value, "python:rows-1", "data.train") == rows
+    with pytest.raises(UserError, match=r"data.train = 'python:rows-1' was passed"):
+        given_value("python:rows-1", "data.train")
+    keep_rows(tmp_path / "none", {"reward": len})
+    assert not (tmp_path / "none").exists()

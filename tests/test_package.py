@@ -25,13 +25,19 @@ MAY_IMPORT = {
     "compiles": set(),
     "own": {"errors"},
     "json_text": {"errors"},
+    "extras": {"errors"},
+    "hub": {"errors"},
     "types": {"errors"},
     "mesh": BASE,
-    "checkpoint": BASE,
+    "signals": {"errors"},
+    "step_files": set(),
+    "integrity": BASE,
+    "step_contents": {*BASE, "integrity", "step_files"},
+    "checkpoint": {*BASE, "step_contents", "step_files"},
     "objectives": BASE,
     "rewards": {*BASE, "own"},
-    "models": {*BASE, "mesh"},
-    "data": {*BASE, "mesh", "models", "own"},
+    "models": {*BASE, "hub", "mesh"},
+    "data": {*BASE, "extras", "hub", "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
     "methods": {*BASE, "objectives", "own"},
 }
@@ -42,6 +48,7 @@ HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    "huggingface_hub",
 }
 """Loaded by what needs them, when it runs."""
 
@@ -224,7 +231,7 @@ def project():
 
 def test_the_version_is_written_once():
     version = project()["project"]["version"]
-    assert jrl.__version__ == importlib.metadata.version("jrl") == version
+    assert jrl.__version__ == importlib.metadata.version("jrl-lm") == version
     assert version in (ROOT / "CHANGELOG.md").read_text()
     for name, path in SOURCES.items():
         assert f'"{version}"' not in path.read_text(), name
@@ -244,7 +251,7 @@ def test_a_wheel_would_hold_every_file():
 
 def test_every_import_is_declared():
     """Third-party modules that jrl imports are dependencies, or belong to a named extra."""
-    names = {"orbax": "orbax-checkpoint", "math_verify": "math-verify"}
+    names = {"orbax": "orbax-checkpoint", "math_verify": "math-verify", "yaml": "pyyaml"}
     names |= {"jetstream": "google-jetstream", "grpc": "grpcio"}
     declared = project()["project"]
     extras = declared["optional-dependencies"].values()

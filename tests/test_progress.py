@@ -25,21 +25,24 @@ def test_plain_lines_in_a_pipe_come_at_most_once_a_second_and_at_the_end():
             progress.step(step, {"reward": step / 10, "loss": 1.0, "tokens_per_second": 2500.0})
     lines = out.getvalue().splitlines()
     assert lines == [
-        "train  step 1/10  reward 0.1000  2,500 tokens/s  left 0:04",
+        "train  step 1/10  reward 0.1000  2,500 tokens/s",
         "train  step 4/10  reward 0.4000  2,500 tokens/s  left 0:02",
         "train  step 7/10  reward 0.7000  2,500 tokens/s  left 0:01",
         "train  step 10/10  reward 1.0000  2,500 tokens/s",
     ]
 
 
-def test_time_left_follows_the_recent_pace_not_the_first_step():
+def test_time_left_ignores_the_first_step_which_compiles():
     clock = Clock()
     with Progress("train", total=1000, file=io.StringIO(), clock=clock) as progress:
         assert progress.seconds_left() is None
         clock.now = 100.0  # compiling
         progress.step(1, {})
-        assert progress.seconds_left() == 99_900.0
-        for step in range(2, 41):
+        assert progress.seconds_left() is None
+        clock.now += 1.0
+        progress.step(2, {})
+        assert progress.seconds_left() == 998.0
+        for step in range(3, 41):
             clock.now += 1.0
             progress.step(step, {})
         assert progress.seconds_left() == 960.0
@@ -50,7 +53,9 @@ def test_a_resumed_run_counts_its_own_steps_only():
     with Progress("train", total=100, start=50, file=io.StringIO(), clock=clock) as progress:
         clock.now = 2.0
         progress.step(51, {})
-        assert progress.seconds_left() == 98.0
+        clock.now = 4.0
+        progress.step(52, {})
+        assert progress.seconds_left() == 96.0
 
 
 def test_a_missing_reward_is_left_out_and_brackets_are_text():

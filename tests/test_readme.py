@@ -7,16 +7,29 @@ import tomllib
 
 import jax.numpy as jnp
 import pytest
+from hub_mirror import add, checkpoint
 from typer.main import get_command
 
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config_io import build_config, load_config
 from jrl.methods import list_methods
+from jrl.rewards.columns import form_of
+from jrl.train import loop
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+OWN, RUNS, DATA, PYTHON = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("own", "runs", "data", "python")
+)
+PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON
+
+
+def blocks(text):
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+BLOCKS = blocks(OWN)
 
 
 def numbers(text):
@@ -42,18 +55,18 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     namespace = {}
     exec(compile(BLOCKS[1], "README.md", "exec"), namespace)
     printed = numbers(capsys.readouterr().out)
-    written = numbers(re.search(r"prints `(accuracy .*?)`", README)[1])
+    written = numbers(re.search(r"prints `(accuracy .*?)`", OWN)[1])
     assert printed == pytest.approx(written, abs=0.1)  # machines round differently
     curves = namespace["curves"]
     assert curves["accuracy_after"] > curves["accuracy_before"] + 0.2
     assert curves["reward"].shape == (100,)
-    table = README.partition("| metric |")[2].partition("## ")[0]
+    table = RUNS.partition("| metric |")[2].partition("## ")[0]
     named = {name for name in re.findall(r"`([\w/]+)`", table) if re.match(r"[a-z]\w+$", name)}
     # metrics.jsonl has the reward parts by name, and the accuracies in summary.json
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
     assert set(curves) - unnamed <= named
     written_by_the_loop = {"kl", "seconds", "tokens_per_second", "prompts", "compiles"}
-    written_by_the_loop |= {"rollout_seconds", "reward_seconds"}
+    written_by_the_loop |= {"rollout_seconds", "reward_seconds", "reward_failures"}
     assert named - set(curves) == written_by_the_loop
 
 
@@ -76,14 +89,83 @@ def test_every_command_is_listed_and_no_other():
     assert sorted(listed) == sorted(get_command(app).commands)
 
 
-@pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/", "benchmarks/"])
+@pytest.mark.parametrize("name", ["jrl/", "configs/", "notebooks/", "benchmarks/", "docs/"])
 def test_paths_exist(name):
-    paths = set(re.findall(rf"`({name}[\w./-]+)`", README)) | {name}
+    paths = set(re.findall(rf"`({name}[\w./-]+)`", PAGES)) | {name}
     assert all((ROOT / path).exists() for path in paths), paths
 
 
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert "docs/own.md" in targets
+    assert all((ROOT / target).exists() for target in targets), targets
+
+
+def test_it_is_one_screen_of_why_and_short_examples():
+    shown = README.partition("## Five hops")[0]
+    assert len(shown.splitlines()) <= 100
+    command, python = blocks(README)
+    assert len(command.splitlines()) <= 10
+    assert len([line for line in python.splitlines() if line.strip()]) <= 15
+
+
+@pytest.fixture
+def qwen(tmp_path, monkeypatch):
+    """A cache of the Hub that holds a small model of the name in the examples."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    model = checkpoint(tmp_path / "model", chat=True)
+    add(tmp_path / "hub", "Qwen/Qwen3-0.6B", "model", model)
+
+
+def test_the_example_with_values_runs(qwen, capsys):
+    """As it stands, two steps of it."""
+    code = blocks(README)[1].replace('"train.steps": 50', '"train.steps": 2, "train.prompts": 4')
+    namespace = {}
+    exec(compile(code, "README.md", "exec"), namespace)
+    assert len(namespace["result"].metrics) == 2
+    assert "reward = right (right: 1 for a completion that holds the answer)" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_runs(qwen, capsys):
+    steps = '"train.steps": 2, "train.prompts": 2, "sampling.max_new_tokens": 8'
+    (code,) = blocks(PYTHON)
+    namespace = {}
+    exec(compile(code.replace('"train.steps": 20', steps), "python.md", "exec"), namespace)
+    result = namespace["result"]
+    assert [record["step"] for record in result.metrics] == [1, 2]
+    assert "accuracy_after" in result.summary
+    parts = {name for name in result.metrics[0] if name.startswith("reward/")}
+    assert parts == {"reward/python:short_and_right", "reward/math"}
+
+
+def test_the_mixture_of_the_docs_is_one():
+    table = re.search(r"^    (\[data\.train\]\n(?:    .*\n)+)", DATA, flags=re.MULTILINE)[1]
+    config = build_config(tomllib.loads(table))
+    assert config.data.train == {"openai/gsm8k/main": 3.0, "mine.csv": 1.0}
+
+
+def test_the_rewards_of_the_docs_are_rewards():
+    found = re.findall(r"^    (def right\(.*\n(?:     .*\n)+)", OWN, flags=re.MULTILINE)
+    assert len(found) == 2
+    for code, form in zip(found, ("samples", "columns"), strict=True):
+        namespace = {}
+        exec(code, namespace)
+        assert form_of(namespace["right"], "rewards") == form
+
+
+def test_the_reward_of_the_command_line_is_one():
+    namespace = {}
+    exec(blocks(README)[0], namespace)
+    assert form_of(namespace["right"], "rewards") == "samples"
+
+
 def test_configurations_and_overrides_load(mine):
-    commands = re.findall(r"jrl train (configs/\S+\.toml)([^\n`]*)", README)
+    commands = re.findall(r"jrl train (configs/\S+\.toml)([^\n`]*)", README + OWN + DATA)
     assert {config for config, _ in commands} == {
         *("configs/tiny.toml", "configs/gsm8k.toml", "configs/dpo.toml")
     }
@@ -95,8 +177,8 @@ def test_extras_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    named = set(re.findall(r"'\.\[(\w+)\]'", README))
-    assert {"math", "cuda13", "tpu"} <= named
+    named = {n for g in re.findall(r"'\.\[([\w,]+)\]'", PAGES) for n in g.split(",")}
+    assert {"math", "data", "cuda13", "tpu"} <= named
     further = README.partition("Further extras:")[2].partition("Always")[0]
     named |= set(re.findall(r"`(\w+)`", further))
     assert named <= set(extras)
@@ -109,7 +191,7 @@ def test_make_targets_exist():
 
 
 def test_it_installs_from_the_checkout_only():
-    for command in re.findall(r"pip install ([^`\n]*)", README + GUIDE):
+    for command in re.findall(r"pip install ([^`\n]*)", PAGES):
         assert command.startswith("-e ") or "google-jetstream" in command, command
 
 

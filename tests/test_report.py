@@ -87,8 +87,8 @@ def test_a_finished_run(tmp_path):
     assert [curve["name"] for curve in data["curves"][: data["main"]]] == [
         "reward",
         "eval/accuracy",
-        "loss",
         "grad_norm",
+        "loss",
     ]
     assert curves["loss"]["steps"] == list(range(1, 61))
     assert curves["eval/accuracy"]["steps"] == [0, 10, 20, 30, 40, 50, 60]
@@ -118,7 +118,7 @@ def test_an_unfinished_run(tmp_path, steps):
     assert not data["finished"]
     assert data["main"] == (3 if steps else 0)
     assert data["summary"] == (
-        {"step": steps, "reward": steps / 100, "loss": -0.1 * steps, "grad_norm": 1.0}
+        {"step": steps, "reward": steps / 100, "grad_norm": 1.0, "loss": -0.1 * steps}
         if steps
         else {}
     )
@@ -160,6 +160,19 @@ def test_curves_leave_out_what_is_no_number_and_merge_records_of_one_step():
         ("a", [2], [1.0]),
         ("b", [1, 2], [3.0, 4.0]),
     ]
+
+
+def test_health_comes_first_and_what_only_rounds_is_folded():
+    step = {"tokens_per_second": 9.0, "loss": 1e-9, "logprob_diff": 2e-7, "entropy": 1.5}
+    step |= {"reward/mine.py:f": 0.5, "reward/math": 1.0, "reward": 1.5, "truncated": 0.0}
+    main, others = find_curves([step | {"step": i, "zero_std_groups": 0.0} for i in range(3)])
+    names = ["reward", "reward/math", "reward/mine.py:f", "zero_std_groups", "entropy"]
+    assert [curve.name for curve in main] == [*names, "tokens_per_second"]
+    assert [curve.name for curve in others] == ["truncated", "logprob_diff", "loss"]
+    assert all("only rounding, or none" in curve.title for curve in others)
+    step |= {"logprob_diff": 1e-3}
+    main, others = find_curves([step | {"step": i} for i in range(3)])
+    assert "logprob_diff" in [curve.name for curve in main]
 
 
 def test_smooth_keeps_the_mean_of_the_middle_and_damps_noise():

@@ -22,7 +22,9 @@ def test_a_package_that_is_not_installed_is_named_with_the_remedy(
     package, override, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=f"needs the package {package} .*pip install {package}"):
+    extra = override.removeprefix("log.to=").partition(":")[0]
+    said = rf"needs the package {package} .*-m pip install -e .*\[{extra}\]"
+    with pytest.raises(UserError, match=said):
         RunWriter(config_in(tmp_path, override))
 
 

@@ -68,7 +68,8 @@ def test_launch_runs_the_same_line_on_every_host_of_every_slice():
     assert [c[5] for c in commands] == ["a-0", "a-1"]
     assert all("--worker=all" in c for c in commands)
     (line,) = {c[-1].removeprefix("--command=") for c in commands}
-    assert "JRL_DISTRIBUTED=auto nohup $HOME/jrl/.venv/bin/jrl train c.toml" in line
+    resume = "$HOME/jrl/tpu_scripts/resume.sh"
+    assert f"JRL_DISTRIBUTED=auto nohup {resume} $HOME/jrl/.venv/bin/jrl train c.toml" in line
     assert shlex.quote("data.system=a b") in line or r"data.system=a\ b" in line
 
 
@@ -85,7 +86,8 @@ def test_gke_and_slurm_say_what_they_would_run():
     (command,) = dry("slurm.sh", "--nodes", "4", "--", "x.toml", "a=1")
     assert command[0] == "sbatch"
     assert {"--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8"} <= set(command)
-    assert command[-1] == "--wrap=JRL_DISTRIBUTED=auto srun jrl train x.toml a=1"
+    assert command[-1].startswith("--wrap=JRL_DISTRIBUTED=auto srun jrl train x.toml a=1; code=$?;")
+    assert "scontrol requeue $SLURM_JOB_ID; exit $code" in command[-1]
 
 
 def test_what_is_missing_is_named():
@@ -121,6 +123,33 @@ def test_local_processes_are_launched_watched_and_stopped(tmp_path):
     finally:
         for pid in pids:
             subprocess.run(["kill", "-KILL", str(pid)], capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "runs"), [("0", 1), ("2", 1), ("3", 1), ("4", 1), ("130 134 0", 3), ("130 3", 2)]
+)
+def test_what_was_interrupted_is_run_again(tmp_path, codes, runs):
+    """A command that ends with one code after another, and how often it is run."""
+    (tmp_path / "codes").write_text(codes.replace(" ", "\n") + "\n")
+    command = tmp_path / "jrl"
+    command.write_text(
+        f"#!/usr/bin/env bash\ncd {tmp_path}\nread -r code < codes\nsed -i 1d codes\n"
+        "echo run >> runs\nexit $code\n"
+    )
+    command.chmod(0o755)
+    done = subprocess.run(
+        [SCRIPTS / "resume.sh", command], env={**os.environ, "PAUSE": "0"}, timeout=60
+    )
+    assert done.returncode == int(codes.split()[-1])
+    assert (tmp_path / "runs").read_text().count("run") == runs
+
+
+def test_a_command_that_never_succeeds_is_not_run_for_ever(tmp_path):
+    env = {**os.environ, "PAUSE": "0", "TRIES": "3"}
+    command = ["bash", "-c", f"echo run >> {tmp_path}/runs; exit 139"]
+    done = subprocess.run([SCRIPTS / "resume.sh", *command], env=env, timeout=60)
+    assert done.returncode == 139
+    assert (tmp_path / "runs").read_text() == "run\n" * 3
 
 
 def wait_for(condition, seconds=20):

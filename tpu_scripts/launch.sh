@@ -2,7 +2,8 @@
 # Starts a training run on every host, in the background; it survives the end of this shell.
 #   launch.sh --zone ZONE [--name NAME] [--slices N] [--dir DIR] [--dry-run] -- CONFIG KEY=VALUE ...
 # Name a run directory that all hosts see: run.dir=PATH on a shared disk or a mounted bucket.
-# The same command again resumes from the newest checkpoint. With --local N, N processes on this
+# A process that is interrupted or dies is started again and resumes from the newest checkpoint (see
+# resume.sh); after stop.sh, the same command resumes. With --local N, N processes on this
 # machine act as hosts, for tests.
 
 . "$(dirname "$0")/common.sh"
@@ -11,13 +12,15 @@ parse "$@"
 if [ -n "$LOCAL" ]; then
   # The coordinator is process 0 on this machine; hosts of a TPU ask the cluster instead.
   jrl=${JRL:-jrl}
+  resume=$(printf %q "$(cd "$(dirname "$0")" && pwd)/resume.sh")
   who="JAX_COORDINATOR_ADDRESS=127.0.0.1:${PORT:-8476} JAX_NUM_PROCESSES=$LOCAL"
   who+=" JAX_PROCESS_ID=\$JRL_HOST"
 else
   jrl="\$HOME/$DIR/.venv/bin/jrl"
+  resume="\$HOME/$DIR/tpu_scripts/resume.sh"
   who="JRL_DISTRIBUTED=auto"
   run_in="cd \$HOME/$DIR || exit; "
 fi
 line=$(printf '%q ' "${REST[@]}")
-on_hosts "${run_in:-}$who nohup $jrl train ${line% } > train.log 2>&1 < /dev/null & \
+on_hosts "${run_in:-}$who nohup $resume $jrl train ${line% } > train.log 2>&1 < /dev/null & \
 echo \$! > train.pid"

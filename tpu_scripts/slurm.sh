@@ -3,7 +3,8 @@
 #   slurm.sh [--name NAME] [--nodes N] [--gpus PER_NODE] [--time HH:MM:SS] [--partition P]
 #            [--dry-run] -- CONFIG KEY=VALUE ...
 # Run it where jrl is on the path of every node. Slurm sends SIGTERM five minutes before the end,
-# and the run saves a checkpoint; the same command again resumes from it.
+# and the run saves a checkpoint; the job is queued again and resumes from it, ten times at most. So
+# it is when a process dies.
 
 . "$(dirname "$0")/common.sh"
 NODES=1 GPUS=8 TIME=24:00:00 PARTITION= others=()
@@ -24,4 +25,7 @@ line=$(printf '%q ' "${REST[@]}")
 args=("--job-name=$NAME" "--nodes=$NODES" --ntasks-per-node=1 "--gpus-per-node=$GPUS")
 args+=("--time=$TIME" --signal=TERM@300 --output=%x-%j.log --requeue)
 [ -z "$PARTITION" ] || args+=("--partition=$PARTITION")
-run sbatch "${args[@]}" "--wrap=JRL_DISTRIBUTED=auto srun jrl train ${line% }"
+# Codes up to 4 are final: done, a mistake, a run that stopped itself, a disk that is full.
+again='code=$?; [ $code -le 4 ] || [ ${SLURM_RESTART_COUNT:-0} -ge 10 ] ||'
+again+=' scontrol requeue $SLURM_JOB_ID; exit $code'
+run sbatch "${args[@]}" "--wrap=JRL_DISTRIBUTED=auto srun jrl train ${line% }; $again"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from jrl.data.sources import open_source
 from jrl.errors import UserError
+from jrl.extras import need
 
 FEATURES = ("question", "answer", "annotation", "short_answer")
 
@@ -31,6 +32,7 @@ def prepare_gsm8k(directory: str | Path, files: Mapping[str, str | Path]) -> Pat
       UserError: a file is missing or malformed (names the line), or the dataset already
         exists.
     """
+    need("tensorflow_datasets", "tfds", "preparing GSM8K")
     import tensorflow_datasets as tfds
 
     sources = {split: open_source(str(path)) for split, path in files.items()}

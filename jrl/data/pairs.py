@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.invalid import BadRows, TooLong
 from jrl.data.records import Messages, answer_text, kind_of, read_messages, read_record
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
@@ -51,6 +52,7 @@ class JudgedCounts(NamedTuple):
       truncated: records with a text that was truncated.
       longest_prompt: tokens, before any limit.
       longest_completion: tokens, before any limit.
+      invalid: what is wrong with the records that were left out; "" for none.
     """
 
     kind: str
@@ -60,13 +62,14 @@ class JudgedCounts(NamedTuple):
     truncated: int
     longest_prompt: int
     longest_completion: int
+    invalid: str = ""
 
     def __str__(self) -> str:
         """One line for a log."""
         return (
             f"{self.kept} {self.kind} of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest prompt {self.longest_prompt} and completion "
-            f"{self.longest_completion} tokens"
+            f"{self.longest_completion} tokens{'; ' * bool(self.invalid)}{self.invalid}"
         )
 
 
@@ -79,6 +82,7 @@ def build_judged(
     max_prompt_tokens: int,
     max_completion_tokens: int,
     overlong: str = "error",
+    invalid: str = "error",
 ) -> tuple[list[Judged], JudgedCounts]:
     """The groups of all records, tokenized as if a policy had sampled them.
 
@@ -97,6 +101,7 @@ def build_judged(
       overlong: for longer ones: "error"; "drop", which skips the record; or "truncate", which
         keeps the end of a prompt and the beginning of a completion. A record whose completions
         are then all equal is skipped.
+      invalid: for records that cannot be used: "error", or "skip", which counts them.
 
     Returns:
       The groups in the order of the records, and the counts.
@@ -110,24 +115,30 @@ def build_judged(
         raise choose("data.overlong", overlong, OVERLONG)
     kept: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
+    bad = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
-        row, where = source[index], source.where(index)
-        found = kind_of(row, where)
-        if kind not in ("", found):
-            raise UserError(f"{where}: {found} after {kind}; put them into separate files")
-        kind = found
-        judged = _encode(index, row, where, kind, tokenizer, system, template)
-        p, t = len(judged.prompt), max(map(len, judged.completions))
-        longest_p, longest_t = max(longest_p, p), max(longest_t, t)
-        if p > max_prompt_tokens or t > max_completion_tokens:
-            if overlong == "error":
-                raise _too_long(where, p, t, max_prompt_tokens, max_completion_tokens)
-            judged = _cut(judged, max_prompt_tokens, max_completion_tokens)
-            if overlong == "drop" or _all_same(judged):
-                dropped += 1
-                continue
-            truncated += 1
-        kept.append(judged)
+        where = source.where(index)
+        if bad.enough(index):
+            break
+        with bad.row(index, where):
+            row = source[index]
+            found = kind_of(row, where)
+            if kind not in ("", found):
+                raise UserError(f"{where}: {found} after {kind}; put them into separate files")
+            judged = _encode(index, row, where, found, tokenizer, system, template)
+            kind = found
+            p, t = len(judged.prompt), max(map(len, judged.completions))
+            longest_p, longest_t = max(longest_p, p), max(longest_t, t)
+            if p > max_prompt_tokens or t > max_completion_tokens:
+                if overlong == "error":
+                    raise _too_long(where, p, t, max_prompt_tokens, max_completion_tokens)
+                judged = _cut(judged, max_prompt_tokens, max_completion_tokens)
+                if overlong == "drop" or _all_same(judged):
+                    dropped += 1
+                    continue
+                truncated += 1
+            kept.append(judged)
+    left_out = bad.finish(len(source))
     if not kept:
         raise UserError(
             f"no record of {len(source)} is left: the longest prompt has {longest_p} tokens and "
@@ -136,7 +147,9 @@ def build_judged(
             if len(source)
             else "the data has no rows; give at least one with prompt, chosen and rejected"
         )
-    counts = JudgedCounts(kind, len(source), len(kept), dropped, truncated, longest_p, longest_t)
+    counts = JudgedCounts(
+        kind, len(source), len(kept), dropped, truncated, longest_p, longest_t, left_out
+    )
     return kept, counts
 
 
@@ -315,11 +328,11 @@ def _cut(judged: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int) -> UserError:
+def _too_long(where: str, p: int, t: int, max_p: int, max_t: int) -> TooLong:
     name, size, key, limit = "prompt", p, "data.max_prompt_tokens", max_p
     if p <= max_p:
         name, size, key, limit = "completion", t, "sampling.max_new_tokens", max_t
-    return UserError(
+    return TooLong(
         f"{where}: the {name} has {size} tokens and {key} is {limit}; raise it, or set "
         "data.overlong to drop or truncate"
     )

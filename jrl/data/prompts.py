@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.answers import AnswerFinder
+from jrl.data.invalid import BadRows, TooLong
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
 from jrl.models.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ class PromptCounts(NamedTuple):
       dropped: rows skipped because their prompt was too long.
       truncated: prompts that lost their beginning because they were too long.
       longest_tokens: tokens of the longest prompt before any limit.
+      invalid: what is wrong with the rows that were left out; "" for none.
     """
 
     rows: int
@@ -33,12 +35,14 @@ class PromptCounts(NamedTuple):
     dropped: int
     truncated: int
     longest_tokens: int
+    invalid: str = ""
 
     def __str__(self) -> str:
         """One line for a log."""
         return (
             f"{self.kept} prompts of {self.rows} rows; too long: {self.dropped} dropped, "
             f"{self.truncated} truncated; longest {self.longest_tokens} tokens"
+            f"{'; ' * bool(self.invalid)}{self.invalid}"
         )
 
 
@@ -54,6 +58,7 @@ def build_prompts(
     template: str = "chat",
     max_prompt_tokens: int,
     overlong: str = "error",
+    invalid: str = "error",
 ) -> tuple[list[Prompt], PromptCounts]:
     r"""The prompts of all rows, tokenized.
 
@@ -74,6 +79,7 @@ def build_prompts(
         tokenizer puts around a text, such as BOS.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
+      invalid: for rows that cannot be used: "error", or "skip", which counts them.
 
     Returns:
       The prompts in the order of the rows, ``id`` the row's index and ``meta`` its other fields;
@@ -87,37 +93,43 @@ def build_prompts(
         raise choose("data.overlong", overlong, OVERLONG)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
+    bad = BadRows(skip=invalid == "skip")
     with AnswerFinder(answer_pattern) as answers:
         for index in range(len(source)):
-            row, where = source[index], source.where(index)
-            question = _field(row, question_key, where, "data.fields.question")
-            if not isinstance(question, str):
-                raise UserError(
-                    f"{where}: {question_key} must be text, not {type(question).__name__}"
+            where = source.where(index)
+            if bad.enough(index):
+                break
+            with bad.row(index, where):
+                row = source[index]
+                question = _field(row, question_key, where, "data.fields.question")
+                if not isinstance(question, str):
+                    kind = type(question).__name__
+                    raise UserError(f"{where}: {question_key} must be text, not {kind}")
+                answer = None if answer_key is None else _answer(row, answer_key, answers, where)
+                text = _text(question, tokenizer, system, template)
+                ids = tokenizer.encode(text, add_special=template != "chat")
+                if not ids:
+                    raise UserError(f"{where}: the prompt is empty")
+                longest = max(longest, len(ids))
+                if len(ids) > max_prompt_tokens:
+                    if overlong == "error":
+                        raise TooLong(
+                            f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens "
+                            f"is {max_prompt_tokens}; raise it, or set data.overlong to drop or "
+                            "truncate"
+                        )
+                    if overlong == "drop":
+                        dropped += 1
+                        continue
+                    truncated += 1
+                    ids = ids[-max_prompt_tokens:]
+                    text = tokenizer.decode(ids, skip_special=False)
+                meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
+                solution = (
+                    None if solution_key is None else _solution(row, solution_key, where, tokenizer)
                 )
-            answer = None if answer_key is None else _answer(row, answer_key, answers, where)
-            text = _text(question, tokenizer, system, template)
-            ids = tokenizer.encode(text, add_special=template != "chat")
-            if not ids:
-                raise UserError(f"{where}: the prompt is empty")
-            longest = max(longest, len(ids))
-            if len(ids) > max_prompt_tokens:
-                if overlong == "error":
-                    raise UserError(
-                        f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens is "
-                        f"{max_prompt_tokens}; raise it, or set data.overlong to drop or truncate"
-                    )
-                if overlong == "drop":
-                    dropped += 1
-                    continue
-                truncated += 1
-                ids = ids[-max_prompt_tokens:]
-                text = tokenizer.decode(ids, skip_special=False)
-            meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
-            solution = (
-                None if solution_key is None else _solution(row, solution_key, where, tokenizer)
-            )
-            prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
+                prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
+    left_out = bad.finish(len(source))
     if not prompts:
         raise UserError(
             f"all {len(source)} prompts are longer than data.max_prompt_tokens = "
@@ -125,7 +137,7 @@ def build_prompts(
             if len(source)
             else "the data has no rows"
         )
-    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest)
+    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
 
 
 def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.ndarray]:

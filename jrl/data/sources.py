@@ -1,62 +1,90 @@
-"""Rows of prompts from JSONL, Parquet and TFDS, and the order in which a run visits them."""
+"""Rows of prompts from files, TFDS and the Hub, and the order in which a run visits them."""
 
 from __future__ import annotations
 
 import bisect
+import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from jrl.data.tables import Chain, CsvSource, JsonSource, Mixture, Source
 from jrl.errors import UserError
+from jrl.extras import need
+from jrl.hub import data_files, hub_name
 from jrl.json_text import parse_json
+from jrl.own import GIVEN, given_value
+
+_KINDS: Mapping[str, Callable[[Path], Source]] = {
+    ".csv": CsvSource,
+    ".json": JsonSource,
+    ".jsonl": lambda path: JsonlSource(path),
+    ".parquet": lambda path: ParquetSource(path),
+}
+"""Suffixes of files that are read."""
+
+_FORMS = (
+    "name a FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl, tfds:NAME[:SPLIT], or a data"
+    " set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT]"
+)
 
 
-class Source(Protocol):
-    """Rows with random access."""
-
-    def __len__(self) -> int:
-        """Rows."""
-        ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Row ``index`` as a dict of text, numbers, lists and dicts."""
-        ...
-
-    def where(self, index: int) -> str:
-        """The location of row ``index`` for error messages: "train.jsonl, line 12"."""
-        ...
-
-
-def open_source(spec: str, *, tfds_dir: str | None = None) -> Source:
+def open_source(
+    spec: str | Mapping[str, float], *, tfds_dir: str | None = None, key: str = "data"
+) -> Source:
     """The rows that a specification names.
 
     Args:
-      spec: FILE.jsonl, FILE.parquet, or ``tfds:NAME[/CONFIG][:SPLIT]``; the split is "train" when
-        left out, and may be a slice ("train[:10%]"). ``tfds:NAME/SPLIT`` works too.
+      spec: a file (JSONL, Parquet, CSV, or JSON with one list); several of one kind as a pattern,
+        such as ``DIR/*.jsonl``, in the order of their names; ``tfds:NAME[/CONFIG][:SPLIT]``, where
+        the split is "train" when left out, and may be a slice ("train[:10%]"), and
+        ``tfds:NAME/SPLIT`` works too; a data set of the Hugging Face Hub as
+        ``ORG/NAME[/CONFIG][:SPLIT][@REVISION]``; or a table of several of these with their weights
+        (see ``tables.Mixture``).
       tfds_dir: where prepared TFDS data lies; the environment variable TFDS_DATA_DIR when
         None, else TFDS's own default.
+      key: the configuration key that holds the specification, for messages.
 
     Returns:
       The rows.
 
     Raises:
-      UserError: the file is missing, empty or of another kind, or TFDS does not have the data.
+      UserError: the file is missing, empty or of another kind, TFDS or the Hub does not have the
+        data, or a weight is not above 0.
     """
+    if isinstance(spec, Mapping):
+        for name, weight in spec.items():
+            if not weight > 0:
+                raise UserError(f"{key}: the weight of {name!r} is {weight}; it must be above 0")
+        return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
+    if spec.startswith(GIVEN):
+        return Rows(given_value(spec, key))
     if spec.startswith("tfds:"):
         return _TfdsSource(spec, tfds_dir)
-    kinds: dict[str, Callable[[Path], Source]] = {".jsonl": JsonlSource, ".parquet": ParquetSource}
-    path = Path(spec)
-    if path.suffix not in kinds:
-        raise UserError(f"data {spec!r}; name a FILE.jsonl, a FILE.parquet or tfds:NAME[:SPLIT]")
+    if (of_hub := hub_name(spec)) is not None:
+        return _rows_of(data_files(of_hub, key), spec)
+    path = Path(spec).expanduser()
+    if path.suffix not in _KINDS:
+        raise UserError(f"data {spec!r}; {_FORMS}")
+    if not path.is_file() and set("*?[") & set(spec):
+        found = sorted(glob.glob(str(path), recursive=True))
+        if not found:
+            raise UserError(f"data {spec!r}: no file matches (looked from {Path.cwd()})")
+        return _rows_of([Path(each) for each in found], spec)
     if not path.is_file():
         raise UserError(f"data {spec!r}: there is no such file (looked in {path.parent.resolve()})")
-    source = kinds[path.suffix](path)
-    if not len(source):
+    return _rows_of([path], spec)
+
+
+def _rows_of(paths: Sequence[Path], spec: str) -> Source:
+    """The rows of one file, or of several one after the other."""
+    sources = [_KINDS[path.suffix](path) for path in paths]
+    if not any(map(len, sources)):
         raise UserError(f"data {spec!r}: the file has no rows")
-    return source
+    return sources[0] if len(sources) == 1 else Chain(sources)
 
 
 class Rows:
@@ -138,13 +166,11 @@ class ParquetSource:
     """
 
     def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
+        parquet = need("pyarrow.parquet", "data", f"reading {path}")
         self.path = path
         try:
-            self._file = pyarrow.parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
+            self._file = parquet.ParquetFile(path)
+        except need("pyarrow", "data", "Parquet").ArrowException as error:
             raise UserError(f"{path} is not a readable Parquet file: {error}") from None
         counts = [
             self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
@@ -205,8 +231,7 @@ def _plain(value: Any) -> Any:
 
 def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
     """A random-access source of a TFDS split, downloading what is not prepared."""
-    import tensorflow_datasets as tfds
-
+    tfds = need("tensorflow_datasets", "tfds", f"data {spec!r}")
     name, _, split = spec.removeprefix("tfds:").partition(":")
     root = Path(tfds_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR)
     root = root.expanduser()

@@ -32,6 +32,7 @@ __all__ = [
     "list_methods",
     "published",
     "refill",
+    "show_method",
     "variant",
 ]
 
@@ -73,6 +74,23 @@ class OwnMethod:
         self.name, self._function = name, function
         self.coefficients = inspect.signature(function).parameters
 
+    def describe(self) -> dict[str, Any]:
+        """What ``jrl methods`` prints, as plain values."""
+        arguments = self.coefficients.values()
+        return {
+            "name": self.name,
+            "summary": (inspect.getdoc(self._function) or "").partition("\n")[0],
+            "coefficients": [
+                {
+                    "name": p.name,
+                    "default": None if p.default is p.empty else p.default,
+                    "required": p.default is p.empty,
+                    "domain": "any" if p.annotation is p.empty else str(p.annotation),
+                }
+                for p in arguments
+            ],
+        }
+
     def __call__(self, **coefficients: Any) -> Method:
         """The method with these coefficients.
 
@@ -102,7 +120,9 @@ def find_method(name: str) -> Published | OwnMethod:
         return own if isinstance(own, Published) else OwnMethod(name, own)
     methods = all_methods()
     if name not in methods:
-        raise UserError(f"{choose('method', name, methods)}, or write {FORMS}")
+        raise UserError(
+            f"{choose('method', name, methods)}; `jrl methods` lists them. Or write {FORMS}"
+        )
     return methods[name]
 
 
@@ -127,3 +147,15 @@ def list_methods() -> list[dict[str, Any]]:
     coefficients), min_group and coefficients (name, default, required, domain).
     """
     return [method.describe() for method in all_methods().values()]
+
+
+def show_method(name: str) -> dict[str, Any]:
+    """What ``jrl methods NAME`` prints of one method, of the library or of one's own.
+
+    Args:
+      name: as for ``find_method``.
+
+    Raises:
+      UserError: there is no such method.
+    """
+    return find_method(name).describe()

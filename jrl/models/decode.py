@@ -89,6 +89,19 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     }
 
 
+def rounded(params: Params, *, config: ModelConfig) -> Params:
+    """The parameters with what ``prepare`` rounds to the dtype of activations rounded already."""
+    dtype = jnp.dtype(config.dtype)
+
+    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
+        name = path[-1].key
+        matrix = name == "embed" or (spec.inputs and name != "router")
+        return w.astype(dtype) if matrix else w
+
+    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)
+
+
 def output_matrix(
     config: ModelConfig, params: Params, lay: Callable[..., Array] = lambda w, *axes: w
 ) -> Array | Factored:

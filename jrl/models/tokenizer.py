@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError, choose
+from jrl.hub import model_directory
 from jrl.json_text import read_object
 from jrl.models.chat_template import find_templates, render
 
@@ -227,7 +228,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     chat_template.jinja, additional_chat_templates/, generation_config.json and config.json.
 
     Args:
-      directory: where the files are.
+      directory: where the files are, or a model of the Hugging Face Hub as ORG/NAME[@REVISION].
 
     Returns:
       The tokenizer.
@@ -238,7 +239,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     """
     import tokenizers
 
-    directory = Path(directory)
+    directory = model_directory(directory)
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise UserError(

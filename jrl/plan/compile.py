@@ -23,12 +23,21 @@ from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
 from jrl.plan.costs import Cost, program_costs
-from jrl.plan.lower import abstract_batch, abstract_run, lower_sampler, lower_step
+from jrl.plan.lower import (
+    abstract_batch,
+    abstract_run,
+    lower_resharding,
+    lower_sampler,
+    lower_step,
+    outputs,
+)
 from jrl.plan.memory import cache_bytes, prepared_bytes, remedies, state_bytes
 from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
+from jrl.plan.useful import decoding, floor_seconds, model_flops
 from jrl.train import build
+from jrl.train.programs import drawing_mesh
 
-PROGRAMS = ("sampler", "train_step")
+PROGRAMS = ("resharding", "sampler", "train_step")
 
 
 class Program(NamedTuple):
@@ -41,11 +50,18 @@ class Program(NamedTuple):
       flops: operations of a chip; None, as the next four, where XLA ran out of memory.
       hbm_bytes: moved between memory and the chip's units.
       collective_bytes: bytes that a chip sends, by kind and mesh axes, such as "all-gather/fsdp".
-      roofline_seconds: the least time on chips with these figures.
+      roofline_seconds: the least time on chips with these figures; of a sampler with its cache read
+        as far as it is filled.
       bound: the parts of that time limited by "compute", "memory" and "network", seconds each.
       compile_seconds: of compiling, on this machine.
       layers: of the two shallower programs that the numbers are extrapolated from; empty where
         they are of the run's own program.
+      alone: seconds that "compute", "memory" and "network" each would take by themselves.
+      full_seconds: the sampler's ``roofline_seconds`` if its cache were read whole for every token.
+      floor_seconds: the time of the work that cannot be avoided; see ``useful.floor_seconds``.
+      model_flops: model FLOPs of a chip; see ``useful.model_flops``.
+      reads: bytes of the sampler's memory traffic that are "weights" and "cache".
+      effort: XLA's, with which it was compiled.
     """
 
     bytes_per_chip: dict[str, float]
@@ -57,6 +73,12 @@ class Program(NamedTuple):
     bound: dict[str, float] | None
     compile_seconds: float
     layers: tuple[int, ...] = ()
+    alone: dict[str, float] | None = None
+    full_seconds: float | None = None
+    floor_seconds: float | None = None
+    model_flops: float | None = None
+    reads: dict[str, float] | None = None
+    effort: float = 0.0
 
 
 class Plan(NamedTuple):
@@ -65,13 +87,15 @@ class Plan(NamedTuple):
     Attributes:
       topology: the slices.
       mesh: devices along each axis.
-      programs: "sampler" (absent where the method samples nothing) and "train_step".
+      programs: "resharding" (where the sampler has a mesh of its own), "sampler" (absent where the
+        method samples nothing) and "train_step".
       fits: whether all programs fit.
       remedies: changes that would make it fit; empty when it does.
       parameters: of the policy.
       tokens: the most completion tokens of a step.
       rollout_mesh: of the sampler's own devices; None where it shares those of training.
       move_seconds: of the transfer of the weights to those devices.
+      sampling_mesh: of the sampler on the devices of training; None where it has the same.
     """
 
     topology: Topology
@@ -83,6 +107,7 @@ class Plan(NamedTuple):
     tokens: int
     rollout_mesh: dict[str, int] | None = None
     move_seconds: float = 0.0
+    sampling_mesh: dict[str, int] | None = None
 
     @property
     def step_seconds(self) -> float | None:
@@ -117,15 +142,16 @@ def make_plan(
       echo: receives lines of progress.
       placement: "colocated", where the training state stays in memory while sampling, or "sampler"
         or "train_step" for only that program, on chips of its own.
-      effort: XLA's optimization effort, -1 to 1; a run uses 0. Below 0 the programs compile several
-        times faster, but their memory is less exact (temporaries, observed: 20 % more with
-        JAX 0.10, 5 % less with 0.12).
+      effort: XLA's optimization effort, -1 to 1; a run uses 0. Below 0 programs compile several
+        times faster, but they are others: the temporaries differ (20 % more with JAX 0.10, 5 % less
+        with 0.12), and so do collectives (one of the output matrix's gradient for every part of the
+        vocabulary instead of one for all).
 
     Raises:
       UserError: something does not divide over the mesh, or libtpu cannot compile for it.
     """
     run = _abstract_run(config, topology)
-    wanted = PROGRAMS if placement == "colocated" else (placement,)
+    wanted = wanted_programs(placement)
     programs = _programs(run, topology, wanted, placement, effort, echo)
     return _judged(run, topology, programs)
 
@@ -136,7 +162,7 @@ def quick_plan(
     *,
     echo: Callable[[str], None] = lambda line: None,
     placement: str = "colocated",
-    effort: float = -1.0,
+    effort: float = 0.0,
 ) -> Plan:
     """``make_plan``, but a program with unrolled layers is compiled twice with few layers.
 
@@ -151,8 +177,8 @@ def quick_plan(
     low, high = 2 * period, 4 * period
     if model.layers <= high or sizes is None:
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
-    wanted = PROGRAMS if placement == "colocated" else (placement,)
-    unrolled = PROGRAMS if len(set(model.sparse)) > 1 else ("sampler",)
+    wanted = wanted_programs(placement)
+    unrolled = PROGRAMS if len(set(model.sparse)) > 1 else ("resharding", "sampler")
     complete = [name for name in wanted if name not in unrolled]
     rest = [name for name in wanted if name in unrolled]
     programs = _programs(run, topology, complete, placement, effort, echo)
@@ -167,6 +193,13 @@ def quick_plan(
         programs[name] = found._replace(layers=(low, high))
     in_order = {name: programs[name] for name in PROGRAMS if name in programs}
     return _judged(run, topology, in_order)
+
+
+def wanted_programs(placement: str) -> tuple[str, ...]:
+    """The programs to compile; a sampler by itself is given weights that lie as it wants them."""
+    return {"train_step": ("train_step",), "sampler": ("resharding", "sampler")}.get(
+        placement, PROGRAMS
+    )
 
 
 def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -> Program:
@@ -184,12 +217,16 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     if spare in sizes:  # a deeper program needs no fewer of them
         sizes[spare] = max(sizes[spare], high.bytes_per_chip[spare])
     sizes["total"] = sum(size for part, size in sizes.items() if part != "total")
-    numbers = ("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound")
+    numbers = (
+        *("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound", "alone"),
+        *("full_seconds", "floor_seconds", "model_flops", "reads"),
+    )
     return Program(
         sizes,
         sizes["total"] <= topology.chip.hbm_bytes,
         **{name: line(getattr(low, name), getattr(high, name)) for name in numbers},
         compile_seconds=low.compile_seconds + high.compile_seconds,
+        effort=high.effort,
     )
 
 
@@ -213,19 +250,44 @@ def _programs(
 ) -> dict[str, Program]:
     """The run's programs of these names, compiled; one that the run lacks is left out."""
     kept = state_bytes(run)
-    lowering = {"sampler": lower_sampler, "train_step": lower_step}
     programs: dict[str, Program] = {}
+    weights: Any = None
     for name in names:
-        lowered = lowering[name](run)
+        lowered = _lowered(run, name, weights)
         if lowered is None:
             continue
         echo(f"compiling {name} for {topology.name} ...")
-        resident = {}
-        if name == "sampler" and placement == "colocated":
-            resident = {k: v for k, v in kept.items() if k != "weights"}
-        options = effort_options(effort)
-        programs[name] = _compile(lowered, options, run, topology, name, kept, resident)
+        state = kept if placement == "colocated" or name == "train_step" else {}
+        if name != "train_step" and placement != "colocated":
+            state = {"weights": kept["weights"]}
+        compiled, seconds = _compiled(lowered, effort_options(effort))
+        if isinstance(compiled, str):
+            programs[name] = _out_of_memory(compiled, run, name, state, seconds)
+            break
+        if name == "resharding":
+            weights = outputs(lowered, compiled)
+        programs[name] = _measured(compiled, run, topology, name, state, seconds)
+        programs[name] = programs[name]._replace(effort=effort)
     return programs
+
+
+def _lowered(run: build.Run, name: str, weights: Any) -> Any:
+    if name == "resharding":
+        return lower_resharding(run)
+    return lower_step(run) if name == "train_step" else lower_sampler(run, weights)
+
+
+def _compiled(lowered: Any, options: Mapping[str, Any] | None) -> tuple[Any, float]:
+    """The compiled program, or XLA's error where memory is too small, and the time it took."""
+    start = time.perf_counter()
+    try:
+        with _no_compile_cache():
+            compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if temporaries_in_error(str(error), 0.0) is None:
+            raise
+        compiled = str(error)
+    return compiled, time.perf_counter() - start
 
 
 def effort_options(effort: float) -> dict[str, Any] | None:
@@ -249,6 +311,7 @@ def _judged(run: build.Run, topology: Topology, programs: dict[str, Program]) ->
         remedies=changes,
         parameters=count_params(run.shape),
         tokens=prompts * group * length,
+        sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
     )
 
 
@@ -256,53 +319,75 @@ def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:
     return model.rope_pattern, model.window_pattern, model.expert_pattern
 
 
-def _compile(
-    lowered: Any,
-    options: Mapping[str, Any] | None,
+def _out_of_memory(
+    error: str, run: build.Run, name: str, state: Mapping[str, float], seconds: float
+) -> Program:
+    """What is known of a program for which XLA finds too little memory."""
+    given = _arguments(run, name, state)
+    resident = {k: v for k, v in state.items() if k not in given}
+    temporaries = temporaries_in_error(error, sum(given.values()))
+    sizes = {**resident, **given, "temporaries": temporaries or 0.0}
+    sizes["total"] = sum(sizes.values())
+    return Program(sizes, False, None, None, None, None, None, seconds)
+
+
+def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[str, float]:
+    """Bytes of what a program is given, by part."""
+    if name == "train_step":
+        return dict(state)
+    if name == "sampler" and run.config.sampling.mesh and drawing_mesh(run) != run.mesh:
+        return {"prepared": prepared_bytes(run)}
+    return {"weights": state["weights"]}
+
+
+def _measured(
+    compiled: Any,
     run: build.Run,
     topology: Topology,
     name: str,
-    kept: Mapping[str, float],
-    resident: Mapping[str, float],
+    state: Mapping[str, float],
+    seconds: float,
 ) -> Program:
-    start = time.perf_counter()
-    limit, extra = topology.chip.hbm_bytes, sum(resident.values())
-    weights = {"weights": kept["weights"]} if name == "sampler" else dict(kept)
-    try:
-        with _no_compile_cache():
-            compiled = lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        temporaries = temporaries_in_error(str(error), sum(weights.values()))
-        if temporaries is None:
-            raise
-        sizes = {**resident, **weights, "temporaries": temporaries}
-        sizes["total"] = sum(sizes.values())
-        seconds = time.perf_counter() - start
-        return Program(sizes, False, None, None, None, None, None, seconds)
-    stats = compiled.memory_analysis()
-    aliased = stats.alias_size_in_bytes
-    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - aliased
+    """A compiled program's bytes, operations and times."""
+    began, stats = time.perf_counter(), compiled.memory_analysis()
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     total += stats.temp_size_in_bytes + stats.generated_code_size_in_bytes
-    sizes = {**resident, **weights}
-    if name == "sampler":
-        temporaries = float(stats.temp_size_in_bytes)
-        sizes["cache"] = min(cache_bytes(run), temporaries)
-        sizes["prepared"] = min(prepared_bytes(run), temporaries - sizes["cache"])
+    given = _arguments(run, name, state)
+    resident = {k: v for k, v in state.items() if k not in given}
+    sizes = {**resident, **given}
+    room = float(stats.temp_size_in_bytes)
+    if name == "resharding":
+        sizes["prepared"] = float(stats.output_size_in_bytes)
+    elif name == "sampler":
+        sizes["cache"] = min(cache_bytes(run), room)
+        if "prepared" not in sizes:
+            sizes["prepared"] = min(prepared_bytes(run), room - sizes["cache"])
     sizes["program"] = float(stats.generated_code_size_in_bytes)
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)
-    sizes["total"] = float(total) + extra
-    costs = program_costs(compiled.as_text(), list(run.mesh.shape.values()))
-    seconds, bound = roofline(costs, topology, run.mesh.devices)
+    sizes["total"] = float(total) + sum(resident.values())
+    mesh = drawing_mesh(run) if name == "sampler" else run.mesh
+    text, shape = compiled.as_text(), list(mesh.shape.values())
+    found = decoding(run, mesh) if name == "sampler" else None
+    costs = program_costs(text, shape, {found.own: found.live} if found else {})
+    least, bound = roofline(costs, topology, mesh.devices)
+    whole = roofline(program_costs(text, shape), topology, mesh.devices)[0] if found else None
     return Program(
         bytes_per_chip=sizes,
-        fits=sizes["total"] <= limit,
+        fits=sizes["total"] <= topology.chip.hbm_bytes,
         flops=sum(c.runs * c.flops for c in costs),
         hbm_bytes=sum(c.runs * c.bytes for c in costs),
-        collective_bytes=_by_kind(costs, run.mesh.axis_names),
-        roofline_seconds=seconds,
+        collective_bytes=_by_kind(costs, mesh.axis_names),
+        roofline_seconds=least,
         bound=bound,
-        compile_seconds=time.perf_counter() - start,
+        compile_seconds=seconds + time.perf_counter() - began,
+        alone=each_alone(costs, topology, mesh.devices),
+        full_seconds=whole,
+        floor_seconds=floor_seconds(run, mesh, topology, name),
+        model_flops=model_flops(run, name) / topology.chips,
+        reads=None
+        if found is None
+        else {"weights": found.steps * found.weights, "cache": found.steps * found.cache},
     )
 
 
@@ -343,21 +428,34 @@ def roofline(
     three counts; computations run one after the other. Collectives over different axes do not
     overlap.
     """
-    chip = topology.chip
     bound = dict.fromkeys(("compute", "memory", "network"), 0.0)
     for cost in costs:
-        network = 0.0
-        for c in cost.collectives:
-            rate = axis_bandwidth(topology, devices, c.axes)
-            network += max(c.bytes / rate, c.times * HOP_SECONDS)
-        times = {
-            "compute": cost.flops / chip.flops,
-            "memory": cost.bytes / chip.hbm_bandwidth,
-            "network": network,
-        }
+        times = _times(cost, topology, devices)
         slowest = max(times, key=lambda k: times[k])
         bound[slowest] += cost.runs * times[slowest]
     return sum(bound.values()), bound
+
+
+def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
+    """Seconds that "compute", "memory" and "network" each would take by themselves."""
+    each = [(cost.runs, _times(cost, topology, devices)) for cost in costs]
+    return {
+        name: sum(runs * times[name] for runs, times in each)
+        for name in ("compute", "memory", "network")
+    }
+
+
+def _times(cost: Cost, topology: Topology, devices: np.ndarray) -> dict[str, float]:
+    """Seconds of one run of a computation on each resource."""
+    network = 0.0
+    for c in cost.collectives:
+        rate = axis_bandwidth(topology, devices, c.axes)
+        network += max(c.bytes / rate, c.times * HOP_SECONDS)
+    return {
+        "compute": cost.flops / topology.chip.flops,
+        "memory": cost.bytes / topology.chip.hbm_bandwidth,
+        "network": network,
+    }
 
 
 def _by_kind(costs: list[Cost], axes: tuple[str, ...]) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +15,11 @@ from jrl.plan.hlo import (
     COLLECTIVES,
     HloProgram,
     Operation,
-    computation_runs,
     fused_operations,
     parse_program,
     replica_groups,
 )
+from jrl.plan.loops import computation_runs, result_of
 
 _FREE = frozenset(
     (
@@ -64,12 +66,16 @@ class Cost(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def program_costs(text: str, mesh_shape: Sequence[int]) -> list[Cost]:
+def program_costs(
+    text: str, mesh_shape: Sequence[int], live: Mapping[int, float] = MappingProxyType({})
+) -> list[Cost]:
     """The cost of each computation that runs: the entry and the bodies of loops.
 
     Args:
       text: ``compiled.as_text()``.
       mesh_shape: the sizes of the mesh's axes; the program's device number i is the mesh's i-th.
+      live: for caches that attention's kernel reads in part, by how many numbers they have: the
+        share that it reads.
     """
     program = parse_program(text)
     costs = []
@@ -78,7 +84,7 @@ def program_costs(text: str, mesh_shape: Sequence[int]) -> list[Cost]:
         flops, moved = 0.0, 0.0
         found: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
         for operation in operations.values():
-            moved += _bytes_moved(program, operation, operations)
+            moved += _bytes_moved(program, operation, operations, live)
             for inner, own in fused_operations(program, operation, operations):
                 flops += _flops(inner, own)
                 if (hit := _collective(inner, own, mesh_shape)) is not None:
@@ -164,7 +170,10 @@ def _valid(size: int, out: int, window: int, stride: int, pad: int, left: int, r
 
 
 def _bytes_moved(
-    program: HloProgram, operation: Operation, operations: dict[str, Operation]
+    program: HloProgram,
+    operation: Operation,
+    operations: dict[str, Operation],
+    live: Mapping[int, float],
 ) -> float:
     """Bytes between the chip's main memory and its units for one operation.
 
@@ -179,7 +188,10 @@ def _bytes_moved(
         return _fusion_bytes(program.computations[called[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
         return float(reported[1])  # a kernel that reports its traffic
-    reads = [a.bytes for s in sources for a in s.outputs[:1] if a.main]
+    arrays = [a for s in sources for a in s.outputs[:1] if a.main]
+    kernel = operation.kind == "custom-call" and _SPLASH.match(operation.name)
+    shares = [live.get(math.prod(a.sizes), 1.0) if kernel else 1.0 for a in arrays]
+    reads = [a.bytes * share for a, share in zip(arrays, shares, strict=True)]
     writes = [a.bytes for a in operation.outputs if a.main]
     if operation.kind in ("copy-start", "collective-permute-start", "all-gather-start"):
         # (destination, source, ...): one of them is in main memory
@@ -241,7 +253,7 @@ def _passes(operation: Operation) -> bool:
 
 def _roots(inner: dict[str, Operation]) -> list[Operation]:
     """The operation behind each output of a fusion."""
-    last = list(inner.values())[-1]
+    last = inner[result_of(inner)]
     return [inner[n] for n in last.operands if n in inner] if last.kind == "tuple" else [last]
 
 

@@ -1,16 +1,10 @@
-"""The text of a compiled program as operations, and how often each computation runs.
-
-XLA's own analysis counts the body of a loop once. Here a computation is counted as often as it
-runs: the body of a loop as often as its condition's constant says, the branches of a conditional
-once together, in equal parts.
-"""
+"""The text of a compiled program as operations, and the devices of its collectives."""
 
 from __future__ import annotations
 
 import itertools
 import re
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -59,6 +53,7 @@ class Operation(NamedTuple):
     outputs: tuple[Buffer, ...]
     operands: tuple[str, ...]
     text: str
+    root: bool = False
 
 
 class HloProgram(NamedTuple):
@@ -84,6 +79,7 @@ def parse_program(text: str) -> HloProgram:
             current = computations[name] = {}
         elif current is not None and (match := _LINE.match(line)):
             operation = _operation(match[1], match[2])
+            operation = operation._replace(root=line.lstrip().startswith("ROOT "))
             current[operation.name] = operation
         elif line.rstrip() == "}":
             current = None
@@ -133,52 +129,6 @@ def called_computations(operation: Operation) -> list[str]:
         inside = operation.text.split("branch_computations={", 1)[1].split("}", 1)[0]
         found += _NAME.findall(inside)
     return found
-
-
-# ---------------------------------------------------------------- control flow
-
-
-def computation_runs(program: HloProgram) -> dict[str, float]:
-    """How often each computation runs, the entry and the bodies of loops, by name."""
-    runs: dict[str, float] = defaultdict(float)
-    _count_runs(program, program.entry, 1.0, runs)
-    return runs
-
-
-def _count_runs(program: HloProgram, name: str, times: float, runs: dict[str, float]) -> None:
-    """Adds the runs of a computation and of those that it calls outside fusions."""
-    runs[name] += times
-    for operation in program.computations[name].values():
-        if operation.kind == "while":
-            body = re.search(r"body=%([\w.\-]+)", operation.text)
-            condition = re.search(r"condition=%([\w.\-]+)", operation.text)
-            assert body
-            assert condition
-            trips = _trips(program.computations[condition[1]], operation)
-            _count_runs(program, body[1], times * trips, runs)
-            _count_runs(program, condition[1], times * trips, runs)
-        elif operation.kind == "conditional":
-            branches = [c for c in called_computations(operation) if c in program.computations]
-            for branch in branches:
-                _count_runs(program, branch, times / len(branches), runs)
-        elif operation.kind in ("call", "async-start"):
-            for called in called_computations(operation):
-                _count_runs(program, called, times, runs)
-
-
-def _trips(condition: dict[str, Operation], loop: Operation) -> float:
-    """The most iterations of a loop: from its name, else the least bound of its counter."""
-    if named := re.search(r'op_name="[^"]*at_most_(\d+)/while"', loop.text):
-        return float(named[1])
-    if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
-        return float(known[1])
-    bounds = []
-    for operation in condition.values():
-        if operation.kind == "compare" and "direction=LT" in operation.text:
-            sources = [condition.get(name) for name in operation.operands]
-            numbers = [re.match(r"constant\((\d+)\)", x.text) for x in sources if x]
-            bounds += [float(number[1]) for number in numbers if number]
-    return min(bounds, default=1.0)
 
 
 def fused_operations(

@@ -19,6 +19,7 @@ from jrl.models.routing import record_dtype
 from jrl.train import build, programs
 from jrl.train.frozen import run_shape, run_task
 from jrl.train.objective import max_new_tokens
+from jrl.train.resharding import ReshardedSampler
 from jrl.types import Batch, RoutingRecord, TrainState
 
 
@@ -71,16 +72,30 @@ def run_model(config: Config, task: Any) -> ModelConfig:
 # ---------------------------------------------------------------- the two programs, lowered
 
 
-def lower_sampler(run: build.Run) -> Any:
-    """The sampler, lowered for the run's mesh; None where the method samples nothing."""
+def lower_resharding(run: build.Run) -> Any:
+    """What makes the sampler's weights on its own mesh, lowered; None where it has none."""
+    program = programs.train_sampler(run)
+    if not isinstance(program, ReshardedSampler):
+        return None
+    with jax.set_mesh(program.mesh):
+        return program.weights.lower(programs.policy_layout(run))
+
+
+def lower_sampler(run: build.Run, weights: Any = None) -> Any:
+    """The sampler, lowered for the mesh that it samples on; None where the method samples nothing.
+
+    Args:
+      run: the run.
+      weights: with a mesh of the sampler's own, the shapes of what the compiled resharding makes,
+        with their shardings.
+    """
     program = programs.train_sampler(run)
     if program is None:
         return None
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    policy, sampling_params = (
-        programs.policy_layout(run),
-        jax.eval_shape(lambda: run.sampling_params),
-    )
+    key, policy = jax.eval_shape(lambda: jax.random.key(0)), programs.policy_layout(run)
+    sampling_params = jax.eval_shape(lambda: run.sampling_params)
+    if isinstance(program, ReshardedSampler):
+        run, policy, program = run._replace(mesh=program.mesh), weights, program.program
     n = run.config.train.prompts
     step, ids = _int(), _int(n)
     if run.task is not None:
@@ -100,6 +115,15 @@ def lower_step(run: build.Run) -> Any:
 def _lower(run: build.Run, program: Any, *args: Any, **kwargs: Any) -> Any:
     with jax.set_mesh(run.mesh):
         return program.lower(*args, **kwargs)
+
+
+def outputs(lowered: Any, compiled: Any) -> Any:
+    """The shapes of what a program makes, with their shardings."""
+    return jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        lowered.out_info,
+        compiled.output_shardings,
+    )
 
 
 def _int(*shape: int) -> jax.ShapeDtypeStruct:

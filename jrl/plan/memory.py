@@ -15,6 +15,7 @@ from jrl.plan.topology import Topology, larger
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes
 from jrl.train.objective import max_new_tokens
+from jrl.train.programs import drawing_mesh
 from jrl.train.state import policy_of
 
 GIB = 1 << 30
@@ -44,13 +45,13 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 def cache_bytes(run: build.Run) -> float:
     """Bytes of keys and values on one chip: each prompt's once, each completion's own."""
-    config, model = run.config, run.shape
+    config, model, mesh = run.config, run.shape, drawing_mesh(run)
     draw = run.method.draw
     group = config.sampling.group + draw.baseline_members
-    batch = -(-config.train.prompts // batch_shards(run.mesh))
+    batch = -(-config.train.prompts // batch_shards(mesh))
     new = max_new_tokens(config, run.task)
     tokens = cached_tokens(batch, group, run.width, new, config.sampling.slots)
-    heads = -(-model.kv_heads // run.mesh.shape["tensor"])
+    heads = -(-model.kv_heads // mesh.shape["tensor"])
     each = 2 * model.layers * heads * model.head_dim * jnp.dtype(model.dtype).itemsize
     return float(tokens * each)
 
@@ -63,7 +64,8 @@ def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) 
 
 def prepared_bytes(run: build.Run) -> float:
     """Bytes of the weights as the sampler reads them on one chip, beside those it is given."""
-    return sampler_bytes(run.shape, run.mesh.shape, gathered=gathers(run.shape, run.mesh))
+    mesh = drawing_mesh(run)
+    return sampler_bytes(run.shape, mesh.shape, gathered=gathers(run.shape, mesh))
 
 
 # ---------------------------------------------------------------- what would make it fit
@@ -77,7 +79,7 @@ def remedies(
     Args:
       run: the run, on its mesh.
       topology: the slices.
-      name: "sampler" or "train_step".
+      name: "resharding", "sampler" or "train_step".
       sizes: the program's ``bytes_per_chip``.
     """
     config, limit = run.config, topology.chip.hbm_bytes
@@ -98,6 +100,9 @@ def remedies(
             lines.append(f"the state fits on {bigger} with mesh.fsdp over all its chips")
         lines.append('optimizer.name = "adafactor" stores almost no moments')
         return lines
+    if name == "resharding" or sizes.get("prepared", 0.0) > limit - stays:
+        lines += resharding_remedies(run, sizes["total"] / (0.9 * limit), topology)
+        return lines
     spare = limit - stays
     movable = sizes["total"] - stays
     factor = 2 ** int(np.ceil(np.log2(max(movable / spare, 1.0001))))
@@ -112,9 +117,37 @@ def remedies(
                 f"a microbatch has only {per} prompts a chip; lower sampling.max_new_tokens or "
                 "sampling.group, or raise mesh.tensor"
             )
-        return lines
+        return lines + roomier(topology, sizes["total"] / (0.9 * limit))
     batch = config.train.prompts // batch_shards(run.mesh) * config.sampling.group
     if batch >= 2 * factor:
         lines.append(f"sampling.slots = {max(batch // factor, 1)} completions at once on a chip")
-    lines.append("raise mesh.tensor, which shards weights and the cache")
-    return lines
+    key = "sampling.mesh" if config.sampling.mesh else "mesh"
+    lines.append(f"raise {key}.tensor, which shards weights and the cache")
+    return lines + roomier(topology, sizes["total"] / (0.9 * limit))
+
+
+def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> list[str]:
+    """What makes room for the sampler's copy of the weights beside the state of training.
+
+    Args:
+      run: the run, on its mesh.
+      factor: how many times as much memory it would take.
+      topology: the slices.
+    """
+    lines, mesh = [], drawing_mesh(run)
+    key = "sampling.mesh" if run.config.sampling.mesh else "mesh"
+    tensor = mesh.shape["tensor"]
+    while tensor < mesh.shape["tensor"] * factor and run.shape.kv_heads % (2 * tensor) == 0:
+        tensor *= 2
+    if tensor > mesh.shape["tensor"]:
+        lines.append(f"{key}.tensor = {tensor} divides the sampler's copy of the weights")
+    lines.append(f"{key}.fsdp leaves the copy divided where it takes over half of a chip's memory")
+    return lines + roomier(topology, factor)
+
+
+def roomier(topology: Topology, factor: float) -> list[str]:
+    """A line that names the slice on which a chip would have to hold ``factor`` times less."""
+    bigger = larger(topology, topology.chips * factor)
+    if bigger is None or bigger == topology.name or topology.slices > 1:
+        return []
+    return [f"or take {bigger}, with mesh.fsdp over the chips that it has more"]

@@ -10,6 +10,7 @@ candidates, and XLA compiles the first few for the chips.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -29,6 +30,12 @@ from jrl.train.frozen import run_task
 
 Sizes = tuple[tuple[str, int], ...]
 
+SLOWER = 3
+"""How many times as long a program compiles with effort 0 as with -1, observed at most."""
+
+SAMPLERS = 3
+"""Meshes of the sampler's own that are tried with each mesh of training."""
+
 
 class Candidate(NamedTuple):
     """One way to run.
@@ -39,12 +46,14 @@ class Candidate(NamedTuple):
       microbatches: see ``train.microbatches``.
       rollout: devices of rollout along each axis, half of the chips; None where rollout and
         training alternate on all of them.
+      sampler: the mesh that they are arranged in while sampling; None for that of training.
     """
 
     mesh: Sizes
     remat: str
     microbatches: int
     rollout: Sizes | None
+    sampler: Sizes | None = None
 
     def text(self) -> str:
         """As changes to a configuration, KEY=VALUE."""
@@ -53,16 +62,26 @@ class Candidate(NamedTuple):
         if self.rollout is not None:
             found += ["placement.staleness=1"]
             found += [f"placement.rollout.{axis}={n}" for axis, n in self.rollout]
+        if self.sampler is not None:
+            found += [f"sampling.mesh.{axis}={n}" for axis, n in self.sampler]
         return " ".join(found)
 
     def applied(self, config: Config) -> Config:
         """The configuration with these changes."""
-        own = self.rollout
-        placement = None if own is None else PlacementTable(staleness=1, rollout=dict(own))  # type: ignore[arg-type]
+        apart = self.rollout
+        placement = None if apart is None else PlacementTable(staleness=1, rollout=dict(apart))  # type: ignore[arg-type]
         mesh = config.mesh.model_copy(update=dict(self.mesh) | {"context": 1})
         model = config.model.model_copy(update={"remat": self.remat})
         train = config.train.model_copy(update={"microbatches": self.microbatches})
-        tables = {"mesh": mesh, "model": model, "train": train, "placement": placement}
+        own = {axis: n for axis, n in self.sampler or () if n > 1}
+        sampling = config.sampling.model_copy(update={"mesh": own})
+        tables: dict[str, Any] = {
+            "mesh": mesh,
+            "model": model,
+            "train": train,
+            "placement": placement,
+        }
+        tables["sampling"] = sampling
         return config.model_copy(update=tables)
 
 
@@ -71,21 +90,28 @@ def search(
     topology: Topology,
     *,
     limit: int = 6,
+    seconds: float | None = None,
+    effort: float = -1.0,
     echo: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Candidates by predicted step time, those that fit first.
 
     Args:
-      config: the run's. Its mesh, remat, microbatches and placement are replaced; its own are the
+      config: the run's. Its meshes, remat, microbatches and placement are replaced; its own are the
         first candidate if they divide the chips.
       topology: the slices.
       limit: the number of candidates to compile.
+      seconds: no candidate is begun that would go beyond this time, if it took as long as the
+        longest so far; None for no limit. The first one is always compiled.
+      effort: XLA's, with which candidates are compiled. The best is then compiled with 0, as a run
+        is, if the time allows (about ``SLOWER`` times as long).
       echo: receives lines of progress.
 
     Returns:
-      For each: ``changes`` (text), ``mesh``, ``rollout_mesh``, ``remat``, ``microbatches``,
-      ``placement``, ``fits``, ``step_seconds``, ``seconds`` of each program, and
-      ``bytes_per_chip`` (the larger program's).
+      For each: ``changes`` (text), ``mesh``, ``rollout_mesh``, ``sampling_mesh``, ``remat``,
+      ``microbatches``, ``placement``, ``fits``, ``step_seconds``, ``effort`` with which that was
+      compiled, ``ranked_seconds`` (with the effort of the ranking), ``estimated_seconds`` (before
+      compiling), ``seconds`` of each program, and ``bytes_per_chip`` (the larger program's).
 
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
@@ -100,25 +126,48 @@ def search(
         )
     ranked = sorted(candidates, key=lambda c: estimate(config, model, topology, c))
     found: list[dict[str, Any]] = []
+    chosen: dict[str, Candidate] = {}
     hopeless: set[Sizes | None] = set()
+    began, longest, compiled = time.monotonic(), 0.0, Compiled(config, topology, effort)
     for candidate in dict.fromkeys([*configured(config, candidates), *diverse_first(ranked)]):
         if len(found) == limit:
             break
         if candidate.rollout in hopeless:
             continue
+        start = time.monotonic()
+        if seconds is not None and found and start - began + longest > seconds:
+            echo(f"stopped after {len(found)} of {limit}: another would go beyond {seconds:g} s")
+            break
         echo(f"{len(found) + 1} of {limit}: {candidate.text()}")
-        judged, samples = _judge(config, topology, candidate)
+        judged, samples = _judge(compiled, candidate)
+        judged["estimated_seconds"] = estimate(config, model, topology, candidate)
+        chosen[judged["changes"]] = candidate
+        longest = max(longest, time.monotonic() - start)
         if candidate.rollout is not None and not samples:
             hopeless.add(candidate.rollout)  # on any mesh of training
         found.append(judged)
-    return sorted(found, key=lambda f: (not f["fits"], f["step_seconds"] or np.inf))
+    found.sort(key=_order)
+    left = np.inf if seconds is None else began + seconds - time.monotonic()
+    if effort and found[0]["fits"] and left > SLOWER * longest:
+        echo(f"compiling the best with effort 0, as in a run: {found[0]['changes']}")
+        again, _ = _judge(Compiled(config, topology, 0.0), chosen[found[0]["changes"]])
+        found[0] |= again | {"ranked_seconds": found[0]["ranked_seconds"]}
+    return sorted(found, key=_order)
+
+
+def _order(found: Mapping[str, Any]) -> tuple[bool, float]:
+    """What fits first, then by time."""
+    return not found["fits"], found["step_seconds"] or np.inf
 
 
 def configured(config: Config, candidates: list[Candidate]) -> list[Candidate]:
     """The configuration itself as a candidate, if it is one."""
     own = [(axis, config.mesh.axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")]
-    given = Candidate(tuple(own), config.model.remat, config.train.microbatches, None)
-    return [given] if given in candidates else []
+    axes = config.sampling.mesh_axes
+    sampler = tuple((axis, axes[axis]) for axis, _ in own) if axes else None
+    sampler = None if sampler == tuple(own) else sampler
+    given = Candidate(tuple(own), config.model.remat, config.train.microbatches, None, sampler)
+    return [given] if given._replace(sampler=None) in candidates else []
 
 
 def diverse_first(ranked: list[Candidate]) -> list[Candidate]:
@@ -128,7 +177,7 @@ def diverse_first(ranked: list[Candidate]) -> list[Candidate]:
     """
     best: dict[Any, Candidate] = {}
     for candidate in ranked:
-        best.setdefault((candidate.mesh, candidate.rollout), candidate)
+        best.setdefault((candidate.mesh, candidate.rollout, candidate.sampler), candidate)
     shared = [c for c in best.values() if c.rollout is None]
     disjoint = [c for c in best.values() if c.rollout is not None]
     turns = itertools.chain.from_iterable(itertools.zip_longest(shared, disjoint))
@@ -143,19 +192,23 @@ def enumerate_candidates(
     for part in (topology, half(topology)):
         if part is None:
             continue
-        rollouts: list[Sizes | None] = [None]
-        if part != topology:
-            options = _meshes(model, part.chips, config.train.prompts, slices)
-            chip = topology.chip
-            best = sorted(options, key=lambda m: sampling_seconds(config, model, chip, dict(m)))
-            rollouts = [*best[:2]]
-        for mesh, rollout in itertools.product(
-            _meshes(model, part.chips, prompts, slices), rollouts
+        options = _meshes(model, part.chips, config.train.prompts, slices)
+        best = sorted(
+            options, key=lambda m: sampling_seconds(config, model, topology.chip, dict(m))
+        )
+        samplers: list[Sizes | None] = [*best[:2]]
+        if part == topology:
+            samplers = [None, *best[:SAMPLERS]]
+        for mesh, sampler in itertools.product(
+            _meshes(model, part.chips, prompts, slices), samplers
         ):
+            if sampler == mesh and part == topology:
+                continue
+            where = (None, sampler) if part == topology else (sampler, None)
             local = prompts // _shards(dict(mesh))
             for remat, parts in itertools.product(("full", "elementwise"), (1, 2, 4, 8, 16, 32)):
                 if local % parts == 0:
-                    yield Candidate(mesh, remat, parts, rollout)
+                    yield Candidate(mesh, remat, parts, *where)
 
 
 def _shards(mesh: Mapping[str, int]) -> int:
@@ -183,7 +236,10 @@ def estimate(config: Config, model: ModelConfig, topology: Topology, c: Candidat
     """A rough step time, seconds, multiplied by a large factor if memory is clearly too small."""
     train, kept = training_seconds(config, model, topology.chip, c)
     if c.rollout is None:
-        return train + sampling_seconds(config, model, topology.chip, dict(c.mesh), kept)
+        mesh = dict(c.sampler or c.mesh)
+        sampling = sampling_seconds(config, model, topology.chip, mesh, kept)
+        moved = resharding_seconds(model, topology.chip, mesh) if c.sampler else 0.0
+        return train + sampling + moved
     return max(train, sampling_seconds(config, model, topology.chip, dict(c.rollout)))
 
 
@@ -222,6 +278,11 @@ def training_seconds(
     return (compute / mesh["tensor"] + gather + exchange) * _too_large(size, chip), kept
 
 
+def resharding_seconds(model: ModelConfig, chip: Chip, mesh: Mapping[str, int]) -> float:
+    """Rough seconds until every device has its part of the sampler's weights, in 16 bits."""
+    return 2 * count_params(model) / (mesh["tensor"] * mesh["expert"]) / (2 * chip.link_bandwidth)
+
+
 def sampling_seconds(
     config: Config, model: ModelConfig, chip: Chip, mesh: Mapping[str, int], kept: float = 0.0
 ) -> float:
@@ -247,24 +308,73 @@ def sampling_seconds(
 # ---------------------------------------------------------------- by compiling
 
 
-def _judge(config: Config, topology: Topology, candidate: Candidate) -> tuple[dict[str, Any], bool]:
+class Compiled:
+    """Plans of the two halves of colocated runs, each compiled once for all that share it.
+
+    Args:
+      config: the run's.
+      topology: the slices.
+      effort: XLA's.
+    """
+
+    def __init__(self, config: Config, topology: Topology, effort: float) -> None:
+        self.config, self.topology, self.effort = config, topology, effort
+        self._halves: dict[Any, Plan] = {}
+
+    def __call__(self, candidate: Candidate) -> Plan:
+        """The plan of a candidate."""
+        chosen = candidate.applied(self.config)
+        if candidate.rollout is not None:
+            return plan_disjoint(chosen, self.topology, quick_plan, effort=self.effort)
+        training = candidate.mesh, candidate.remat, candidate.microbatches
+        sampling = candidate.mesh, candidate.sampler
+        halves = []
+        for placement, key in (("sampler", sampling), ("train_step", training)):
+            if key not in self._halves:
+                options: dict[str, Any] = {"placement": placement, "effort": self.effort}
+                self._halves[key] = quick_plan(chosen, self.topology, **options)
+            halves.append(self._halves[key])
+        return together(*halves)
+
+
+def together(sampler: Plan, training: Plan) -> Plan:
+    """The plan of a sampler and a training step in turn on the same chips.
+
+    The training state stays in memory while sampling.
+    """
+    parts = training.programs["train_step"].bytes_per_chip
+    state = {k: v for k, v in parts.items() if k in ("value", "optimizer", "frozen")}
+    limit, programs = training.topology.chip.hbm_bytes, {}
+    for name, program in sampler.programs.items():
+        total = program.bytes_per_chip["total"] + sum(state.values())
+        sizes = state | program.bytes_per_chip | {"total": total}
+        fits = program.fits and total <= limit
+        programs[name] = program._replace(bytes_per_chip=sizes, fits=fits)
+    programs |= training.programs
+    return training._replace(
+        programs=programs,
+        fits=all(p.fits for p in programs.values()),
+        sampling_mesh=sampler.sampling_mesh,
+    )
+
+
+def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bool]:
     """A candidate's plan as a row of the result, and whether its sampler fits."""
-    chosen = candidate.applied(config)
-    plan: Plan
-    if candidate.rollout is None:
-        plan = quick_plan(chosen, topology)
-    else:
-        plan = plan_disjoint(chosen, topology, quick_plan)
-    programs = plan.programs
+    plan = compiled(candidate)
+    programs, own = plan.programs, candidate.sampler
+    without = " sampling.mesh={}" if compiled.config.sampling.mesh and own is None else ""
     judged = {
-        "changes": candidate.text(),
+        "changes": candidate.text() + without,
         "mesh": dict(candidate.mesh),
         "rollout_mesh": None if candidate.rollout is None else dict(candidate.rollout),
+        "sampling_mesh": None if own is None else dict(own),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
         "placement": "colocated" if candidate.rollout is None else "disjoint",
         "fits": plan.fits,
         "step_seconds": plan.step_seconds,
+        "ranked_seconds": plan.step_seconds,
+        "effort": compiled.effort,
         "seconds": {name: p.roofline_seconds for name, p in programs.items()},
         "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs.values()),
     }

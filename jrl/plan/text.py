@@ -7,8 +7,22 @@ from typing import Any
 
 from jrl.plan.compile import Plan, Program
 from jrl.plan.memory import GIB
+from jrl.plan.topology import Topology
 
-_WORDS = {"train_step": "training step", "sampler": "sampler"}
+_WORDS = {
+    "resharding": "resharding of the weights for the sampler",
+    "train_step": "training step",
+    "sampler": "sampler",
+}
+_PARTS = {
+    "prepared": "gathered copy for sampling",
+    "temporaries": "activations and other temporaries",
+    "value": "value network",
+    "optimizer": "optimizer moments",
+    "frozen": "frozen policies",
+    "cache": "cache of keys and values",
+    "program": "code",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -20,6 +34,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "chips": plan.topology.chips,
         "mesh": plan.mesh,
         "rollout_mesh": plan.rollout_mesh,
+        "sampling_mesh": plan.sampling_mesh,
         "parameters": plan.parameters,
         "chip": {
             "hbm_bytes": chip.hbm_bytes,
@@ -54,14 +69,18 @@ def as_text(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     topology = plan.topology
     yield f"{plan.parameters / 1e9:.2f}B parameters on {topology.name}, {topology.chips} chips"
-    if plan.rollout_mesh is None:
+    if plan.sampling_mesh is not None:
+        yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.sampling_mesh)}"
+        yield "of the same chips; the weights are resharded once a rollout"
+    elif plan.rollout_mesh is None:
         yield f"mesh {_mesh(plan.mesh)}"
     else:
         yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.rollout_mesh)}"
         yield f"in parallel; sending the weights takes {_seconds(plan.move_seconds)}"
     for name, program in plan.programs.items():
         yield ""
-        yield from _program(_WORDS[name], program, topology.chip.hbm_bytes)
+        tokens = plan.tokens / topology.chips if plan.rollout_mesh is None else 0.0
+        yield from _program(_WORDS[name], program, topology, tokens)
     yield ""
     if (seconds := plan.step_seconds) is not None:
         rate = plan.tokens / max(seconds, 1e-9)
@@ -79,12 +98,13 @@ def _mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "one chip"
 
 
-def _program(name: str, program: Program, limit: int) -> Iterator[str]:
+def _program(name: str, program: Program, topology: Topology, tokens: float) -> Iterator[str]:
+    limit = topology.chip.hbm_bytes
     total = program.bytes_per_chip["total"]
     yield f"{name}: {total / GIB:.2f} of {limit / GIB:.0f} GiB a chip ({100 * total / limit:.0f} %)"
     for part, size in program.bytes_per_chip.items():
         if part != "total":
-            yield f"  {part:<12} {size / GIB:8.3f} GiB"
+            yield f"  {_PARTS.get(part, part):<33} {size / GIB:8.3f} GiB"
     if program.layers:
         yield f"  extrapolated from programs of {' and '.join(map(str, program.layers))} layers"
     if program.roofline_seconds is None or program.bound is None:
@@ -96,6 +116,40 @@ def _program(name: str, program: Program, limit: int) -> Iterator[str]:
         yield f"  {kind} over {axes}: {_bytes(size)} sent"
     split = ", ".join(f"{k} {_seconds(v)}" for k, v in program.bound.items() if v)
     yield f"  at least {_seconds(program.roofline_seconds)} ({split})"
+    yield from _shares(program, topology, tokens)
+
+
+def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str]:
+    """What a program's time goes to, and how far it is from the least that it could be."""
+    seconds = max(program.roofline_seconds or 0.0, 1e-12)
+    if program.alone is not None:
+        each = ", ".join(f"{k} {_seconds(v)}" for k, v in program.alone.items())
+        yield f"  each by itself: {each}; {max(program.alone, key=program.alone.__getitem__)} leads"
+    if program.full_seconds is not None:
+        yield (
+            "  the cache is read as far as it is filled; read whole for every token: "
+            f"{_seconds(program.full_seconds)}"
+        )
+    if program.reads is not None and program.hbm_bytes:
+        shares = {k: v / program.hbm_bytes for k, v in program.reads.items()}
+        rest = max(1 - sum(shares.values()), 0.0)
+        named = ", ".join(f"{k} {100 * v:.0f} %" for k, v in shares.items())
+        yield (
+            f"  memory traffic: {named} (read once a token), activations and the rest "
+            f"{100 * rest:.0f} %"
+        )
+    if program.model_flops:
+        used = program.model_flops / topology.chip.flops / seconds
+        rate = f", {tokens / seconds:,.0f} tokens/s a chip" if tokens else ""
+        yield f"  model FLOP utilisation {100 * used:.1f} %{rate}"
+    if program.floor_seconds:
+        reached = 100 * program.floor_seconds / seconds
+        yield f"  floor {_seconds(program.floor_seconds)}, of which {reached:.0f} % is reached"
+    if program.effort:
+        yield (
+            f"  compiled with effort {program.effort:g}: a run's program, with 0, may have other "
+            "collectives and temporaries"
+        )
 
 
 def _bytes(size: float) -> str:
@@ -111,15 +165,18 @@ def _seconds(seconds: float) -> str:
 
 def search_text(found: Sequence[Mapping[str, Any]]) -> str:
     """The candidates of a search as a table, best first."""
-    rows = [("", "predicted step", "GiB a chip", "changes")]
+    rows = [("", "predicted step", "estimated before", "GiB a chip", "changes")]
     for i, item in enumerate(found, 1):
         seconds = item["step_seconds"]
         time = "-" if seconds is None else _seconds(seconds)
         size = f"{item['bytes_per_chip'] / GIB:.1f}"
         verdict = item["changes"] if item["fits"] else f"{item['changes']} (does not fit)"
-        rows.append((str(i), time, size, verdict))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        rough = _seconds(item["estimated_seconds"]) if item["fits"] else "-"
+        if item["step_seconds"] != item["ranked_seconds"]:
+            verdict += f" (compiled as in a run; ranked by {_seconds(item['ranked_seconds'])})"
+        rows.append((str(i), time, rough, size, verdict))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
     return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:3], widths, strict=True)), row[3]])
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
     )

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jrl.errors import UserError, choose
+from jrl.extras import install_line
 
 HOP_SECONDS = 1e-6
 """Latency of one hop between neighbouring chips; an order of magnitude."""
@@ -155,8 +156,8 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            'libtpu is not installed, and compiling for a TPU needs it; pip install "jrl[plan]" '
-            "installs the version for this JAX. It works on any Linux machine, without a TPU"
+            "libtpu is not installed, and compiling for a TPU needs it, on any Linux machine and"
+            f" without a TPU; install the version for this JAX: {install_line('plan')}"
         )
     # Without these, libtpu looks for a TPU of this machine and for its metadata server.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

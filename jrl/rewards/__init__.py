@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError, choose
-from jrl.own import FORMS, check_options, load
+from jrl.own import FORMS, GIVEN, check_options, load
 from jrl.rewards.base import RewardFn, Sample, over_group
+from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import format_reward
 from jrl.rewards.math import math_reward
@@ -34,40 +35,44 @@ class UserReward:
 
     def __init__(self, spec: str, options: dict[str, Any]) -> None:
         self.spec, self.options = spec, options
-        self.over = getattr(load(spec, "rewards"), "over", "sample")
+        self.over = getattr(self._function(), "over", "sample")
+
+    def _function(self) -> Callable[..., list[float]]:
+        return adapted(load(self.spec, "rewards"))
 
     def prepare(self) -> None:
         """Loads the function; the pool calls this once in each worker."""
-        load(self.spec, "rewards")
+        self._function()
 
     def __call__(self, samples: list[Sample]) -> list[float]:
         """Calls the function."""
-        return load(self.spec, "rewards")(samples, **self.options)
+        return self._function()(samples, **self.options)
 
 
 def make_reward(name: str, **options: Any) -> RewardFn:
     """A reward function with its options bound.
 
     Args:
-      name: one of ``REWARDS``, "FILE.py:function", or "module:function".
+      name: one of ``REWARDS``, "FILE.py:function", or "module:function". A function of one's own
+        has one of the two forms of ``jrl.rewards.columns``.
       **options: further arguments of the function.
 
     Returns:
       A function of samples; it can be sent to a worker process.
 
     Raises:
-      UserError: no such function, or an option that it does not have.
+      UserError: no such function, one of another form, or an option that it does not have.
     """
-    if ":" in name:
-        reward: RewardFn = UserReward(name, options)
-        function = load(name, "rewards")
-    elif name in REWARDS:
-        function = REWARDS[name]
-        reward = functools.partial(function, **options)
-    else:
-        raise UserError(f"{choose('rewards', name, REWARDS)}, {FORMS}")
-    check_options(function, options, f"rewards.{name}", first=1)
-    return reward
+    if ":" not in name and name not in REWARDS:
+        raise UserError(f"{choose('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}")
+    function = load(name, "rewards") if ":" in name else REWARDS[name]
+    if form_of(function, f"rewards.{name}") == "samples":
+        check_options(function, options, f"rewards.{name}", first=1)
+    if ":" not in name:
+        return functools.partial(function, **options)
+    if name.startswith(GIVEN):  # a worker process could not find it by this name
+        return functools.partial(adapted(function), **options)
+    return UserReward(name, options)
 
 
 __all__ = [

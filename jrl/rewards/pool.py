@@ -107,7 +107,8 @@ class RewardPool:
 
         Returns:
           (points [B, R] float32, R in the order of the functions, NaN where a sample is to be
-          dropped; counts of calls by name, "reward_timeouts" and "reward_errors").
+          dropped; counts of calls by name, "reward_calls", "reward_timeouts" and
+          "reward_errors").
 
         Raises:
           UserError: a call failed and the run is to stop then; names the function and the prompt.
@@ -120,7 +121,7 @@ class RewardPool:
             for index in (members if _over(function) == "sample" else members[:1])
         ]
         points = np.zeros((len(samples), len(self.functions)), np.float32)
-        counts = {"reward_timeouts": 0.0, "reward_errors": 0.0}
+        counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
         with self._turn, contextlib.closing(self._results(calls, samples)) as results:
             for (column, name, members, _), result in results:
                 if not isinstance(result, Failure):

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.errors import UserError
+from jrl.extras import install_line
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.cache import put_prefixes, share
 from jrl.sampling.params import SamplingParams
@@ -62,7 +63,7 @@ def library() -> Any:
             }
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{error}; install jrl[jetstream], or without TensorFlow: "
+            f"{error}; {install_line('jetstream')}, or without TensorFlow: "
             "pip install --no-deps google-jetstream==0.2.2, and grpcio, prometheus-client, "
             "shortuuid"
         ) from None

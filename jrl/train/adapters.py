@@ -18,11 +18,11 @@ import numpy as np
 from jrl.checkpoint import Checkpoints
 from jrl.config import Config
 from jrl.errors import UserError
+from jrl.integrity import checksum
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters
 from jrl.models.lora import Lora, with_adapters
-from jrl.train.state import checksum
 from jrl.types import NOTHING, Network, Params, TrainState
 
 BASE = "base"
@@ -90,7 +90,7 @@ def with_base(state: TrainState, base: Params) -> TrainState:
 
 
 def base_checksum(base: Params) -> int:
-    """One number that tells a base from another; see ``state.checksum``."""
+    """One number that tells a base from another; see ``integrity.checksum``."""
     return zlib.crc32(np.asarray(_checksum(base)).tobytes())
 
 

@@ -32,7 +32,7 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.own import check_options, load
+from jrl.own import FORMS, check_options, load
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
@@ -42,7 +42,7 @@ from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
-from jrl.train.placement import check_model_on_mesh, make_meshes
+from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
@@ -199,6 +199,7 @@ def bare_run(
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
+    check_sampler_mesh(config, mesh, model, width, new_tokens)
     value = make_value(config, network) if method.value else None
     if value is not None and trains_reward(config):
         value = after_token(value)
@@ -224,11 +225,12 @@ def bare_run(
     )
 
 
-def sampler_of(run: Run) -> Network:
-    """The policy as completions to train on are drawn from it."""
+def sampler_of(run: Run, network: Network | None = None) -> Network:
+    """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
+    network = network or run.network
     if run.model is None:
-        return run.network
-    network = sampler(run.network, run.model, **run.config.sampling.formats)
+        return network
+    network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.train.replay_routing else network
 
 
@@ -362,7 +364,7 @@ def _prompts(
     for split, spec in (("train", data.train), ("eval", data.eval)):
         if spec is not None:
             prompts[split], counts[split] = build_prompts(
-                open_source(spec),
+                open_source(spec, key=f"data.{split}"),
                 tokenizer,
                 question_key=names["question"],
                 answer_key=names["answer"],
@@ -372,6 +374,7 @@ def _prompts(
                 template=data.template,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
+                invalid=data.invalid,
             )
     return prompts, counts
 
@@ -392,13 +395,14 @@ def _judged(
     for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
         if spec is not None:
             judged[split], counts[split] = build_judged(
-                open_source(spec),
+                open_source(spec, key=f"data.{split}"),
                 tokenizer,
                 system=text.system,
                 template=text.template,
                 max_prompt_tokens=task.prompt_tokens if task else text.max_prompt_tokens,
                 max_completion_tokens=max_new_tokens(config, task),
                 overlong=data.overlong,
+                invalid=data.invalid,
             )
     return judged, counts
 
@@ -431,8 +435,8 @@ def reward_weights(config: Config, task: Task | None) -> dict[str, float]:
         return {"verify": 1.0} if task else {"math": 1.0}
     if task:
         for name in config.rewards:
-            if name not in TASK_REWARDS:
-                raise choose("rewards", name, TASK_REWARDS)
+            if name not in TASK_REWARDS and ":" not in name:
+                raise UserError(f"{choose('rewards', name, TASK_REWARDS)}, {FORMS}")
     return {name: table.weight for name, table in config.rewards.items()}
 
 
@@ -466,9 +470,10 @@ def accuracy_part(config: Config, task: Task | None) -> str:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The reward functions of a run on text; a reward model is none of them."""
-    tables = {n: t for n, t in config.rewards.items() if n != NAME}
-    tables = tables if config.rewards else {"math": RewardTable()}
+    """The reward functions on the host; a reward model and a task's own parts are none of them."""
+    elsewhere = (NAME,) if config.task is None else TASK_REWARDS
+    tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
+    tables = tables if config.rewards or config.task else {"math": RewardTable()}
     pool = config.reward_pool
     return RewardPool(
         {

@@ -33,12 +33,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.errors import UserError
+from jrl.integrity import checksum
 from jrl.mesh import AXES, replicated
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
 from jrl.train.packing import Packer
-from jrl.train.state import checksum
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 
 GroupsOf = Callable[..., StepGroups]
@@ -224,7 +224,7 @@ def draw_ahead(
         batch = assemble(drawn, weights=weights, method=run.method, mesh=run.mesh, pack=packer)
         return drawn._replace(packing=before), batch
 
-    where = jax.tree.map(lambda x: x.sharding, programs.policy_layout(run, run.rollout_mesh))
+    where = programs.policy_shardings(run, run.rollout_mesh)
     split, meshes = run.network.extras.split, (run.mesh, run.rollout_mesh)
     return Ahead(
         groups,

@@ -14,6 +14,7 @@ from jrl.objectives.kl import k3
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import compiled_stream, to_batch
+from jrl.train.resharding import free
 from jrl.train.score import score
 from jrl.train.state import policy_of
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
@@ -86,6 +87,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
         rollout, _ = program(
             sample_key, policy, tokens, lengths, run.sampling_params, np.int32(0), ids
         )
+    free(program)
     measure = jax.jit(partial(rollout_difference, network=run.network))
     return {name: float(x) for name, x in measure(policy, rollout, run.sampling_params).items()}
 

@@ -18,6 +18,7 @@ from jrl.config import Config
 from jrl.config_io import from_table, load_config
 from jrl.data.tasks import Task, get_task
 from jrl.errors import UserError
+from jrl.hub import model_directory
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.soup import average
@@ -128,7 +129,7 @@ def _shown(directories: tuple[str, ...]) -> str:
 
 
 def _is_run(path: Path, name: str) -> bool:
-    if (path / "config.json").exists():
+    if (model_directory(path, f"frozen.{name}") / "config.json").exists():
         return False
     if (path / "config.toml").exists():
         return True

@@ -8,7 +8,7 @@ for i in range(steps):
 from __future__ import annotations
 
 import contextlib
-import threading
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,18 +17,22 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jrl.compile_notes import CompileNotes
 from jrl.compiles import (
     enable_compile_cache,
     return_compiler_memory,
 )
 from jrl.config import Config
 from jrl.config_io import flatten
-from jrl.errors import UserError
+from jrl.devices import find_devices
+from jrl.errors import StorageError, UserError
 from jrl.mesh import replicated
-from jrl.processes import check_same, stop_on_signal, stop_requested
+from jrl.processes import check_same, stop_requested
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
+from jrl.signals import Stopping
+from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
@@ -38,7 +42,10 @@ from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
+from jrl.train.pins import pinned
 from jrl.train.records import RunRecords
+from jrl.train.resharding import freed_after
+from jrl.train.reward_text import check_reward_columns, reward_text
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
@@ -88,7 +95,21 @@ def fit(
     return state
 
 
-def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, Any]:
+class Trained(NamedTuple):
+    """What a finished run is.
+
+    Attributes:
+      run: its parts, without the weights that it started from.
+      state: after the last step.
+      summary: what ``summary.json`` holds.
+    """
+
+    run: Run
+    state: TrainState
+    summary: dict[str, Any]
+
+
+def train(config: Config, *, echo: Callable[[str], object] = print) -> dict[str, Any]:
     """Runs a configuration from beginning to end, or resumes where an earlier call stopped.
 
     Args:
@@ -100,48 +121,115 @@ def train(config: Config, *, echo: Callable[[str], None] = print) -> dict[str, A
       tokens_per_second, and more.
 
     Raises:
-      UserError: bad input, named; NonFinite when a gradient was not finite.
-      KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
+      UserError: bad input, named.
+      RunStopped: the run ended itself; NonFinite when a gradient was not finite.
+      StorageError: what is written cannot be written any more.
+      KeyboardInterrupt: after SIGINT, SIGTERM or SIGHUP, when the state has been saved.
+    """
+    return run_config(config, echo=echo).summary
+
+
+def run_config(
+    config: Config,
+    *,
+    echo: Callable[[str], object] = print,
+    on_record: Callable[[dict[str, Any]], object] | None = None,
+) -> Trained:
+    """``train``, with all that is left when it has finished.
+
+    Args:
+      config: with ``run.dir`` set.
+      echo: where lines for a person go.
+      on_record: called with the record of each step.
     """
     return_compiler_memory()
     enable_compile_cache()
+    find_devices(echo)
+    config = pinned(config)
     check_same("configuration", flatten(config))
+    with contextlib.ExitStack() as stack:
+        # Processes stop together: none may leave a rollout that the others are in.
+        stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
+        with stopping.at_once():
+            run, pool = _set_up(config, stack, echo)
+            records = stack.enter_context(
+                RunRecords(run._replace(params=None), pool, stopping, on_record)
+            )
+            state, shardings = programs.new_state(run)
+            run = records.run  # without the checkpoint's weights on the host, which are done with
+            if jax.process_index() == 0:
+                echo(_space(state, records))
+        try:
+            return _run(run, state, shardings, records, stopping, pool, echo)
+        except StorageError as error:
+            raise StorageError(f"{error}; {what_is_saved(records.dir)}") from error
+
+
+def _set_up(
+    config: Config, stack: contextlib.ExitStack, echo: Callable[[str], object]
+) -> tuple[Run, RewardPool | None]:
+    """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
+    check_reward_columns(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
-    with contextlib.ExitStack() as stack:
-        # Before the run directory, so that a typo in [rewards] does not leave one behind.
-        on_text = run.task is None and not run.data.judged
-        pool = stack.enter_context(build.reward_pool(config)) if on_text else None
-        stack.enter_context(jax.set_mesh(run.mesh))
-        records = stack.enter_context(RunRecords(run._replace(params=None), pool))
-        state, shardings = programs.new_state(run)
-        run = records.run  # without the checkpoint's weights on the host, which are done with
-        stopping = stack.enter_context(stop_on_signal())
+    if said := reward_text(run):
+        echo(said)
+    # Before the run directory, so that a typo in [rewards] does not leave one behind.
+    pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
+    stack.enter_context(CompileNotes(echo))
+    stack.enter_context(jax.set_mesh(run.mesh))
+    return run, pool
+
+
+def _space(state: TrainState, records: RunRecords) -> str:
+    """What the checkpoints will take, and what is there."""
+    each = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    keep = records.config.checkpoint.keep
+    # The newest is written before the oldest goes.
+    needed, free = each * (keep + 1), shutil.disk_usage(records.dir).free
+    text = f"checkpoints: {keep} of {each / 1e6:,.1f} MB each; {free / 1e6:,.0f} MB free"
+    return text if needed <= free else f"{text}, which is too little for {needed / 1e6:,.0f} MB"
+
+
+def _run(
+    run: Run,
+    state: TrainState,
+    shardings: TrainState,
+    records: RunRecords,
+    stopping: Stopping,
+    pool: RewardPool | None,
+    echo: Callable[[str], object],
+) -> Trained:
+    """Begins or resumes, trains to the last step, and finishes."""
+    with stopping.interruptible():
         state, notes = _begin(run, state, records, echo)
-        if sampler_differs(config) and run.method.draw.own:
-            echo(drift_text(run, state))
-        if config.train.mode == "compiled":
-            state = _compiled_loop(run, state, shardings, records, stopping)
-        else:
-            state = _host_loop(run, state, shardings, records, stopping, pool, notes)
-        records.save(state)
-        records.checkpoints.wait()
-        if stopping.is_set():
-            raise KeyboardInterrupt(
-                f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
-                "run the same command again to resume"
-            )
+    if sampler_differs(run.config) and run.method.draw.own:
+        echo(drift_text(run, state))
+    if run.config.train.mode == "compiled":
+        state = _compiled_loop(run, state, shardings, records, stopping)
+    else:
+        state = _host_loop(run, state, shardings, records, stopping, pool, notes)
+    records.save(state)
+    records.checkpoints.wait()
+    if stopping.is_set():
+        raise KeyboardInterrupt(
+            f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
+            "run the same command again to resume"
+        )
+    with contextlib.ExitStack() as stack:
+        if jax.process_count() == 1:
+            stack.enter_context(stopping.at_once())  # all is saved; the same command finishes later
         summary = records.finish(state)
         summary["report"] = _report(records.dir, echo) if jax.process_index() == 0 else None
-        return summary
+    return Trained(run, state, summary)
 
 
 def _begin(
-    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], None]
+    run: Run, state: TrainState, records: RunRecords, echo: Callable[[str], object]
 ) -> tuple[TrainState, dict[str, Any]]:
     """The newest checkpoint with its notes, or the warm start and the first evaluation."""
     if (found := records.restore(state)) is not None:
@@ -155,7 +243,7 @@ def _begin(
     return state, {}
 
 
-def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], None]) -> TrainState:
+def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> TrainState:
     """The state after supervised training on the task's solutions."""
     assert run.task is not None, "the configuration makes sure that a warm start has a task"
     warmup, policy = run.config.warmup, policy_of(state, run.network)
@@ -216,7 +304,8 @@ def _batch_source(
     if run.data.judged:
         yield BatchSource(judged_source(run, packer).collect, packing)
         return
-    draw = programs.group_source(run, pool)
+    program = programs.train_sampler(run)
+    draw = programs.group_source(run, pool, program)
     if run.rollout_mesh is None:
         gather = partial(
             collect,
@@ -227,7 +316,7 @@ def _batch_source(
             mesh=run.mesh,
             pack=packer,
         )
-        yield BatchSource(gather, packing)
+        yield BatchSource(freed_after(gather, program), packing)
         return
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:
@@ -249,7 +338,7 @@ def _host_loop(
     state: TrainState,
     shardings: TrainState,
     records: RunRecords,
-    stopping: threading.Event,
+    stopping: Stopping,
     pool: RewardPool | None,
     notes: Mapping[str, Any],
 ) -> TrainState:
@@ -263,21 +352,35 @@ def _host_loop(
         if stop_requested(stopping):
             return state
 
+        last = [state]  # of the last whole step
+
+        def collect(*args: Any, **kwargs: Any) -> tuple[Batch, Groups, int]:
+            try:
+                with stopping.interruptible():
+                    return source.collect(*args, **kwargs)
+            except (Exception, KeyboardInterrupt) as error:
+                if _all_heard(error, stopping):
+                    records.save_if_whole(last[0])
+                raise
+
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
         ) -> bool:
             record = records.after_step(done, state, metrics | groups.counts, cursor)
+            last[0] = state
             progress.step(done, record)
-            records.check_finite(done, state, record)
+            for line in records.check(done, record):
+                progress.note(f"warning: {line}")
             records.write_samples_if_due(done, groups)
             records.save_if_due(done, state)
+            records.end_if_broken(state)
             if jax.process_count() > 1:
                 source.wait()  # what all processes do together wants all devices idle
             return stop_requested(stopping)
 
         return fit(
             state,
-            source.collect,
+            collect,
             programs.train_program(run, shardings),
             jax.device_put(run.sampling_params, replicated(run.mesh)),
             steps,
@@ -285,6 +388,13 @@ def _host_loop(
             policy=partial(policy_of, network=run.network),
             on_step=on_step,
         )
+
+
+def _all_heard(error: BaseException, stopping: Stopping) -> bool:
+    """Whether every process saves after an error of a rollout; one alone would wait for ever."""
+    if isinstance(error, KeyboardInterrupt):  # not after a second Ctrl-C
+        return stopping.gave_up
+    return jax.process_count() == 1 or isinstance(error, UserError)
 
 
 # ---------------------------------------------------------------- all of it in one program
@@ -295,7 +405,7 @@ def _compiled_loop(
     state: TrainState,
     shardings: TrainState,
     records: RunRecords,
-    stopping: threading.Event,
+    stopping: Stopping,
 ) -> TrainState:
     """Segments of many steps, each one program; between them records are written."""
     config = run.config
@@ -324,12 +434,14 @@ def _compiled_loop(
                 cursor = number * config.train.prompts
                 record = records.after_step(number, state, metrics, cursor, seconds)
                 progress.step(number, record)
-                records.check_finite(number, state, record)
+                for line in records.check(number, record):
+                    progress.note(f"warning: {line}")
             records.save_if_due(int(state.step), state)
+            records.end_if_broken(state)
     return state
 
 
-def _report(directory: str, echo: Callable[[str], None]) -> str | None:
+def _report(directory: str, echo: Callable[[str], object]) -> str | None:
     """The page of the run; a run that is done does not fail for want of it."""
     try:
         return str(write_report(directory))

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import AxisType, Mesh
 
 from jrl.config import Config
 from jrl.config_checks import rollout_conflicts
 from jrl.errors import UserError
-from jrl.mesh import batch_shards, check_sizes, make_mesh
+from jrl.mesh import AXES, batch_shards, check_sizes, make_mesh
+from jrl.models.attention.choice import check_attention_on_mesh
 from jrl.models.config import ModelConfig
 
 
@@ -49,6 +51,66 @@ def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | Non
     return make_mesh(sizes, mine), rollout
 
 
+def sampler_mesh(config: Config, mesh: Mesh) -> Mesh | None:
+    """The mesh that completions are drawn on, if ``[sampling.mesh]`` names another than training's.
+
+    It has the devices of training in their order, so that one compiled program can move weights
+    from one to the other.
+
+    Raises:
+      UserError: it uses another number of devices, or splits several slices along another axis than
+        data; naming the keys.
+    """
+    if not config.sampling.mesh:
+        return None
+    sizes = _filled("sampling.mesh", config.sampling.mesh_axes, mesh.size)
+    if math.prod(sizes.values()) != mesh.size:
+        raise UserError(
+            f"sampling.mesh has {math.prod(sizes.values())} devices and mesh {mesh.size}; the "
+            "sampler uses the devices of training: make the product of its axes "
+            f"{mesh.size}, or set one of them to -1"
+        )
+    slices = len({getattr(d, "slice_index", None) or 0 for d in mesh.devices.flat})
+    if sizes["data"] % slices:
+        raise UserError(
+            f"sampling.mesh.data = {sizes['data']} does not divide over {slices} slices, between "
+            f"which only the data axis can lie; make it a multiple of {slices}"
+        )
+    grid = np.asarray(mesh.devices).reshape([sizes[axis] for axis in AXES])
+    found = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return None if found.shape == mesh.shape else found
+
+
+def check_sampler_mesh(
+    config: Config, mesh: Mesh, model: ModelConfig | None, prompt: int, completion: int
+) -> None:
+    """Raises UserError for what the sampler's own mesh does not divide, one line for each.
+
+    Args:
+      config: the run's.
+      mesh: of training.
+      model: the policy's shape; None for a network of one's own.
+      prompt: P, tokens.
+      completion: T, tokens.
+    """
+    own = sampler_mesh(config, mesh)
+    if own is None:
+        return
+    parts = batch_shards(own)
+    lines = list(rollout_conflicts(config, parts, "sampling.mesh"))
+    slots, rows = config.sampling.slots, config.train.prompts * config.sampling.group
+    if parts < own.size and slots < rows and slots % parts:
+        lines.append(
+            f"sampling.slots = {slots} cannot be split over the {parts} devices of sampling.mesh "
+            f"that divide a batch; make it a multiple of {parts}"
+        )
+    if lines:
+        raise UserError("\n".join(lines))
+    if model is not None:
+        check_model_on_mesh(own, model, prompt, completion, key="sampling.mesh")
+        check_attention_on_mesh(own, model, config.model.attention)
+
+
 def _shares(
     devices: Sequence[jax.Device], n: int, m: int
 ) -> tuple[list[jax.Device], list[jax.Device]]:
@@ -82,14 +144,17 @@ def _filled(key: str, axes: Mapping[str, int], devices: int) -> dict[str, int]:
     return {axis: devices // fixed if size == -1 else size for axis, size in axes.items()}
 
 
-def check_model_on_mesh(mesh: Mesh, model: ModelConfig, prompt: int, completion: int) -> None:
+def check_model_on_mesh(
+    mesh: Mesh, model: ModelConfig, prompt: int, completion: int, *, key: str = "mesh"
+) -> None:
     """Raises UserError for what the mesh does not divide, one line for each size.
 
     Args:
-      mesh: of training.
+      mesh: of training or sampling.
       model: the policy's shape.
       prompt: P, tokens.
       completion: T, tokens.
+      key: the configuration's name of the mesh.
     """
     sizes = [
         ("heads", "the model's heads", model.heads),
@@ -104,4 +169,4 @@ def check_model_on_mesh(mesh: Mesh, model: ModelConfig, prompt: int, completion:
     if any(model.sparse):
         sizes.append(("mlp", "the model's expert_mlp_dim", model.expert_mlp_dim))
         sizes.append(("expert", "the model's experts", model.experts))
-    check_sizes(mesh, sizes)
+    check_sizes(mesh, sizes, key)

@@ -23,9 +23,17 @@ from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
+from jrl.train.placement import sampler_mesh
+from jrl.train.resharding import (
+    ReshardedSampler,
+    drawn_from_prepared,
+    network_on,
+    weights_program,
+)
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
+from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.types import Network, Params, TrainState
 
 
@@ -167,9 +175,14 @@ def policy_layout(run: Run, mesh: Mesh | None = None) -> Params:
     )
 
 
+def policy_shardings(run: Run, mesh: Mesh | None = None) -> Any:
+    """Where the policy's weights lie on the run's mesh or another; see ``policy_layout``."""
+    return jax.tree.map(lambda x: x.sharding, policy_layout(run, mesh))
+
+
 def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
-    where = jax.tree.map(lambda x: x.sharding, policy_layout(run))
+    where = policy_shardings(run)
     params = run.params if run.params is None else put_policy(run.network, run.params, where)
 
     def make(seed: Any, params: Params) -> Any:
@@ -190,18 +203,22 @@ def with_rewards(run: Run, draw: GroupSource) -> GroupSource:
     return with_model_points(draw, run.rewards.model, list(run.rewards.weights).index(NAME))
 
 
-def group_source(run: Run, pool: RewardPool | None) -> GroupSource:
+def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource:
     """Where the groups of a run come from: program 1 and the reward functions.
 
     Args:
       run: that draws its completions.
-      pool: the reward functions of a run on text; None gives every completion 0 points.
+      pool: the reward functions on the host; None gives completions in text 0 points.
+      program: from ``train_sampler``.
     """
-    config, program = run.config, train_sampler(run)
-    mesh = run.rollout_mesh or run.mesh
+    config, mesh = run.config, drawing_mesh(run)
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
     if run.task is not None:
-        return with_rewards(run, partial(program, sampling_params=sampling_params))
+        draw: GroupSource = partial(program, sampling_params=sampling_params)
+        if pool is not None and pool.functions:
+            names = [name for name in run.rewards.weights if name != NAME]
+            draw = with_own_points(draw, run.task, pool, names)
+        return with_rewards(run, draw)
     source = TextSource(
         prompts=run.data.prompts["train"],
         width=run.width,
@@ -238,32 +255,26 @@ def sampler_program(
 
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
-    mesh = run.mesh if split == "eval" else run.rollout_mesh or run.mesh
-    everywhere = replicated(mesh)
-    sampling = run.config.sampling
-    network = sampler_of(run) if split == "train" else run.network
+    sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
+    network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if run.task is not None:
-        parts = tuple(name for name in run.rewards.weights if name != NAME)
+        parts = device_parts(name for name in run.rewards.weights if name != NAME)
         if split == "eval":
             parts = ("verify",)
-        on_task = partial(
+        draw: Any = partial(
             task_rollout,
             task=run.task,
             split=split,
             parts=parts,
-            network=network,
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,
             slots=sampling.slots,
         )
         # Processes that keep samples must see all of them.
-        alone = jax.process_count() == 1
-        where = None if alone else everywhere
-        return jax.jit(on_task, out_shardings=where)
-    on_text = partial(
+        return compiled_draw(run, draw, network, whole=jax.process_count() > 1, split=split)
+    draw = partial(
         generate,
-        network=network,
         group=group,
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
@@ -271,7 +282,38 @@ def sampler_program(
         slots=sampling.slots,
     )
     # Replicated, because every host judges a share of the text.
-    return jax.jit(on_text, out_shardings=everywhere)
+    return compiled_draw(run, draw, network, whole=True, split=split)
+
+
+def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: str) -> Any:
+    """A program that draws, compiled for the mesh that it draws on.
+
+    Args:
+      run: the run.
+      draw: (key, policy params, ..., *, network) -> what is drawn.
+      network: the policy as it samples there.
+      whole: whether every device gets all of the result.
+      split: "train" or "eval".
+    """
+    mesh = drawing_mesh(run, split)
+    where = replicated(mesh) if whole else None
+    if sampler_mesh(run.config, run.mesh) is None:
+        return jax.jit(partial(draw, network=network), out_shardings=where)
+    program = jax.jit(
+        partial(draw, network=drawn_from_prepared(network)), out_shardings=replicated(mesh)
+    )
+    return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
+
+
+def evaluated(run: Run) -> Network:
+    """The policy as it is evaluated, on the mesh that it samples on."""
+    return network_on(run, sampler_mesh(run.config, run.mesh))
+
+
+def drawing_mesh(run: Run, split: str = "train") -> Mesh:
+    """Where completions of a split are drawn."""
+    apart = run.rollout_mesh if split == "train" else None
+    return apart or sampler_mesh(run.config, run.mesh) or run.mesh
 
 
 def train_program(run: Run, shardings: TrainState) -> Step:
@@ -310,6 +352,11 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
+    if own := [name for name in run.rewards.weights if is_own(name)]:
+        raise UserError(
+            f"train.mode = 'compiled' and rewards.{own[0]} are both given: a function of your own"
+            " judges on the host, between the two programs; set train.mode to 'host'"
+        )
     if run.rewards.model is not None:
         raise UserError(
             "train.mode = 'compiled' and rewards.model are both given: a reward model scores "

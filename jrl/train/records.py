@@ -13,10 +13,15 @@ import jax
 
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter
-from jrl.errors import UserError
+from jrl.errors import RunStopped, StorageError, choose
 from jrl.evaluate import Evaluator, samples_of
-from jrl.metrics import RunWriter
+from jrl.integrity import first_nonfinite
+from jrl.metrics import RunWriter, check_run_dir
+from jrl.processes import first_says
 from jrl.rewards.pool import RewardPool
+from jrl.run_lock import run_lock
+from jrl.signals import Stopping
+from jrl.step_files import what_is_saved
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
 from jrl.train.build import Run
 from jrl.train.collect import Groups
@@ -24,6 +29,7 @@ from jrl.train.pairs import JudgedEvaluator, sizes_of
 from jrl.train.reward_model import trains_reward
 from jrl.train.state import policy_of
 from jrl.train.step import with_slot_use
+from jrl.train.watch import MEMORY, NONFINITE, Watch, memory_bytes
 from jrl.types import TrainState
 
 
@@ -36,6 +42,7 @@ class Position(NamedTuple):
       tokens: completion tokens trained on.
       before: the evaluation before the first step.
       base: the checksum of the frozen base, where adapters are trained.
+      best: the step whose checkpoint is best by ``checkpoint.best``, and its value.
     """
 
     cursor: int = 0
@@ -43,10 +50,11 @@ class Position(NamedTuple):
     tokens: float = 0.0
     before: dict[str, float] | None = None
     base: int | None = None
+    best: tuple[int, float] | None = None
 
 
-class NonFinite(UserError):
-    """The gradient of a step was not finite; the update was left out and the run stopped."""
+class NonFinite(RunStopped):
+    """A gradient or a weight was not finite; nothing was saved after it, and the run stopped."""
 
 
 class RunRecords:
@@ -55,6 +63,8 @@ class RunRecords:
     Args:
       run: what is trained; use this under its mesh.
       pool: the reward functions, for evaluations of a run on text.
+      stopping: asked whether an evaluation may go on.
+      on_record: called with the record of each step, when it has been written.
 
     Attributes:
       position: where the run is.
@@ -62,17 +72,40 @@ class RunRecords:
         the same; the loop sets it.
     """
 
-    def __init__(self, run: Run, pool: RewardPool | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        pool: RewardPool | None,
+        stopping: Stopping,
+        on_record: Callable[[dict[str, Any]], object] | None = None,
+    ) -> None:
         self.run, self.config = run, run.config
+        self._on_record = on_record
         self.position = Position()
         self.batch_notes: Callable[[], dict[str, Any]] = dict
-        self._stack = contextlib.ExitStack()
+        self._stopping = stopping
+        self._watch = Watch(run.config.watch)
+        self._reasons: list[str] = []
+        self._record: dict[str, Any] = {}  # of the step done last
+        with contextlib.ExitStack() as stack:
+            self._open(stack, pool)
+            self._stack = stack.pop_all()
+
+    def _open(self, stack: contextlib.ExitStack, pool: RewardPool | None) -> None:
+        run = self.run
+        first_says(check_run_dir(run.config))  # refuses before anything is written
+        stack.enter_context(run_lock(run.config.run.dir or ""))
         self._writer = RunWriter(run.config, mesh=dict(run.mesh.shape))
-        self._stack.callback(self._writer.close)
-        self.checkpoints = self._stack.enter_context(
-            Checkpoints(Path(self.dir) / "checkpoints", run.config.checkpoint.keep)
+        stack.callback(self._writer.close)
+        self.checkpoints = stack.enter_context(
+            Checkpoints(
+                Path(self.dir) / "checkpoints",
+                run.config.checkpoint.keep,
+                keep_every=run.config.checkpoint.keep_every,
+            )
         )
-        self._compiles = self._stack.enter_context(CompileCounter())
+        self.checkpoints.check_writable()
+        self._compiles = stack.enter_context(CompileCounter())
         self._evaluator = Evaluator(run, pool)
         self._judged: JudgedEvaluator | None = None
         if "eval" in run.data.judged:
@@ -174,14 +207,23 @@ class RunRecords:
             "compiles": self._compiles.count,
             "prompts": cursor,
         }
+        if calls := metrics.pop("reward_calls", 0):
+            failed = metrics["reward_timeouts"] + metrics["reward_errors"]
+            metrics["reward_failures"] = failed / calls
+        if self._watch.wants_memory:
+            metrics[MEMORY] = memory_bytes()
         if self._due(self.config.eval.every, done):
-            metrics |= {f"eval/{name}": x for name, x in self.evaluate(state).items()}
+            # One that is given up leaves its numbers out of the record; the step itself is whole.
+            with contextlib.suppress(KeyboardInterrupt), self._stopping.interruptible():
+                metrics |= {f"eval/{name}": x for name, x in self.evaluate(state).items()}
         record = self._writer.write(done, metrics)
         self.position = self.position._replace(
             cursor=cursor,
             seconds=self.position.seconds + seconds,
             tokens=self.position.tokens + tokens,
         )
+        if self._on_record is not None:
+            self._on_record(record)
         return record
 
     def lap(self) -> float:
@@ -189,18 +231,48 @@ class RunRecords:
         before, self._clock = self._clock, time.perf_counter()
         return self._clock - before
 
-    def check_finite(self, done: int, state: TrainState, record: dict[str, Any]) -> None:
-        """Saves the state and raises NonFinite when a step's gradient was not finite."""
-        if not record["skipped_updates"]:
+    def check(self, done: int, record: dict[str, Any]) -> list[str]:
+        """Compares a step's record with the limits of [watch]; the warnings to be shown.
+
+        Args:
+          done: steps done.
+          record: of the step.
+
+        Raises:
+          NonFinite: the step's gradient was not finite and the limit on that says stop.
+          StorageError: the run directory is gone, or the save in the background has failed.
+        """
+        if jax.process_index() == 0 and not Path(self.dir).is_dir():
+            raise StorageError(f"step {done}: run.dir = {self.dir!r} was deleted")
+        self.checkpoints.check()
+        warnings, reasons = self._watch(done, record)
+        if NONFINITE in reasons:
+            raise NonFinite(
+                f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
+                f"{record['loss']}); its update was left out, and nothing was saved after it; "
+                f"{self._kept()}. The same command meets the same step: look for NaN "
+                "rewards in samples.jsonl, lower optimizer.learning_rate or optimizer.clip_norm in "
+                "another run.dir, or let a few pass with "
+                'watch.skipped_updates={above=0, steps=5, action="stop"}'
+            )
+        self._reasons += reasons.values()
+        best = (self.config.checkpoint.best or "").removeprefix("-")
+        if best and best not in record and not best.startswith("eval/"):
+            raise choose("checkpoint.best", best, record)
+        self._record = record
+        return list(warnings.values())
+
+    def end_if_broken(self, state: TrainState) -> None:
+        """Saves and raises RunStopped when a step since the last call broke a limit that says stop.
+
+        Args:
+          state: after the last step of which the record is written.
+        """
+        if not self._reasons:
             return
         self.save(state)
         self.checkpoints.wait()
-        raise NonFinite(
-            f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
-            f"{record['loss']}); its update was left out and the state saved in "
-            f"{self.checkpoints.directory}. Look for NaN rewards in samples.jsonl, or lower "
-            "optimizer.learning_rate or optimizer.clip_norm"
-        )
+        raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
 
     def write_samples_if_due(self, done: int, groups: Groups) -> None:
         """Some of a step's completions, for people to read."""
@@ -218,10 +290,51 @@ class RunRecords:
         self.start_clock()  # evaluating and saving is not training time
 
     def save(self, state: TrainState) -> None:
-        """Writes a checkpoint."""
+        """Writes a checkpoint, unless the state is broken.
+
+        Raises:
+          NonFinite: a weight is NaN or infinite, or a moment of the optimizer NaN.
+          StorageError: this save or the one before it failed.
+        """
+        fault = first_nonfinite(state.params) or first_nonfinite(state.opt_state, nan_only=True)
+        if fault is not None:
+            raise NonFinite(
+                f"step {int(state.step)}: {fault} is not finite, so the state was not saved; "
+                f"{self._kept()}. Lower optimizer.learning_rate or optimizer.clip_norm "
+                "in another run.dir"
+            )
+        self._note_best(int(state.step))
         kept = state if self.run.network.extras.split is None else without_base(state)
         extra = self.position._asdict() | self.batch_notes()
-        self.checkpoints.save(int(state.step), kept, extra=extra)
+        best = self.position.best
+        self.checkpoints.save(int(state.step), kept, extra=extra, best=best and best[0])
+
+    def _note_best(self, step: int) -> None:
+        """Notes the step about to be saved if it is the best by ``checkpoint.best``."""
+        name = (self.config.checkpoint.best or "").removeprefix("-")
+        value = self._record.get(name) if self._record.get("step") == step else None
+        if value is not None:
+            value = -value if self.config.checkpoint.best != name else value
+            if self.position.best is None or value > self.position.best[1]:
+                self.position = self.position._replace(best=(step, value))
+
+    def _kept(self) -> str:
+        """What is saved, once the save in the background has ended."""
+        with contextlib.suppress(StorageError):
+            self.checkpoints.wait()
+        return what_is_saved(self.dir)
+
+    def save_if_whole(self, state: TrainState) -> None:
+        """Saves the state of the last whole step, when the one after it could not be made.
+
+        Does nothing where the step has taken the state's memory already, or where saving fails:
+        the error that ends the run is another one.
+        """
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            return
+        with contextlib.suppress(Exception):
+            self.save(state)
+            self.checkpoints.wait()
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """What the policy can do on held-out prompts or pairs; {} without any."""
@@ -253,6 +366,7 @@ class RunRecords:
             "eval_before": before,
             "eval_after": after,
             "method": self.config.method,
+            **({} if position.best is None else {"best_step": position.best[0]}),
             "compiles": self._compiles.count,
             "compile_seconds": self._compiles.seconds,
         }

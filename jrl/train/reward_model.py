@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jrl.config import Config
 from jrl.config_io import load_config
 from jrl.errors import UserError
+from jrl.hub import model_directory
 from jrl.mesh import tree_shardings
 from jrl.methods import find_method, get_method
 from jrl.models.heads import after_token, value_head, value_network
@@ -137,7 +138,7 @@ def _tokenizer(config: Config) -> bytes | str:
     """What two configurations share when their tokens mean the same."""
     if config.task is not None:
         return "the tasks' own"
-    return (Path(config.model.path or "") / "tokenizer.json").read_bytes()
+    return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
 
 
 def _params(config: Config, network: Network, value: ValueNetwork, mesh: Mesh) -> Params:

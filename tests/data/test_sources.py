@@ -62,7 +62,7 @@ def test_files_that_cannot_be_sources(tmp_path):
     with pytest.raises(UserError, match="the file has no rows"):
         open_source(write_lines(tmp_path / "empty.jsonl", "", " "))
     with pytest.raises(UserError, match=r"name a FILE\.jsonl"):
-        open_source(write_lines(tmp_path / "a.csv", "a,b"))
+        open_source(write_lines(tmp_path / "a.xlsx", "a,b"))
     with pytest.raises(UserError, match="not a readable Parquet file"):
         open_source(write_lines(tmp_path / "a.parquet", "PAR1"))
 

@@ -116,7 +116,7 @@ def test_the_slowest_of_three_decides_each_computation():
 
 def test_without_libtpu_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"libtpu is not installed.*pip install \"jrl\[plan\]\""):
+    with pytest.raises(UserError, match=r"libtpu is not installed.*pip install -e .*\[plan\]"):
         compile_devices(parse_topology("v5e:2x2"))
 
 
@@ -153,6 +153,35 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     assert sampler["bytes_by_part"]["prepared"] == pytest.approx(whole, rel=0.02)
     assert "verdict: fits" in data["text"]
     assert "4 chips" in data["text"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted():
+    sampling = {"group": 2, "max_new_tokens": 16, "mesh": {"data": 2, "tensor": 2}}
+    data = ask("planned", tiny_tree(sampling=sampling), "v5e:2x2", -1.0)
+    assert list(data["programs"]) == ["resharding", "sampler", "train_step"]
+    assert (data["mesh"]["fsdp"], data["sampling_mesh"]["tensor"]) == (4, 2)
+    layer, head = 4 * 128 * 128 + 3 * 128 * 256, 128 * 512
+    whole = 2 * (layer + 2 * head)  # in 16 bits; the embedding is turned for the output, too
+    moved, sampler = data["programs"]["resharding"], data["programs"]["sampler"]
+    for program in (moved, sampler):
+        assert program["bytes_by_part"]["prepared"] == pytest.approx(whole / 2, rel=0.05)
+        assert program["bytes_per_chip"] == pytest.approx(sum(program["bytes_by_part"].values()))
+    # a quarter of the weights is on each chip: half of it is exchanged, then it is gathered by two
+    sent = moved["collective_bytes"]
+    assert 0.25 * whole < sent < 0.45 * whole
+    # the token loop sends what tensor parallelism adds up, and no weights
+    assert all(kind.endswith("/tensor") for kind in sampler["collective_bytes_by_kind"])
+    assert "all-gather/fsdp" not in sampler["collective_bytes_by_kind"]
+    assert sampler["collective_bytes"] < 0.5 * whole
+    assert sampler["reads"]["weights"] == pytest.approx(16 * (layer + head), rel=0.05)
+    assert "sampling on mesh data 2 x tensor 2" in data["text"]
+    assert "model FLOP utilisation" in data["text"]
+    assert "resharded once a rollout" in data["text"]
+    assert "compiled with effort -1: a run's program" in data["text"]
+    seconds = [p["roofline_seconds"] for p in data["programs"].values()]
+    assert data["step_seconds"] == pytest.approx(sum(seconds))
 
 
 @needs_libtpu
@@ -225,7 +254,7 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
         program = plan.Program(
             sizes, True, 3.0 + 2 * layers, 7.0, sent, sum(bound.values()), bound, 1
         )
-        return dict.fromkeys(names, program)
+        return {name: program for name in names if name != "resharding"}
 
     def quick(**model):
         asked.clear()
@@ -235,7 +264,8 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
     mesh = make_mesh({"fsdp": 4}, jax.devices()[:4])
     monkeypatch.setattr(plan, "plan_mesh", lambda config, topology: mesh)
     found = quick(layers=20)
-    assert asked == [(20, "train_step"), (2, "sampler"), (4, "sampler")]
+    sampling = ("resharding", "sampler")
+    assert asked == [(20, "train_step"), (2, *sampling), (4, *sampling)]
     assert list(found.programs) == ["sampler", "train_step"]
     program = found.programs["sampler"]
     assert (program.layers, found.programs["train_step"].layers) == ((2, 4), ())
@@ -247,9 +277,9 @@ def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):
     assert program.collective_bytes == {"all-gather/fsdp": 100, "odd/2": 0, "odd/4": 9}
     # four layers need no line
     quick(layers=4)
-    assert asked == [(4, "sampler", "train_step")]
+    assert asked == [(4, *sampling, "train_step")]
     quick(layers=20, experts=4, experts_per_token=2, expert_mlp_dim=8, expert_pattern=[False, True])
-    assert asked == [(20,), (4, "sampler", "train_step"), (8, "sampler", "train_step")]
+    assert asked == [(20,), (4, *sampling, "train_step"), (8, *sampling, "train_step")]
 
 
 def test_extrapolated_temporaries_are_no_fewer_than_measured():
@@ -285,6 +315,9 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
             assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * mesh["expert"]) == 0
         mesh = dict(c.mesh)
         assert config.train.prompts % (mesh["data"] * mesh["fsdp"] * c.microbatches) == 0
+        assert c.sampler != c.mesh
+        assert c.sampler is None or (c.rollout is None and np.prod([n for _, n in c.sampler]) == 64)
+    assert len({c.sampler for c in found}) == 1 + plan_search.SAMPLERS
     best = min(found, key=lambda c: estimate(config, model, topology, c))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 
@@ -314,11 +347,14 @@ def test_different_candidates_are_compiled_first():
     assert plan_search.diverse_first(ranked) == [ranked[i] for i in order]
 
 
-def pretend_plan(config, topology, *, placement="colocated"):
-    """A training step of as many seconds as microbatches, and a rollout of 8."""
-    seconds = {"sampler": 8.0, "train_step": config.train.microbatches}
-    names = [placement] if placement != "colocated" else list(seconds)
-    large = config.mesh.tensor == (1 if placement == "colocated" else 2)
+def pretend_plan(config, topology, *, placement, effort=0.0):
+    """A training step of as many seconds as microbatches, and a rollout of 8; 5 on its own mesh."""
+    own = bool(config.sampling.mesh)
+    seconds = {"sampler": 5.0 if own else 8.0, "train_step": config.train.microbatches}
+    if not effort:  # a run's programs are a little faster
+        seconds = {name: 0.9 * x for name, x in seconds.items()}
+    names = [placement]
+    large = config.mesh.tensor == (1 if topology.chips == 64 else 2)
     size = plan_memory.GIB * (100 if large else 2)
     sizes = {"weights": size, "total": size}
     programs = {
@@ -338,10 +374,15 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     (first,) = plan_search.search(config, topology, limit=1)  # as it is
     assert (first["mesh"], first["microbatches"]) == (
-        {"data": 1, "fsdp": 16, "tensor": 4, "expert": 1},
+        {axis: config.mesh.axes[axis] for axis in ("data", "fsdp", "tensor", "expert")},
         config.train.microbatches,
     )
     found = plan_search.search(config, topology, limit=400)
+    # the best is compiled again as a run compiles it, and says what it was ranked by
+    assert (found[0]["effort"], found[0]["ranked_seconds"]) == (0.0, 6.0)
+    assert found[0]["step_seconds"] == pytest.approx(5.4)
+    assert {f["effort"] for f in found[1:]} == {-1.0}
+    found[0] |= {"step_seconds": 6.0}
     fitting = [f["step_seconds"] for f in found if f["fits"]]
     assert fitting == sorted(fitting)
     assert [f["fits"] for f in found] == sorted((f["fits"] for f in found), reverse=True)
@@ -350,16 +391,23 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     assert apart["step_seconds"] == pytest.approx(8.0 + move)
     assert apart["seconds"] == {"sampler": 8.0, "train_step": apart["microbatches"]}
     together = [f for f in found if f["placement"] == "colocated" and f["fits"]]
-    assert together[0]["step_seconds"] == 9.0
+    assert (together[0]["step_seconds"], together[0]["sampling_mesh"] is None) == (6.0, False)
+    shared = next(f for f in together if f["sampling_mesh"] is None)
+    assert shared["step_seconds"] == 9.0
+    assert all(f["estimated_seconds"] > 0 for f in found)
+    mixed = load_config(CONFIGS / "pod_8b_v6e.toml", together[0]["changes"].split())
+    assert mixed.sampling.mesh_axes == together[0]["sampling_mesh"] | {"context": 1}
     # what is printed can be given as overrides, and is then planned for as it was
     again = load_config(CONFIGS / "pod_8b_v6e.toml", apart["changes"].split())
     assert again.placement.axes == apart["rollout_mesh"] | {"context": 1}
-    assert plan_disjoint(again, topology, pretend_plan).step_seconds == apart["step_seconds"]
+    same = plan_disjoint(again, topology, pretend_plan, effort=-1.0)
+    assert same.step_seconds == apart["step_seconds"]
 
 
 def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch):
-    def cannot(config, topology, *, placement="colocated"):
-        found = pretend_plan(config, topology, placement=placement)
+    def cannot(config, topology, **options):
+        found = pretend_plan(config, topology, **options)
+        placement = options["placement"]
         programs = {n: p._replace(fits=n != "sampler") for n, p in found.programs.items()}
         return found._replace(programs=programs, fits=placement == "train_step")
 
@@ -370,6 +418,51 @@ def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch):
     assert len(apart) == len(set(apart)) == 2
     assert len(found) > 10
     assert not any(f["fits"] for f in found)
+
+
+def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch):
+    asked, clock = [], iter(range(0, 10**6, 40))
+
+    def counted(config, topology, *, placement, effort):
+        axes = config.sampling.mesh_axes if placement == "sampler" else {}
+        asked.append((placement, str(config.mesh), str(axes)))
+        if placement == "train_step":
+            asked[-1] += (config.model.remat, config.train.microbatches)
+        asked[-1] += (effort,)
+        return pretend_plan(config, topology, placement=placement, effort=effort)
+
+    monkeypatch.setattr(plan_search, "quick_plan", counted)
+    monkeypatch.setattr(plan_search.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(plan_search, "half", lambda topology: None)
+    config, lines = load_config(CONFIGS / "pod_8b_v6e.toml"), []
+    topology = parse_topology("v6e:8x8")
+    # each candidate asks the clock before and after, and so takes 40 s of every 80
+    found = plan_search.search(config, topology, limit=40, seconds=400, echo=lines.append)
+    assert lines[-1] == f"stopped after {len(found)} of 40: another would go beyond 400 s"
+    assert 3 <= len(found) <= 6
+    asked.clear()
+    plan_search.search(config, topology, limit=40)
+    assert len(asked) == len(set(asked)) < 80
+    assert {name for name, *_ in asked} == {"sampler", "train_step"}
+
+
+def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
+    gib, topology = plan_memory.GIB, parse_topology("v6e:8x8")
+
+    def half(name, seconds, **sizes):
+        sizes = {k: v * gib for k, v in sizes.items()}
+        sizes["total"] = sum(sizes.values())
+        program = plan.Program(sizes, True, *[None] * 3, seconds, None, 1.0)
+        return plan.Plan(topology, {"fsdp": 64}, {name: program}, True, [], 1, 64)
+
+    sampler = half("sampler", 4.0, weights=1, prepared=8, cache=4)._replace(sampling_mesh={"a": 1})
+    training = half("train_step", 2.0, weights=1, optimizer=6, temporaries=9)
+    found = plan_search.together(sampler, training)
+    assert found.step_seconds == 6.0
+    assert found.programs["sampler"].bytes_per_chip["total"] == 19 * gib
+    assert found.fits
+    large = half("train_step", 2.0, weights=1, optimizer=20)
+    assert not plan_search.together(sampler, large).programs["sampler"].fits
 
 
 def test_disjoint_rollout_and_training_have_half_of_the_slice_each():

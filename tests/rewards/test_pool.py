@@ -56,7 +56,7 @@ def test_points_keep_the_order_of_samples_and_functions(pool):
     np.testing.assert_array_equal(points[:, 1], np.arange(20) / 2)
     np.testing.assert_array_equal(points[:, 2], np.ones(20))
     np.testing.assert_array_equal(points[:, 3], np.full(20, 0.5))
-    assert counts == {"reward_timeouts": 0.0, "reward_errors": 0.0}
+    assert counts.items() >= {"reward_timeouts": 0.0, "reward_errors": 0.0}.items()
 
 
 @pytest.mark.parametrize("text", ["hang", "spin"])
@@ -66,13 +66,13 @@ def test_a_call_that_hangs_scores_0_and_the_others_are_judged(pool, text):
     assert time.monotonic() - start < 30
     assert points[:, 0].tolist() == [0.0, 0.0, 2.0, 3.0]
     assert points[:, 1].tolist() == [0.5, 2.0, 0.5, 0.5]
-    assert counts == {"reward_timeouts": 1.0, "reward_errors": 0.0}
+    assert counts.items() >= {"reward_timeouts": 1.0, "reward_errors": 0.0}.items()
 
 
 def test_a_call_that_kills_its_process_scores_0_and_is_counted(pool):
     points, counts = pool.scores(samples_of("a", "die", "c"))
     assert points[:, 2].tolist() == [1.0, 0.0, 1.0]
-    assert counts == {"reward_timeouts": 0.0, "reward_errors": 1.0}
+    assert counts.items() >= {"reward_timeouts": 0.0, "reward_errors": 1.0}.items()
     assert pool.scores(samples_of("a"))[0][0, 2] == 1.0
 
 

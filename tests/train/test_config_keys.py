@@ -192,6 +192,11 @@ def apart(config):
     return [None if m is None else dict(m.shape) for m in (run.mesh, run.rollout_mesh)]
 
 
+def drawn_on(config):
+    """Devices along each axis while completions are drawn."""
+    return dict(compiled.drawing_mesh(build.setup(config)).shape)
+
+
 def shaped(config):
     """What the run is made of, in numbers."""
     run = build.setup(config)
@@ -289,6 +294,7 @@ ON_TASK = {
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
     **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "sampling.mesh": (drawn_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
     "placement.rollout": (apart, "placement.rollout.data=2"),
     "log.samples_every": (whole_run, "log.samples_every=3", COLD),
 }
@@ -354,7 +360,11 @@ ELSEWHERE = {
     "placement.staleness": (
         "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
+    "checkpoint.keep_every": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "checkpoint.best": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "watch": "train/test_records.py::test_a_limit_of_ones_own_saves_and_stops",
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
+    "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 

@@ -7,14 +7,17 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 import numpy as np
 import pytest
 
+from jrl import signals
 from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
+from jrl.errors import RunStopped, UserError
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -278,7 +281,9 @@ def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp
     run = tmp_path / "run"
     with start(settings(run, "train.steps=25"), FULL) as child:
         _, err = child.communicate(timeout=120)
-    assert child.returncode == 2, err
+    assert child.returncode == 4, err
+    assert f"step 10 is saved; `jrl train {run}` resumes from it" in err
+    assert len(err.splitlines()) == 3  # two say that logging failed
     assert f"checkpoint step 20 was not written to {run / 'checkpoints'}" in err
     assert "earlier steps are unchanged; free disk space or set another run.dir" in err
     assert "jrl/cli.py" not in err  # the writer's own threads may complain; the command does not
@@ -301,6 +306,22 @@ def hangs(samples):
     """1 point, but for the questions about whales it never answers."""
     while "whale" in samples[0].prompt.text:
         time.sleep(1)
+    return [1.0] * len(samples)
+
+
+def hangs_always(samples):
+    time.sleep(1000)
+
+
+def hangs_when_told(samples):
+    while pathlib.Path(__file__).with_name("hang").exists():
+        time.sleep(0.05)
+    return [1.0] * len(samples)
+
+
+def raises_when_told(samples):
+    if pathlib.Path(__file__).with_name("raise").exists():
+        raise RuntimeError("out of luck")
     return [1.0] * len(samples)
 
 
@@ -375,3 +396,78 @@ def test_ctrl_c_in_a_terminal_ends_the_reward_workers_too(text, tmp_path):
     while any(pathlib.Path(f"/proc/{pid}").exists() for pid in workers):
         assert time.monotonic() < give_up
         time.sleep(0.05)
+
+
+def test_rewards_that_all_time_out_end_the_run(text, tmp_path):
+    run, limit = tmp_path / "run", "reward_pool.timeout_seconds=0.2"
+    overrides = text_settings(text, run, "hangs_always", limit, "train.steps=50")
+    with pytest.raises(RunStopped, match="reward_failures = 1, above 0.99 for 3 steps in a row"):
+        train(load_config(None, overrides), echo=lambda line: None)
+    assert checkpoints(run).steps() == [3]
+    assert not (run / "summary.json").exists()
+
+
+def test_a_reward_that_raises_saves_before_it_ends_the_run(text, tmp_path, monkeypatch):
+    """And the steps after it are those of an unbroken run."""
+    (text / "raise").unlink(missing_ok=True)
+    show = loop.Progress.step
+
+    def told(self, done, record):
+        show(self, done, record)
+        if done == 2:
+            (text / "raise").touch()
+
+    monkeypatch.setattr(loop.Progress, "step", told)
+    run = tmp_path / "run"
+    config = load_config(None, text_settings(text, run, "raises_when_told", "train.steps=4"))
+    with pytest.raises(UserError, match="raised RuntimeError: out of luck"):
+        train(config, echo=lambda line: None)
+    assert checkpoints(run).steps() == [2]
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    (text / "raise").unlink()
+    assert train(config, echo=lambda line: None)["steps"] == 4
+    assert steps_logged(run) == [1, 2, 3, 4]
+
+
+def test_a_signal_during_a_reward_that_hangs_saves_the_step_before(text, tmp_path, monkeypatch):
+    """The reward runs in the trainer, without a limit of its own."""
+    monkeypatch.setattr(signals, "STEP_SECONDS", 0.5)
+    (text / "hang").unlink(missing_ok=True)
+    show = loop.Progress.step
+
+    def told(self, done, record):
+        show(self, done, record)
+        if done == 2:
+            (text / "hang").touch()
+            threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+    monkeypatch.setattr(loop.Progress, "step", told)
+    run = tmp_path / "run"
+    overrides = text_settings(text, run, "hangs_when_told", "reward_pool.workers=0", ENDLESS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(load_config(None, overrides), echo=lambda line: None)
+    finally:
+        (text / "hang").unlink()
+    assert checkpoints(run).steps() == [2]
+    assert steps_logged(run) == [1, 2]
+
+
+def test_a_signal_while_a_reward_file_is_imported_ends_the_command(text, tmp_path):
+    slow = tmp_path / "slow.py"
+    slow.write_text("import pathlib, time\npathlib.Path(__file__).with_suffix('.here').touch()\n"
+                    "time.sleep(1000)\n")  # fmt: skip
+    place = "rewards={" + json.dumps(f"{slow}:f") + "={}}"
+    with start([*text_settings(text, tmp_path / "run", "hangs", ENDLESS), place]) as child:
+        give_up = time.monotonic() + 120
+        while not slow.with_suffix(".here").exists():
+            assert child.poll() is None, child.stderr.read()
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        sent = time.monotonic()
+        child.send_signal(signal.SIGHUP)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert time.monotonic() - sent < 20
+    assert err == f"jrl: stopped; {tmp_path / 'run'} does not exist\n"

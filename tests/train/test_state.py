@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from jrl.errors import UserError
-from jrl.mesh import make_mesh, tree_shardings
+from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.models.heads import value_head, value_network
-from jrl.train.state import checksum, init_state, state_shardings
+from jrl.train.state import init_state, state_shardings
 from jrl.types import STREAMS, stream
 
 KEY = jax.random.key(11)
@@ -151,57 +151,3 @@ def test_streams_never_meet():
     assert not {tuple(jax.random.key_data(k).tolist()) for k in keys} & set(drawn)
     with pytest.raises(ValueError):
         stream(KEY, "nothing", 0)
-
-
-# ---------------------------------------------------------------- telling weights apart
-
-
-def tree():
-    rng = np.random.default_rng(0)
-    return {
-        "w": rng.normal(size=(2, 8, 4, 3)).astype(np.float32),
-        "b": jnp.asarray(rng.normal(size=(8, 12)), jnp.bfloat16),
-        "s": np.arange(5, dtype=np.int32),
-    }
-
-
-def mix(x):
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) % 2**32
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) % 2**32
-    return x ^ (x >> 16)
-
-
-def reference(array):
-    """The checksum in Python integers."""
-    words = np.ascontiguousarray(array).reshape(-1)
-    kind = {1: np.uint8, 2: np.uint16, 4: np.uint32}[words.itemsize]
-    bits = words.view(kind).tolist()
-    return sum(mix(w ^ mix((i + 0x9E3779B9) % 2**32)) for i, w in enumerate(bits)) % 2**32
-
-
-def test_the_checksum_is_that_of_integers_whatever_the_type():
-    arrays = [np.asarray(x) for x in tree().values()]
-    arrays += [np.array([[True, False]]), np.array([-3, 7], np.int8), np.float32(np.nan)]
-    assert jax.jit(checksum)(arrays).tolist() == [reference(x) for x in arrays]
-
-
-def test_the_checksum_knows_bits_and_places_but_not_shards():
-    """What resharding can get wrong is two shards in each other's place, or a bit."""
-    mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
-    axes = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}
-    full, total = tree(), jax.jit(checksum)
-    placed = jax.device_put(full, tree_shardings(mesh, axes, full))
-    assert placed["w"].addressable_shards[0].data.shape == (2, 4, 2, 3)
-    right = total(full)
-    assert total(placed).tolist() == right.tolist()
-    w = full["w"]
-    bits = w.view(np.uint32).copy()
-    bits[1, 7, 3, 2] ^= 1
-    wrong = {
-        "a bit": bits.view(np.float32),
-        "two shards": w[:, [4, 5, 6, 7, 0, 1, 2, 3]],
-        "minus zero": np.where(w == w[0, 0, 0, 0], -0.0, w).astype(np.float32),
-    }
-    for what, array in wrong.items():
-        different = total(full | {"w": array}) != right
-        assert different.tolist() == [False, False, True], what

@@ -20,6 +20,7 @@ import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError, choose
+from jrl.hub import model_directory
 from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
@@ -44,17 +45,23 @@ _COMPANIONS = (
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give a Hugging Face checkpoint directory")
+        raise UserError(
+            f"{path}: no such file; give a Hugging Face checkpoint directory, or a name of the"
+            " Hub such as Qwen/Qwen3-0.6B"
+        )
     return read_object(path)
 
 
 def read_config(dir: str | os.PathLike[str]) -> ModelConfig:
     """The model that ``dir/config.json`` describes.
 
+    Args:
+      dir: a directory, or a model of the Hugging Face Hub as ORG/NAME[@REVISION].
+
     Raises:
       UserError: no such file, no such architecture, or a key asking for what is not supported.
     """
-    path = pathlib.Path(dir) / "config.json"
+    path = model_directory(dir) / "config.json"
     raw = _read_json(path)
     try:
         return parse(raw)
@@ -154,7 +161,8 @@ def load(
     """A checkpoint directory as a configuration and parameters.
 
     Args:
-      dir: holds config.json and safetensors, one file or several with an index.
+      dir: holds config.json and safetensors, one file or several with an index; or a model of the
+        Hugging Face Hub as ORG/NAME[@REVISION].
       dtype: what parameters are converted to, and computed in; None keeps the files' (the widest
         one, where they differ).
 
@@ -167,7 +175,7 @@ def load(
         missing, unexpected or of the wrong shape. All but damage inside a file's data is found
         before weights are read.
     """
-    directory = pathlib.Path(dir)
+    directory = model_directory(dir)
     config = read_config(directory)
     if dtype is not None and dtype not in DTYPES:
         raise choose("dtype", dtype, DTYPES)
@@ -253,7 +261,7 @@ def save(
     if target.exists() and not (target / "config.json").exists() and any(target.iterdir()):
         raise UserError(f"{target}: exists and is not a checkpoint; choose another directory")
     _check_params(config, params)
-    source = None if source_dir is None else pathlib.Path(source_dir)
+    source = None if source_dir is None else model_directory(source_dir)
     base = _read_json(source / "config.json") if source else None
     stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
     document = render(stored, base)

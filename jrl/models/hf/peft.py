@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.hub import hub_name, model_directory
 from jrl.json_text import parse_json
 from jrl.models.config import ModelConfig
 from jrl.models.hf.names import tensors
@@ -61,6 +62,7 @@ def save_adapters(
     if target.exists() and any(target.iterdir()):
         raise UserError(f"{target} exists and is not empty; name a new directory")
     target.mkdir(parents=True, exist_ok=True)
+    name = hub_name(base or "")
     values: dict[str, np.ndarray] = {}
     for prefix, (path, layer) in _modules(config, lora).items():
         a, b = (np.asarray(_pair(adapters, path)[name][layer], np.float32) for name in ("a", "b"))
@@ -70,7 +72,8 @@ def save_adapters(
     about = _PLAIN | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name.repo if name else base,
+        "revision": name.revision if name else None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
@@ -98,7 +101,7 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    directory = pathlib.Path(dir)
+    directory = model_directory(dir, "lora.path")
     try:
         about = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
         found = load_file(directory / TENSORS)

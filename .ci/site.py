@@ -1,0 +1,142 @@
+"""Builds the documentation as a site with mkdocs: make site.
+
+Pages are README.md, docs/, the guides of configs/ and benchmarks/, and two that are generated: the
+catalogue of methods and the configuration keys. A link that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = {
+    "index.md": "README.md",
+    "python.md": "docs/python.md",
+    "own.md": "docs/own.md",
+    "data.md": "docs/data.md",
+    "runs.md": "docs/runs.md",
+    "configs.md": "configs/README.md",
+    "pods.md": "tpu_scripts/README.md",
+    "benchmarks.md": "benchmarks/README.md",
+}
+NAV = [
+    {"Start": "index.md"},
+    {"Models and data": "data.md"},
+    {"From Python": "python.md"},
+    {"Functions of your own": "own.md"},
+    {"What a run leaves": "runs.md"},
+    {"Meshes, adapters, serving": "configs.md"},
+    {"Pods": "pods.md"},
+    {"Methods": "methods.md"},
+    {"Configuration keys": "keys.md"},
+    {"Benchmarks": "benchmarks.md"},
+]
+
+
+def write_pages(target: pathlib.Path) -> None:
+    """Writes every page of the site into a directory, links between them made to fit."""
+    target.mkdir(parents=True)
+    for name, source in PAGES.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        (target / name).write_text(relinked(text, source), encoding="utf-8")
+    for picture in (ROOT / "docs").glob("*.png"):
+        shutil.copy(picture, target / picture.name)
+    (target / "methods.md").write_text(methods_page(), encoding="utf-8")
+    (target / "keys.md").write_text(keys_page(), encoding="utf-8")
+
+
+def relinked(text: str, source: str) -> str:
+    """A page with its relative links to other pages as they are in the site."""
+    names = {path: name for name, path in PAGES.items()}
+    folder = (ROOT / source).parent
+
+    def link(found: re.Match[str]) -> str:
+        there = (folder / found[1]).resolve()
+        if re.match(r"[a-z]+:|#", found[1]) or not there.is_relative_to(ROOT):
+            return found[0]
+        path = there.relative_to(ROOT).as_posix()
+        if there.suffix == ".png":
+            return f"]({there.name})"
+        return f"]({names[path]})" if path in names else found[0]
+
+    return re.sub(r"\]\(([^)\s]+)\)", link, text)
+
+
+def methods_page() -> str:
+    """The catalogue: a table for each family."""
+    from jrl.methods import list_methods
+
+    families: dict[str, list[dict]] = {}
+    for method in list_methods():
+        families.setdefault(method["family"], []).append(method)
+    lines = ["# Methods", "", f"{len(list_methods())} published methods by family; `jrl methods"]
+    lines[-1] += " NAME` shows one with its coefficients."
+    for family, methods in families.items():
+        lines += [
+            "",
+            f"## {family}",
+            "",
+            "| method | | paper | lacks |",
+            "| --- | --- | --- | --- |",
+        ]
+        for item in methods:
+            paper = item["paper"] or ""
+            if item["arxiv"]:
+                paper = f"[{paper}](https://arxiv.org/abs/{item['arxiv']})"
+            cells = (f"`{item['name']}`", item["summary"], paper, item["unsupported"])
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def keys_page() -> str:
+    """Every configuration key."""
+    from jrl.config_io import describe
+
+    lines = ["# Configuration keys", "", "| key | type | default | meaning |"]
+    lines.append("| --- | --- | --- | --- |")
+    for key in describe():
+        default = "" if key.default in (None, {}, (), "") else f"`{json.dumps(key.default)}`"
+        only = f" With {', '.join(key.single)}." if key.single else ""
+        cells = (f"`{key.name}`", key.kind, default, key.text + only)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def settings(target: pathlib.Path) -> dict:
+    """What mkdocs reads; JSON is YAML."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = about["urls"]["Repository"]
+    return {
+        "site_name": "JRL",
+        "site_description": about["description"],
+        **({} if ".invalid" in address else {"repo_url": address}),
+        "docs_dir": str(target / "pages"),
+        "site_dir": str(target / "site"),
+        "theme": {"name": "material", "features": ["content.code.copy"]},
+        "markdown_extensions": ["tables", "fenced_code", "toc"],
+        "nav": NAV,
+        "strict": True,
+    }
+
+
+def main() -> None:
+    """Writes the pages and builds the site into build/docs/site."""
+    target = ROOT / "build" / "docs"
+    shutil.rmtree(target, ignore_errors=True)
+    write_pages(target / "pages")
+    config = target / "mkdocs.yml"
+    config.write_text(json.dumps(settings(target)), encoding="utf-8")
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", str(config)]
+    subprocess.run(mkdocs, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
+    print(target / "site" / "index.html")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Rows of CSV and JSON files, of several files in a row, and of several sources by weight."""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jrl.errors import UserError
+
+
+class Source(Protocol):
+    """Rows with random access."""
+
+    def __len__(self) -> int:
+        """Rows."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Row ``index`` as a dict of text, numbers, lists and dicts."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The location of row ``index`` for error messages: "train.jsonl, line 12"."""
+        ...
+
+
+class CsvSource:
+    """Rows of a CSV file whose first line names the columns; all of it is kept in memory.
+
+    Args:
+      path: a UTF-8 file; values are text.
+
+    Raises:
+      UserError: it has no line of names, or is not UTF-8.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[tuple[int, list[str]]] = []
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.reader(file, strict=True)
+                self._names = next(reader, [])
+                begin = reader.line_num + 1
+                for values in reader:
+                    if values:
+                        self._rows.append((begin, values))
+                    begin = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise UserError(f"{path} is not a CSV file in UTF-8: {error}") from None
+        if self._rows and len(set(self._names)) != len(self._names):
+            raise UserError(f"{path}, line 1: two columns have one name: {', '.join(self._names)}")
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row's values by column, as text.
+
+        Raises:
+          UserError: the line has more or fewer values than there are columns.
+        """
+        values = self._rows[index][1]
+        if len(values) != len(self._names):
+            raise UserError(
+                f"{self.where(index)}: {len(values)} values for the {len(self._names)} columns"
+                f" {', '.join(self._names)}"
+            )
+        return dict(zip(self._names, values, strict=True))
+
+    def where(self, index: int) -> str:
+        """File and line of a row."""
+        return f"{self.path}, line {self._rows[index][0]}"
+
+
+class JsonSource:
+    """The objects of a JSON file that holds one list; all of it is kept in memory.
+
+    Args:
+      path: a UTF-8 file.
+
+    Raises:
+      UserError: it is not JSON, or not a list.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        except ValueError as error:
+            raise UserError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(rows, list):
+            raise UserError(
+                f"{path} must hold a list of objects; name a file of one object a line FILE.jsonl"
+            )
+        self._rows = rows
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The object.
+
+        Raises:
+          UserError: the item of the list is not an object.
+        """
+        row = self._rows[index]
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{self.where(index)}: must hold a JSON object with named fields, not a"
+                f" {type(row).__name__}"
+            )
+        return row
+
+    def where(self, index: int) -> str:
+        """File and row, counted from 0."""
+        return f"{self.path}, row {index}"
+
+
+class Chain:
+    """The rows of several sources, one source after the other.
+
+    Args:
+      sources: at least one.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._starts = [0, *itertools.accumulate(map(len, sources))]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row."""
+        source, inside = self._find(index)
+        return source[inside]
+
+    def where(self, index: int) -> str:
+        """The location of a row in its own source."""
+        source, inside = self._find(index)
+        return source.where(inside)
+
+    def _find(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._starts, index) - 1
+        return self._sources[number], index - self._starts[number]
+
+
+class Mixture:
+    """Rows of several sources in given proportions.
+
+    The source that is largest for its weight gives each row once; of the others, rows come again
+    from the first until they make up their part. Rows of the sources alternate evenly.
+
+    Args:
+      sources: by name.
+      weights: name -> weight, above 0; only their proportions count.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
+        self._sources = [sources[name] for name in weights]
+        given = np.array(list(weights.values()), np.float64)
+        parts = given / given.sum()
+        sizes = np.array([len(source) for source in self._sources])
+        largest = int(np.argmax(sizes / parts))
+        counts = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1).astype(np.int64)
+        # The i-th of n rows of a source has its place at (i + 1/2) / n of the whole.
+        place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
+        order = np.argsort(place, kind="stable")
+        self._number = np.repeat(np.arange(len(counts)), counts)[order]
+        self._inside = np.concatenate(
+            [np.arange(n) % size for n, size in zip(counts, sizes, strict=True)]
+        )[order]
+
+    def __len__(self) -> int:
+        """Rows, repeated ones included."""
+        return len(self._number)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row."""
+        return self._sources[self._number[index]][int(self._inside[index])]
+
+    def where(self, index: int) -> str:
+        """The location of a row in its own source."""
+        return self._sources[self._number[index]].where(int(self._inside[index]))

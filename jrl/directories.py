@@ -1,0 +1,15 @@
+"""Names of run directories."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+
+def fresh_dir(name: str) -> Path:
+    """A directory under ``runs/`` that is not there yet: NAME-TIME."""
+    base = Path("runs") / f"{name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    path, number = base, 1
+    while path.exists():
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return path

@@ -1,0 +1,252 @@
+"""A run from Python in one call, with rows, a reward function and a model passed as values."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jrl.config import Config
+from jrl.config_io import build_config, dump, load_config
+from jrl.data.tasks import Task
+from jrl.directories import fresh_dir
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl
+from jrl.own import GIVEN, given, keep_rows
+from jrl.rewards.columns import SIGNATURE
+from jrl.types import Network, Params, TrainState
+
+ROWS = "python"
+"""Where in a run directory the rows are that were passed in Python."""
+
+Rows = Iterable[Mapping[str, Any]]
+Reward = Callable[..., Sequence[float]]
+
+
+class Result(NamedTuple):
+    """What a run leaves.
+
+    Attributes:
+      metrics: one dict a training step, as in ``metrics.jsonl``.
+      summary: what ``summary.json`` holds: accuracy_before, accuracy_after, steps, and more.
+      dir: the run directory, with checkpoints, samples and the report.
+      config: the configuration of the run, with every key.
+      state: after the last step, on the devices: weights and optimizer state.
+      policy: the policy's weights.
+      network: the policy, whose functions take these weights.
+      tokenizer: of prompts and completions.
+      values: what was passed to the run in Python, by the names that its configuration has.
+    """
+
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+    dir: Path
+    config: Config
+    state: TrainState
+    policy: Params
+    network: Network
+    tokenizer: Any
+    values: dict[str, Any]
+
+    def sample(self, *prompts: str) -> list[dict[str, Any]]:
+        """Completions of the trained policy, ``sampling.group`` for each prompt.
+
+        Args:
+          *prompts: questions, made into prompts as those of the run were.
+
+        Returns:
+          Records with "prompt", "completion", "length" and "stop".
+        """
+        from jrl.evaluate import sample_run
+
+        with given(self.values):
+            return sample_run(self.config, prompts=prompts)
+
+
+def fit(
+    rows: Rows | str | Mapping[str, float] | None = None,
+    reward: Reward | str | Mapping[str, Reward | float] | None = None,
+    model: str | Path | Mapping[str, Any] | Callable[..., Network] | None = None,
+    *,
+    task: str | Task | Callable[..., Task] | None = None,
+    eval_rows: Rows | str | None = None,
+    config: Config | str | Path | Mapping[str, Any] | None = None,
+    dir: str | Path | None = None,
+    on_step: Callable[[dict[str, Any]], object] | None = None,
+    echo: Callable[[str], object] = print,
+    **settings: Any,
+) -> Result:
+    """Trains a policy, as ``jrl train`` does, on values of this program.
+
+    Args:
+      rows: prompts: dicts with "question" and "answer" (or the names in ``data.fields``) and
+        further columns for rewards; or what ``data.train`` names (files, a data set of the Hub, a
+        table of weights).
+      reward: ``f(samples) -> list of numbers``, where a sample has ``completion``, ``tokens``,
+        ``stop`` and ``prompt`` (with ``text``, ``answer`` and ``meta``, the further columns); or
+        ``f(completions, **columns)``, the form of TRL; or a name that ``[rewards]`` takes, such as
+        "math"; or a dict of several, by name: functions, or weights of named ones. It runs in this
+        process unless ``reward_pool.workers`` is set.
+      model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
+        random weights (with ``task``), or a function that makes a ``jrl.Network``.
+      task: a procedural task instead of rows: its name, itself, or a function that makes it.
+      eval_rows: held-out prompts, as ``rows``.
+      config: everything else: a configuration, a TOML file, or its keys as a dict, nested or
+        dotted ({"train.steps": 100}).
+      dir: run directory; runs/fit-TIME by default. One that holds this run resumes it.
+      on_step: called with the record of each training step.
+      echo: where lines for a person go. The line of progress goes to standard output.
+      **settings: more keys, with ``__`` for the dot: ``train__steps=100``.
+
+    Returns:
+      A ``Result``.
+
+    Raises:
+      UserError: bad input, named, before anything compiles.
+      KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
+    """
+    from jrl.train.loop import run_config
+    from jrl.train.state import policy_of
+
+    values: dict[str, Any] = {}
+    tree = _tree(config)
+    _set(tree, {name.replace("__", "."): value for name, value in settings.items()})
+    _set_model(tree, model, values)
+    _set_data(tree, rows, eval_rows, task, values)
+    _set_rewards(tree, reward, values)
+    if dir is not None or not tree.get("run", {}).get("dir"):
+        chosen = str(dir) if dir is not None else str(fresh_dir("fit"))
+        tree.setdefault("run", {})["dir"] = chosen
+    checked = build_config(tree)
+    directory = Path(checked.run.dir or "")
+    try:
+        with given(values):
+            trained = run_config(checked, echo=echo, on_record=on_step)
+    finally:
+        if (directory / "config.toml").exists():  # for the commands on this run
+            keep_rows(directory / ROWS, values)
+    run = trained.run
+    return Result(
+        metrics=read_jsonl(directory / "metrics.jsonl")[1:],
+        summary=trained.summary,
+        dir=directory,
+        config=run.config,
+        state=trained.state,
+        policy=policy_of(trained.state, run.network),
+        network=run.network,
+        tokenizer=run.tokenizer,
+        values=values,
+    )
+
+
+# ---------------------------------------------------------------- values into a configuration
+
+
+def _tree(config: Config | str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The keys of a configuration as nested dicts, its own to change."""
+    import tomllib
+
+    if isinstance(config, Config):
+        return tomllib.loads(dump(config))
+    if isinstance(config, str | Path):
+        return tomllib.loads(dump(load_config(config)))
+    tree: dict[str, Any] = {}
+    _set(tree, config or {})
+    return tree
+
+
+def _set(tree: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Puts dotted keys, and tables into tables that are there; names in tables are whole."""
+    for name, value in changes.items():
+        *path, last = name.split(".")
+        node = tree
+        for part in path:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise UserError(f"config[{name!r}]: {part} is not a table")
+        _merge(node, last, value)
+
+
+def _merge(tree: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(value, Mapping) and isinstance(tree.get(name), dict):
+        for inner, given_value in value.items():
+            _merge(tree[name], inner, given_value)
+    else:
+        tree[name] = copy.deepcopy(dict(value)) if isinstance(value, Mapping) else value
+
+
+def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None:
+    if model is None:
+        return
+    table = tree.setdefault("model", {})
+    if isinstance(model, Mapping):
+        table["config"] = dict(model)
+    elif isinstance(model, str | Path):
+        table["path"] = str(model)
+    elif callable(model):
+        values["network"] = model
+        table["network"] = f"{GIVEN}network"
+    else:
+        raise UserError(
+            f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, or a"
+            " function that makes a jrl.Network"
+        )
+
+
+def _set_data(
+    tree: dict[str, Any], rows: Any, eval_rows: Any, task: Any, values: dict[str, Any]
+) -> None:
+    table = tree.setdefault("data", {})
+    for key, name, given_rows in (("train", "rows", rows), ("eval", "eval_rows", eval_rows)):
+        if isinstance(given_rows, str | Mapping):
+            table[key] = given_rows
+        elif given_rows is not None:
+            listed = _checked(list(given_rows), name)
+            # The name says what the rows are, so that a run is not resumed with others.
+            values[f"{name}-{_digest(listed)}"] = listed
+            table[key] = f"{GIVEN}{name}-{_digest(listed)}"
+    if isinstance(task, str):
+        table["task"] = task
+    elif task is not None:
+        values["task"] = task if not isinstance(task, Task) else lambda: task
+        table["task"] = f"{GIVEN}task"
+
+
+def _checked(rows: list[Any], name: str) -> list[dict[str, Any]]:
+    if not rows:
+        raise UserError(f"{name} is empty; give at least one dict with question and answer")
+    for i, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise UserError(
+                f"{name}, row {i}: {row!r:.60}; a row is a dict, such as"
+                ' {"question": "2 + 2?", "answer": "4"}'
+            )
+    return [dict(row) for row in rows]
+
+
+def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> None:
+    if reward is None:
+        return
+    named = reward if isinstance(reward, Mapping) else {None: reward}
+    table = tree.setdefault("rewards", {})
+    for name, part in named.items():
+        if isinstance(part, str):
+            table.setdefault(part, {})
+        elif callable(part):
+            label = name or getattr(part, "__name__", "reward").strip("<>")
+            values[label] = part
+            table.setdefault(f"{GIVEN}{label}", {})
+            # Functions of a script or notebook cannot be sent to other processes.
+            tree.setdefault("reward_pool", {}).setdefault("workers", 0)
+        elif name is not None and isinstance(part, int | float):
+            table.setdefault(name, {})["weight"] = part
+        else:
+            raise UserError(f"reward = {part!r:.60}; give a function, {SIGNATURE}, or a name")
+
+
+def _digest(rows: list[dict[str, Any]]) -> str:
+    text = json.dumps(rows, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,312 @@
+"""Models and data sets of the Hugging Face Hub by name, through huggingface_hub and its cache.
+
+    ORG/NAME[@REVISION]                       a model
+    ORG/NAME[/CONFIG][:SPLIT][@REVISION]      a data set; ``hf:`` in front says so where it could
+                                              also be a file
+
+A directory or file of that name comes first. What is in the cache (HF_HUB_CACHE) is used without a
+network where HF_HUB_OFFLINE=1, where the Hub cannot be reached, and where the revision is a commit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, NamedTuple
+
+from jrl.errors import UserError
+
+DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+"""Suffixes of the files of rows that are read."""
+
+MODEL_FILES = (
+    *("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"),
+    "additional_chat_templates/*",
+)
+_NOT_OURS = ["original/*", "onnx/*", "openvino/*", "*.bin", "*.pth", "*.gguf"]
+
+Kind = Literal["model", "dataset"]
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(
+    rf"(?P<hf>hf:)?(?P<repo>{_PART}/{_PART})(?:/(?P<config>{_PART}))?"
+    r"(?::(?P<split>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_FILES = (".gz", ".py", ".toml", ".tsv", ".txt", ".xlsx", ".zip")
+"""Suffixes of other files: a name with one is that of a file that is not there."""
+
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+
+
+class HubName(NamedTuple):
+    """What a name of the Hub says.
+
+    Attributes:
+      repo: ORG/NAME.
+      config: of a data set, or None.
+      split: of a data set, or None.
+      revision: a branch, a tag or a commit, or None for the newest.
+    """
+
+    repo: str
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the revision is a commit, which never changes."""
+        return bool(self.revision and _COMMIT.fullmatch(self.revision))
+
+    def __str__(self) -> str:
+        """The name as it is written."""
+        parts = (("/", self.config), (":", self.split), ("@", self.revision))
+        return self.repo + "".join(f"{mark}{part}" for mark, part in parts if part)
+
+
+def hub_name(spec: str) -> HubName | None:
+    """What a name says, or None for one of a file or directory.
+
+    >>> hub_name("openai/gsm8k/main:test")
+    HubName(repo='openai/gsm8k', config='main', split='test', revision=None)
+    >>> hub_name("data/train.jsonl") is hub_name("./model") is None
+    True
+    """
+    found = _NAME.fullmatch(spec)
+    if found is None:
+        return None
+    said = found.groupdict()
+    suffix = PurePosixPath(said["config"] or said["repo"]).suffix
+    if said.pop("hf") is None and (suffix in (*DATA_SUFFIXES, *_FILES) or Path(spec).exists()):
+        return None
+    return HubName(**said)
+
+
+def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Path:
+    """The directory of a checkpoint, fetched from the Hub where it is named by ORG/NAME.
+
+    Args:
+      spec: a directory, or ORG/NAME[@REVISION]. A directory that is not there comes back as it is.
+      key: the configuration key that names it, for messages.
+
+    Raises:
+      UserError: neither the working directory nor the Hub (or, offline, its cache) has it.
+    """
+    name = hub_name(str(spec))
+    if name is None or name.config or name.split:
+        return Path(spec).expanduser()
+    return _fetched(name, "model", key, MODEL_FILES)
+
+
+def data_files(name: HubName, key: str) -> list[Path]:
+    """The files that hold a split of a data set, in the order of their names.
+
+    Args:
+      name: of the data set.
+      key: the configuration key that names it, for messages.
+
+    Raises:
+      UserError: no such data set, configuration or split (those there are named), or none of its
+        files has a form that is read.
+    """
+    patterns = [*(f"*{suffix}" for suffix in DATA_SUFFIXES), "README.md"]
+    listed = _listed(name)
+    if listed is not None:
+        commit, names = listed
+        name = name._replace(revision=commit)
+        card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
+        chosen = chosen_files(names, _card(card), name, key)
+        return [_fetched(name, "dataset", key, tuple(chosen)) / file for file in chosen]
+    directory = _fetched(name, "dataset", key, tuple(patterns))
+    names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
+    return [directory / file for file in chosen_files(names, _card(directory), name, key)]
+
+
+def pinned_name(spec: str, kind: Kind, key: str) -> str:
+    """The same name with the commit that it means now; a file or directory as it is."""
+    name = hub_name(spec)
+    if name is None or name.pinned or (kind == "model" and (name.config or name.split)):
+        return spec
+    patterns = MODEL_FILES if kind == "model" else ("README.md",)
+    commit = _fetched(name, kind, key, patterns).name
+    return ("hf:" if spec.startswith("hf:") else "") + str(name._replace(revision=commit))
+
+
+def cache_directory() -> Path:
+    """Where huggingface_hub keeps what it fetched."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def offline() -> bool:
+    """Whether the environment forbids to ask the Hub."""
+    given = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return given.upper() in ("1", "ON", "YES", "TRUE")
+
+
+# ---------------------------------------------------------------- which files are a split
+
+
+def chosen_files(
+    files: Iterable[str], card: Mapping[str, Any], name: HubName, key: str
+) -> list[str]:
+    """Those files of a data set that hold the configuration and split that are named.
+
+    As ``datasets`` finds them: by the ``configs`` of the card, else by "train", "test" and so on
+    in the names of files and directories.
+
+    Args:
+      files: of the repository, relative.
+      card: the front matter of its README.md.
+      name: what is asked for; without a configuration the only one, or "default"; without a split
+        "train".
+      key: the configuration key that names it, for messages.
+
+    Raises:
+      UserError: see ``data_files``.
+    """
+    found = [file for file in sorted(files) if PurePosixPath(file).suffix in DATA_SUFFIXES]
+    table = _of_card(found, card) or _of_names(found)
+    if not table:
+        raise UserError(
+            f"{key} = {str(name)!r}: the data set holds no {', '.join(DATA_SUFFIXES)} file; one"
+            " that is made by a script has them at @refs/convert/parquet"
+        )
+    config = name.config or (next(iter(table)) if len(table) == 1 else "default")
+    if config not in table:
+        choices = ", ".join(f"{name.repo}/{each}" for each in table)
+        raise UserError(f"{key} = {str(name)!r}: name one of its configurations: {choices}")
+    split = name.split or "train"
+    if split not in table[config]:
+        choices = ", ".join(str(name._replace(split=each)) for each in table[config])
+        raise UserError(f"{key} = {str(name)!r}: there is no split {split!r}; choose {choices}")
+    return table[config][split]
+
+
+def _of_card(files: list[str], card: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+    table: dict[str, dict[str, list[str]]] = {}
+    for config in card.get("configs") or ():
+        given = config.get("data_files") or ()
+        if isinstance(given, str) or (given and isinstance(given[0], str)):
+            given = [{"split": "train", "path": given}]
+        for part in given:
+            paths = part.get("path") or ()
+            patterns = [paths] if isinstance(paths, str) else list(paths)
+            inside = [f for f in files if any(fnmatch.fnmatch(f, p) for p in patterns)]
+            if inside:
+                splits = table.setdefault(str(config.get("config_name", "default")), {})
+                splits.setdefault(str(part.get("split", "train")), []).extend(inside)
+    return table
+
+
+def _of_names(files: list[str]) -> dict[str, dict[str, list[str]]]:
+    table: dict[str, dict[str, list[str]]] = {}
+    for file in files:
+        *folders, last = PurePosixPath(file).with_suffix("").parts
+        split = next((s for part in (last, *reversed(folders)) if (s := _split_in(part))), "train")
+        named = [f for f in folders if f != "data" and not _split_in(f)]
+        table.setdefault(named[0] if named else "default", {}).setdefault(split, []).append(file)
+    return table
+
+
+def _split_in(part: str) -> str | None:
+    words = re.split(r"[^a-z]+", part.lower())
+    return next((split for split in _SPLITS if split in words), None)
+
+
+def _card(directory: Path | None) -> dict[str, Any]:
+    """The front matter of a data set's README.md; {} without one."""
+    path = directory / "README.md" if directory is not None else None
+    if path is None or not path.is_file():
+        return {}
+    import yaml
+
+    found = re.match(r"---\s*\n(.*?)\n---", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    try:
+        card = yaml.safe_load(found[1]) if found else {}
+    except yaml.YAMLError:
+        return {}
+    return card if isinstance(card, dict) else {}
+
+
+# ---------------------------------------------------------------- the Hub and its cache
+
+
+def _listed(name: HubName) -> tuple[str, list[str]] | None:
+    """The commit of a data set and its files; None where the Hub is not or cannot be asked."""
+    if offline() or (name.pinned and _cached(name, "dataset") is not None):
+        return None
+    from huggingface_hub import HfApi
+
+    try:
+        info = HfApi().dataset_info(name.repo, revision=name.revision)
+    except Exception:  # whatever is wrong, the cache is asked next and says what
+        return None
+    return str(info.sha), [str(file.rfilename) for file in info.siblings or ()]
+
+
+def _cached(name: HubName, kind: Kind) -> Path | None:
+    folder = cache_directory() / f"{kind}s--{name.repo.replace('/', '--')}" / "snapshots"
+    path = folder / (name.revision or "")
+    return path if name.revision and path.is_dir() else None
+
+
+@functools.lru_cache(maxsize=64)
+def _snapshot(name: HubName, kind: Kind, patterns: tuple[str, ...], cache: str, local: bool) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(
+        snapshot_download(
+            name.repo,
+            repo_type=kind,
+            revision=name.revision,
+            cache_dir=cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=_NOT_OURS,
+            local_files_only=local,
+        )
+    )
+
+
+def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> Path:
+    """The directory that holds these files of a repository at a commit."""
+    from huggingface_hub import errors
+
+    name, cache = name._replace(config=None, split=None), str(cache_directory())
+    why = "HF_HUB_OFFLINE is set, so the Hub was not asked"
+    if not offline():
+        try:
+            return Path(_snapshot(name, kind, patterns, cache, False))
+        except errors.GatedRepoError:
+            why = (
+                f"the Hub gives it to those who accepted its terms; see huggingface.co/{name.repo}"
+            )
+        except errors.RevisionNotFoundError:
+            why = f"the Hub has it, without a revision {name.revision!r}"
+        except errors.RepositoryNotFoundError:
+            why = "the Hub has none of that name (or it is private: log in with `hf auth login`)"
+        except Exception as error:
+            why = f"the Hub could not be reached ({type(error.__cause__ or error).__name__})"
+    try:
+        return Path(_snapshot(name, kind, patterns, cache, True))
+    except Exception:
+        raise _not_found(name, kind, key, why) from None
+
+
+def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
+    folder, start = cache_directory(), f"{kind}s--"
+    there = [p.name.removeprefix(start).replace("--", "/", 1) for p in folder.glob(f"{start}*")]
+    near = difflib.get_close_matches(name.repo, there, n=1)
+    hint = f"; did you mean {near[0]}, which is there?" if near else ""
+    what = "directory" if kind == "model" else "file"
+    return UserError(
+        f"{key} = {str(name)!r}: there is no such {what} in {Path.cwd()}, {why}, and its cache"
+        f" {folder} does not hold it{hint}"
+    )

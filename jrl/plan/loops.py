@@ -1,0 +1,306 @@
+"""How often each computation of a compiled program runs.
+
+XLA's own analysis counts the body of a loop once. Here it counts as often as it runs: the loop's
+counter is followed from its start, by its step, to the bound that its condition compares it with.
+The branches of a conditional count once together, in equal parts.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jrl.plan.hlo import HloProgram, Operation, called_computations
+
+Value = int | None
+"""An integer, or None where it does not follow from constants."""
+
+_PASSED_ON = frozenset(
+    ("copy", "convert", "bitcast", "reshape", "copy-start", "copy-done", "optimization-barrier")
+)
+_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "minimum": min,
+    "maximum": max,
+    "and": operator.and_,
+    "or": operator.or_,
+}
+_COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
+    **{"LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge},
+    **{"EQ": operator.eq, "NE": operator.ne},
+}
+
+
+class Scope:
+    """A computation with what is known of its parameters; values are found once each.
+
+    Args:
+      program: that the computation is part of.
+      operations: of the computation.
+      state: what its one parameter, a tuple, holds, as in the body of a loop.
+      caller: otherwise, where it is called from, and the names of its parameters there.
+    """
+
+    def __init__(
+        self,
+        program: HloProgram,
+        operations: Mapping[str, Operation],
+        state: Sequence[Value] = (),
+        caller: tuple[Scope, Sequence[str]] | None = None,
+    ) -> None:
+        self.program, self.operations = program, operations
+        self._state, self._caller = state, caller
+        self._known: dict[tuple[str, int | None], Value] = {}
+        self._below: dict[str, tuple[Scope, str] | None] = {}
+
+    def inside(self, operation: Operation) -> tuple[Scope, str] | None:
+        """What a fusion or call runs, and the name of its result there."""
+        if operation.name not in self._below:
+            names = [n for n in called_computations(operation) if n in self.program.computations]
+            found = None
+            if len(names) == 1:
+                operations = self.program.computations[names[0]]
+                scope = Scope(self.program, operations, caller=(self, operation.operands))
+                found = scope, result_of(operations)
+            self._below[operation.name] = found
+        return self._below[operation.name]
+
+    def value(self, name: str) -> Value:
+        """The integer that an operation makes, if it follows from constants and known ones."""
+        if (name, None) not in self._known:
+            found = self.operations.get(name)
+            scalar = found is not None and len(found.outputs) == 1 and not found.outputs[0].sizes
+            self._known[name, None] = self._made(found) if found and scalar else None
+        return self._known[name, None]
+
+    def element(self, name: str, index: int) -> Value:
+        """The same of an element of the tuple that an operation makes."""
+        if (name, index) not in self._known:
+            found = self.operations.get(name)
+            self._known[name, index] = self._part(found, index) if found else None
+        return self._known[name, index]
+
+    def _made(self, found: Operation) -> Value:
+        if found.kind == "constant":
+            return _constant(found.text)
+        if found.kind == "parameter" and self._caller is not None:
+            scope, names = self._caller
+            return scope.value(names[_number(found)])
+        if found.kind == "get-tuple-element":
+            return self.element(found.operands[0], _index(found))
+        if found.kind in _PASSED_ON and found.operands:
+            return self.value(found.operands[0])
+        if found.kind in ("fusion", "call"):
+            below = self.inside(found)
+            return None if below is None else below[0].value(below[1])
+        return self._computed(found)
+
+    def _part(self, found: Operation, index: int) -> Value:
+        if found.kind == "tuple" or (
+            found.kind == "optimization-barrier" and len(found.operands) > 1
+        ):
+            return self.value(found.operands[index]) if index < len(found.operands) else None
+        if found.kind == "optimization-barrier":
+            return self.element(found.operands[0], index)
+        if found.kind == "parameter" and self._caller is not None:
+            scope, names = self._caller
+            return scope.element(names[_number(found)], index)
+        if found.kind == "parameter":
+            return self._state[index] if index < len(self._state) else None
+        if found.kind in ("fusion", "call"):
+            below = self.inside(found)
+            return None if below is None else below[0].element(below[1], index)
+        return None
+
+    def _computed(self, found: Operation) -> Value:
+        if found.kind not in _ARITHMETIC and found.kind not in ("select", "compare"):
+            return None
+        values = [self.value(name) for name in found.operands]
+        if found.kind == "select" and len(values) == 3 and values[0] is not None:
+            return values[1] if values[0] else values[2]
+        if len(values) != 2:
+            return None
+        a, b = values
+        if a is None or b is None:
+            return None
+        if found.kind == "compare":
+            return int(_COMPARISONS[_direction(found)](a, b))
+        return _ARITHMETIC[found.kind](a, b)
+
+
+def result_of(operations: Mapping[str, Operation]) -> str:
+    """The name of the operation whose result is the computation's: the one marked as root."""
+    root = [name for name, each in operations.items() if each.root]
+    return root[0] if root else list(operations)[-1]
+
+
+def _constant(text: str) -> Value:
+    number = re.match(r"constant\((-?\d+|true|false)\)", text)
+    if number is None:
+        return None
+    return {"true": 1, "false": 0}.get(number[1]) if number[1][0] in "tf" else int(number[1])
+
+
+def _number(found: Operation) -> int:
+    return int(found.text.removeprefix("parameter(").split(")")[0])
+
+
+def _index(found: Operation) -> int:
+    index = re.search(r"index=(\d+)", found.text)
+    assert index is not None
+    return int(index[1])
+
+
+def _direction(found: Operation) -> str:
+    direction = re.search(r"direction=(\w+)", found.text)
+    assert direction is not None
+    return direction[1]
+
+
+# ---------------------------------------------------------------- runs
+
+
+def computation_runs(program: HloProgram) -> dict[str, float]:
+    """How often each computation runs, the entry and the bodies of loops, by name."""
+    runs: dict[str, float] = defaultdict(float)
+    _count_runs(Scope(program, program.computations[program.entry]), program.entry, 1.0, runs)
+    return runs
+
+
+def _count_runs(scope: Scope, name: str, times: float, runs: dict[str, float]) -> None:
+    """Adds the runs of a computation and of those that it calls outside fusions."""
+    runs[name] += times
+    program = scope.program
+
+    def below(called: str, count: float, **known: Any) -> None:
+        inner = Scope(program, program.computations[called], **known)
+        _count_runs(inner, called, count, runs)
+
+    for operation in scope.operations.values():
+        if operation.kind == "while":
+            loop = read_loop(scope, operation)
+            for called in (loop.body, loop.condition):
+                below(called, times * loop.trips, state=loop.fixed)
+        elif operation.kind == "conditional":
+            branches = [c for c in called_computations(operation) if c in program.computations]
+            for branch in branches:
+                below(branch, times / len(branches))
+        elif operation.kind in ("call", "async-start"):
+            for called in called_computations(operation):
+                below(called, times, caller=(scope, operation.operands))
+
+
+class Loop(NamedTuple):
+    """A loop.
+
+    Attributes:
+      body: name of the computation that it repeats.
+      condition: name of the computation that says whether to go on.
+      trips: the most iterations.
+      fixed: the integers that it carries and does not change; None for the others.
+    """
+
+    body: str
+    condition: str
+    trips: float
+    fixed: tuple[Value, ...]
+
+
+def read_loop(scope: Scope, loop: Operation) -> Loop:
+    """The loop that an operation is.
+
+    Its trip count is that of its name (``sampling.params.at_most``) or XLA's own. Otherwise it
+    follows from the start and the step of the counters that the condition compares; a counter whose
+    start is not known is taken to start at 0. A loop without any bound counts once.
+    """
+    body = re.search(r"body=%([\w.\-]+)", loop.text)
+    condition = re.search(r"condition=%([\w.\-]+)", loop.text)
+    assert body
+    assert condition
+    start = tuple(scope.element(loop.operands[0], i) for i in range(len(loop.outputs)))
+    after, later = _turn(scope.program, body[1], start)
+    fixed = tuple(a if a == b else None for a, b in zip(start, after, strict=True))
+    if named := re.search(r'op_name="[^"]*at_most_(\d+)/while"', loop.text):
+        return Loop(body[1], condition[1], float(named[1]), fixed)
+    if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
+        return Loop(body[1], condition[1], float(known[1]), fixed)
+    found = _least(scope.program, condition[1], start, after, later)
+    if found is None:
+        scalar = [b.dtype[:1] in "su" and not b.sizes for b in loop.outputs]
+        start = tuple(0 if x is None and s else x for x, s in zip(start, scalar, strict=True))
+        after, later = _turn(scope.program, body[1], start)
+        found = _least(scope.program, condition[1], start, after, later)
+    return Loop(body[1], condition[1], 1.0 if found is None else float(found), fixed)
+
+
+def _turn(
+    program: HloProgram, body: str, start: tuple[Value, ...]
+) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """What a loop carries after one turn and after two."""
+    operations, states = program.computations[body], [start]
+    result = result_of(operations)
+    for _ in range(2):
+        scope = Scope(program, operations, states[-1])
+        states.append(tuple(scope.element(result, i) for i in range(len(start))))
+    return states[1], states[2]
+
+
+def _least(program: HloProgram, condition: str, *states: tuple[Value, ...]) -> int | None:
+    """The fewest turns after which one of the condition's comparisons fails; None for no bound.
+
+    Args:
+      program: that the loop is part of.
+      condition: name of the computation.
+      states: what the loop carries at its start, after one turn and after two.
+    """
+    operations = program.computations[condition]
+    scopes = [Scope(program, operations, state) for state in states]
+    found = [_failure(*each) for each in _comparisons(scopes, result_of(operations))]
+    return min((n for n in found if n is not None), default=None)
+
+
+def _comparisons(
+    scopes: Sequence[Scope], name: str
+) -> Iterator[tuple[str, list[tuple[Value, Value]]]]:
+    """The comparisons that must all hold for a result to be true, with both sides' values."""
+    found = scopes[0].operations.get(name)
+    if found is None:
+        return
+    if found.kind == "compare":
+        sides = [(s.value(found.operands[0]), s.value(found.operands[1])) for s in scopes]
+        yield _direction(found), sides
+    elif found.kind == "and":
+        for each in found.operands:
+            yield from _comparisons(scopes, each)
+    elif found.kind in _PASSED_ON:
+        yield from _comparisons(scopes, found.operands[0])
+    elif found.kind in ("fusion", "call"):
+        inner = [s.inside(found) for s in scopes]
+        if inner[0] is not None:
+            yield from _comparisons([each[0] for each in inner if each is not None], inner[0][1])
+
+
+def _failure(direction: str, sides: Sequence[tuple[Value, Value]]) -> int | None:
+    """After how many turns a comparison fails first; None where that is never, or not known."""
+    gaps = [a - b if isinstance(a, int) and isinstance(b, int) else None for a, b in sides]
+    first, second, third = gaps
+    if first is None or second is None or third is None or third - second != second - first:
+        return None
+    if not _COMPARISONS[direction](first, 0):
+        return 0
+    step = second - first
+    if direction == "EQ":
+        return 1 if step else None
+    if direction == "NE":
+        return -first // step if step and -first % step == 0 and -first // step > 0 else None
+    towards = step if direction in ("LT", "LE") else -step
+    if towards <= 0:
+        return None
+    away = abs(first) + (direction in ("LE", "GE"))
+    return math.ceil(away / towards)

@@ -1,0 +1,69 @@
+"""Names of the Hugging Face Hub in a configuration, each with the commit that it means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jrl.config import Config
+from jrl.config_io import load_config
+from jrl.hub import Kind, hub_name, pinned_name
+
+
+def pinned(config: Config) -> Config:
+    """The configuration with a commit in every name of the Hub, so that it means the same later.
+
+    A run that is resumed keeps the commits that it began with.
+
+    Args:
+      config: of a run.
+
+    Raises:
+      UserError: a name that neither the Hub nor its cache knows.
+    """
+    kept = _kept(config)
+
+    def pin(spec: str, kind: Kind, key: str) -> str:
+        return kept[spec] if spec in kept else pinned_name(spec, kind, key)
+
+    model, data = config.model, config.data
+    changes: dict[str, Any] = {}
+    if model.path is not None:
+        path = pin(model.path, "model", "model.path")
+        changes["model"] = model.model_copy(update={"path": path})
+    if config.frozen:
+        changes["frozen"] = {
+            name: tuple(pin(path, "model", f"frozen.{name}") for path in paths)
+            for name, paths in config.frozen.items()
+        }
+    files = {name: getattr(data, name, None) for name in ("train", "eval", "pairs")}
+    update = {name: _of_data(given, pin, f"data.{name}") for name, given in files.items() if given}
+    if update:
+        changes["data"] = data.model_copy(update=update)
+    return config.model_copy(update=changes)
+
+
+def _of_data(given: str | Mapping[str, float], pin: Callable[..., str], key: str) -> Any:
+    if isinstance(given, str):
+        return pin(given, "dataset", key)
+    return {pin(spec, "dataset", key): weight for spec, weight in given.items()}
+
+
+def _kept(config: Config) -> dict[str, str]:
+    """Name without a revision -> the same with a commit, for those of the run in ``run.dir``."""
+    path = Path(config.run.dir or "") / "config.toml"
+    if config.run.dir is None or config.run.resume == "never" or not path.is_file():
+        return {}
+    theirs = load_config(path)
+    data = [getattr(theirs.data, name, None) for name in ("train", "eval", "pairs")]
+    names = [theirs.model.path, *(path for paths in theirs.frozen.values() for path in paths)]
+    names += [
+        spec for given in data for spec in ([given] if isinstance(given, str) else given or ())
+    ]
+    found = {spec: hub_name(spec) for spec in names if spec}
+    return {
+        ("hf:" if spec.startswith("hf:") else "") + str(name._replace(revision=None)): spec
+        for spec, name in found.items()
+        if name is not None and name.pinned
+    }

@@ -1,0 +1,204 @@
+"""A layout of the sampler's own on the devices of training (``[sampling.mesh]``).
+
+    draw = ReshardedSampler(...)
+    groups = draw(key, params, ...)     # params as training divides them
+    draw.free()                         # before training goes on
+
+Training wants weights divided over many devices, and a batch over all; sampling reads all weights
+for every token and sends activations, so that few devices for a copy of the weights are best. Once
+a rollout one compiled program makes, from the weights as training divides them, those that the
+sampler reads: in its dtype, joined and ordered for decoding, and divided over its own mesh. They
+are freed before the next training step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.lax import with_sharding_constraint
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jrl.mesh import RULES, replicated, tree_shardings
+from jrl.models.decode import rounded
+from jrl.train.adapters import trained_network
+from jrl.train.build import Run, policy_network
+from jrl.types import Array, Network, Params
+
+
+def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
+    """The program that reshards, to be called or lowered under the sampler's mesh.
+
+    Args:
+      run: the run, whose policy is on ``run.mesh``.
+      network: the policy as it samples on ``mesh``.
+      mesh: the sampler's, over the same devices in the same order.
+
+    Returns:
+      ``jax.jit`` of ``network.prepare``: the policy's weights, as training divides them, to those
+      that ``extend`` reads.
+
+    Raises:
+      UserError: a weight that the mesh does not divide.
+    """
+    model = run.model
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    # A network of one's own does not say how its prepared weights are divided: as its weights are.
+    into = None if model is not None else tree_shardings(mesh, network.axes(), shapes)
+    gathered = model is not None and network.extras.gathered
+    through = stopovers(run.mesh, mesh, network.axes(), shapes, gathered=gathered)
+
+    def prepare(params: Params) -> Any:
+        if model is not None and run.config.lora is None:
+            params = rounded(params, config=model)  # before they are sent
+        leaves, tree = jax.tree.flatten(params)
+        pairs = zip(leaves, through, strict=True)
+        leaves = [x if at is None else with_sharding_constraint(x, at) for x, at in pairs]
+        params = jax.tree.unflatten(tree, leaves)
+        return network.prepare(params if into is None else with_sharding_constraint(params, into))
+
+    return jax.jit(prepare)
+
+
+def stopovers(
+    mesh: Mesh, own: Mesh, axes: Any, shapes: Any, *, gathered: bool
+) -> list[NamedSharding | None]:
+    """Between two meshes, the layout of each weight from which nothing but a gather is left.
+
+    First the devices that share an axis of both meshes exchange parts (all-to-all), so that a
+    device has nothing of what it will not need; then parts are gathered. From one layout to the
+    other in one step XLA gathers every weight whole on every device, and cuts its part out.
+
+    Args:
+      mesh: of training.
+      own: the sampler's, over the same devices in the same order.
+      axes: logical axes of the policy's weights.
+      shapes: their shapes, a tree like them.
+      gathered: whether the sampler's weights are whole along ``fsdp``.
+
+    Returns:
+      For each leaf; None where there is no such layout.
+    """
+    joint, theirs, ours = _joint(mesh, own)
+    leaves, tree = jax.tree.flatten(shapes)
+    if joint is None:
+        return [None] * len(leaves)
+    names: Any = tree
+    found: list[NamedSharding | None] = []
+    for leaf, logical in zip(leaves, names.flatten_up_to(axes), strict=True):
+        over = [() if name is None else RULES[name] for name in logical]
+        source = [[j for axis in each for j in theirs[axis]] for each in over]
+        kept = [[a for a in each if not (gathered and a == "fsdp")] for each in over]
+        target = [[j for axis in each for j in ours[axis]] for each in kept]
+        used = {j for each in target for j in each}
+        between = [
+            (*last, *(j for j in first if j not in used))
+            for first, last in zip(source, target, strict=True)
+        ]
+        parts = [math.prod(joint.shape[j] for j in each) for each in between]
+        fits = all(size % n == 0 for size, n in zip(leaf.shape, parts, strict=True))
+        found.append(NamedSharding(joint, PartitionSpec(*between)) if fits else None)
+    return found
+
+
+def _joint(mesh: Mesh, own: Mesh) -> tuple[Mesh | None, dict[str, list[str]], dict[str, list[str]]]:
+    """The mesh of which each axis of two others is some axes, and which; None if there is none."""
+
+    def spans(grid: Mesh) -> dict[str, tuple[int, int]]:
+        """For each axis the distance of neighbours along it, and that of its two ends and one."""
+        sizes, found = list(grid.shape.items()), {}
+        for i, (axis, size) in enumerate(sizes):
+            stride = math.prod(n for _, n in sizes[i + 1 :])
+            found[axis] = (stride, stride * size)
+        return found
+
+    both = spans(mesh), spans(own)
+    cuts = sorted({cut for each in both for span in each.values() for cut in span})
+    pieces = list(itertools.pairwise(cuts))[::-1]  # the outermost first
+    if any(high % low for low, high in pieces):
+        return None, {}, {}
+    axes = [f"part{i}" for i in range(len(pieces))]
+    grid = mesh.devices.reshape([high // low for low, high in pieces])
+    inside = [
+        {
+            axis: [n for n, (a, b) in zip(axes, pieces, strict=True) if low <= a and b <= high]
+            for axis, (low, high) in each.items()
+        }
+        for each in both
+    ]
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes)), inside[0], inside[1]
+
+
+def drawn_from_prepared(network: Network) -> Network:
+    """The network for programs that are given weights that ``weights_program`` has made."""
+    return network._replace(prepare=_as_they_are)
+
+
+def _as_they_are(weights: Any) -> Any:
+    return weights
+
+
+def network_on(run: Run, mesh: Mesh | None) -> Network:
+    """The policy as it samples on the sampler's own mesh; None for that of training."""
+    if mesh is None or run.model is None:
+        return run.network
+    return trained_network(run.config, run.model, policy_network(run.config, run.model, mesh))
+
+
+class ReshardedSampler:
+    """A sampler on a mesh of its own, called as one on the mesh of training is.
+
+    Args:
+      weights: from ``weights_program``.
+      program: (key, weights, ...) -> what was drawn, compiled for ``mesh``; of a network from
+        ``drawn_from_prepared``.
+      mesh: the sampler's.
+      back: where results go: the mesh of training.
+    """
+
+    def __init__(self, weights: Any, program: Callable[..., Any], mesh: Mesh, back: Mesh) -> None:
+        self.weights, self.program, self.mesh = weights, program, mesh
+        self._back = back
+        self._source: Params = None
+        self._held: Any = None
+
+    def __call__(self, key: Array, params: Params, *args: Any, **kwargs: Any) -> Any:
+        """What the program draws with these weights; resharded if they are not those held."""
+        with jax.set_mesh(self.mesh):
+            if self._held is None or self._source is not params:
+                self.free()
+                self._held, self._source = self.weights(params), params
+            key = jax.device_put(key, replicated(self.mesh))
+            drawn = self.program(key, self._held, *args, **kwargs)
+        return jax.device_put(drawn, replicated(self._back))
+
+    def free(self) -> None:
+        """Frees the resharded weights, once the programs that read them are done."""
+        kept = {id(leaf) for leaf in jax.tree.leaves(self._source)}
+        for leaf in jax.tree.leaves(self._held):
+            if id(leaf) not in kept:
+                leaf.delete()
+        self._held = self._source = None
+
+
+def freed_after(collect: Callable[..., Any], program: Any) -> Callable[..., Any]:
+    """``collect``, after which a sampler with a mesh of its own holds no weights."""
+    if not isinstance(program, ReshardedSampler):
+        return collect
+
+    def collect_and_free(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return collect(*args, **kwargs)
+        finally:
+            program.free()
+
+    return collect_and_free
+
+
+def free(program: Any) -> None:
+    """Frees what a sampler holds of its own, if it has a mesh of its own."""
+    if isinstance(program, ReshardedSampler):
+        program.free()

@@ -1,0 +1,140 @@
+"""CSV and JSON files, files in a row, mixtures by weight, and rows that cannot be used."""
+
+import collections
+import json
+
+import pytest
+
+from jrl.data.pairs import build_judged
+from jrl.data.prompts import build_prompts
+from jrl.data.sources import Rows, open_source
+from jrl.data.tables import Mixture
+from jrl.errors import UserError
+from jrl.models.tokenizer import char_tokenizer
+
+
+def rows_of(source):
+    return [source[i] for i in range(len(source))]
+
+
+def test_csv_with_quotes_lines_in_a_cell_and_a_byte_order_mark(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfquestion,answer\r\n"a, b?","1"\r\n\r\n"two\nlines?",2\n"c",\n')
+    source = open_source(str(path))
+    assert rows_of(source) == [
+        {"question": "a, b?", "answer": "1"},
+        {"question": "two\nlines?", "answer": "2"},
+        {"question": "c", "answer": ""},
+    ]
+    assert [source.where(i).rpartition(", ")[2] for i in range(3)] == ["line 2", "line 4", "line 6"]
+
+
+CSV = {
+    "a,b\n1,2,3\n": "line 2: 3 values for the 2 columns a, b",
+    "a,a\n1,2\n": "line 1: two columns have one name: a, a",
+    'a,b\n"1,2\n': "is not a CSV file",
+    "a,b\n": "the file has no rows",
+}
+
+
+@pytest.mark.parametrize("text", CSV)
+def test_csv_that_cannot_be_read(text, tmp_path):
+    (tmp_path / "a.csv").write_text(text)
+    with pytest.raises(UserError, match=CSV[text]):
+        open_source(str(tmp_path / "a.csv"))[0]
+
+
+def test_json_holds_one_list(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"a": 1}, 2]))
+    source = open_source(str(path))
+    assert source[0] == {"a": 1}
+    with pytest.raises(UserError, match=r"a\.json, row 1: must hold a JSON object"):
+        source[1]
+    for text, said in (("{}", "must hold a list"), ("[", "is not valid JSON")):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said):
+            open_source(str(path))
+
+
+def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path):
+    for number in (2, 1):
+        (tmp_path / f"{number}.jsonl").write_text(f'{{"a": {number}}}\n\n{{"a": {number}5}}\n')
+    source = open_source(str(tmp_path / "*.jsonl"))
+    assert [row["a"] for row in rows_of(source)] == [1, 15, 2, 25]
+    assert source.where(3) == f"{tmp_path / '2.jsonl'}, line 3"
+    with pytest.raises(UserError, match="no file matches"):
+        open_source(str(tmp_path / "*.csv"))
+
+
+def test_a_mixture_has_the_parts_that_were_asked_for_and_every_row():
+    sources = {name: Rows([{"of": name, "i": i} for i in range(n)]) for name, n in SIZES.items()}
+    mixed = Mixture(sources, {"big": 3.0, "small": 1.0, "tiny": 2.0})
+    seen = rows_of(mixed)
+    counts = collections.Counter(row["of"] for row in seen)
+    assert counts == {"big": 60, "small": 20, "tiny": 40}
+    for name, size in SIZES.items():
+        visited = [row["i"] for row in seen if row["of"] == name]
+        assert visited == [i % size for i in range(counts[name])]
+    first = collections.Counter(row["of"] for row in seen[:12])  # they alternate from the start
+    assert first == {"big": 6, "small": 2, "tiny": 4}
+    assert mixed.where(0) == sources[seen[0]["of"]].where(seen[0]["i"])
+
+
+SIZES = {"big": 60, "small": 7, "tiny": 2}
+
+
+def test_a_mixture_of_files(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"of": "{name}"}}\n' * 4)
+    a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    counts = collections.Counter(row["of"] for row in rows_of(open_source({a: 1.0, b: 0.5})))
+    assert counts == {"a": 4, "b": 2} or counts == {"a": 8, "b": 4}
+    with pytest.raises(UserError, match="the weight of .* is 0; it must be above 0"):
+        open_source({a: 0}, key="data.train")
+
+
+GOOD = {"question": "two?", "answer": "2"}
+
+
+def prompts(rows, **options):
+    options = {"template": "plain", "max_prompt_tokens": 16} | options
+    return build_prompts(Rows(rows), char_tokenizer(), **options)
+
+
+def test_rows_that_cannot_be_used_are_counted_and_left_out():
+    rows = [GOOD, {"question": "no answer?"}, GOOD, {"question": 3, "answer": "1"}, GOOD]
+    kept, counts = prompts(rows, invalid="skip")
+    assert [prompt.id for prompt in kept] == [0, 2, 4]
+    assert "3 prompts of 5 rows" in str(counts)
+    assert "2 of 5 rows skipped: row 2: there is no field 'answer'" in str(counts)
+    assert str(counts).endswith("; and row 4")
+    with pytest.raises(UserError) as caught:
+        prompts(rows)
+    assert str(caught.value).startswith("row 2: there is no field 'answer'")
+    assert "and 1 more rows cannot be used (row 4); data.invalid = 'skip'" in str(caught.value)
+
+
+def test_all_rows_being_wrong_is_no_reason_to_skip_them():
+    rows = [{"q": "a?", "answer": "1"}, {"q": "b?", "answer": "2"}]
+    for invalid in ("error", "skip"):
+        with pytest.raises(UserError) as caught:
+            prompts(rows, invalid=invalid)
+        assert "set data.fields.question to one of q, answer" in str(caught.value)
+        assert "skip" not in str(caught.value)
+
+
+def test_a_long_prompt_is_not_skipped_as_a_bad_row():
+    rows = [GOOD, {"question": "how many eels are there?", "answer": "2"}]
+    with pytest.raises(UserError, match="row 2: the prompt has 24 tokens"):
+        prompts(rows, invalid="skip")
+
+
+def test_judged_rows_that_cannot_be_used():
+    rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in ("c", "b", "d")]
+    options = {"template": "plain", "max_prompt_tokens": 8, "max_completion_tokens": 8}
+    kept, counts = build_judged(Rows(rows), char_tokenizer(), invalid="skip", **options)
+    assert [one.id for one in kept] == [0, 2]
+    assert "1 of 3 rows skipped: row 2: chosen and rejected are equal" in str(counts)
+    with pytest.raises(UserError, match=r"row 2: .*data.invalid = 'skip' leaves such rows out"):
+        build_judged(Rows(rows), char_tokenizer(), **options)

@@ -1,0 +1,57 @@
+"""A device that is asked for and not there is one line, before anything else is done."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jrl import devices
+from jrl.devices import find_devices
+from jrl.errors import UserError
+
+
+def test_the_devices_are_those_of_jax():
+    assert find_devices() == jax.devices()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend"), AssertionError()])
+def test_what_is_asked_for_and_absent(error, monkeypatch):
+    def none():
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", none)
+    with pytest.raises(UserError) as caught:
+        find_devices()
+    message = str(caught.value)
+    assert message.startswith("JAX_PLATFORMS = 'cuda': JAX finds no such device here")
+    assert "[cuda13]" in message
+    assert message.endswith("; or set JAX_PLATFORMS=cpu")
+    assert "\n" not in message
+
+
+def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
+    said = []
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(devices.Path, "exists", lambda path: True)
+    find_devices(said.append)
+    assert len(said) == 1
+    assert "NVIDIA GPU" in said[0]
+
+
+@pytest.mark.slow
+def test_the_command_says_it_without_a_traceback(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "train", "data.task=sorting", "run.dir=run"],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode == 0:
+        pytest.skip("this machine has one")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("jrl: error: JAX_PLATFORMS = 'cuda'")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,63 @@
+"""``jrl doctor``: what is here, and everything that a configuration lacks at once."""
+
+import json
+
+import pytest
+from hub_mirror import checkpoint, lines
+from typer.testing import CliRunner
+
+from jrl import doctor, extras
+from jrl.cli import app
+from jrl.config_io import load_config
+
+SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+
+
+@pytest.fixture(autouse=True)
+def caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("JRL_CACHE_DIR", "")
+
+
+def test_the_machine(tmp_path):
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "blob").write_bytes(b"x" * 2_000_000)
+    found = doctor.examine()
+    assert "8 x cpu" in found["devices"]
+    assert "GiB memory available" in found["host"]
+    assert found["hub_cache"] == f"{tmp_path / 'hub'}, 2 MB; offline (HF_HUB_OFFLINE)"
+    assert found["compile_cache"] == "off"
+    assert found["extra_math"] == "installed" or "pip install" in found["extra_math"]
+
+
+def test_extras_that_are_missing_come_with_the_line(monkeypatch):
+    monkeypatch.setattr(doctor, "missing", lambda requirements: ["some-package"])
+    said = doctor.examine()["extra_wandb"]
+    assert said == f"missing some-package: {extras.install_line('wandb')}"
+
+
+def test_a_run_that_lacks_nothing(tmp_path):
+    assert doctor.lacks(load_config(None, ["data.task=sorting", SIZES])) == []
+    model = checkpoint(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
+    names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
+    assert doctor.lacks(load_config(None, names)) == []
+
+
+def test_everything_that_is_lacking_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(doctor, "missing", lambda requirements: requirements)
+    wrong = ["method=grop", "model.path=org/none", "data.train=none.jsonl", "mesh.tensor=64"]
+    wrong += ["rewards={maht={}}", "log.to=wandb:mine"]
+    found = doctor.lacks(load_config(None, wrong))
+    for part in ("'grop'", "org/none", "none.jsonl", "'maht'", "needs 64 devices", "extra wandb"):
+        assert sum(part in line for line in found) == 1, (part, found)
+
+
+def test_the_command_prints_it_and_its_exit_code_says_so():
+    good = CliRunner().invoke(app, ["doctor", "data.task=sorting", SIZES])
+    assert good.exit_code == 0, good.output
+    assert good.stdout.endswith("lacks:\n  nothing\n")
+    bad = CliRunner().invoke(app, ["doctor", "data.train=none.jsonl", "--json"])
+    assert bad.exit_code == 1
+    assert any("none.jsonl" in line for line in json.loads(bad.stdout)["lacks"])
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0

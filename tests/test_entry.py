@@ -1,0 +1,197 @@
+"""``fit``: rows, a reward function and a model passed as values; metrics and weights come back."""
+
+import json
+
+import pytest
+from hub_mirror import COMMITS, add, checkpoint, lines
+from typer.testing import CliRunner
+
+import jrl
+from jrl.cli import app
+from jrl.config_io import load_config
+from jrl.data.tasks import get_task
+from jrl.errors import UserError
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.train import loop
+
+ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
+QUICK = {
+    "train.steps": 2,
+    "train.prompts": 2,
+    "sampling.group": 2,
+    "sampling.max_new_tokens": 4,
+    "checkpoint.every": 0,
+    "data": {"template": "plain", "max_prompt_tokens": 16},
+    "optimizer": {"learning_rate": 1e-2},
+}
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return checkpoint(tmp_path_factory.mktemp("model") / "tiny", chat=True)
+
+
+def digits(samples):
+    """The fraction of a completion that is digits."""
+    return [sum(c.isdigit() for c in s.completion) / len(s.tokens) for s in samples]
+
+
+def in_trl_form(completions, a, **columns):
+    assert all(isinstance(number, int) for number in a)
+    return [float(len(completion)) for completion in completions]
+
+
+def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    add(tmp_path / "hub", "org/tiny", "model", model)
+    records, said = [], []
+    result = jrl.fit(
+        ROWS,
+        digits,
+        "org/tiny",
+        eval_rows=ROWS[:2],
+        config=QUICK,
+        on_step=records.append,
+        echo=said.append,
+        seed=3,
+        log__samples_every=1,
+    )
+    assert [record["step"] for record in result.metrics] == [1, 2]
+    assert [record["reward"] for record in records] == [r["reward"] for r in result.metrics]
+    assert result.summary["steps"] == int(result.state.step) == 2
+    assert "accuracy_after" in result.summary
+    assert result.config.seed == 3
+    assert result.config.model.path == f"org/tiny@{COMMITS['first']}"
+    assert any("reward = digits (digits: The fraction of a completion" in x for x in said)
+    assert set(result.policy) == set(result.state.params["policy"])
+    (first, _second) = result.sample("1+1?")
+    assert first["prompt"] == "1+1?"
+    assert 1 <= first["length"] <= 4
+    assert (result.dir / "samples.jsonl").exists()
+    # The saved configuration has the commit, so the directory means the same later; other commands
+    # say that the rows were values.
+    assert COMMITS["first"] in (result.dir / "config.toml").read_text()
+    refused = CliRunner().invoke(app, ["eval", str(result.dir)])
+    assert refused.exit_code == 2
+    assert "'python:digits' was passed to the run in Python and is not known here" in refused.stderr
+    # Its rows are kept, so that what needs no reward works.
+    arguments = ["sample", str(result.dir), "--prompt", "1+1?", "--json"]
+    sampled = CliRunner().invoke(app, arguments)
+    assert [s["completion"] for s in json.loads(sampled.stdout)] == [
+        s["completion"] for s in result.sample("1+1?")
+    ]
+    exported = CliRunner().invoke(app, ["convert", str(result.dir), "exported"])
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "exported" / "tokenizer.json").exists()
+    # The same call resumes, also when the branch has moved on; another one is refused.
+    add(tmp_path / "hub", "org/tiny", "model", model, commit=COMMITS["second"])
+    again = jrl.fit(
+        ROWS,
+        digits,
+        "org/tiny",
+        eval_rows=ROWS[:2],
+        config=QUICK | {"train.steps": 3, "seed": 3, "log.samples_every": 1},
+        dir=result.dir,
+        echo=said.append,
+    )
+    assert [record["step"] for record in again.metrics] == [1, 2, 3]
+    assert any("resuming from step 2" in line for line in said)
+    with pytest.raises(UserError, match=r"(?s)another configuration.*data.train = 'python:rows-"):
+        jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
+
+
+def test_files_named_rewards_and_trl_s_form(model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(lines(ROWS))
+    (tmp_path / "more.csv").write_text("question,answer,a\nhow many?,3,7\n")
+    (tmp_path / "mine.py").write_text(
+        "def length(completions, **columns):\n    return [float(len(c)) for c in completions]\n"
+    )
+    result = jrl.fit(
+        {"rows.jsonl": 4.0, "more.csv": 1.0},
+        {"exact": 1.0, "mine.py:length": 0.5},
+        model,
+        config=QUICK | {"reward_pool.workers": 0},
+        echo=lambda line: None,
+        dir="run",
+    )
+    record = result.metrics[-1]
+    total = record["reward/exact"] + 0.5 * record["reward/mine.py:length"]
+    assert record["reward"] == pytest.approx(total)
+    saved = load_config(tmp_path / "run" / "config.toml")
+    assert saved.data.train == {"rows.jsonl": 4.0, "more.csv": 1.0}
+    assert CliRunner().invoke(app, ["show-config", "run"]).exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_task_sizes_and_a_network_as_values():
+    task = get_task("sorting", difficulty=3)
+
+    def network(vocab_size, max_length):
+        return transformer(ModelConfig(vocab_size=vocab_size, max_length=max_length, **SIZES))
+
+    quick = {k: v for k, v in QUICK.items() if not k.startswith(("data", "sampling.max"))}
+    quick |= {"eval.problems": 4}
+    sized = jrl.fit(model=SIZES, task=task, config=quick, echo=lambda line: None, dir="a")
+    own = jrl.fit(model=network, task="sorting", data__difficulty=3, config=quick, dir="b")
+    assert [r["reward"] for r in sized.metrics] == [r["reward"] for r in own.metrics]
+    assert sized.sample("213>")[0]["prompt"] == "213>"
+    with pytest.raises(
+        UserError, match="prompt 1: '21321>' has 6 characters; prompts of data.task"
+    ):
+        sized.sample("21321>")
+
+
+BAD = {
+    "no rows": ({"rows": []}, "rows is empty"),
+    "a row": ({"rows": ["2+2?"]}, "rows, row 1: '2+2?'; a row is a dict"),
+    "a column": (
+        {"rows": [{"q": "2?", "answer": "2"}]},
+        "row 1: there is no field 'question'; set data.fields.question to one of q, answer",
+    ),
+    "a reward": ({"reward": 3}, "reward = 3; give a function, reward(samples)"),
+    "its form": ({"reward": lambda completion: 0.0}, "takes (completion); write reward(samples)"),
+    "its columns": (
+        {"reward": lambda completions, level: [0.0]},
+        "takes level, and the data has no such column",
+    ),
+    "its name": ({"reward": "maht"}, "did you mean 'math'?"),
+    "a model": ({"model": 3}, "model = 3; give a directory"),
+    "no model": ({"model": None}, "model.path is missing"),
+    "an unknown model": ({"model": "org/none"}, "model.path = 'org/none': there is no such"),
+    "a key": ({"config": {"train.stesp": 2}}, "did you mean train.steps?"),
+    "a setting": ({"train__stesp": 2}, "did you mean train.steps?"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_said_before_anything_compiles(name, model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(loop.programs, "new_state", None)  # where the first program is compiled
+    changes, said = BAD[name]
+    with pytest.raises(UserError) as caught:
+        jrl.fit(**{"rows": ROWS, "reward": digits, "model": model, "config": QUICK} | changes)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dotted_and_nested_keys_come_together(model):
+    given = {"rewards": {f"{__name__}:none": {"weight": 2}}, "rewards.math.judge": True}
+    given |= {"train": {"stesp": 1}, "data.train": {"a.csv": 2.0}}
+    with pytest.raises(UserError) as caught:  # before anything is read
+        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+    assert str(caught.value) == "unknown key train.stesp = 1; did you mean train.steps?"
+    assert given["rewards"] == {f"{__name__}:none": {"weight": 2}}  # ours is left alone
+    given |= {"train": {"steps": 1}, "data.train": {"a.csv": -2.0}}
+    with pytest.raises(UserError, match=r"^data\.train\.a\.csv = -2\.0; must be above 0"):
+        jrl.fit(model=model, reward={"math": 0.5}, config=given)
+    with pytest.raises(UserError, match=r"config\['seed.x'\]: seed is not a table"):
+        jrl.fit(model=model, config={"seed": 3, "seed.x": 1})

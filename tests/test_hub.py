@@ -1,0 +1,182 @@
+"""Names of the Hugging Face Hub, against a cache that lies on disk as huggingface_hub writes it."""
+
+import types
+
+import pytest
+from hub_mirror import COMMITS, add, lines
+
+from jrl import hub
+from jrl.data.sources import open_source
+from jrl.errors import UserError
+from jrl.hub import HubName, chosen_files, data_files, hub_name, model_directory, pinned_name
+
+ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(3)]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+NAMES = {
+    "Qwen/Qwen3-0.6B": HubName("Qwen/Qwen3-0.6B"),
+    "Qwen/Qwen3-0.6B@v1": HubName("Qwen/Qwen3-0.6B", revision="v1"),
+    "openai/gsm8k/main:test@refs/pr/1": HubName("openai/gsm8k", "main", "test", "refs/pr/1"),
+    "hf:data/train.jsonl": HubName("data/train.jsonl"),
+    "data/train.jsonl": None,
+    "configs/tny.toml": None,
+    "shards/a.jsonl.gz": None,
+    "a/b/c/d": None,
+    "./a/b": None,
+    "/a/b": None,
+    "gsm8k": None,
+    "tfds:gsm8k/main": None,
+    "shards/*.jsonl": None,
+}
+
+
+@pytest.mark.parametrize("spec", NAMES)
+def test_names(spec, cache):
+    assert hub_name(spec) == NAMES[spec]
+
+
+def test_a_directory_of_that_name_comes_first(cache, tmp_path):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    assert hub_name("org/model") is None
+    assert str(model_directory("org/model")) == "org/model"
+    assert hub_name("hf:org/model") == HubName("org/model")
+
+
+def test_a_model_of_the_cache(cache):
+    there = add(cache, "org/model", "model", {"config.json": "{}"})
+    assert model_directory("org/model") == there
+    other = add(cache, "org/model", "model", {"config.json": "{}"}, commit=COMMITS["second"])
+    assert model_directory(f"org/model@{COMMITS['first']}") == there
+    hub._snapshot.cache_clear()
+    assert model_directory("org/model") == other
+    assert pinned_name("org/model", "model", "model.path") == f"org/model@{COMMITS['second']}"
+    pinned = f"org/model@{COMMITS['first']}"
+    assert pinned_name(pinned, "model", "model.path") == pinned
+    assert pinned_name("here.jsonl", "dataset", "data.train") == "here.jsonl"
+
+
+def test_what_is_not_there_is_said_with_the_place_and_the_nearest(cache):
+    add(cache, "org/model-small", "model", {"config.json": "{}"})
+    with pytest.raises(UserError) as caught:
+        model_directory("org/model-smal", "frozen.ref")
+    message = str(caught.value)
+    assert message.startswith("frozen.ref = 'org/model-smal': there is no such directory in ")
+    for part in ("HF_HUB_OFFLINE is set", str(cache), "did you mean org/model-small"):
+        assert part in message
+    assert "\n" not in message
+
+
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*.parquet}
+  - {split: test, path: [main/test-*.parquet]}
+- config_name: socratic
+  data_files: socratic/*.jsonl
+---
+# GSM8K
+"""
+GSM8K = ["README.md", "main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"]
+GSM8K += ["socratic/a.jsonl", "socratic/b.jsonl"]
+LAYOUTS = {
+    "the card": (GSM8K, CARD, "o/n/main:test", ["main/test-00000-of-00001.parquet"]),
+    "a pattern": (GSM8K, CARD, "o/n/socratic", ["socratic/a.jsonl", "socratic/b.jsonl"]),
+    "names": (["data/train-0.parquet", "data/test-0.parquet"], "", "o/n", ["data/train-0.parquet"]),
+    "folders": (["train/0.csv", "validation/0.csv"], "", "o/n:validation", ["validation/0.csv"]),
+    "converted": (["main/train/0000.parquet", "alt/train/0.parquet"], "", "o/n/alt", None),
+    "one file": (["all.jsonl", "notes.txt"], "", "o/n", ["all.jsonl"]),
+    "not a split": (["latest_contest.json"], "", "o/n", ["latest_contest.json"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_files_of_a_split(name, tmp_path):
+    files, card, spec, wanted = LAYOUTS[name]
+    (tmp_path / "README.md").write_text(card)
+    found = chosen_files(files, hub._card(tmp_path), hub_name(spec), "data.train")
+    assert found == (wanted or ["alt/train/0.parquet"])
+
+
+REFUSED = {
+    "o/n": "name one of its configurations: o/n/main, o/n/socratic",
+    "o/n/main:dev": "there is no split 'dev'; choose o/n/main:train, o/n/main:test",
+}
+
+
+@pytest.mark.parametrize("spec", REFUSED)
+def test_what_a_data_set_does_not_have(spec, tmp_path):
+    (tmp_path / "README.md").write_text(CARD)
+    with pytest.raises(UserError) as caught:
+        chosen_files(GSM8K, hub._card(tmp_path), hub_name(spec), "data.train")
+    assert REFUSED[spec] in str(caught.value)
+    with pytest.raises(UserError, match="holds no .csv, .json"):
+        chosen_files(["script.py"], {}, hub_name("o/n"), "data.train")
+
+
+def test_rows_of_a_data_set(cache):
+    files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS[:2]), "socratic/b.jsonl": "\n"}
+    there = add(cache, "openai/gsm8k", "dataset", files)
+    source = open_source("openai/gsm8k/socratic")
+    assert [source[i] for i in range(len(source))] == ROWS[:2]
+    assert source.where(1) == f"{there}/socratic/a.jsonl, line 2"
+    assert data_files(hub_name("openai/gsm8k/socratic:train"), "data.train")[0].is_file()
+    said = pinned_name("openai/gsm8k/socratic:train", "dataset", "data.train")
+    assert said == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
+    with pytest.raises(UserError, match=r"data.eval = 'openai/gsm9k': .*did you mean openai/gsm8k"):
+        open_source("openai/gsm9k", key="data.eval")
+
+
+@pytest.fixture
+def online(cache, monkeypatch):
+    """As if the Hub could be asked: what it is asked, and an answer of our own."""
+    import huggingface_hub
+
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub._snapshot.cache_clear()
+    real, asked, answers = huggingface_hub.snapshot_download, [], {}
+
+    def snapshot_download(repo, *, local_files_only, **about):
+        if not local_files_only:
+            asked.append((repo, about["revision"], about["allow_patterns"]))
+            if "error" in answers:
+                raise answers["error"]
+        return real(repo, local_files_only=True, **about)
+
+    class Api:
+        def dataset_info(self, repo, revision):
+            if "files" not in answers:
+                raise ConnectionError
+            files = [types.SimpleNamespace(rfilename=name) for name in answers["files"]]
+            return types.SimpleNamespace(sha=COMMITS["first"], siblings=files)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    return types.SimpleNamespace(asked=asked, answers=answers)
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_cache(cache, online):
+    there = add(cache, "org/model", "model", {"config.json": "{}"})
+    online.answers["error"] = ConnectionError("no route")
+    assert model_directory("org/model") == there
+    with pytest.raises(UserError, match=r"the Hub could not be reached \(ConnectionError\)"):
+        model_directory("org/other")
+
+
+def test_of_a_data_set_only_the_split_s_files_are_fetched(cache, online):
+    files = {"README.md": CARD, "socratic/a.jsonl": lines(ROWS)}
+    there = add(cache, "o/n", "dataset", files)
+    online.answers["files"] = [*GSM8K, "socratic/a.jsonl"]
+    found = data_files(hub_name("o/n/socratic"), "data.train")
+    assert found[0] == there / "socratic" / "a.jsonl"
+    asked = {pattern for repo, _, patterns in online.asked for pattern in patterns}
+    assert asked == {"README.md", "socratic/a.jsonl", "socratic/b.jsonl"}
+    assert {revision for _, revision, _ in online.asked} == {COMMITS["first"]}

@@ -1,0 +1,148 @@
+"""Signals: what each phase of a run lets them interrupt, and that all of it is bounded."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jrl import signals
+from jrl.errors import INTERRUPTED
+from jrl.signals import SIGNALS, Stopping, end_at_once
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    before = [signal.getsignal(s) for s in SIGNALS]
+    yield
+    assert [signal.getsignal(s) for s in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted_and_interrupts_nothing_by_itself(number):
+    with Stopping() as stopping:
+        assert not stopping.is_set()
+        signal.raise_signal(number)
+        assert stopping.is_set()
+        signal.raise_signal(signal.SIGTERM)  # again changes nothing
+        assert not stopping.gave_up
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_where_nothing_is_to_be_saved_it_interrupts_at_once(number):
+    with Stopping() as stopping, pytest.raises(KeyboardInterrupt), stopping.at_once():
+        signal.raise_signal(number)
+    with end_at_once(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(number)
+
+
+def converted(phase):
+    """As NumPy does with what interrupts its import."""
+    with phase:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ImportError("no numpy") from None
+
+
+def test_an_import_that_hides_the_interrupt_is_one_nevertheless():
+    with pytest.raises(KeyboardInterrupt):
+        converted(end_at_once())
+    with Stopping() as stopping, pytest.raises(KeyboardInterrupt):
+        converted(stopping.at_once())
+
+
+def test_one_that_came_before_ends_the_next_phase_that_may_end():
+    with Stopping() as stopping:
+        signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt), stopping.at_once():
+            pytest.fail("still here")
+
+
+def test_a_wait_is_given_up_after_its_time_even_when_code_of_users_catches(monkeypatch):
+    monkeypatch.setattr(signals, "STEP_SECONDS", 0.2)
+    began = time.monotonic()
+    with Stopping() as stopping:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM]).start()
+
+        def stubborn():
+            with stopping.interruptible():
+                try:
+                    time.sleep(60)
+                except KeyboardInterrupt:
+                    time.sleep(60)
+
+        with pytest.raises(KeyboardInterrupt):
+            stubborn()
+        assert stopping.gave_up
+    assert 0.3 <= time.monotonic() - began < 10
+
+
+def test_what_may_not_be_interrupted_is_not(monkeypatch):
+    monkeypatch.setattr(signals, "STEP_SECONDS", 0.05)
+    with Stopping() as stopping:
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3)  # a save
+        with pytest.raises(KeyboardInterrupt), stopping.interruptible():
+            pytest.fail("the next wait begins although the time is over")
+
+
+def test_a_patient_one_waits(monkeypatch):
+    monkeypatch.setattr(signals, "STEP_SECONDS", 0.05)
+    with Stopping(patient=True) as stopping, stopping.interruptible():
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert not stopping.gave_up
+
+
+def test_a_second_ctrl_c_interrupts_anything_and_is_not_giving_up(monkeypatch):
+    monkeypatch.setattr(signals, "STEP_SECONDS", 0.05)
+    with Stopping() as stopping:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.2)
+        assert stopping.gave_up
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not stopping.gave_up
+
+
+def test_sighup_stays_ignored_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stopping() as stopping:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stopping.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_process_that_hears_nothing_is_ended(tmp_path):
+    script = (
+        "import signal, time\n"
+        "from jrl import signals\n"
+        "signals.END_SECONDS = 0.3\n"
+        "with signals.Stopping():\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == INTERRUPTED
+    assert done.stderr == "jrl: still not stopped 0 s after SIGTERM; ended without saving\n"
+
+
+def test_threads_listen_to_nothing():
+    heard = []
+
+    def listen():
+        with Stopping() as stopping:
+            heard.append(stopping.is_set())
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert heard == [False]

@@ -1,0 +1,235 @@
+"""Broken runs, disks and directories: nothing bad is saved as good, and what was good is kept."""
+
+import errno
+import json
+import pathlib
+import shutil
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jrl.checkpoint import Checkpoints
+from jrl.config_io import load_config
+from jrl.errors import RunStopped, StorageError, UserError
+from jrl.metrics import read_jsonl
+from jrl.run_lock import run_lock
+from jrl.train import loop, programs
+from jrl.train.loop import train
+from jrl.train.records import NonFinite, RunRecords
+
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=2"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("rewards={partial={}}", "eval.problems=2", "log.samples_every=0"),
+)
+EXPLODES = (
+    *("method=sft", "sampling.group=1"),  # a gradient at every step
+    "optimizer={name='adam', learning_rate=1e38}",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+def go(directory, *changes):
+    place = f"run.dir={json.dumps(str(directory))}"
+    return train(load_config(None, [*TASK, *changes, place]), echo=lambda line: None)
+
+
+def steps_logged(directory):
+    return [r["step"] for r in read_jsonl(directory / "metrics.jsonl") if "step" in r]
+
+
+def saved(directory):
+    return Checkpoints(directory / "checkpoints", 1).steps()
+
+
+def at_step(monkeypatch, step, call):
+    """Calls something when a step has been logged."""
+    show = loop.Progress.step
+
+    def watched(self, done, record):
+        show(self, done, record)
+        if done == step:
+            call()
+
+    monkeypatch.setattr(loop.Progress, "step", watched)
+
+
+# ---------------------------------------------------------------- numbers that are not finite
+
+
+@pytest.mark.parametrize("mode", ["host", "compiled"])
+def test_a_run_that_is_not_finite_stops_each_time_and_keeps_its_last_good_step(tmp_path, mode):
+    run, more = tmp_path / "run", ("train.steps=6", "checkpoint.keep=1", *EXPLODES)
+    for _ in range(2):
+        with pytest.raises(NonFinite, match="step 2: the gradient is not finite") as stopped:
+            go(run, f"train.mode={mode}", "checkpoint.every=1", *more)
+        assert f"step 1 is saved; `jrl train {run}` resumes from it" in str(stopped.value)
+        assert stopped.value.exit_code == 3
+        assert saved(run) == [1]
+        assert not (run / "summary.json").exists()
+
+
+def test_a_compiled_segment_with_a_bad_step_is_not_saved(tmp_path):
+    """The steps after the bad one are in the same program."""
+    run = tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(NonFinite, match=f"no checkpoint is in {run}"):
+            go(run, "train.mode=compiled", "checkpoint.every=0", "train.steps=5", *EXPLODES)
+        assert saved(run) == []
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
+    """The last update breaks them, and no gradient comes after it."""
+    make = programs.train_program
+
+    def poisoned(run, shardings):
+        step = make(run, shardings)
+
+        def broken(state, batch, sampling_params):
+            state, metrics = step(state, batch, sampling_params)
+            if int(state.step) == 3:
+                bad = jax.tree.map(lambda x: x + jnp.nan, state.params)
+                state = state.replace(params=bad)
+            return state, metrics
+
+        return broken
+
+    run, more = tmp_path / "run", ("train.steps=3", "checkpoint.every=2")
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "train_program", poisoned)
+        with pytest.raises(NonFinite, match=r"step 3: policy\.\S+ is not finite, so the state was"):
+            go(run, *more)
+    assert saved(run) == [2]
+    assert not (run / "summary.json").exists()
+    assert go(run, *more)["steps"] == 3
+    assert steps_logged(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mode", ["host", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode):
+    limit = 'watch.entropy={below=1e9, steps=2, action="stop"}'
+    run, more = tmp_path / "run", ("train.steps=9", "checkpoint.every=3", f"train.mode={mode}")
+    with pytest.raises(
+        RunStopped, match="step 2: entropy = .*, below 1e.09 for 2 steps"
+    ) as stopped:
+        go(run, limit, *more)
+    at = {"host": 2, "compiled": 3}[mode]  # of one program all steps are done
+    assert f"step {at} is saved" in str(stopped.value)
+    assert saved(run) == [at]
+    assert steps_logged(run) == list(range(1, at + 1))
+    assert go(run, 'watch.entropy={below=1e9, action="warn"}', *more)["steps"] == 9
+
+
+@pytest.mark.slow
+def test_the_best_step_outlives_the_newest(tmp_path):
+    more = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.best=-prompts", "train.steps=5")
+    summary = go(tmp_path / "run", *more, "checkpoint.keep_every=2")
+    assert summary["best_step"] == 1  # the fewest prompts used
+    assert saved(tmp_path / "run") == [1, 2, 4, 5]
+    with pytest.raises(UserError, match=r"checkpoint.best = 'rewart'; did you mean 'reward'"):
+        go(tmp_path / "other", *more[:2], "checkpoint.best=rewart", "train.steps=3")
+
+
+# ---------------------------------------------------------------- signals at the end
+
+
+def test_a_signal_during_the_last_save_loses_nothing(tmp_path, monkeypatch):
+    save = RunRecords.save
+
+    def signalled(self, state):
+        if int(state.step) == 2:
+            signal.raise_signal(signal.SIGTERM)
+        save(self, state)
+
+    monkeypatch.setattr(RunRecords, "save", signalled)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
+        go(tmp_path / "run", "train.steps=2")
+    assert saved(tmp_path / "run") == [2]
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    assert go(tmp_path / "run", "train.steps=2")["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGHUP, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_a_signal_during_the_report_ends_at_once_with_all_saved(tmp_path, monkeypatch, number):
+    def slow(directory):
+        signal.raise_signal(number)
+        time.sleep(60)
+
+    monkeypatch.setattr(loop, "write_report", slow)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "run", "train.steps=1")
+    assert time.monotonic() - began < 60
+    assert saved(tmp_path / "run") == [1]
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+# ---------------------------------------------------------------- directories
+
+
+def test_a_run_has_one_writer(tmp_path):
+    with run_lock(tmp_path / "run"), pytest.raises(UserError, match="is being written by process"):
+        go(tmp_path / "run", "train.steps=1")
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_a_lost_config_toml_does_not_log_steps_twice(tmp_path):
+    run = tmp_path / "run"
+    go(run, "train.steps=2")
+    before = (run / "config.toml").read_text()
+    (run / "config.toml").unlink()
+    with pytest.raises(UserError, match=r"holds a run with another configuration.*\n  seed = 0"):
+        go(run, "train.steps=2", "seed=1")
+    go(run, "train.steps=3")
+    assert steps_logged(run) == [1, 2, 3]
+    assert (run / "config.toml").read_text() == before.replace("steps = 2\n", "steps = 3\n", 1)
+    (run / "config.toml").unlink()
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="has steps of a run and no config.toml; put that back"):
+        go(run, "train.steps=3")
+
+
+def test_a_run_directory_that_is_deleted_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(StorageError, match="was deleted; .*run does not exist") as stopped:
+        go(tmp_path / "run", "train.steps=1000", "checkpoint.every=0")
+    assert stopped.value.exit_code == 4
+    assert "\n" not in str(stopped.value)
+
+
+def read_only(monkeypatch):
+    """From now on no file of checkpoints can be made."""
+    write = pathlib.Path.write_bytes
+
+    def refuse(self, data):
+        if self.parent.name == "checkpoints":
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        return write(self, data)
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", refuse)
+
+
+def test_checkpoints_that_cannot_be_written_are_said_before_training(tmp_path, monkeypatch):
+    read_only(monkeypatch)
+    with pytest.raises(StorageError, match="was not written to .*Read-only file system"):
+        go(tmp_path / "run", "train.steps=1000")
+    assert steps_logged(tmp_path / "run") == []
+
+
+def test_checkpoints_that_become_read_only_end_the_run_in_one_line(tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    at_step(monkeypatch, 3, lambda: read_only(monkeypatch))
+    with pytest.raises(StorageError, match="checkpoint step 4 was not written") as stopped:
+        go(run, "train.steps=1000", "checkpoint.every=2")
+    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(stopped.value)
+    assert "\n" not in str(stopped.value)

@@ -1,0 +1,196 @@
+"""A layout of the sampler's own on the devices of training."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.evaluate import evaluate_run
+from jrl.mesh import make_mesh
+from jrl.metrics import read_jsonl
+from jrl.plan.costs import program_costs
+from jrl.train import build, loop, programs
+from jrl.train.placement import sampler_mesh
+from jrl.train.resharding import ReshardedSampler, network_on, weights_program
+
+BASE = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
+    "model.config={layers=2, embed_dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("rewards={partial={}}", "optimizer.learning_rate=1e-2", "train.steps=3"),
+    *("eval.problems=8", "checkpoint.every=0", "log.samples_every=1"),
+)
+EXPERTS = [
+    f"model.config.{size}" for size in ("experts=4", "experts_per_token=2", "expert_mlp_dim=16")
+]
+APART = ("mesh.fsdp=8", "sampling.mesh.data=4", "sampling.mesh.tensor=2")
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+
+def config(*changes, directory=None):
+    own = [] if directory is None else [f"run.dir={json.dumps(str(directory))}"]
+    return load_config(None, [*BASE, *changes, *own])
+
+
+def go(directory, *changes):
+    summary = loop.train(config(*changes, directory=directory), echo=lambda line: None)
+    records = read_jsonl(directory / "metrics.jsonl")[1:]
+    samples = read_jsonl(directory / "samples.jsonl")
+    return records, [s["completion"] for s in samples], summary
+
+
+def assert_same_run(mine, theirs, *, exact=False):
+    (records, texts, summary), (others, other_texts, other_summary) = mine, theirs
+    assert texts == other_texts
+    assert summary["eval_after"] == pytest.approx(other_summary["eval_after"])
+    for a, b in zip(records, others, strict=True):
+        for name in ("reward", "loss", "grad_norm", "length", "logprob_diff"):
+            tolerance = 0 if exact else 1e-5
+            assert a[name] == pytest.approx(b[name], rel=100 * tolerance, abs=tolerance), name
+
+
+def others_slow(cases):
+    first, *rest = cases
+    return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+
+
+@pytest.mark.parametrize(
+    ("meshes", "policy"),
+    others_slow(
+        [
+            (APART, ()),
+            (("mesh.fsdp=4", "mesh.expert=2", "sampling.mesh={expert=4, data=2}"), (*EXPERTS,)),
+            (
+                ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2", "sampling.mesh.data=8"),
+                ("lora.rank=2", "sampling.slots=3"),
+            ),
+            (APART, ("sampling.int8=['weights', 'cache']", "train.mode=packed")),
+        ]
+    ),
+)
+def test_a_run_that_samples_on_another_mesh_is_that_of_one_device(meshes, policy, tmp_path):
+    one = go(tmp_path / "one", *policy)
+    own = go(tmp_path / "own", *meshes, *policy)
+    assert_same_run(own, one)
+    assert len({r["loss"] for r in one[0]}) > 1
+
+
+@pytest.mark.slow
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path):
+    whole = go(tmp_path / "whole", *APART)
+    go(tmp_path / "broken", *APART, "train.steps=2")
+    records, _, summary = go(tmp_path / "broken", *APART)
+    assert [r["step"] for r in records] == [1, 2, 3]
+    for mine, theirs in zip(records, whole[0], strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert mine[name] == theirs[name]
+    # and a command that only evaluates uses the sampler's mesh, too
+    found = evaluate_run(config(*APART, directory=tmp_path / "broken"))
+    assert found["accuracy"] == summary["accuracy_after"]
+
+
+def resharded(*changes, dtype="bfloat16"):
+    run = build.setup(config(*changes, f"model.dtype={dtype}"))
+    program = programs.train_sampler(run)
+    assert isinstance(program, ReshardedSampler)
+    with jax.set_mesh(run.mesh):
+        params = programs.new_policy(run)[1]
+    return run, program, params
+
+
+def test_weights_are_held_in_the_samplers_dtype_until_they_are_freed():
+    run, program, params = resharded(*APART)
+    key = jax.device_put(
+        jax.random.key(0), jax.tree.leaves(params)[0].sharding.mesh.devices.flat[0]
+    )
+    ids = np.arange(8, dtype=np.int32)
+    for _ in range(2):  # further draws of the same step do not move them again
+        groups = program(key, params, np.int32(0), ids, sampling_params=run.sampling_params)
+    held = jax.tree.leaves(program._held)
+    assert {x.sharding.mesh.shape["tensor"] for x in held} == {2}
+    assert {str(x.dtype) for x in held if x.ndim > 1} == {"bfloat16"}
+    assert program.weights._cache_size() == 1
+    program.free()
+    assert all(x.is_deleted() for x in held)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+    assert groups.rollout.tokens.shape[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("meshes", "expert"), [(("mesh.fsdp=8", "sampling.mesh={data=4, tensor=2}"), False)]
+)
+def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
+    """An exchange inside the sampler's tensor axis, and a gather of what it divides: in 16 bits."""
+    run = build.setup(config(*meshes, "model.dtype=bfloat16"))
+    own = sampler_mesh(run.config, run.mesh)
+    with jax.set_mesh(own):
+        program = weights_program(run, network_on(run, own), own)
+        text = program.lower(programs.policy_layout(run)).compile().as_text()
+    sent = {}
+    for cost in program_costs(text, (4, 2)):
+        for c in cost.collectives:
+            sent[c.kind] = sent.get(c.kind, 0.0) + cost.runs * c.bytes
+    c = run.shape
+    layer = (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 3 * c.mlp_dim
+    matrices = c.embed_dim * (c.layers * layer + 2 * c.vocab_size)
+    # a CPU sends bfloat16 as float32
+    assert sent["all-gather"] < 1.3 * 4 * matrices / 2 * 3 / 4
+    assert sum(sent.values()) < 1.8 * 4 * matrices / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            ("mesh.fsdp=8", "sampling.mesh.tensor=4"),
+            "sampling.mesh has 4 devices and mesh 8; the sampler uses the devices of training",
+        ),
+        (("mesh.fsdp=8", "sampling.mesh={tensor=4, data=2}"), "sampling.mesh.tensor = 4 does not"),
+        (
+            ("mesh.fsdp=8", "sampling.mesh={expert=8}", *EXPERTS),
+            "sampling.mesh.expert = 8 does not",
+        ),
+        (("mesh.data=8", "sampling.mesh={context=8}"), "sampling.mesh.context = 8: sampling does"),
+        (
+            ("mesh.data=8", "sampling.mesh={tensor=2, data=-1, expert=-1}"),
+            "sampling.mesh.data and sampling.mesh.expert are -1",
+        ),
+        (
+            ("mesh.data=8", "sampling.mesh={tensor=2, data=-1}", "sampling.slots=6"),
+            "sampling.slots = 6 cannot be split over the 4 devices of sampling.mesh",
+        ),
+        (
+            ("mesh.tensor=2", "train.prompts=3", "sampling.mesh.data=2"),
+            "train.prompts = 3 cannot be split over the 2 devices of sampling.mesh",
+        ),
+        (
+            ("mesh.data=8", "sampling.mesh.fsdp=8", "train.mode=compiled"),
+            "[sampling.mesh] and train.mode = 'compiled' are both given",
+        ),
+        (
+            ("mesh.data=4", "sampling.mesh.fsdp=4", "placement.rollout.data=4"),
+            "[sampling.mesh] and [placement] are both given",
+        ),
+    ],
+)
+def test_a_sampler_mesh_that_cannot_be_is_named(changes, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        build.setup(config(*changes))
+
+
+def test_what_is_left_is_filled_and_the_mesh_of_training_is_no_other():
+    mesh = make_mesh({"fsdp": 8})
+    found = sampler_mesh(config("mesh.fsdp=8", "sampling.mesh={tensor=2, data=-1}"), mesh)
+    assert dict(found.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1, "expert": 1}
+    assert list(found.devices.flat) == list(mesh.devices.flat)
+    assert sampler_mesh(config("mesh.fsdp=8", "sampling.mesh.fsdp=8"), mesh) is None
+    assert sampler_mesh(config("mesh.fsdp=8"), mesh) is None

@@ -1,0 +1,92 @@
+"""Reward functions of one's own on procedural tasks: beside the task's parts, and alone."""
+
+import pytest
+
+from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.metrics import read_jsonl
+from jrl.train import build, loop, programs
+from jrl.train.loop import train
+from jrl.train.task_rewards import device_parts
+
+REWARDS = """
+def right(samples):
+    return [float(s.completion == s.prompt.answer) for s in samples]
+
+
+def length(completions, prompts, completion_ids, **columns):
+    assert all(prompt.endswith(">") for prompt in prompts)
+    return [float(len(completion)) for completion in completions]
+"""
+RUN = (
+    *("data.task=sorting", "data.difficulty=3", "train.prompts=4", "sampling.group=4"),
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+    *("train.steps=2", "checkpoint.every=0", "eval.problems=4", "log.samples_every=1"),
+    *("warmup={steps=60, batch=64, learning_rate=1e-2}", "reward_pool.workers=0"),
+)
+
+
+def rewards(place, *names, **more):
+    tables = {f"{place / 'mine.py'}:{name}": "{weight=0.5}" for name in names}
+    tables |= more
+    inside = ", ".join(f'"{name}"={table}' for name, table in tables.items())
+    return f"rewards={{{inside}}}"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path
+
+
+def test_parts_of_the_device():
+    assert device_parts(["a.py:f", "partial", "verify"]) == ("partial", "verify")
+    assert device_parts(["a.py:f"]) == ("verify",)
+
+
+def test_own_points_stand_beside_the_task_s(place):
+    """The function that compares texts gives the points of the checker on the device."""
+    said = []
+    parts = {"partial": "{weight=2.0}", "verify": "{}"}
+    config = load_config(None, [*RUN, rewards(place, "right", "length", **parts), run(place)])
+    train(config, echo=said.append)
+    records = read_jsonl(place / "run" / "metrics.jsonl")[1:]
+    right, length = (f"reward/{place / 'mine.py'}:{name}" for name in ("right", "length"))
+    for record in records:
+        assert record[right] == record["reward/verify"]
+        assert 0 < record[length] <= 4
+        total = 0.5 * record[right] + 0.5 * record[length] + record["reward/verify"]
+        assert record["reward"] == pytest.approx(total + 2 * record["reward/partial"])
+    samples = [s for s in read_jsonl(place / "run" / "samples.jsonl") if "split" not in s]
+    assert any(s["rewards"]["verify"] for s in samples)
+    for sample in samples:
+        assert sample["rewards"][right[7:]] == sample["rewards"]["verify"]
+        assert sample["rewards"][length[7:]] == len(sample["completion"])
+    assert any("reward = 0.5 * right + 0.5 * length + 2 * partial + verify" in x for x in said)
+
+
+def run(place):
+    return f"run.dir={place / 'run'}"
+
+
+def test_alone_they_are_the_whole_reward(place):
+    config = load_config(None, [*RUN, rewards(place, "length"), run(place), "train.steps=1"])
+    summary = train(config, echo=lambda line: None)
+    (record,) = read_jsonl(place / "run" / "metrics.jsonl")[1:]
+    assert record["reward"] == pytest.approx(0.5 * record[f"reward/{place / 'mine.py'}:length"])
+    assert "reward/verify" not in record
+    assert summary["accuracy_after"] is not None  # by the task's own checker
+
+
+def test_what_cannot_be_is_said(place):
+    compiled = load_config(None, [*RUN, rewards(place, "right"), "train.mode=compiled"])
+    with pytest.raises(UserError, match=r"mine.py:right are both given.*set train.mode to 'host'"):
+        programs.check_trainable(build.setup(compiled))
+    with pytest.raises(UserError, match=r"rewards = 'verfy'; did you mean 'verify'.*FILE.py"):
+        build.setup(load_config(None, [*RUN, "rewards={verfy={}}"]))
+    (place / "mine.py").write_text("def level(completions, level):\n    return [0.0]\n")
+    asked = load_config(None, [*RUN, rewards(place, "level"), run(place)])
+    with pytest.raises(UserError, match="takes level, and the data has no such column"):
+        train(asked, echo=lambda line: None)
+    assert not (place / "run").exists()
