@@ -107,8 +107,6 @@ class OneWay:
 
 
 class Echo:
-    drops = False
-
     def scores(self, samples, *, group):
         self.samples = samples
         return np.ones((len(samples), 1), np.float32), {}

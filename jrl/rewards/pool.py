@@ -95,11 +95,6 @@ class RewardPool:
         self._turn = threading.Lock()  # rollout and evaluation may call from different threads
         self._workers = _Workers(self.functions, workers, self) if workers else None
 
-    @property
-    def drops(self) -> bool:
-        """Whether points may be NaN, for samples to be left out."""
-        return "drop" in (self.on_timeout, self.on_error)
-
     def scores(
         self, samples: Sequence[Sample], *, group: int | None = None
     ) -> tuple[np.ndarray, dict[str, float]]:

@@ -415,7 +415,7 @@ class TextSource(NamedTuple):
         begin = time.perf_counter()
         points, counts = deal(self.name, n, judged)
         counts["reward_seconds"] = time.perf_counter() - begin
-        if pool.drops:
+        if np.isnan(points).any():
             rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
         return Groups(rollout, points, chosen, counts, ids)
 

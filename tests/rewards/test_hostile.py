@@ -78,7 +78,7 @@ ERRORS = {
 def test_an_error_is_counted_and_named_and_the_others_are_judged(pool, what, monkeypatch):
     points, counts = pool.scores(samples_of("fine", what, "fine"))
     assert points[:, 0].tolist() == [1.0, 0.0, 1.0]
-    assert counts == {"reward_timeouts": 0.0, "reward_errors": 1.0}
+    assert (counts["reward_timeouts"], counts["reward_errors"]) == (0.0, 1.0)
     monkeypatch.setattr(pool, "on_error", "stop")
     with pytest.raises(UserError) as raised:
         pool.scores(samples_of("fine", what))
@@ -186,19 +186,21 @@ def test_a_flood_of_output_is_cut(pool, capsys):
     assert "[rewards printed more than 16384 bytes; the rest is dropped]" in shown
 
 
-@pytest.mark.parametrize("failure", ["timeout", "error"])
-def test_the_choices_after_a_failure(failure):
-    key = f"on_{failure}"
+@pytest.mark.parametrize(
+    ("failure", "name"),
+    [("timeout", "reward_pool.on_timeout"), ("error", "reward_pool.on_error")],
+)
+def test_the_choices_after_a_failure(failure, name):
+    key = name.removeprefix("reward_pool.")
     samples = samples_of("fine", "stops_itself" if failure == "timeout" else "gone")
     with RewardPool({"r": hostile()}, workers=1, timeout_seconds=1.0, on_error="zero") as pool:
         setattr(pool, key, "drop")
-        assert pool.drops
         points, counts = pool.scores(samples)
         assert points[0, 0] == 1.0
         assert math.isnan(points[1, 0])
         assert counts[f"reward_{failure}s"] == 1.0
         setattr(pool, key, "stop")
-        with pytest.raises(UserError, match=rf"\(prompt 1\); .* set reward_pool.{key} = "):
+        with pytest.raises(UserError, match=rf"\(prompt 1\); .* set {name} = "):
             pool.scores(samples)
 
 

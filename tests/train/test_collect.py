@@ -214,8 +214,6 @@ def test_the_prompts_seam():
 class Pool:
     """Reward functions that fail for some samples, and have those left out."""
 
-    drops = True
-
     def __init__(self, points):
         self.points = np.array(points, np.float32).reshape(-1, 1)
 
