@@ -69,13 +69,22 @@ weights and marks. A part of an objective may bring further ones along, each a `
 
 
 class StopReason(enum.IntEnum):
-    """Why the sampler ended a sequence; ``RUNNING`` marks one that has not ended."""
+    """Why a sequence ended; ``RUNNING`` marks one that has not ended.
+
+    Of an episode, the sampler or the environment may have ended it: DONE is the environment's own
+    end, TURNS the limit of turns. A member that FAILED, or ran out of time (TIMEOUT), leaves its
+    group: nothing is known of how good it was.
+    """
 
     RUNNING = 0
     STOP_TOKEN = 1
     LENGTH = 2
     STOP_STRING = 3
     ABORTED = 4
+    DONE = 5
+    TURNS = 6
+    FAILED = 7
+    TIMEOUT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +200,10 @@ class Batch(struct.PyTreeNode):
       mask: [N, G, T] bool, True where the token is trained on.
       rewards: [N, G, R] float32, points, one column per reward part, unweighted.
       reward_weights: [R] float32; the scalar reward is the weighted sum of the parts.
-      members: [N, G] bool, True where the member exists and counts in its group's statistics.
+      members: [N, G] bool, True where the member exists, did not fail, and counts in its group's
+        statistics.
       baseline: [N, G] bool, True for a greedy baseline member (``members`` is False there).
-      truncated: [N, G] bool, True where the sampler stopped at the length limit.
+      truncated: [N, G] bool, True where a limit of length or turns ended it.
       stats: per-token statistics, each [N, G, T] float32; ``sampler_logprobs`` at least, for RL.
       ids: integer labels by name, [N], [N, G] or [N, G, T] int32: "prompt" the identity of the
         problem; "tie_breaker" [N, G] a random number of each member, fresh in every step, for

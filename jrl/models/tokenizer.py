@@ -1,7 +1,7 @@
 """Text to token ids and back: the characters of the procedural tasks, and checkpoints' tokenizers.
 
-Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``, ``decode`` and
-``chat``; see ``Tokenizer``.
+Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``,
+``encode_plain``, ``decode`` and ``chat``; see ``Tokenizer``.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, such as a tool's output: never a control token's."""
+        ...
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``; special tokens are left out, or spelled."""
         ...
@@ -89,6 +93,14 @@ class CharTokenizer:
                 f"the character {error.args[0]!r} in {text[:40]!r} is not in the built-in "
                 f"tokenizer's alphabet {ALPHABET!r}; use a checkpoint's tokenizer for free text"
             ) from None
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, in small letters; "?" is what the alphabet lacks.
+
+        >>> char_tokenizer().decode(CharTokenizer().encode_plain("Error: 1/0"))
+        'error: 1?0'
+        """
+        return [self._ids.get(character, self._ids["?"]) for character in text.lower()]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``; ids outside the vocabulary become U+FFFD.
@@ -171,6 +183,43 @@ class FileTokenizer:
             a text from ``chat`` already has its own.
         """
         return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, such as a tool's output: never a control token's.
+
+        ``encode`` reads "<|im_end|>" in a web page as the end of a turn, and so would every
+        tokenizer with its added tokens; that they are marked special does not help against
+        "<think>", which often is not. Here added tokens are ordinary text. Where the vocabulary
+        itself spells one, its text is encoded character by character.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no tokens
+        ids: list[int] = []
+        for i in self._plain.encode(text, add_special_tokens=False).ids:
+            ids += self._spelled.get(i, [i])
+        return ids
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without its added tokens."""
+        import tokenizers
+
+        found = json.loads(self._backend.to_str())
+        return tokenizers.Tokenizer.from_str(json.dumps({**found, "added_tokens": []}))
+
+    @functools.cached_property
+    def _spelled(self) -> dict[int, list[int]]:
+        """Ids that encode the text of each added token, none of them an added one."""
+        added = self._backend.get_added_tokens_decoder()
+        # Single characters and white space are added for their own sake and control nothing.
+        texts = {i: t.content for i, t in added.items() if len(t.content.strip()) > 1}
+        unknown = self._backend.token_to_id(self.special.get("unk_token", ""))
+        texts.pop(unknown, None)  # what a vocabulary has no token for can be nothing else
+
+        def spelled(text: str) -> list[int]:
+            parts = [self._plain.encode(c, add_special_tokens=False).ids for c in text]
+            return [i for part in parts for i in part if i not in texts]
+
+        return {i: spelled(text) for i, text in texts.items()}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""

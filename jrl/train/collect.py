@@ -190,10 +190,10 @@ def _fill_up(
     # because its shape is part of the program. ``assemble`` masks them out.
     order = np.argsort(~kept, kind="stable")[:prompts]
     live = kept[order]
-    drawn = groups.rollout.baseline == 0
+    drawn = counted(groups.rollout)
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
     counts = groups.counts | {
-        "reward": float(scores[drawn].mean()),
+        "reward": float(scores[drawn].mean()) if drawn.any() else 0.0,
         "rounds": float(rounds),
         "groups_kept": float(kept.mean()),
         "groups_missing": float(prompts - live.sum()),
@@ -232,7 +232,7 @@ def _edit(method: Method, groups: Groups) -> Groups:
 def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
     """[N] bool: which groups the editor keeps."""
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    return np.asarray(editor.keep(scores, ~np.asarray(groups.rollout.baseline)), bool)
+    return np.asarray(editor.keep(scores, np.asarray(counted(groups.rollout))), bool)
 
 
 # ---------------------------------------------------------------- procedural tasks
@@ -456,7 +456,7 @@ def to_batch(
     stats = {"external": external(rollout).astype(np.float32)}
     if own:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
-    members = ~rollout.baseline
+    members = counted(rollout)
     return Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths,
@@ -467,7 +467,7 @@ def to_batch(
         reward_weights=weights,
         members=members,
         baseline=rollout.baseline,
-        truncated=rollout.stop == StopReason.LENGTH,
+        truncated=(rollout.stop == StopReason.LENGTH) | (rollout.stop == StopReason.TURNS),
         stats=stats,
         ids=dict(ids),
         routing=rollout.routing,
@@ -475,6 +475,11 @@ def to_batch(
 
 
 _batch_on_device = jax.jit(to_batch, static_argnames="own")
+
+
+def counted(rollout: Rollout) -> Any:
+    """[N, G] bool: members that count in their group: neither greedy baselines nor failed."""
+    return ~rollout.baseline & (rollout.stop < StopReason.FAILED)
 
 
 def external(rollout: Rollout) -> Any:

@@ -1,0 +1,1 @@
+"""Environments: transcripts, those on the device and those on the host, tools."""

@@ -1,0 +1,218 @@
+"""What happened in episodes, id for id, and the one function that makes rows for training of it.
+
+An episode is a list of segments. Tokens that the policy drew keep the ids, log-probabilities and
+versions that the sampler recorded; no text is ever encoded again. Whatever nobody drew (tool
+output, user turns, hints, another player's words, a branch's shared past) is completion tokens with
+``mask`` False and version -1, so that every objective works on many turns as it does on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jrl.errors import UserError
+from jrl.types import NOTHING, Prompt, Rollout, StopReason
+
+_IDS = ("turn", "step", "state", "node")
+
+
+class Segment(NamedTuple):
+    """Adjacent tokens that have one origin.
+
+    Attributes:
+      tokens: [t] int32.
+      drawn: whether the policy drew them.
+      logprobs: [t] float32, nats, under the distribution drawn from; None where not drawn.
+      versions: [t] int32, the policy version that drew each token; None where not drawn.
+      turn: number of the turn, from 0; an answer of the environment belongs to the turn before it.
+      step: number of the reasoning step or action.
+      state: which state of the environment the tokens were drawn in; equal numbers, equal states.
+      node: of a tree.
+      reward: [R] points, paid at the last token; () for none.
+    """
+
+    tokens: np.ndarray
+    drawn: bool
+    logprobs: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    turn: int = 0
+    step: int = 0
+    state: int = 0
+    node: int = 0
+    reward: tuple[float, ...] = ()
+
+
+class Transcript(NamedTuple):
+    """One row: an episode, or a part of one whose history was folded or branched.
+
+    Attributes:
+      prompt: the problem.
+      member: number in its group.
+      opening: [p] int32, what the policy saw first; empty for an episode that never opened.
+      segments: what followed, in order.
+      stop: why it ended; with FAILED or TIMEOUT the row leaves its group.
+      episode: number in its group; rows of one episode have the same.
+      role: of the player whose words were drawn.
+      metrics: numbers of the environment's, by name.
+      reason: in words, what failed.
+    """
+
+    prompt: Prompt
+    member: int
+    opening: np.ndarray
+    segments: tuple[Segment, ...]
+    stop: StopReason
+    episode: int = 0
+    role: int = 0
+    metrics: Mapping[str, float] = NOTHING
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the row counts in its group."""
+        return self.stop < StopReason.FAILED
+
+    @property
+    def points(self) -> float:
+        """Points of all parts, unweighted."""
+        return float(sum(sum(s.reward) for s in self.segments))
+
+
+class RowShape(NamedTuple):
+    """Sizes of the arrays.
+
+    Attributes:
+      group: G, rows of a group.
+      prompt_tokens: P.
+      completion_tokens: T.
+      parts: R, reward parts.
+    """
+
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    parts: int = 1
+
+
+class Rows(NamedTuple):
+    """Transcripts as arrays, all NumPy.
+
+    Attributes:
+      rollout: the record that training reads.
+      ids: "turn", "step", "state", "node" [N, G, T] and "episode", "role" [N, G], int32.
+      rewards: [N, G, R] float32, points of each part, summed over the row.
+      paid: [N, G, T] float32, points of all parts, at the tokens that they were paid at.
+    """
+
+    rollout: Rollout
+    ids: dict[str, np.ndarray]
+    rewards: np.ndarray
+    paid: np.ndarray
+
+
+def to_rollout(groups: Sequence[Sequence[Transcript]], shape: RowShape) -> Rows:
+    """Transcripts as the rows of a training batch; pure, and nothing is cut.
+
+    A group's prompt is what the openings of its living rows have in common from the start; the rest
+    of an opening is completion tokens that nobody drew. Where the members of a group start alike
+    that rest is empty.
+
+    Args:
+      groups: N groups of at most G rows. Rows that are not there are FAILED, without tokens.
+      shape: of the arrays.
+
+    Returns:
+      The rows; ``alive`` tells their members from those that failed.
+
+    Raises:
+      UserError: a row does not fit the shape, members of a group share no first token, points
+        stand where there is no token or have another number of parts.
+    """
+    n, (g, p, t, r) = len(groups), shape
+    prompts, lengths = np.zeros((n, p), np.int32), np.ones(n, np.int32)
+    tokens = np.zeros((n, g, t), np.int32)
+    mask, versions = np.zeros((n, g, t), bool), np.full((n, g, t), -1, np.int32)
+    logprobs, paid = np.zeros((n, g, t), np.float32), np.zeros((n, g, t), np.float32)
+    counts = np.zeros((n, g), np.int32)
+    stop = np.full((n, g), StopReason.FAILED, np.int32)
+    ids = {name: np.zeros((n, g, t), np.int32) for name in _IDS}
+    ids |= {name: np.zeros((n, g), np.int32) for name in ("episode", "role")}
+    rewards = np.zeros((n, g, r), np.float32)
+    for i, group in enumerate(groups):
+        if len(group) > g:
+            raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
+        opening = _common([row.opening for row in group if len(row.opening) and row.alive])
+        if len(opening) > p:
+            raise UserError(
+                f"prompt {group[0].prompt.id} opens with {len(opening)} tokens and the limit is "
+                f"{p}; raise data.max_prompt_tokens"
+            )
+        lengths[i] = max(len(opening), 1)
+        prompts[i, : len(opening)] = opening
+        for j, row in enumerate(group):
+            stop[i, j], ids["episode"][i, j], ids["role"][i, j] = row.stop, row.episode, row.role
+            if not row.alive:
+                continue  # what it drew may be under any opening, and is never read
+            rest = Segment(np.asarray(row.opening)[len(opening) :], drawn=False)
+            end = 0
+            for part in (rest, *row.segments):
+                _check(part, row, end, shape)
+                at = (i, j, slice(end, end + len(part.tokens)))
+                end = at[2].stop
+                tokens[at], mask[at] = part.tokens, part.drawn
+                if part.drawn:
+                    logprobs[at], versions[at] = part.logprobs, part.versions
+                for name in _IDS:
+                    ids[name][at] = getattr(part, name)
+                if part.reward:
+                    rewards[i, j] += part.reward
+                    paid[i, j, end - 1] += sum(part.reward)
+            counts[i, j] = end
+    rollout = Rollout(
+        prompt_tokens=prompts,
+        prompt_lengths=lengths,
+        tokens=tokens,
+        lengths=counts,
+        mask=mask,
+        sampler_logprobs=logprobs,
+        versions=versions,
+        stop=stop,
+        baseline=np.zeros((n, g), bool),
+    )
+    return Rows(rollout, ids, rewards, paid)
+
+
+def _common(openings: Sequence[np.ndarray]) -> np.ndarray:
+    """The longest common start of the openings; empty where there are none."""
+    if not openings:
+        return np.zeros(0, np.int32)
+    first, least = np.asarray(openings[0]), min(map(len, openings))
+    same = np.ones(least, bool)
+    for other in openings[1:]:
+        same &= np.asarray(other)[:least] == first[:least]
+    length = least if same.all() else int(np.argmin(same))
+    if length == 0:
+        raise UserError(
+            "the members of a group open with different first tokens; init must show all members "
+            "of a group the same problem, so let it depend on the prompt and the seed alone"
+        )
+    return first[:length]
+
+
+def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
+    """Raises UserError for a segment that does not fit behind ``end`` tokens of its row."""
+    where = f"prompt {row.prompt.id}, member {row.member}"
+    if end + len(part.tokens) > shape.completion_tokens:
+        raise UserError(
+            f"{where}: {end + len(part.tokens)} completion tokens and the limit is "
+            f"{shape.completion_tokens}; rows are never cut, so raise sampling.max_new_tokens"
+        )
+    if part.drawn and (part.logprobs is None or part.versions is None):
+        raise UserError(f"{where}: a drawn segment without log-probabilities or versions")
+    if part.reward and len(part.reward) != shape.parts:
+        raise UserError(f"{where}: {len(part.reward)} reward parts; the run has {shape.parts}")
+    if part.reward and end + len(part.tokens) == 0:
+        raise UserError(f"{where}: points are paid before the first token")
