@@ -55,15 +55,15 @@ MISTRAL = """
 {%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- for message in messages %}
 {%- if message.role == 'user' %}
-{%- if tools and message == users[-1] and loop.index0 == (messages | length - 1 if users | length > 1
-  else loop.index0) %}
+{%- if tools and message == users[-1] and (loop.last or users | length == 1) %}
 {{- '[AVAILABLE_TOOLS]' }}{{- tools | tojson }}{{- '[/AVAILABLE_TOOLS]' }}{% endif %}
 {{- '[INST] ' + message.content + '[/INST]' }}
 {%- elif message.tool_calls %}
 {{- '[TOOL_CALLS][' }}
 {%- for call in message.tool_calls %}{{- call.function | tojson }}{% endfor %}{{- ']<|eot|>' }}
 {%- elif message.role == 'tool' %}
-{%- if message.tool_call_id | length != 9 %}{{- raise_exception("ids have 9 characters") }}{% endif %}
+{%- if message.tool_call_id | length != 9 %}
+{{- raise_exception("ids have 9 characters") }}{% endif %}
 {{- '[TOOL_RESULTS]{"content": ' + message.content + '}[/TOOL_RESULTS]' }}
 {%- else %}{{- ' ' + message.content + '<|eot|>' }}{%- endif %}
 {%- endfor %}
