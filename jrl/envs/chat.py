@@ -4,7 +4,7 @@ A conversation grows by ids alone: the prompt, what the policy drew, the ids of 
 drew next. The ids of an answer are those that the chat template writes behind an assistant's turn,
 taken from a conversation of placeholders, so that nothing that was drawn is rendered or encoded
 again. The frame of a message (role, control tokens) is the template's; its content comes from
-outside and is encoded by ``Tokenizer.encode_plain``, so that it can never become a control token.
+outside and is encoded by ``encode_framed``, so that it can never become a control token.
 """
 
 from __future__ import annotations
@@ -156,12 +156,8 @@ class ChatFormat:
 
     def _encode(self, text: str, spans: Sequence[tuple[int, int]], start: int) -> list[int]:
         """Ids from a character on: frames with their control tokens, contents without any."""
-        ids: list[int] = []
-        for begin, end in spans:
-            ids += self._tokenizer.encode(text[start:begin])
-            ids += self._tokenizer.encode_plain(text[begin:end])
-            start = end
-        return [*ids, *self._tokenizer.encode(text[start:])]
+        shifted = [(begin - start, end - start) for begin, end in spans]
+        return self._tokenizer.encode_framed(text[start:], shifted)
 
     def _dummy(self, role: str) -> list[Message]:
         """A conversation up to the assistant's turn that an answer of this role follows."""

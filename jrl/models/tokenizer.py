@@ -198,6 +198,29 @@ class FileTokenizer:
             ids += self._spelled.get(i, [i])
         return ids
 
+    def encode_framed(self, text: str, outside: Sequence[tuple[int, int]]) -> list[int]:
+        """Token ids of a text parts of which come from outside, which are never control tokens.
+
+        The ids are those of ``encode`` unless a part would be read as a control token; then parts
+        and frames are encoded apart.
+
+        Args:
+          text: frames, with control tokens spelled out, and parts.
+          outside: (begin, end) of each part in the text, in order.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        found = self._backend.encode(text, add_special_tokens=False)
+        controls = [
+            at for i, at in zip(found.ids, found.offsets, strict=True) if i in self._spelled
+        ]
+        if not any(a < end and b > begin for a, b in controls for begin, end in outside):
+            return found.ids
+        ids, start = [], 0
+        for begin, end in outside:
+            ids += [*self.encode(text[start:begin]), *self.encode_plain(text[begin:end])]
+            start = end
+        return ids + self.encode(text[start:])
+
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer without its added tokens."""

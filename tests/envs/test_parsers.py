@@ -192,9 +192,9 @@ def test_nothing_raises(family, text):
 def test_long_texts_take_little_time(family):
     begin = time.perf_counter()
     for piece in (*MARKS, " ", "\n", "{", '{"name": ', "<", "["):
-        PARSERS[family].parse(piece * (60_000 // len(piece)), {})
-        PARSERS[family].parse(f"<tool_call><function=f>{' ' * 60_000}x</function></tool_call>", {})
-    assert time.perf_counter() - begin < 20
+        PARSERS[family].parse(piece * (20_000 // len(piece)), {})
+        PARSERS[family].parse(f"<tool_call><function=f>{' ' * 20_000}x</function></tool_call>", {})
+    assert time.perf_counter() - begin < 10
 
 
 def test_a_parser_of_another_family_is_refused():
