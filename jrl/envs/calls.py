@@ -78,7 +78,7 @@ class Calls:
         loop.call_soon_threadsafe(begin)
 
     def cancel(self, number: int) -> None:
-        """Cancels a call; it has no answer then."""
+        """Cancels a call; its answer says so, unless it had ended."""
 
         def end() -> None:
             task = self._tasks.get(number)
@@ -94,14 +94,21 @@ class Calls:
         inner = asyncio.ensure_future(_guarded(function, arguments))
         try:
             # Not wait_for: it would wait for a call that swallows its cancellation.
-            done, _ = await asyncio.wait({inner}, timeout=seconds)
-        finally:
-            inner.cancel()
+            await asyncio.wait({inner}, timeout=seconds)
+        except asyncio.CancelledError:
+            if not inner.done():
+                inner.cancel()
+                inner.add_done_callback(_seen)
+                self.inbox.put(Answer(number, error="cancelled"))
+                raise
         took = time.monotonic() - begin
-        if not done:
+        if not inner.done():
+            inner.cancel()
             inner.add_done_callback(_seen)
             said = f"no answer within {seconds:g} seconds"
             self.inbox.put(Answer(number, error=said, timeout=True, seconds=took))
+        elif inner.cancelled():
+            self.inbox.put(Answer(number, error="the call cancelled itself", seconds=took))
         elif (error := inner.exception()) is not None:
             self.inbox.put(Answer(number, error=_words(error), seconds=took))
         else:
@@ -165,13 +172,18 @@ async def _finish(loop: asyncio.AbstractEventLoop) -> None:
     loop.stop()
 
 
+async def run_either(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function, awaited where it is async, else run in a thread of its own."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    value = await _in_thread(function, arguments)
+    return await value if inspect.isawaitable(value) else value
+
+
 async def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """The result; SystemExit and the like, which would end the loop, become errors."""
     try:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments)
-        value = await _in_thread(function, arguments)
-        return await value if inspect.isawaitable(value) else value
+        return await run_either(function, *arguments)
     except (SystemExit, KeyboardInterrupt) as error:
         raise EnvError(_words(error)) from None
 

@@ -39,7 +39,7 @@ class Limits(NamedTuple):
       tool_calls: in an episode; 0 for any number. Read by environments of tools.
       call_seconds: for one call of init, step or close.
       turn_seconds: for a turn, from its first token to the answer; 0 for any time.
-      episode_seconds: from init to the last answer; 0 for any time.
+      episode_seconds: from the first token to the last answer; 0 for any time.
       answer_chars: the most text of one answer.
     """
 
@@ -89,6 +89,7 @@ class Feedback(NamedTuple):
       messages: what the policy sees next, dicts with "role" and "content"; none when done.
       reward: points for the turn, or one number for each reward part.
       done: whether the episode has ended.
+      success: whether it has ended well.
       state_key: names the state that the environment is in now, for methods that compare the turns
         taken in one state; None for the text of ``messages``.
       metrics: numbers to add up over the episode, by name.
@@ -97,12 +98,17 @@ class Feedback(NamedTuple):
     messages: Sequence[Message] = ()
     reward: float | Sequence[float] = 0.0
     done: bool = False
+    success: bool = False
     state_key: Any = None
     metrics: Mapping[str, float] = NOTHING
 
 
 def nothing(state: Any) -> None:
     """Closes an environment that holds nothing."""
+
+
+async def nothing_shared() -> None:
+    """Ends what the episodes of an environment share, where that is nothing."""
 
 
 class HostEnv(NamedTuple):
@@ -130,7 +136,7 @@ class HostEnv(NamedTuple):
     tools: tuple[Mapping[str, Any], ...] = ()
     parts: tuple[str, ...] = ("reward",)
     limits: Limits = Limits()
-    shutdown: Callable[[], Any] | None = None
+    shutdown: Callable[[], Any] = nothing_shared
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -204,7 +210,7 @@ def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
-    return Feedback(messages, reward, done, value.state_key, metrics)
+    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics)
 
 
 def _number(value: Any, name: str) -> float:

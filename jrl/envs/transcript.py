@@ -104,7 +104,8 @@ class Rows(NamedTuple):
       rollout: the record that training reads.
       ids: "turn", "step", "state", "node" [N, G, T] and "episode", "role" [N, G], int32.
       rewards: [N, G, R] float32, points of each part, summed over the row.
-      paid: [N, G, T] float32, points of all parts, at the tokens that they were paid at.
+      paid: [N, G, T] float32, points of all parts by their weights, at the tokens that they were
+        paid at.
     """
 
     rollout: Rollout
@@ -113,7 +114,9 @@ class Rows(NamedTuple):
     paid: np.ndarray
 
 
-def to_rollout(groups: Sequence[Sequence[Transcript]], shape: RowShape) -> Rows:
+def to_rollout(
+    groups: Sequence[Sequence[Transcript]], shape: RowShape, weights: Sequence[float] = ()
+) -> Rows:
     """Transcripts as the rows of a training batch; pure, and nothing is cut.
 
     A group's prompt is what the openings of its living rows have in common from the start; the rest
@@ -123,15 +126,17 @@ def to_rollout(groups: Sequence[Sequence[Transcript]], shape: RowShape) -> Rows:
     Args:
       groups: N groups of at most G rows. Rows that are not there are FAILED, without tokens.
       shape: of the arrays.
+      weights: [R], of the reward parts in ``paid``; () for 1 each.
 
     Returns:
-      The rows; ``alive`` tells their members from those that failed.
+      The rows; their ``stop`` tells members from those that failed.
 
     Raises:
       UserError: a row does not fit the shape, members of a group share no first token, points
         stand where there is no token or have another number of parts.
     """
     n, (g, p, t, r) = len(groups), shape
+    worth = np.array(weights or [1.0] * r, np.float32)
     prompts, lengths = np.zeros((n, p), np.int32), np.ones(n, np.int32)
     tokens = np.zeros((n, g, t), np.int32)
     mask, versions = np.zeros((n, g, t), bool), np.full((n, g, t), -1, np.int32)
@@ -169,7 +174,7 @@ def to_rollout(groups: Sequence[Sequence[Transcript]], shape: RowShape) -> Rows:
                     ids[name][at] = getattr(part, name)
                 if part.reward:
                     rewards[i, j] += part.reward
-                    paid[i, j, end - 1] += sum(part.reward)
+                    paid[i, j, end - 1] += worth @ np.array(part.reward, np.float32)
             counts[i, j] = end
     rollout = Rollout(
         prompt_tokens=prompts,
