@@ -140,7 +140,7 @@ class Calls:
         """Cancels every call and ends the loop and its thread."""
         if self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(_finish(self._loop)))
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(seconds)
 
     def __enter__(self) -> Calls:
@@ -157,19 +157,14 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(lambda loop, context: None)  # answers say what failed
     try:
         loop.run_forever()
+        # Stopped: what still runs is cancelled, and has a moment to clean up behind itself.
+        if tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
     finally:
         loop.close()
-
-
-async def _finish(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels what runs, gives it a moment, and stops the loop."""
-    others = asyncio.all_tasks(loop) - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=1.0)
-    await loop.shutdown_asyncgens()
-    loop.stop()
 
 
 async def run_either(function: Callable[..., Any], *arguments: Any) -> Any:
