@@ -41,6 +41,7 @@ HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
+    "jsonschema",
 }
 """Loaded by what needs them, when it runs."""
 

@@ -8,6 +8,7 @@ it may swallow the cancellation, or block, delays nobody else's answer.
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import queue
 import threading
@@ -167,11 +168,11 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-async def run_either(function: Callable[..., Any], *arguments: Any) -> Any:
+async def run_either(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """The result of a function, awaited where it is async, else run in a thread of its own."""
     if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    value = await _in_thread(function, arguments)
+        return await function(*arguments, **named)
+    value = await _in_thread(functools.partial(function, *arguments, **named))
     return await value if inspect.isawaitable(value) else value
 
 
@@ -183,7 +184,7 @@ async def _guarded(function: Callable[..., Any], arguments: tuple[Any, ...]) -> 
         raise EnvError(_words(error)) from None
 
 
-async def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+async def _in_thread(function: Callable[[], Any]) -> Any:
     """The result of a sync function, run in a daemon thread of its own.
 
     A thread of a pool would have to be waited for when Python ends, even one that hangs.
@@ -197,12 +198,12 @@ async def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -
         if error is None:
             result.set_result(value)
         else:
-            result.set_exception(EnvError(_words(error)))
+            result.set_exception(error if isinstance(error, Exception) else EnvError(_words(error)))
 
     def work() -> None:
         value, failure = None, None
         try:
-            value = function(*arguments)
+            value = function()
         except BaseException as error:
             failure = error
         try:

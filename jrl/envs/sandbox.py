@@ -26,6 +26,7 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jrl.envs.tools import Tool
 from jrl.errors import UserError
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -224,4 +225,34 @@ def _way_in() -> tuple[str, tuple[str, ...]]:
     raise UserError(
         f"the sandbox cannot run Python as another user: {', '.join(pythons)} cannot be read by "
         "everybody; install python3 of the system, or do not run as root"
+    )
+
+
+def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
+    """Python as a tool with one argument, "code"; each call begins anew."""
+
+    async def call(code: str) -> str:
+        result = await sandbox.run(code)
+        limits = sandbox.limits
+        ends = {
+            "timeout": f"[ended after {limits.seconds:g} seconds]",
+            "output": f"[ended after {limits.output_bytes} bytes of output]",
+            "killed": "[killed]",
+        }
+        said = [result.output.rstrip("\n"), ends.get(result.status, "")]
+        return "\n".join(text for text in said if text) or "[no output]"
+
+    return Tool(
+        name=name,
+        description="Runs Python and returns what it prints, and the value of the last line.",
+        parameters={
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+            "additionalProperties": False,
+        },
+        call=call,
+        # Runs of other members may be waited for; the sandbox keeps the limit of the run itself.
+        seconds=60 + sandbox.limits.seconds,
+        longest=sandbox.limits.output_bytes,
     )
