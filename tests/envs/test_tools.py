@@ -134,7 +134,7 @@ def test_the_limit_of_calls(env):
     state, _ = opened(few)
     both = call("echo", text="a") * 2
     state, feedback = turn(few, state, both)
-    assert [m["content"] for m in feedback.messages][0] == "aa"
+    assert feedback.messages[0]["content"] == "aa"
     assert "no tool calls left" in feedback.messages[1]["content"]
     assert feedback.metrics["tool_calls"] == 1
     _, feedback = turn(few, state, both)
