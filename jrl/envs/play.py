@@ -1,6 +1,6 @@
 """Episodes of a whole batch in one program: the twin of ``sampling.generate``.
 
-    decode a few tokens  ->  rows whose turn ended: step the environment, append its reply  ->  again
+    decode a few tokens -> where a turn ended: step the environment, append its reply -> again
 
 Episodes take turns in the decode slots as completions do in ``generate``, on the same queue. A
 token's draw is keyed by its row and column, and so is what the environment draws, so that neither
@@ -314,5 +314,7 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
     first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))
     (_, tokens, length, _), rows = jax.lax.scan(turn, first, jnp.arange(env.turns))
     live, *columns, success = rows
-    log = TurnLog(live.sum(dtype=jnp.int32), *columns, (live & success).any())
+    starts, ends, states, points = columns
+    taken, won = live.sum(dtype=jnp.int32), (live & success).any()
+    log = TurnLog(taken, starts, ends, states, points, won)
     return tokens, length, jax.tree.map(lambda x: x[None], log)

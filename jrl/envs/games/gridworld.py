@@ -1,7 +1,7 @@
 """A grid world with the rules of FrozenLake: cross the ice, keep out of the holes.
 
-fsff hfhf ffff hffg 01        the map, row by row, and where the policy is: row 0, column 1
-d -> 11    r -> 12 ...        a turn is one letter; the reply is the new place
+The prompt "fsffhfhfffffhffg01" is the map, row by row, and the place: row 0, column 1. A turn is
+one letter, such as "d" for down, and the reply the new place, "11".
 """
 
 from __future__ import annotations
@@ -160,9 +160,7 @@ def moved(place: Array, action: Array, n: int) -> Array:
 
 
 def distances(tiles: Array, n: int) -> Array:
-    """[C] int32: the fewest moves from each cell to the goal around the holes; C where none leads
-    there, and in holes.
-    """
+    """[C] int32: the fewest moves from each cell to the goal; C in holes, and where none leads."""
     cells = n * n
     ends = jax.vmap(lambda c: jax.vmap(lambda a: moved(c, a, n))(jnp.arange(4)))(jnp.arange(cells))
 

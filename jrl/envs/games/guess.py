@@ -1,6 +1,7 @@
 """Guess the number: the environment says whether the secret is greater or smaller.
 
-31:  15 -> >  23 -> <  19        numbers 0 to 31; every guess has as many digits as the largest
+After the prompt "31:" for the numbers 0 to 31 an episode may read "15>23<19": guesses of as many
+digits as the greatest number has, each but the right one answered.
 """
 
 from __future__ import annotations

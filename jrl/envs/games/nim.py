@@ -1,7 +1,7 @@
 """Nim, normal play: two players take from one heap at a time; who takes the last object wins.
 
-343:  a2 -> b4103  ...        the heaps; a turn takes 2 from heap a, the reply 4 from heap b,
-                              which leaves 1, 0 and 3
+After the prompt "343:", the heaps, the turn "a2" takes 2 objects from heap a, and the reply "b4103"
+says that the other player took 4 from heap b, which leaves 1, 0 and 3.
 """
 
 from __future__ import annotations
