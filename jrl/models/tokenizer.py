@@ -91,8 +91,9 @@ class CharTokenizer:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise UserError(
-                f"the character {error.args[0]!r} in {text[:40]!r} is not in the built-in tokenizer's"
-                f" alphabet {self.alphabet!r}; use a checkpoint's tokenizer for free text"
+                f"the character {error.args[0]!r} in {text[:40]!r} is not in the built-in "
+                f"tokenizer's alphabet {self.alphabet!r}; "
+                "use a checkpoint's tokenizer for free text"
             ) from None
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:

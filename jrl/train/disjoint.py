@@ -405,7 +405,8 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def stored(drawn: StepGroups) -> dict[str, Any]:
     """Groups as numbers and NumPy arrays; ``restored`` reads them."""
-    groups, live = jax.device_get((drawn.groups._replace(subject=None), drawn.live))
+    bare = drawn.groups._replace(subject=None, stats=dict(drawn.groups.stats))
+    groups, live = jax.device_get((bare, drawn.live))
     subject = drawn.groups.subject
     if isinstance(subject, list):  # prompts, which the data has
         subject = {"ids": np.array([prompt.id for prompt in subject], np.int64)}
@@ -417,6 +418,7 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
         "subject": subject,
         "counts": groups.counts,
         "ids": groups.ids,
+        "stats": dict(groups.stats),
         "live": live,
         "cursor": drawn.cursor,
     }
@@ -440,5 +442,6 @@ def restored(notes: Mapping[str, Any], run: Run) -> StepGroups:
         subject=subject,
         counts=notes["counts"],
         ids=notes["ids"],
+        stats=notes["stats"],
     )
     return StepGroups(groups, notes["live"], notes["cursor"])
