@@ -104,10 +104,10 @@ def breadth_first(desc):
     while queue:
         row, col = queue.popleft()
         for other in ((row - 1, col), (row + 1, col), (row, col - 1), (row, col + 1)):
-            if min(other) >= 0 and max(other) < n and desc[other[0]][other[1]] != "h":
-                if other not in ways:
-                    ways[other] = ways[row, col] + 1
-                    queue.append(other)
+            inside = min(other) >= 0 and max(other) < n and desc[other[0]][other[1]] != "h"
+            if inside and other not in ways:
+                ways[other] = ways[row, col] + 1
+                queue.append(other)
     return ways
 
 
@@ -137,7 +137,7 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
                 state = start.state.replace(place=np.int32(row * 4 + col))
                 tokens, _ = solution(state)
                 action = "ldru".index(env.tokenizer.decode(np.asarray(tokens).tolist()))
-                row, col, reward, done = frozen_lake(desc, row, col, action)
+                row, col, reward, _ = frozen_lake(desc, row, col, action)
                 assert ways[row, col] == left - 1
             assert reward == 1
     assert len(texts["train"]) > 30
