@@ -163,8 +163,8 @@ class TaskPairs(FileTable, TaskData):
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    kinds = [f"data.{name}" for name in ("pairs", "task", "env") if name in given]
-    return " and ".join(kinds) or "data.train"
+    kinds = [f"data.{name}" for name in ("pairs", "task") if name in given]
+    return " and ".join(kinds) or ("data.env" if "env" in given else "data.train")
 
 
 Data = Annotated[

@@ -405,8 +405,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def stored(drawn: StepGroups) -> dict[str, Any]:
     """Groups as numbers and NumPy arrays; ``restored`` reads them."""
-    bare = drawn.groups._replace(subject=None, stats=dict(drawn.groups.stats))
-    groups, live = jax.device_get((bare, drawn.live))
+    groups, live = jax.device_get((drawn.groups._replace(subject=None), drawn.live))
     subject = drawn.groups.subject
     if isinstance(subject, list):  # prompts, which the data has
         subject = {"ids": np.array([prompt.id for prompt in subject], np.int64)}
@@ -418,7 +417,7 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
         "subject": subject,
         "counts": groups.counts,
         "ids": groups.ids,
-        "stats": dict(groups.stats),
+        "stats": groups.stats,
         "live": live,
         "cursor": drawn.cursor,
     }

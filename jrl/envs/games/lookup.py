@@ -20,12 +20,11 @@ KEY_A, DIGIT_0, ASK, ANSWER, ERROR, COLON = TOKENIZER.encode("a0?=!:")
 
 
 class Store(struct.PyTreeNode):
-    """values [K] int32 by key, the key asked about, hops to the answer, and the last value seen."""
+    """values [K] int32 by key; the key [] that the policy is at, and hops [] to the answer."""
 
     values: Array
-    key: Array
+    at: Array
     hops: Array
-    seen: Array
 
 
 def lookup(keys: int = 8, hops: int = 2) -> Env:
@@ -37,7 +36,7 @@ def lookup(keys: int = 8, hops: int = 2) -> Env:
       hops: the most lookups that a question needs, 1 to 9; each question has its own number.
 
     Returns:
-      The Env. The identity of a state is the number of lookups left and the last value seen.
+      The Env. The identity of a state is the number of lookups left and the key they start from.
 
     Raises:
       UserError: an option out of its range.
@@ -51,7 +50,7 @@ def lookup(keys: int = 8, hops: int = 2) -> Env:
         first = jax.random.randint(of_key, (), 0, keys)
         number = jax.random.randint(of_hops, (), 1, hops + 1)
         prompt = jnp.stack([KEY_A + first, DIGIT_0 + number, jnp.int32(COLON)])
-        return Store(values, first, number, first), prompt.astype(jnp.int32), jnp.int32(3)
+        return Store(values, first, number), prompt.astype(jnp.int32), jnp.int32(3)
 
     def step(store: Store, tokens: Array, length: Array, key: Array) -> tuple[Store, Turn]:
         named = tokens[1] - KEY_A
@@ -59,30 +58,25 @@ def lookup(keys: int = 8, hops: int = 2) -> Env:
         value = store.values[jnp.clip(named, 0, keys - 1)]
         asks, answers = (tokens[0] == ASK) & known, tokens[0] == ANSWER
         right = answers & known & (named == answer(store))
-        # A lookup of the value seen last, or at first of the key in question, is a step ahead.
-        ahead = asks & (named == store.seen) & (store.hops > 0)
-        after = store.replace(
-            seen=jnp.where(ahead, value, store.seen),
-            hops=store.hops - ahead,
-            key=jnp.where(ahead, value, store.key),
-        )
+        ahead = asks & (named == store.at) & (store.hops > 0)
+        after = store.replace(at=jnp.where(ahead, value, store.at), hops=store.hops - ahead)
         return after, Turn(
             reply=jnp.where(asks, KEY_A + value, ERROR).astype(jnp.int32)[None],
             count=jnp.int32(1),
             reward=right.astype(jnp.float32),
             done=answers,
             success=right,
-            state_id=(store.hops * keys + store.seen).astype(jnp.int32),
+            state_id=(store.hops * keys + store.at).astype(jnp.int32),
         )
 
     def answer(store: Store) -> Array:
         """The key that ``store.hops`` lookups lead to from here."""
         follow = lambda i, at: jnp.where(i < store.hops, store.values[at], at)  # noqa: E731
-        return jax.lax.fori_loop(0, hops, follow, store.key)
+        return jax.lax.fori_loop(0, hops, follow, store.at)
 
     def solution(store: Store) -> tuple[Array, Array]:
         tool = jnp.where(store.hops > 0, ASK, ANSWER)
-        return jnp.stack([tool, KEY_A + store.seen]).astype(jnp.int32), jnp.int32(2)
+        return jnp.stack([tool, KEY_A + store.at]).astype(jnp.int32), jnp.int32(2)
 
     return Env(
         name="lookup",

@@ -149,7 +149,7 @@ def test_random_maps_can_be_solved_and_stay_in_their_split():
     ("options", "says"),
     [
         ({"map": "5x5"}, "data.map = '5x5'; choose from 4x4, 8x8, random"),
-        ({"start": "middle"}, "data.start = 'middle'; choose from corner, anywhere"),
+        ({"start": "middle"}, "data.start = 'middle'; choose from anywhere, corner"),
         ({"size": 9}, "data.size = 9; choose an integer from 2 to 8"),
         ({"slippery": 1}, "data.slippery = 1; give true or false"),
         ({"turns": -1}, "data.turns = -1; choose an integer"),

@@ -86,7 +86,8 @@ def test_moves_follow_the_rules(opponent):
             if lost:
                 ends.add("lost")
                 break
-    assert ends == {"illegal", "won", "lost"}
+    assert ends >= {"illegal", "lost"}
+    assert ("won" in ends) == (opponent == "random")  # nobody wins by chance against perfection
 
 
 def test_against_a_perfect_player_the_solution_wins_what_can_be_won():
@@ -95,7 +96,7 @@ def test_against_a_perfect_player_the_solution_wins_what_can_be_won():
 
     def episode(key):
         start = env.generate(key, "eval")
-        return start.state, scripted(key, start, env=env)[2].success
+        return start.state, scripted(key, start, env=env)[2].success[0]
 
     heaps, success = jax.device_get(jit(jax.vmap(episode))(keys))
     expected = [winning(tuple(row)) for row in heaps.tolist()]
