@@ -6,16 +6,24 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.envs.base import Env, Start, Turn, task_env
+from jrl.envs.games.bandit import bandit
+from jrl.envs.games.calculator import calculator
 from jrl.envs.games.gridworld import gridworld
 from jrl.envs.games.guess import guess_number
+from jrl.envs.games.lookup import lookup
 from jrl.envs.games.nim import nim
+from jrl.envs.games.wordle import wordle
 from jrl.errors import UserError, choose
 from jrl.own import FORMS, check_options, load
 
 ENVS: dict[str, Callable[..., Env]] = {
+    "bandit": bandit,
+    "calculator": calculator,
     "gridworld": gridworld,
     "guess_number": guess_number,
+    "lookup": lookup,
     "nim": nim,
+    "wordle": wordle,
 }
 """Constructors of environments by name; each takes options of its own."""
 

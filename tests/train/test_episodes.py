@@ -184,22 +184,23 @@ def test_lengths_in_losses_are_those_of_the_policys_tokens(batch):
     assert np.array_equal(stopped, np.asarray(batch.rewards)[:, :, 1] == 0)
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_random_weights_for_all_seeds_at_once(network, quick_jit):
     run = make_run(
         method=get_method("gigpo"),
         task=get_env("guess_number", numbers=2, turns=2),
         network=network,
         optimizer=optax.adam,
-        steps=40,
+        steps=80,
         prompts=8,
         group=8,
         weights={"reward": 1.0},
         eval_problems=16,
     )
     keys = jax.vmap(jax.random.key)(jnp.arange(2))
-    _, curves = quick_jit(jax.vmap(run, (0, None)))(keys, {"learning_rate": 0.05})
+    _, curves = quick_jit(jax.vmap(run, (0, None)))(keys, {"learning_rate": 0.02})
     assert curves["accuracy_before"].shape == (2,)
-    assert (curves["reward"][:, -5:].mean(1) > curves["reward"][:, :5].mean(1) + 0.4).all()
+    assert (curves["accuracy_before"] < 0.7).all()
     assert (curves["accuracy_after"] > 0.9).all()
 
 
