@@ -26,10 +26,7 @@ LARGEST = 10**DIGITS - 1
 
 
 class Work(struct.PyTreeNode):
-    """numbers [K + 1] and operations [K] int32 of the question; value [] so far, of done [] of them.
-
-    Operations apply from left to right.
-    """
+    """A question's numbers [K + 1] and operations [K]; value [] of the first done [] of these."""
 
     numbers: Array
     operations: Array
@@ -157,7 +154,7 @@ def worked_out(call: Call) -> tuple[Array, Array]:
 
 
 def parse_call(tokens: Array, length: Array) -> Call:
-    """A turn "12*-7" with its stop token as a call; the operation is the first sign after a digit."""
+    """A turn "12*-7" with its stop token as a call; its first sign but at the start counts."""
     place = jnp.arange(tokens.shape[0])
     sign = (tokens == PLUS) | (tokens == MINUS) | (tokens == TIMES)
     at = jnp.argmax(sign & (place > 0)).astype(jnp.int32)
@@ -168,7 +165,7 @@ def parse_call(tokens: Array, length: Array) -> Call:
 
 
 def parse_number(tokens: Array, begin: Array, end: Array) -> tuple[Array, Array]:
-    """(the number written in columns ``begin`` to ``end`` - 1, whether it is one of 1 to 9 digits)."""
+    """(the number in columns ``begin`` to ``end`` - 1, whether it is one, of 1 to 9 digits)."""
     place = jnp.arange(tokens.shape[0])
     negative = tokens[jnp.clip(begin, 0, tokens.shape[0] - 1)] == MINUS
     begin = begin + negative

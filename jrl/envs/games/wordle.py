@@ -56,7 +56,7 @@ def wordle(letters: int = 4, length: int = 3, turns: int = 6) -> Env:
         )
     numbers = np.arange(letters**length)[:, None]
     words = jnp.asarray(numbers // letters ** np.arange(length)[::-1] % letters, jnp.int32)
-    label = jnp.asarray(np.arange(1, len(words) + 1, dtype=np.uint64) * 0x9E3779B1, jnp.uint32)
+    label = jnp.arange(1, len(words) + 1, dtype=jnp.uint32) * jnp.uint32(0x9E3779B1)
     prompt = jnp.array([DIGIT_1 + length - 1, COLON], jnp.int32)
 
     def init(key: Array, split: str) -> tuple[Word, Array, Array]:

@@ -18,7 +18,7 @@ jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def wordle_marks(guess, word):
-    """Wordle's colours: letters in place first, then others from the left while the word has them."""
+    """Wordle's colours: letters in place, then others from the left while the word has them."""
     marks, rest = [0] * len(word), collections.Counter()
     for i, (g, w) in enumerate(zip(guess, word, strict=True)):
         if g == w:
