@@ -135,6 +135,7 @@ def abstract_batch(run: build.Run) -> Batch:
     ids = {"prompt": array(jnp.int32, n)}
     if isinstance(run.task, Env):
         ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
+        ids["stratum"] = array(jnp.int32, n, g)
         stats["paid"] = array(jnp.float32, n, g, t)
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)

@@ -75,7 +75,8 @@ def episode_rollout(
 
     Returns:
       The groups; their subject is the ``Start`` of each. ``ids`` holds "turn", "step" (here the
-      same) and "state" [N, G, T], ``stats`` the weighted points "paid" [N, G, T].
+      same) and "state" [N, G, T], and "stratum" [N, G], the turns taken; ``stats`` the weighted
+      points "paid" [N, G, T].
     """
     check_members(task, group, demonstrations)
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
@@ -104,7 +105,13 @@ def episode_rollout(
         rewards=jnp.stack([points[part] for part in parts], axis=2),
         subject=starts,
         counts={"slot_tokens": played.rollout.mask.sum(), "slot_steps": slot_steps},
-        ids={"prompt": ids, "turn": played.turn, "step": played.turn, "state": played.state},
+        ids={
+            "prompt": ids,
+            "turn": played.turn,
+            "step": played.turn,
+            "state": played.state,
+            "stratum": played.turns,
+        },
         stats={"paid": parts.get("reward", 0.0) * played.paid},
     )
 
