@@ -202,7 +202,25 @@ def samples_of(
                 "demonstration": bool(external(rollout)[row, member].any()),
             }
         )
+        if isinstance(task, Env):
+            records[-1]["turns"] = transcript(groups, row, member, tokenizer)
     return records
+
+
+def transcript(groups: Groups, row: int, member: int, tokenizer: Any) -> list[dict[str, Any]]:
+    """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
+    rollout, ids, stats = jax.device_get((groups.rollout, groups.ids, groups.stats))
+    here, length = (row, member), int(rollout.lengths[row, member])
+    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
+    said = []
+    for number in range(int(turn.max(initial=-1)) + 1):
+        for by, part in (("policy", drawn), ("environment", ~drawn)):
+            of = part & (turn == number)
+            if of.any():
+                text = tokenizer.decode(tokens[of].tolist())
+                said.append({"by": by, "text": text, "paid": float(paid[of].sum())})
+    return said
 
 
 # ---------------------------------------------------------------- evaluating a policy
