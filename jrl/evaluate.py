@@ -27,7 +27,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
 from jrl.train.episodes import eval_parts
-from jrl.types import Array, Params, StopReason
+from jrl.types import Array, Params, Rollout, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -176,6 +176,7 @@ def samples_of(
       count: the most records.
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
+    recorded = jax.device_get((groups.ids, groups.stats))
     n, g, _ = rollout.tokens.shape
     each = min(g, max(2, -(-count // n)))
     members = np.linspace(0, g - 1, each).round().astype(int).tolist()
@@ -203,14 +204,15 @@ def samples_of(
             }
         )
         if isinstance(task, Env):
-            records[-1]["turns"] = transcript(groups, row, member, tokenizer)
+            records[-1]["turns"] = transcript(rollout, *recorded, (row, member), tokenizer)
     return records
 
 
-def transcript(groups: Groups, row: int, member: int, tokenizer: Any) -> list[dict[str, Any]]:
+def transcript(
+    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
+) -> list[dict[str, Any]]:
     """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
-    rollout, ids, stats = jax.device_get((groups.rollout, groups.ids, groups.stats))
-    here, length = (row, member), int(rollout.lengths[row, member])
+    length = int(rollout.lengths[here])
     turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
     tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
     said = []
@@ -396,8 +398,9 @@ def sample_run(
       UserError: a procedural task asked about other prompts, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
-    if run.task is not None and prompts is not None:
-        raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
+    if config.task is not None and prompts is not None:
+        given = f"{config.task.kind} = {config.task.name!r}"
+        raise UserError(f"{given} makes its own prompts; leave --prompt out")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         held_out = prompts is None

@@ -195,7 +195,7 @@ def _play(
     answer = partial(_answer, weights, env=env, network=network)
 
     def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
-        """As ``decode``, with every turn that ends answered."""
+        """As ``decode``, ``chunk`` steps at a time, with every turn that ends answered."""
 
         def more(carry: tuple[Array, Queue]) -> Array:
             taken, queue = carry
@@ -210,7 +210,7 @@ def _play(
                 queue.slots.replace(limits=limits),
                 version,
                 network=network,
-                steps=jnp.minimum(chunk, steps - taken),
+                steps=chunk,
                 stop_tokens=(env.stop_id,),
             )
             queue = queue.replace(slots=slots, steps=queue.steps + count * limits.shape[0])
@@ -219,7 +219,7 @@ def _play(
                 queue = jax.lax.while_loop(lambda q: jnp.any(_ended(q)), answer, queue)
             return taken + count, queue
 
-        with at_most(width):
+        with at_most(env.turns * -(-env.turn_tokens // chunk)):
             return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
 
     queue = finish(queue, sequences, sizes, advance, recorded, chunk=chunk)

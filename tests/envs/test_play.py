@@ -12,6 +12,7 @@ from jrl.data.tasks import get_task
 from jrl.envs import Env, Turn, get_env, task_env
 from jrl.envs.play import play, scripted
 from jrl.errors import UserError
+from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
@@ -208,6 +209,16 @@ def test_a_greedy_member_changes_no_other():
     theirs = whole()[0]._replace(rollout=whole()[0].rollout.replace(**prompts))
     assert_same(jax.tree.map(three, ours), jax.tree.map(three, theirs))
     assert (got.rollout.baseline == [False, False, False, True]).all()
+
+
+@pytest.mark.parametrize("sizes", [{"data": 3}, {"data": 1, "tensor": 1, "fsdp": 2}], ids=str)
+def test_sharded_play_is_the_same(sizes):
+    """Where the devices divide the starts, each plays its own episodes by itself."""
+    mesh = make_mesh(sizes, jax.devices()[: sizes["data"] * sizes.get("fsdp", 1)])
+    placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
+    with jax.set_mesh(mesh):
+        episodes, _ = _play(placed, starts(), 10 + jnp.arange(N), group=G, slots=4)
+    assert_same(jax.device_get(episodes), whole()[0])
 
 
 def test_the_trainer_scores_what_the_sampler_drew():
