@@ -14,6 +14,7 @@ from jrl.config_checks import conflicts
 from jrl.config_unions import (
     AdamW,
     Data,
+    EnvData,
     FileTable,
     Optimizer,
     PairData,
@@ -122,7 +123,7 @@ class SamplingTable(Table):
     top_p: float = key(1.0, "keep the smallest set with this probability", gt=0, le=1)
     min_p: float = key(0.0, "keep tokens this likely relative to the likeliest", ge=0, lt=1)
     max_new_tokens: int = key(
-        256, "longest completion, tokens; a procedural task sets its own", ge=1
+        256, "longest completion, tokens; a procedural task or environment sets its own", ge=1
     )
     slots: int = key(
         0,
@@ -186,7 +187,7 @@ class TrainTable(Table):
         "host",
         "host: a step is two programs, with rewards in Python between them; packed: so too, with"
         " completions of unequal length packed into rows, at the cost of compiling about 16 shapes;"
-        " compiled: the whole run of a procedural task is one program",
+        " compiled: the whole run of a procedural task or environment is one program",
     )
 
     @model_validator(mode="after")
@@ -348,8 +349,9 @@ class Config(Table):
     rewards: dict[str, RewardTable] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"
-        ' "FILE.py:function" or "module:function"; verify and partial for a procedural task. Each a'
-        " table with weight, judge (true: accuracy is measured by this part) and options",
+        ' "FILE.py:function" or "module:function"; verify and partial for a procedural task; reward'
+        " and success for an environment. Each a table with weight, judge (true: accuracy is"
+        " measured by this part) and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
     optimizer: Optimizer = key(AdamW(), "")
@@ -362,9 +364,9 @@ class Config(Table):
     log: LogTable = key(LogTable(), "")
 
     @property
-    def task(self) -> TaskData | None:
-        """The procedural task, or None."""
-        return self.data if isinstance(self.data, TaskData) else None
+    def task(self) -> TaskData | EnvData | None:
+        """The procedural task or the environment, or None."""
+        return self.data if isinstance(self.data, TaskData | EnvData) else None
 
     @property
     def text(self) -> TextTable | None:

@@ -46,12 +46,12 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     own = type(sampling).model_fields["max_new_tokens"].default
     if task is not None and config.pairs is None and sampling.max_new_tokens != own:
         yield (
-            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with data.task ="
-            f" {task.task!r}, which sets its own limit; remove it"
+            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
+            f" {task.name!r}, which sets its own limit; remove it"
         )
     files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
-        yield "train.mode = 'compiled' samples from data.task alone; set it to 'host'"
+        yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
     if files and task is None and config.warmup.steps:
         yield (
             f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns; set"

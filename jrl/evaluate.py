@@ -15,6 +15,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
@@ -25,7 +26,8 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
-from jrl.types import Array, Params, StopReason
+from jrl.train.episodes import eval_parts
+from jrl.types import Array, Params, Rollout, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -147,8 +149,19 @@ def evaluation_metrics(
     return metrics
 
 
+def episode_metrics(groups: Groups) -> dict[str, float]:
+    """Means over evaluated episodes: success (fraction), reward (points) and turns."""
+    taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
+    success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
+    return {"success": success, "reward": reward, "turns": float(taken.mean())}
+
+
 def samples_of(
-    groups: Groups, tokenizer: Any, task: Task | None, weights: Mapping[str, float], count: int
+    groups: Groups,
+    tokenizer: Any,
+    task: Task | Env | None,
+    weights: Mapping[str, float],
+    count: int,
 ) -> list[dict[str, Any]]:
     """Some completions of several prompts as records for people, with the reward parts by name.
 
@@ -158,11 +171,12 @@ def samples_of(
     Args:
       groups: from a draw.
       tokenizer: turns tokens into text.
-      task: the procedural task, or None for prompts in text.
+      task: the procedural task or environment, or None for prompts in text.
       weights: reward part -> weight, in the order of the rewards.
       count: the most records.
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
+    recorded = jax.device_get((groups.ids, groups.stats))
     n, g, _ = rollout.tokens.shape
     each = min(g, max(2, -(-count // n)))
     members = np.linspace(0, g - 1, each).round().astype(int).tolist()
@@ -189,7 +203,26 @@ def samples_of(
                 "demonstration": bool(external(rollout)[row, member].any()),
             }
         )
+        if isinstance(task, Env):
+            records[-1]["turns"] = transcript(rollout, *recorded, (row, member), tokenizer)
     return records
+
+
+def transcript(
+    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
+    length = int(rollout.lengths[here])
+    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
+    said = []
+    for number in range(int(turn.max(initial=-1)) + 1):
+        for by, part in (("policy", drawn), ("environment", ~drawn)):
+            of = part & (turn == number)
+            if of.any():
+                text = tokenizer.decode(tokens[of].tolist())
+                said.append({"by": by, "text": text, "paid": float(paid[of].sum())})
+    return said
 
 
 # ---------------------------------------------------------------- evaluating a policy
@@ -238,7 +271,7 @@ class Evaluator:
         groups = (self._task if self.run.task is not None else self._text)(key, params)
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
-            names = {"verify": 1.0}
+            names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
@@ -248,10 +281,12 @@ class Evaluator:
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         metrics = evaluation_metrics(
             correct,
-            np.asarray(groups.rollout.lengths),
+            np.asarray(groups.rollout.mask).sum(-1),
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
         )
+        if isinstance(self.run.task, Env):
+            metrics |= episode_metrics(groups)
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:
@@ -363,8 +398,9 @@ def sample_run(
       UserError: a procedural task asked about other prompts, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
-    if run.task is not None and prompts is not None:
-        raise UserError(f"data.task = {run.task.name!r} makes its own prompts; leave --prompt out")
+    if config.task is not None and prompts is not None:
+        given = f"{config.task.kind} = {config.task.name!r}"
+        raise UserError(f"{given} makes its own prompts; leave --prompt out")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         held_out = prompts is None

@@ -63,17 +63,18 @@ STATISTICS: Mapping[str, str] = {
     "positive": "weight of a good completion's token in a likelihood term, written by a transform",
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
+    "paid": "points that the environment paid at the token, times the weight of that reward part",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
 weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
 class StopReason(enum.IntEnum):
-    """Why a sequence ended; ``RUNNING`` marks one that has not ended.
+    """Why a sequence ended; ``RUNNING`` marks one that has not.
 
-    Of an episode, the sampler or the environment may have ended it: DONE is the environment's own
-    end, TURNS the limit of turns. A member that FAILED, or ran out of time (TIMEOUT), leaves its
-    group: nothing is known of how good it was.
+    The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
+    environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
+    member of the last two leaves its group, since nothing is known of how good it was.
     """
 
     RUNNING = 0
@@ -203,7 +204,7 @@ class Batch(struct.PyTreeNode):
       members: [N, G] bool, True where the member exists, did not fail, and counts in its group's
         statistics.
       baseline: [N, G] bool, True for a greedy baseline member (``members`` is False there).
-      truncated: [N, G] bool, True where a limit of length or turns ended it.
+      truncated: [N, G] bool, True where a limit of length or of turns ended the sequence.
       stats: per-token statistics, each [N, G, T] float32; ``sampler_logprobs`` at least, for RL.
       ids: integer labels by name, [N], [N, G] or [N, G, T] int32: "prompt" the identity of the
         problem; "tie_breaker" [N, G] a random number of each member, fresh in every step, for

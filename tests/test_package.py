@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "models": {*BASE, "mesh"},
     "data": {*BASE, "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
+    "envs": {*BASE, "data", "mesh", "models", "own", "sampling"},
     "methods": {*BASE, "objectives", "own"},
 }
 """Area -> the other areas it may import. What is not here lies above and may import anything but

@@ -67,15 +67,20 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token for each character of a fixed alphabet; id 0 pads and id 1 stops."""
+    """One token for each character of a fixed alphabet; id 0 pads and id 1 stops.
 
-    def __init__(self) -> None:
-        self.vocab_size = len(ALPHABET) + 2
+    Args:
+      alphabet: different characters; the first one has id 2.
+    """
+
+    def __init__(self, alphabet: str = ALPHABET) -> None:
+        self.alphabet = alphabet
+        self.vocab_size = len(alphabet) + 2
         self.eos_id = STOP_ID
         self.pad_id = PAD_ID
         self.stop_ids: tuple[int, ...] = (STOP_ID,)
-        self._ids = {character: i + 2 for i, character in enumerate(ALPHABET)}
-        self._pieces = ["<pad>", "<stop>", *ALPHABET]
+        self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
+        self._pieces = ["<pad>", "<stop>", *alphabet]
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of ``text``, one for each character; there are no special tokens to add.
@@ -91,7 +96,8 @@ class CharTokenizer:
         except KeyError as error:
             raise UserError(
                 f"the character {error.args[0]!r} in {text[:40]!r} is not in the built-in "
-                f"tokenizer's alphabet {ALPHABET!r}; use a checkpoint's tokenizer for free text"
+                f"tokenizer's alphabet {self.alphabet!r}; "
+                "use a checkpoint's tokenizer for free text"
             ) from None
 
     def encode_plain(self, text: str) -> list[int]:
@@ -129,13 +135,13 @@ class CharTokenizer:
         )
 
 
-def char_tokenizer() -> CharTokenizer:
-    """The tokenizer of the procedural tasks.
+def char_tokenizer(alphabet: str = ALPHABET) -> CharTokenizer:
+    """The tokenizer of the procedural tasks, or one of fewer characters.
 
-    >>> char_tokenizer().vocab_size
-    48
+    >>> char_tokenizer().vocab_size, char_tokenizer("ldru").encode("u")
+    (48, [5])
     """
-    return CharTokenizer()
+    return CharTokenizer(alphabet)
 
 
 # ---------------------------------------------------------------- the tokenizer of a checkpoint

@@ -87,7 +87,7 @@ def generate(
     (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
     check_fits(network, p, t)
     weights = network.prepare(params)
-    axes, parts = _independent_axes(network, n)
+    axes, parts = independent_axes(network, n)
     if shrink is None:
         shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
     sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
@@ -116,12 +116,13 @@ def generate(
             stop_tokens=stop_tokens,
             chunk=chunk,
         )
-        results, steps, of_prompts = _each_by_itself(draw, axes)(
+        own = (False, False, True, True, False, False, True)
+        results, steps, of_prompts = each_by_itself(draw, axes, own)(
             key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
         )
     rollout = _as_rollout(results, prompt_tokens, prompt_lengths, version, group, g)
     if of_prompts is not None and results.experts is not None:
-        rollout = _with_routing(rollout, of_prompts, results.experts)
+        rollout = with_routing(rollout, of_prompts, results.experts)
     return rollout, steps.sum()
 
 
@@ -164,9 +165,9 @@ def _draw_in_turn(
 
     recorded = network.extras.recorded
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    results, steps = finish(queue, sequences, sizes, advance, recorded, chunk=chunk)
+    queue = finish(queue, sequences, sizes, advance, recorded, chunk=chunk)
     of_prompts = None if recorded is None else recorded(sequences.prompts.own)
-    return results, steps[None], of_prompts
+    return queue.results, queue.steps[None], of_prompts
 
 
 def _as_rollout(
@@ -194,7 +195,7 @@ def _as_rollout(
     ).check()
 
 
-def _with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
+def with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
     """The rollout with the record of its prompts [N, P, n, k] and completions [N * G, T, n, k]."""
     n, g, t = rollout.tokens.shape  # a cache may have more columns than were asked for
     tokens = tokens[:, :t].reshape(n, g, t, *tokens.shape[2:])
@@ -212,26 +213,29 @@ def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
 # ---------------------------------------------------------------- over devices
 
 
-def _independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
+def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which each device samples by itself, and into how many parts they cut."""
     axes = lone_axes(network.extras.gathered)
     parts = math.prod(free_axes()[axis] for axis in axes)
     return (axes, parts) if prompts % parts == 0 else ((), 1)
 
 
-def _each_by_itself(sample: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def each_by_itself(
+    sample: Callable[..., Any], axes: tuple[str, ...], own: Sequence[bool]
+) -> Callable[..., Any]:
     """``sample`` run by each device along these axes on its own prompts, in its own time.
+
+    ``own`` says which arguments have a row for each prompt; the others are whole on all devices.
 
     No device waits for another in the loop over tokens. Devices that must talk to each other go in
     step: backends may pair up all devices for that, and then wait for those that have finished.
     """
     if not axes:
         return sample
-    whole, own = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
         sample,
-        in_specs=(whole, whole, own, own, whole, whole, own),
-        out_specs=own,
+        in_specs=tuple(PartitionSpec(axes) if rows else PartitionSpec() for rows in own),
+        out_specs=PartitionSpec(axes),
         check_vma=False,
     )
 
@@ -286,6 +290,7 @@ class Queue(struct.PyTreeNode):
       waiting: [] int32, the first sequence that has had no slot yet.
       results: of the sequences that left their slots.
       steps: [] int32, slot-steps so far: one for every slot in every decode step.
+      extra: what ``advance`` keeps of all B sequences; None where it keeps nothing.
     """
 
     slots: Slots
@@ -293,6 +298,7 @@ class Queue(struct.PyTreeNode):
     waiting: Array
     results: Results
     steps: Array
+    extra: Any = None
 
 
 def sequences_of(
@@ -450,8 +456,8 @@ def finish(
     recorded: Recorded,
     *,
     chunk: int,
-) -> tuple[Results, Array]:
-    """Every sequence decoded: the results, and the slot-steps it took."""
+) -> Queue:
+    """The queue when every sequence is decoded and among its results."""
     rows, width = queue.results.tokens.shape
     first, *later = *sizes.smaller, 0  # the live slots at which a state is given up
     if sizes.slots == rows:
@@ -474,7 +480,7 @@ def finish(
             queue = jax.lax.while_loop(unfinished, chunked, queue)
     for size, until in zip(sizes.smaller, later, strict=True):
         queue = advance(_compact(queue, size, recorded), width, until)
-    return _hand_over(queue, recorded).results, queue.steps
+    return _hand_over(queue, recorded)
 
 
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:

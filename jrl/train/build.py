@@ -20,6 +20,7 @@ from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
@@ -35,8 +36,8 @@ from jrl.own import check_options, load
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.sampling.slots import check_fits
 from jrl.train.adapters import lora_of, start_params, trained_network
+from jrl.train.episodes import EPISODE_REWARDS, check_lengths, eval_parts
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -90,7 +91,7 @@ class Run(NamedTuple):
       networks: the frozen policies that the configuration names and the method reads, by name.
       params: the checkpoint's weights on the host, or None to draw them.
       tokenizer: the model's, or the task's.
-      task: the procedural task, or None.
+      task: the procedural task or the environment, or None.
       data: what was read from files.
       width: P, tokens.
       sampling_params: the distribution that is drawn from and trained.
@@ -108,7 +109,7 @@ class Run(NamedTuple):
     networks: dict[str, Network]
     params: Params
     tokenizer: Any
-    task: Task | None
+    task: Task | Env | None
     data: RunData
     width: int
     sampling_params: SamplingParams
@@ -164,7 +165,7 @@ def bare_run(
     config: Config,
     mesh: Mesh,
     *,
-    task: Task | None,
+    task: Task | Env | None,
     model: ModelConfig | None,
     tokenizer: Any,
     width: int,
@@ -194,7 +195,7 @@ def bare_run(
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
-        check_fits(each, width, new_tokens)
+        check_lengths(each, task, width, new_tokens)
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
@@ -263,7 +264,7 @@ def sampling_params_of(config: Config, vocab_size: int) -> SamplingParams:
     return make_sampling_params(s.temperature, s.top_k, s.top_p, s.min_p)
 
 
-def own_network(config: Config, task: Task | None, tokenizer: Any) -> Network:
+def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Network:
     """The network of one's own that ``model.network`` names, for the run's tokens and lengths.
 
     Raises:
@@ -286,7 +287,7 @@ def own_network(config: Config, task: Task | None, tokenizer: Any) -> Network:
     return network
 
 
-def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig | None, Params]:
+def _model(config: Config, task: Task | Env | None) -> tuple[Any, ModelConfig | None, Params]:
     """Tokenizer, shape (None for ``model.network``), and weights when a checkpoint is named."""
     choice = config.model
     if choice.network is not None:
@@ -309,7 +310,7 @@ def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig | None, 
     return tokenizer, shape, params
 
 
-def _data(config: Config, tokenizer: Any, task: Task | None, method: Method) -> RunData:
+def _data(config: Config, tokenizer: Any, task: Task | Env | None, method: Method) -> RunData:
     """Prompts or judged completions from the files that the configuration names."""
     judged, counts = _judged(config, tokenizer, task)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
@@ -376,7 +377,7 @@ def _prompts(
 
 
 def _judged(
-    config: Config, tokenizer: Tokenizer, task: Task | None
+    config: Config, tokenizer: Tokenizer, task: Task | Env | None
 ) -> tuple[dict[str, list[Judged]], dict[str, Any]]:
     """Training and held-out judged completions, tokenized; empty without ``data.pairs``.
 
@@ -422,24 +423,31 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
     return prompts
 
 
-def reward_weights(config: Config, task: Task | None) -> dict[str, float]:
+def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     """Reward part -> weight."""
     if config.pairs is not None:
         return {"score": 1.0}
+    if not config.rewards and isinstance(task, Env):
+        return {"reward": 1.0, "success": 0.0}
     if not config.rewards:
         return {"verify": 1.0} if task else {"math": 1.0}
+    known = EPISODE_REWARDS if isinstance(task, Env) else TASK_REWARDS
     if task:
         for name in config.rewards:
-            if name not in TASK_REWARDS:
-                raise choose("rewards", name, TASK_REWARDS)
+            if name not in known:
+                raise choose("rewards", name, known)
     return {name: table.weight for name, table in config.rewards.items()}
 
 
-def accuracy_part(config: Config, task: Task | None) -> str:
+def accuracy_part(config: Config, task: Task | Env | None) -> str:
     """The reward part that accuracy is measured by."""
     chosen = next((name for name, part in config.rewards.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
-    names = ["verify"] if task else [name for name in reward_weights(config, task) if name != NAME]
+    names = (
+        [next(iter(eval_parts(task)))]
+        if task
+        else [name for name in reward_weights(config, task) if name != NAME]
+    )
     if chosen is not None:
         if chosen not in names:
             raise UserError(

@@ -62,6 +62,7 @@ class Groups(NamedTuple):
       counts: numbers by name, such as reward functions that ran out of time. Those of several draws
         add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
+      stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
     """
 
     rollout: Rollout
@@ -69,6 +70,7 @@ class Groups(NamedTuple):
     subject: Any
     counts: dict[str, Any]
     ids: dict[str, Any]
+    stats: dict[str, Any] | None = None
 
 
 GroupSource = Callable[..., Groups]
@@ -213,7 +215,8 @@ def assemble(
     groups, live = drawn.groups, drawn.live
     # On a device: one program, where eager lines would be a dispatch each.
     make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
-    batch = make(groups.rollout, groups.rewards, weights, groups.ids, own=method.draw.own)
+    rows = groups.rollout, groups.rewards, weights, groups.ids, groups.stats
+    batch = make(*rows, own=method.draw.own)
     if live is not None:
         mask = np.asarray(batch.mask) & live[:, None, None]
         members = np.asarray(batch.members) & live[:, None]
@@ -441,6 +444,7 @@ def to_batch(
     rewards: Array,
     weights: Array,
     ids: Mapping[str, Array] = NOTHING,
+    recorded: Mapping[str, Array] | None = None,
     *,
     own: bool = True,
 ) -> Batch:
@@ -451,9 +455,10 @@ def to_batch(
       rewards: [N, G, R] float32, points.
       weights: [R] float32.
       ids: of ``Groups``.
+      recorded: ``Groups.stats``.
       own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
     """
-    stats = {"external": external(rollout).astype(np.float32)}
+    stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
     if own:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
     members = counted(rollout)
@@ -489,10 +494,9 @@ def external(rollout: Rollout) -> Any:
 
 def to_host(groups: Groups) -> Groups:
     """The groups with every array on the host."""
-    rest = groups.rollout, groups.rewards, groups.counts, groups.ids
-    rollout, rewards, counts, ids = jax.device_get(rest)
-    subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
-    return Groups(rollout, rewards, subject, counts, ids)
+    listed = isinstance(groups.subject, list)
+    subject = groups.subject if listed else jax.device_get(groups.subject)
+    return jax.device_get(groups._replace(subject=None))._replace(subject=subject)
 
 
 def _join(a: Groups, b: Groups) -> Groups:
@@ -501,9 +505,9 @@ def _join(a: Groups, b: Groups) -> Groups:
 
     subject = a.subject + b.subject if isinstance(a.subject, list) else both(a.subject, b.subject)
     counts = {k: a.counts.get(k, 0) + b.counts.get(k, 0) for k in a.counts | b.counts}
-    return Groups(
-        both(a.rollout, b.rollout), both(a.rewards, b.rewards), subject, counts, both(a.ids, b.ids)
-    )
+    rollout, rewards = both(a.rollout, b.rollout), both(a.rewards, b.rewards)
+    ids, stats = both(a.ids, b.ids), both(a.stats, b.stats)
+    return Groups(rollout, rewards, subject, counts, ids, stats)
 
 
 def _take(groups: Groups, rows: np.ndarray) -> Groups:
@@ -511,4 +515,4 @@ def _take(groups: Groups, rows: np.ndarray) -> Groups:
     many = isinstance(groups.subject, list)
     subject = [groups.subject[i] for i in rows] if many else pick(groups.subject)
     rollout, rewards, ids = pick((groups.rollout, groups.rewards, groups.ids))
-    return Groups(rollout, rewards, subject, groups.counts, ids)
+    return Groups(rollout, rewards, subject, groups.counts, ids, pick(groups.stats))

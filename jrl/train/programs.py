@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
@@ -18,8 +19,9 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.train.adapters import put_policy
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import GroupSource, TextSource, task_rollout
+from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
+from jrl.train.episodes import check_members, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
@@ -36,6 +38,9 @@ def check_trainable(run: Run) -> None:
         _check_judged(run)
     else:
         _check_group(config.method, run.method, config.sampling.group)
+    if isinstance(run.task, Env):
+        draw = run.method.draw
+        check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
@@ -234,7 +239,7 @@ def train_sampler(run: Run) -> Any:
 def sampler_program(
     run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
 ) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text.
+    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text.
 
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
@@ -243,11 +248,11 @@ def sampler_program(
     sampling = run.config.sampling
     network = sampler_of(run) if split == "train" else run.network
     if run.task is not None:
-        parts = tuple(name for name in run.rewards.weights if name != NAME)
+        parts = {name: w for name, w in run.rewards.weights.items() if name != NAME}
         if split == "eval":
-            parts = ("verify",)
+            parts = eval_parts(run.task)
         on_task = partial(
-            task_rollout,
+            rollout_of(run.task),
             task=run.task,
             split=split,
             parts=parts,
