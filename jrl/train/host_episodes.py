@@ -1,0 +1,158 @@
+"""Groups of episodes with an environment on the host: what a training step draws from text.
+
+The twin of ``collect.TextSource``: its prompts open episodes instead of being completed once.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.envs.calls import Calls
+from jrl.envs.chat import Format
+from jrl.envs.host import HostEnv
+from jrl.envs.transcript import RowShape, Transcript, to_rollout
+from jrl.errors import UserError
+from jrl.models.tokenizer import Tokenizer
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.collect import Groups, source_rows
+from jrl.train.host_play import Played, play_episodes
+from jrl.types import Prompt, stream
+
+SUCCESS = "success"
+"""The reward part that is 1 where the environment says that an episode ended well, beside those
+that it names."""
+_ROUNDS = 3
+"""How often a group is played at most, where too many of its members fail."""
+
+
+class HostEpisodes:
+    """Draws groups of episodes; ``draw`` is a ``GroupSource``.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      rows: decode slots.
+      prompts: all problems, in the source's order; their text is what the environment reads.
+      seed: of the order, or None for the source's own order.
+      tokenizer: the policy's.
+      group: G.
+      weights: reward part -> weight, of the environment's parts and "success".
+      sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
+
+    Raises:
+      UserError: a reward part that the environment does not have.
+    """
+
+    def __init__(
+        self,
+        env: HostEnv,
+        chat: Format,
+        rows: EpisodeRows,
+        *,
+        prompts: Sequence[Prompt],
+        seed: int | None,
+        tokenizer: Tokenizer,
+        group: int,
+        weights: Mapping[str, float],
+        sample: str = "sample",
+    ) -> None:
+        known = (*env.parts, SUCCESS)
+        for name in weights:
+            if name not in known:
+                said = ", ".join(known)
+                raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+        self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
+        self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
+        self._weights = dict(weights)
+        self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
+        self._calls: Calls | None = None
+        self._seeds = jax.jit(_seeds, static_argnums=1)
+
+    def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
+        """See ``GroupSource``. A group with too few living members is played again, and counted."""
+        if self._calls is None:
+            self._calls = Calls()
+        chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
+        self._rows.set_weights(params, int(step if version is None else version))
+        groups: list[list[Transcript]] = [[] for _ in chosen]
+        counts: dict[str, float] = collections.Counter()
+        todo, least = list(range(len(chosen))), min(2, self._group)
+        for attempt in range(_ROUNDS):
+            raw = np.asarray(self._seeds(key, self._sample, step, np.asarray(positions), attempt))
+            seeds = [(int(hi) << 32) + int(lo) for hi, lo in raw]
+            played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo])
+            for i, members in zip(todo, played.groups, strict=True):
+                groups[i] = members
+            counts.update(played.counts)
+            todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
+            if not todo:
+                break
+            counts["groups_redrawn"] += len(todo) * (attempt + 1 < _ROUNDS)
+        self._rows.release()
+        _report(groups)
+        return self._as_groups(groups, chosen, dict(counts))
+
+    def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
+        assert self._calls is not None
+        return play_episodes(
+            self._rows,
+            self._calls,
+            self._env,
+            self._chat,
+            prompts,
+            seeds,
+            group=self._group,
+            tokenizer=self._tokenizer,
+        )
+
+    def _as_groups(
+        self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
+    ) -> Groups:
+        worth = [self._weights.get(name, 0.0) for name in self._env.parts]
+        rows = to_rollout(groups, self._shape, worth)
+        success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
+        paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
+        paid[SUCCESS] = np.array(success, np.float32)
+        for transcript in (t for g in groups for t in g if t.alive):
+            for name, value in transcript.metrics.items():
+                if name != SUCCESS:
+                    counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
+        return Groups(
+            rollout=rows.rollout,
+            rewards=np.stack([paid[name] for name in self._weights], axis=2),
+            subject=chosen,
+            counts=counts,
+            ids={"prompt": np.array([p.id for p in chosen], np.int32), **rows.ids},
+            stats={"paid": rows.paid},
+        )
+
+    def close(self) -> None:
+        """Ends what the environment shares between episodes, and its threads."""
+        if self._calls is not None:
+            try:
+                self._calls.run(self._env.shutdown, self._env.limits.call_seconds)
+            finally:
+                self._calls.close()
+                self._calls = None
+
+
+def _seeds(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:
+    """[N, 2] uint32: the raw key of each prompt; at the first attempt that of ``generate``."""
+    root = stream(key, name, step)
+    again = jax.random.key_data(jax.random.fold_in(root, attempt))
+    raw = jax.numpy.where(attempt > 0, again, jax.random.key_data(root))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(raw), positions)
+    return jax.random.key_data(keys)
+
+
+def _report(groups: Sequence[Sequence[Transcript]]) -> None:
+    """Logs why members failed, the most frequent reason first."""
+    reasons = collections.Counter(t.reason for g in groups for t in g if not t.alive)
+    for reason, count in reasons.most_common(3):
+        logging.getLogger("jrl").warning("environment: %d failed: %s", count, reason)
