@@ -83,7 +83,7 @@ def _value(node: ast.expr) -> int | float:
         raise ToolError("the value is not a real number")
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ToolError(f"a number has more than {_MOST_BITS} bits")
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ToolError("a number is too large")
     return value
 

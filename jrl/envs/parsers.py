@@ -227,7 +227,8 @@ _ENDS = re.compile(r"(<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>|<\|im_end
 
 def _values(text: str, separators: str) -> list[Any]:
     """JSON values one after another; what is none of them is Malformed, and the last."""
-    decoder, at, out = json.JSONDecoder(parse_constant=_refuse), 0, []
+    decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
+    out: list[Any] = []
     while at < len(text):
         if text[at].isspace() or text[at] in separators:
             at += 1

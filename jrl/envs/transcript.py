@@ -9,7 +9,7 @@ output, user turns, hints, another player's words, a branch's shared past) is co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -169,6 +169,8 @@ def to_rollout(
                 end = at[2].stop
                 tokens[at], mask[at] = part.tokens, part.drawn
                 if part.drawn:
+                    assert part.logprobs is not None
+                    assert part.versions is not None
                     logprobs[at], versions[at] = part.logprobs, part.versions
                 for name in _IDS:
                     ids[name][at] = getattr(part, name)
@@ -176,18 +178,18 @@ def to_rollout(
                     rewards[i, j] += part.reward
                     paid[i, j, end - 1] += worth @ np.array(part.reward, np.float32)
             counts[i, j] = end
-    rollout = Rollout(
-        prompt_tokens=prompts,
-        prompt_lengths=lengths,
-        tokens=tokens,
-        lengths=counts,
-        mask=mask,
-        sampler_logprobs=logprobs,
-        versions=versions,
-        stop=stop,
-        baseline=np.zeros((n, g), bool),
-    )
-    return Rows(rollout, ids, rewards, paid)
+    arrays: dict[str, Any] = {
+        "prompt_tokens": prompts,
+        "prompt_lengths": lengths,
+        "tokens": tokens,
+        "lengths": counts,
+        "mask": mask,
+        "sampler_logprobs": logprobs,
+        "versions": versions,
+        "stop": stop,
+        "baseline": np.zeros((n, g), bool),
+    }
+    return Rows(Rollout(**arrays), ids, rewards, paid)
 
 
 def _common(openings: Sequence[np.ndarray]) -> np.ndarray:

@@ -16,11 +16,12 @@ import resource
 import signal
 import sys
 import types
+from typing import Any
 
 _DIES_WITH_PARENT = 1
 
 
-def load(spec: str) -> object:
+def load(spec: str) -> Any:
     """The function that ``FILE.py:function`` or ``module:function`` names."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
@@ -35,7 +36,7 @@ def load(spec: str) -> object:
     return getattr(module, name)
 
 
-def fields(value: object) -> object:
+def fields(value: Any) -> Any:
     """A feedback as a dict: a dict already, a NamedTuple, or an object with attributes."""
     if isinstance(value, dict):
         return value
@@ -44,7 +45,7 @@ def fields(value: object) -> object:
     return vars(value) if hasattr(value, "__dict__") else value
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> Any:
     """What JSON does not know: numbers of other libraries, and sequences."""
     if hasattr(value, "item"):
         return value.item()
@@ -58,20 +59,20 @@ class Session:
 
     def __init__(self, spec: str, options: dict) -> None:
         self.env = load(spec)(**options)
-        self.state = None
+        self.state: Any = None
 
-    def call(self, name: str, *arguments: object) -> object:
+    def call(self, name: str, *arguments: object) -> Any:
         """What a function of the environment returns, also an async one."""
         value = getattr(self.env, name)(*arguments)
         if inspect.isawaitable(value):
 
-            async def wait() -> object:
+            async def wait() -> Any:
                 return await value
 
             return asyncio.run(wait())
         return value
 
-    def answer(self, request: dict) -> object:
+    def answer(self, request: dict) -> Any:
         """What is sent back to a request."""
         if request["do"] == "init":
             prompt = types.SimpleNamespace(**request["prompt"])
@@ -106,7 +107,7 @@ def main() -> None:
         failure = f"{type(error).__name__}: {error}"[:300]
     while len(head := requests.read(8)) == 8:
         request = json.loads(requests.read(int.from_bytes(head, "big")))
-        out = {"error": failure}
+        out: dict[str, Any] = {"error": failure}
         if session is not None:
             try:
                 out = {"value": session.answer(request)}

@@ -242,7 +242,8 @@ class FileTokenizer:
         # Single characters and white space are added for their own sake and control nothing.
         texts = {i: t.content for i, t in added.items() if len(t.content.strip()) > 1}
         unknown = self._backend.token_to_id(self.special.get("unk_token", ""))
-        texts.pop(unknown, None)  # what a vocabulary has no token for can be nothing else
+        if unknown is not None:  # what a vocabulary has no token for can be nothing else
+            texts.pop(unknown, None)
 
         def spelled(text: str) -> list[int]:
             parts = [self._plain.encode(c, add_special_tokens=False).ids for c in text]

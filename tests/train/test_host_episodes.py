@@ -145,7 +145,7 @@ def train(made, params, steps, fails=lambda prompt: False):
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
     mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
     for i in range(steps):
-        batch, groups, cursor = collect(
+        batch, _, cursor = collect(
             KEY,
             state.params["policy"],
             draw,
