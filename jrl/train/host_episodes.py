@@ -81,7 +81,7 @@ class HostEpisodes:
         chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
         self._rows.set_weights(params, int(step if version is None else version))
         groups: list[list[Transcript]] = [[] for _ in chosen]
-        counts: dict[str, float] = collections.Counter()
+        counts: dict[str, float] = {"groups_redrawn": 0.0}
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
             raw = np.asarray(self._seeds(key, self._sample, step, np.asarray(positions), attempt))
@@ -89,14 +89,15 @@ class HostEpisodes:
             played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
-            counts.update(played.counts)
+            counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
             todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
             if not todo:
                 break
-            counts["groups_redrawn"] += len(todo) * (attempt + 1 < _ROUNDS)
+            redrawn = len(todo) * (attempt + 1 < _ROUNDS)
+            counts["groups_redrawn"] += redrawn
         self._rows.release()
         _report(groups)
-        return self._as_groups(groups, chosen, dict(counts))
+        return self._as_groups(groups, chosen, counts)
 
     def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
         assert self._calls is not None

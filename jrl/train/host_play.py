@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jrl.envs.calls import Answer, Calls
 from jrl.envs.chat import Format
 from jrl.envs.episode import Episode, call_init, call_step, shared_start
@@ -291,7 +293,8 @@ class _Game:
             count = int(out.counts[row])
             self.counts["slot_tokens"] += count
             if count:
-                tokens, logprobs = out.tokens[row, :count], out.logprobs[row, :count]
+                tokens = np.asarray(out.tokens)[row, :count]
+                logprobs = np.asarray(out.logprobs)[row, :count]
                 episode.grow(tokens, logprobs, self.rows.version)
             episode.last = StopReason(int(out.stop[row]))
             if episode.last != StopReason.RUNNING:
