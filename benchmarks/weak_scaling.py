@@ -110,9 +110,9 @@ def main() -> None:
     about = __doc__.split("\n\n")[2].partition("Writes")[0].strip()
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
-        "`python -m benchmarks.weak_scaling`, which goes on where its JSON ends.\n\n"
-        "What grows with the chips in sampling is the rollout itself, of which every chip gets\n"
-        "the whole: 0.9 GB sent, and 0.4 GiB of memory more than on 256, on 1,024 chips."
+        "`python -m benchmarks.weak_scaling`, which resumes where its JSON ends.\n\n"
+        "What grows with the chips in sampling is the rollout itself, which every chip gets "
+        "complete: on 1,024\nchips 0.9 GB sent, and 0.4 GiB of memory more than on 256."
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."

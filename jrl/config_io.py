@@ -347,10 +347,10 @@ _SAYS = {
 
 def _explain(item: Mapping[str, Any]) -> str:
     """One pydantic error as a line (or the lines that a check of several keys wrote)."""
-    place = [part for part in item["loc"] if isinstance(part, str)]
-    kinds = variants(place[0]) if place else {}
-    chosen = place.pop(1) if len(place) > 1 and place[1] in kinds else ""
-    key, kind, value = ".".join(place), item["type"], item["input"]
+    path = [part for part in item["loc"] if isinstance(part, str)]
+    kinds = variants(path[0]) if path else {}
+    chosen = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
+    key, kind, value = ".".join(path), item["type"], item["input"]
     context = item.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(key, value, chosen)
@@ -363,8 +363,8 @@ def _explain(item: Mapping[str, Any]) -> str:
         return text if isinstance(value, dict | Table) else f"{key} = {value!r}; {text}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
-        if place[-1] == "[key]":
-            table = ".".join(place[:-2])
+        if path[-1] == "[key]":
+            table = ".".join(path[:-2])
             return f"unknown key {table}.{value}; {_near(table, value, choices)}"
         return str(choose(key, value, choices))
     says = _SAYS.get(kind, item["msg"])

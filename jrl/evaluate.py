@@ -176,13 +176,13 @@ def samples_of(
       count: the most records.
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
-    recorded = jax.device_get((groups.ids, groups.stats))
+    ids, stats = jax.device_get((groups.ids, groups.stats))
     n, g, _ = rollout.tokens.shape
     each = min(g, max(2, -(-count // n)))
     members = np.linspace(0, g - 1, each).round().astype(int).tolist()
-    places = [(row, member) for row in range(n) for member in members]
+    picked = [(row, member) for row in range(n) for member in members]
     records = []
-    for row, member in places[:count]:
+    for row, member in picked[:count]:
         if task is not None:
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
@@ -204,7 +204,7 @@ def samples_of(
             }
         )
         if isinstance(task, Env):
-            records[-1]["turns"] = transcript(rollout, *recorded, (row, member), tokenizer)
+            records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
     return records
 
 

@@ -107,13 +107,13 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    told = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
+    given = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
     lines = []
-    for number, theirs in enumerate(told[1:], 1):
-        for name in sorted(told[0].keys() | theirs.keys()):
-            if theirs.get(name) != told[0].get(name):
+    for number, theirs in enumerate(given[1:], 1):
+        for name in sorted(given[0].keys() | theirs.keys()):
+            if theirs.get(name) != given[0].get(name):
                 lines.append(
-                    f"{name} = {told[0].get(name)!r} in process 0, {theirs.get(name)!r} in process"
+                    f"{name} = {given[0].get(name)!r} in process 0, {theirs.get(name)!r} in process"
                     f" {number}"
                 )
     if lines:
@@ -130,8 +130,8 @@ def _everyone_says(text: str) -> list[str]:
     sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(data)] = data
-    told = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [bytes(row[:n]).decode() for row, n in zip(told, sizes, strict=True)]
+    gathered = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [bytes(row[:n]).decode() for row, n in zip(gathered, sizes, strict=True)]
 
 
 _PATIENCE_MS = 7 * 24 * 3600 * 1000  # a process that is lost is noticed by its silence, not by this
@@ -167,16 +167,16 @@ def deal(
         mine = {"results": results.tolist(), "counts": dict(counts), "shape": results.shape[1:]}
     except UserError as error:
         mine = {"error": str(error)}
-    told = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
-    if errors := [each["error"] for each in told if "error" in each]:
+    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
+    if errors := [each["error"] for each in answers if "error" in each]:
         raise UserError(errors[0])
-    whole = np.zeros((count, *told[0]["shape"]), np.float32)
+    merged = np.zeros((count, *answers[0]["shape"]), np.float32)
     total: collections.Counter[str] = collections.Counter()
-    for i, each in enumerate(told):
+    for i, each in enumerate(answers):
         if each["results"]:
-            whole[i::processes] = each["results"]
+            merged[i::processes] = each["results"]
         total.update(each["counts"])
-    return whole, dict(total)
+    return merged, dict(total)
 
 
 def _hosts_say(name: str, text: str) -> list[str]:
@@ -189,10 +189,10 @@ def _hosts_say(name: str, text: str) -> list[str]:
     folder = f"jrl/{name}/{turn}"
     client.key_value_set_bytes(f"{folder}/{jax.process_index():08d}", text.encode())
     client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
-    told = sorted(client.key_value_dir_get_bytes(f"{folder}/"))
+    texts = sorted(client.key_value_dir_get_bytes(f"{folder}/"))
     if jax.process_index() == 0 and turn:
         client.key_value_delete(f"jrl/{name}/{turn - 1}/")  # everybody is past it
-    return [value.decode() for _, value in told]
+    return [value.decode() for _, value in texts]
 
 
 def any_says(mine: bool) -> bool:

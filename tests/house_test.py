@@ -311,7 +311,7 @@ def test_6_draws_differ_by_step_and_repeat_by_seed():
     _, repeated = world(learning_rate=0.0).fit(2)
     for (_, a), (_, b) in zip(log, repeated, strict=True):
         assert jax.tree.all(jax.tree.map(np.array_equal, a, b))
-    # The second step goes on where the first one ended.
+    # The second step starts where the first one ended.
     one, two = ({tuple(row) for row in rollout.prompt_tokens} for _, rollout in log)
     assert len(one - two) >= PROMPTS - 1
 
@@ -343,10 +343,10 @@ def text_source(w, texts, seed=None, pool=None):
 def test_6_draws_for_prompts_in_text_differ_by_step_and_repeat():
     w = world()
     source = text_source(w, [f"{i}+{3 * i}=" for i in range(PROMPTS)])
-    places = np.arange(PROMPTS, dtype=np.int32)
+    positions = np.arange(PROMPTS, dtype=np.int32)
 
     def tokens(step, key=w.state.key):
-        return source.draw(key, w.state.params["policy"], np.int32(step), places).rollout.tokens
+        return source.draw(key, w.state.params["policy"], np.int32(step), positions).rollout.tokens
 
     first, second = tokens(0), tokens(1)
     assert not np.array_equal(first, second)
@@ -386,12 +386,12 @@ def numpy_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """[V] probabilities of one token in float64, written down from the definitions."""
     weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     order = np.argsort(-weights)[: top_k or None]
-    probs = weights[order] / weights[order].sum()
-    order = order[np.cumsum(probs) - probs < top_p]
+    shares = weights[order] / weights[order].sum()
+    order = order[np.cumsum(shares) - shares < top_p]
     order = order[weights[order] >= min_p * weights.max()]
-    sampling_params = np.zeros(len(logits))
-    sampling_params[order] = weights[order] / weights[order].sum()
-    return sampling_params
+    probs = np.zeros(len(logits))
+    probs[order] = weights[order] / weights[order].sum()
+    return probs
 
 
 def unpadded(rollout):
@@ -401,9 +401,9 @@ def unpadded(rollout):
     tokens, segments = np.zeros((2, n * g, width), np.int32)
     for row in range(n * g):
         i, j = divmod(row, g)
-        whole = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]].tolist()
-        whole += rollout.tokens[i, j, : rollout.lengths[i, j]].tolist()
-        tokens[row, : len(whole)], segments[row, : len(whole)] = whole, 1
+        full = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]].tolist()
+        full += rollout.tokens[i, j, : rollout.lengths[i, j]].tolist()
+        tokens[row, : len(full)], segments[row, : len(full)] = full, 1
     positions = np.broadcast_to(np.arange(width, dtype=np.int32), tokens.shape)
     before = np.repeat(rollout.prompt_lengths, g)[:, None] - 1 + np.arange(t)
     return tokens, positions, segments, before
@@ -460,12 +460,10 @@ def test_8_gradient_at_ratio_one_is_reinforce():
             for j in range(GROUP):
                 n = int(batch.lengths[i, j])
                 tokens = jnp.concatenate([prompt, batch.tokens[i, j, :n]])[None]
-                place = jnp.arange(tokens.shape[1])[None]
-                hidden, _ = network.hidden(params, tokens, place, jnp.ones_like(tokens))
-                sampling_params = jax.nn.log_softmax(network.logits(params, hidden))[0]
-                logprobs = sampling_params[
-                    jnp.arange(len(prompt) - 1, len(prompt) + n - 1), tokens[0, -n:]
-                ]
+                positions = jnp.arange(tokens.shape[1])[None]
+                hidden, _ = network.hidden(params, tokens, positions, jnp.ones_like(tokens))
+                table = jax.nn.log_softmax(network.logits(params, hidden))[0]
+                logprobs = table[jnp.arange(len(prompt) - 1, len(prompt) + n - 1), tokens[0, -n:]]
                 total += -advantages[i, j] * logprobs.mean()
         return total / advantages.size
 
@@ -476,15 +474,13 @@ def test_8_gradient_at_ratio_one_is_reinforce():
 
 def off_policy_loss(params, reference, inputs, batch, advantages, low, high, coef):
     """Clipped surrogate and k3 by their definitions; how many tokens were clipped above, below."""
-    network, (*laid, before) = transformer(CONFIG), inputs
+    network, (*inputs, before) = transformer(CONFIG), inputs
 
     def logprobs(params):
-        hidden, _ = network.hidden(params, *laid)
-        sampling_params = jax.nn.log_softmax(network.logits(params, hidden))
+        hidden, _ = network.hidden(params, *inputs)
+        table = jax.nn.log_softmax(network.logits(params, hidden))
         drawn = batch.tokens.reshape(before.shape)
-        return sampling_params[jnp.arange(len(before))[:, None], before, drawn].reshape(
-            batch.tokens.shape
-        )
+        return table[jnp.arange(len(before))[:, None], before, drawn].reshape(batch.tokens.shape)
 
     now = logprobs(params)
     ratio = jnp.exp(now - batch.stats["sampler_logprobs"])
@@ -549,8 +545,8 @@ def test_8_rewards_are_of_their_own_problem():
     w = world()
     source = text_source(w, [f"{i}-{2 * i}=" for i in range(PROMPTS)], seed=3)
     for first in (0, PROMPTS):
-        places = first + np.arange(PROMPTS, dtype=np.int32)
-        groups = source.draw(w.state.key, w.state.params["policy"], np.int32(0), places)
+        positions = first + np.arange(PROMPTS, dtype=np.int32)
+        groups = source.draw(w.state.key, w.state.params["policy"], np.int32(0), positions)
         numbers = [prompt.id for prompt in groups.subject]
         assert sorted(numbers) == list(range(PROMPTS))  # an epoch sees every prompt once
         assert np.array_equal(groups.rewards[:, :, 0], np.repeat([numbers], GROUP, axis=0).T)
@@ -574,9 +570,9 @@ def whole_gradient():
     ids=str,
 )
 def test_9_the_gradient_does_not_depend_on_the_split(split):
-    batch, whole = whole_gradient()
+    batch, full = whole_gradient()
     _, parts = gradient(batch, **split)
-    assert_close(parts, whole, 1e-6)
+    assert_close(parts, full, 1e-6)
 
 
 def test_10_resume_is_bit_equal(tmp_path):
@@ -599,15 +595,15 @@ def test_10_resume_is_bit_equal(tmp_path):
     run("whole", 4)
     run("parts", 2)
     run("parts", 4)
-    whole, parts = (saved_leaves(tmp_path / name) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert len(whole) > 30
-    for name, leaf in whole.items():
+    full, parts = (saved_leaves(tmp_path / name) for name in ("whole", "parts"))
+    assert full.keys() == parts.keys()
+    assert len(full) > 30
+    for name, leaf in full.items():
         assert np.array_equal(leaf, parts[name]), name
 
 
 def saved_leaves(run):
-    """Every array of a run's newest checkpoint, by path, as it lies on disk."""
+    """Every array of a run's newest checkpoint, by path, as stored on disk."""
     import orbax.checkpoint as ocp
 
     newest = max((run / "checkpoints").iterdir(), key=lambda p: int(p.name)) / "state"

@@ -270,7 +270,7 @@ def break_step(directory, step):
     data.write_bytes(data.read_bytes()[:10])
 
 
-def test_training_goes_on_past_a_damaged_step(tmp_path):
+def test_training_continues_past_a_damaged_step(tmp_path):
     save(tmp_path, 10, 20)
     break_step(tmp_path, 20)
     with Checkpoints(tmp_path, 2) as checkpoints:

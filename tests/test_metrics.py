@@ -151,7 +151,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
         RunWriter(config_in(tmp_path))
 
 
-def test_a_full_disk_warns_once_and_the_run_goes_on(tmp_path, capsys):
+def test_a_full_disk_warns_once_and_the_run_continues(tmp_path, capsys):
     writer = RunWriter(config_in(tmp_path))
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")

@@ -1,6 +1,8 @@
-"""The notebooks run from their first cell to their last, and lie in git without outputs."""
+"""The notebooks run from their first cell to their last, and git holds them without outputs."""
 
+import ast
 import importlib.metadata
+import inspect
 import json
 import pathlib
 import re
@@ -91,6 +93,30 @@ def test_it_reads_as_a_lesson(path):
     prose = sum(cell.cell_type == "markdown" for cell in cells)
     assert prose * 3 >= len(cells)
     assert all(cell.source.count("\n") < 45 for cell in cells)
+
+
+@by_name
+def test_names_and_keywords_of_the_library_exist(path):
+    """A renamed function or argument is found here, without the minutes that a run takes."""
+    sources = [c.source for c in read(path).cells if c.cell_type == "code"][1:]
+    tree = ast.parse("\n".join(sources))
+    imports = [x for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom))]
+    names = {}
+    exec(compile(ast.Module(imports, type_ignores=[]), str(path), "exec"), names)
+    checked = 0
+    for call in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
+        partial = isinstance(call.func, ast.Name) and call.func.id == "partial"
+        called = call.args[0] if partial else call.func
+        function = names.get(called.id) if isinstance(called, ast.Name) else None
+        if not inspect.isfunction(function) or not function.__module__.startswith("jrl"):
+            continue
+        parameters = inspect.signature(function).parameters.values()
+        if any(x.kind is x.VAR_KEYWORD for x in parameters):
+            continue
+        given = {keyword.arg for keyword in call.keywords} - {None}
+        assert given <= {x.name for x in parameters}, ast.unparse(call)
+        checked += len(given)
+    assert checked > 0
 
 
 def test_the_first_cell_is_the_same_in_all():

@@ -22,20 +22,17 @@ from jrl.errors import UserError
 from jrl.mesh import divided
 from jrl.sampling.cache import pick
 from jrl.sampling.generate import (
-    Queue,
-    Results,
     SlotSizes,
     each_by_itself,
     fill_slots,
-    finish,
     independent_axes,
-    sequences_of,
     shrinking_pays,
     slot_sizes,
     with_routing,
 )
 from jrl.sampling.params import SamplingParams, at_most
-from jrl.sampling.slots import decode, extend
+from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.slots import decode, extend, sequences_of
 from jrl.types import Array, Network, Params, Rollout, StopReason
 
 
@@ -222,7 +219,15 @@ def _play(
         with at_most(env.turns * -(-env.turn_tokens // chunk)):
             return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
 
-    queue = finish(queue, sequences, sizes, advance, recorded, chunk=chunk)
+    queue = finish(
+        queue,
+        sequences,
+        advance,
+        recorded,
+        block=sizes.block,
+        smaller=sizes.smaller,
+        chunk=chunk,
+    )
     of_prompts = None if recorded is None else recorded(sequences.prompts.own)
     return queue.results, queue.extra.log, queue.steps[None], of_prompts
 

@@ -26,6 +26,7 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.objectives import aggregates, normalizers, ratios, regularizers, transforms
+from jrl.objectives.corrections import named_correction
 from jrl.objectives.kl import AdaptiveCoef
 from jrl.types import Array, Batch, Objective, Statistic, Stats, Surrogate, Transform
 
@@ -88,7 +89,7 @@ def ppo(
     has c_1 (``value_coef``) 1, of an error that is not halved, and c_2 (``entropy_coef``) 0.01.
     """
     rule = ratios.clip(clip_low, clip_high, dual_clip)
-    correct = ratios.named_correction(correction, correction_cap, correction_low)
+    correct = named_correction(correction, correction_cap, correction_low)
     bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
     return Method(
         Objective(

@@ -124,8 +124,8 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       min_group: the least group size with which the advantage says anything.
-      waits: what a run of the whole method still lacks, such as tool environments; "" when nothing.
-        The objective trains all the same.
+      unsupported: what a run of the whole method still lacks, such as tool environments; "" when
+        nothing. The objective trains all the same.
     """
 
     objective: Objective

@@ -350,8 +350,8 @@ def bundles(batch: Batch, size: int) -> Bundles:
     lowest = jnp.broadcast_to(jnp.expand_dims(rank % size == 0, 1), (n, g))
     questions = seg.count(seg.segments(jnp.expand_dims(asked, 1), bundle[:, :1]))
     answered = seg.count(seg.segments(batch.members, bundle, paper))
-    whole = batch.members & (answered == questions)
-    return Bundles(bundle.astype(jnp.int32), paper.astype(jnp.int32), whole, whole & lowest)
+    complete = batch.members & (answered == questions)
+    return Bundles(bundle.astype(jnp.int32), paper.astype(jnp.int32), complete, complete & lowest)
 
 
 def track_quantiles(
@@ -445,10 +445,10 @@ def _credited(
         deviation = seg.std(scores, question, ddof=1)
         return value / (jnp.where(deviation > 1e-3, deviation, 1) + eps)
     gap = jnp.where(papers.live, scores - seg.mean(scores, question), 0)
-    whole = seg.total(gap, papers)
+    total = seg.total(gap, papers)
     even = 1 / jnp.maximum(seg.count(papers), 1)
     # Written so that a NaN share is kept.
-    share = jnp.where(jnp.abs(whole) <= 1e-6, even, gap / jnp.where(whole == 0, 1, whole))
+    share = jnp.where(jnp.abs(total) <= 1e-6, even, gap / jnp.where(total == 0, 1, total))
     return value * share
 
 

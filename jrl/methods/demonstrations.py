@@ -31,7 +31,7 @@ from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import (
     Array,
@@ -62,8 +62,8 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
         external = stats["external"] > 0
         own = {name: stats[name] for name in inner.needs | {"logprobs"}}
         for name in own.keys() & {"sampler_logprobs", "proximal_logprobs"}:
-            drawn = jax.lax.stop_gradient(stats["logprobs"])
-            own[name] = jnp.where(external, drawn, own[name])
+            current = jax.lax.stop_gradient(stats["logprobs"])
+            own[name] = jnp.where(external, current, own[name])
         losses, metrics = inner.apply(own, advantages, mask & ~external)
         return jnp.where(external, loss(stats, advantages), losses), metrics
 
@@ -417,8 +417,8 @@ def expert_weights(temperature: float) -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
         live = comparisons.comparable(batch)
-        drawn = jax.nn.softmax(scores / temperature, axis=1, where=live)
-        weights = drawn * live.sum(axis=1, keepdims=True) + 1
+        shares = jax.nn.softmax(scores / temperature, axis=1, where=live)
+        weights = shares * live.sum(axis=1, keepdims=True) + 1
         # Stated as what is left out: a NaN score stays in, and shows.
         weights = jnp.where(live & ~(scores <= -1), weights, 0)
         total = weights.sum()

@@ -24,8 +24,8 @@ from jrl.objectives import transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.comparisons import given
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.outcomes import correct, pass_rate
-from jrl.objectives.ratios import bounded_exp
 from jrl.objectives.transforms import completion_tokens, per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
@@ -427,8 +427,8 @@ def predicted_cutoff(factor: float) -> Transform:
         count, total = _predictions(batch, "predicted_tokens")
         limit = factor * total / jnp.maximum(count, 1)
         limit = jnp.where((count > 0) & ~meta, limit, jnp.inf)
-        place = jnp.arange(batch.mask.shape[2])[None, None]
-        return values, batch.replace(mask=batch.mask & (place < jnp.expand_dims(limit, 2)))
+        column = jnp.arange(batch.mask.shape[2])[None, None]
+        return values, batch.replace(mask=batch.mask & (column < jnp.expand_dims(limit, 2)))
 
     return stateless(apply)
 

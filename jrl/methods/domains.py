@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 
 from jrl.errors import UserError
-from jrl.objectives.ratios import CORRECTIONS
+from jrl.objectives.corrections import CORRECTIONS
 
 
 class Range(NamedTuple):

@@ -31,7 +31,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import sequence_sum, token_mean
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.tie_breakers import places, tie_breakers
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
@@ -450,11 +450,11 @@ def running_ranks(hidden: Array, mask: Array, stride: int) -> Array:
     chex.assert_rank([hidden, mask], [2, 1])
     order = jnp.argsort(~mask, stable=True)  # the live ones first, in order
     packed = hidden[order]
-    place = jnp.arange(mask.shape[0])
+    index = jnp.arange(mask.shape[0])
     live, total = mask.sum(), jnp.cumsum(mask)
 
     def first(count: Array) -> Array:
-        return effective_rank(packed, (place < count) & (place < live))
+        return effective_rank(packed, (index < count) & (index < live))
 
     counts = jnp.concatenate([stride * jnp.arange(1, mask.shape[0] // stride + 1), live[None]])
     ranks = jax.lax.map(first, counts)

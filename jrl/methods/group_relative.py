@@ -27,7 +27,8 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.objectives import aggregates, normalizers, transforms
-from jrl.objectives.ratios import clip, named_correction, ratio_loss, token
+from jrl.objectives.corrections import named_correction
+from jrl.objectives.ratios import clip, ratio_loss, token
 
 
 @published

@@ -16,9 +16,9 @@ from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, NonNegative, Positive
 from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, outcomes
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.outcomes import correct, pass_rate
-from jrl.objectives.ratios import bounded_exp
 from jrl.objectives.transforms import per_token, stateless
 from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
 

@@ -193,9 +193,9 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
         else:
             label = jnp.zeros(mask.shape) if level == "response" else stats["step"]
             seg = segments.segments(mask, label.astype(jnp.int32))
-            place = here.astype(jnp.float32)
-            starts = mask & (segments.minimum(place, seg) == place)
-            last = segments.maximum(place, seg).astype(jnp.int32)
+            column = here.astype(jnp.float32)
+            starts = mask & (segments.minimum(column, seg) == column)
+            last = segments.maximum(column, seg).astype(jnp.int32)
             own = segments.total(drift, seg)
             share = mask.sum() / jnp.maximum(starts.sum(), 1)
         onwards = jnp.cumsum(drift[::-1])[::-1]

@@ -33,8 +33,7 @@ from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
 from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, ratios
-from jrl.objectives.kl import estimator
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 

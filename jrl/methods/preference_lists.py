@@ -408,23 +408,23 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
         batch = batch.replace(members=answers.members | (rationale & batch.members & some))
         return scores, write(batch, "pair_weight", (~rationale).astype(jnp.float32)), state
 
-    def told(group: Members) -> tuple[Array, Stats]:
+    def rationale_loss(group: Members) -> tuple[Array, Stats]:
         rationale = group.live & ~(group.first("pair_weight") > 0)
         logprob = group.total("logprobs")
         cost = softplus(-gamma * logprob) if form == "log_sigmoid" else -gamma * logprob
         mean = jnp.where(rationale, cost, 0).sum() / jnp.maximum(rationale.sum(), 1)
         return mean, {"rationale": jnp.where(rationale, logprob, 0).sum()}
 
-    beside = over_group(told, ("pair_weight",))
+    rationales = over_group(rationale_loss, ("pair_weight",))
 
     def apply(stats: Stats, scores: Array, mask: Array) -> tuple[Array, Stats]:
         losses, metrics = pair.apply(stats, scores, mask & (stats["pair_weight"] > 0))
-        more, also = beside.apply(stats, scores, mask)
+        more, also = rationales.apply(stats, scores, mask)
         return losses + more, {**metrics, **also}
 
     return base.with_(
         advantage=base.objective.advantage._replace(apply=choose_two),
-        surrogate=pair._replace(apply=apply, needs=pair.needs | beside.needs),
+        surrogate=pair._replace(apply=apply, needs=pair.needs | rationales.needs),
         unsupported="pairs that come with a rationale",
     )
 

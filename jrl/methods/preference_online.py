@@ -20,6 +20,7 @@ from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative
 from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.length_rewards import length_cost
 from jrl.objectives.lists import mean_over_pairs
 from jrl.objectives.members import GroupLoss, Members, over_group, over_sequence, spoilt
@@ -197,11 +198,11 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         if not is_zero(kl_coef):
             score = score - kl_coef * group.log_ratio()
         gap = jax.lax.stop_gradient(score[:, None] - score[None, :])
-        rho = ratios.bounded_exp(log_rho)
+        rho = bounded_exp(log_rho)
         if joint:
             moved = log_rho[:, None] - log_rho[None, :]
             near = jnp.clip(moved, -clip, clip)
-            weight = ratios.bounded_exp(log_rho[:, None] + log_rho[None, :])
+            weight = bounded_exp(log_rho[:, None] + log_rho[None, :])
         else:
             moved = jnp.broadcast_to(rho[:, None], gap.shape)
             near, weight = jnp.clip(moved, 1 - clip, 1 + clip), rho[None, :]
@@ -422,9 +423,9 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         seeds = jnp.where(best, batch.ids.get("tie_breaker", 0), 0).sum(axis=1).astype(jnp.uint32)
         noise = jax.vmap(lambda seed: jax.random.gumbel(jax.random.key(seed)))(seeds)
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
-        place = jnp.argsort(jnp.argsort(-keys))
-        drawn = eligible & (place < jnp.ceil(share * eligible.sum()))
-        kept = drawn | ~paired | jnp.isnan(p).any(axis=1)
+        rank = jnp.argsort(jnp.argsort(-keys))
+        sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
+        kept = sampled | ~paired | jnp.isnan(p).any(axis=1)
         return scores, batch.replace(members=batch.members & kept[:, None])
 
     return stateless(apply)

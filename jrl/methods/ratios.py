@@ -31,7 +31,8 @@ from jrl.methods.group_relative import grpo
 from jrl.objectives import prompt_table, ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_sum, token_mean
-from jrl.objectives.ratios import Correction
+from jrl.objectives.corrections import Correction
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Rollout, Stats, Transform
 
@@ -232,7 +233,7 @@ def dynamic_bounds(logprobs: Array, low: float, high: float) -> tuple[Array, Arr
     >>> [round(x, 3) for x in (*low.tolist(), *high.tolist())]
     [0.5, 0.769, 5.0, 1.187]
     """
-    rarity = ratios.bounded_exp(-jnp.minimum(logprobs, 0))
+    rarity = bounded_exp(-jnp.minimum(logprobs, 0))
     below = 0.5 + 0.5 * jnp.sqrt(jnp.maximum(1 - 4 * low * rarity, 0))
     return below, 0.5 + 0.5 * jnp.sqrt(1 + 4 * high * rarity)
 
@@ -406,10 +407,10 @@ def _token_tie_breakers(batch: Batch) -> Array:
     members = batch.members
     default = jnp.arange(members.size).reshape(members.shape)
     tie_breakers = jnp.expand_dims(batch.ids.get("tie_breaker", default), 2).astype(jnp.uint32)
-    places = jnp.arange(batch.mask.shape[2], dtype=jnp.uint32)[None, None]
+    columns = jnp.arange(batch.mask.shape[2], dtype=jnp.uint32)[None, None]
     # The tie-breaker is random; mixing the place into its bits (MurmurHash3's last rounds) is
     # enough.
-    bits = tie_breakers ^ (places * jnp.uint32(0x9E3779B9))
+    bits = tie_breakers ^ (columns * jnp.uint32(0x9E3779B9))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
@@ -489,8 +490,8 @@ def consistent_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
             "consistency, format"
         )
     result, consistency, form = np.moveaxis(np.asarray(rewards, np.float32), 2, 0)
-    whole = result * (1 + 0.5 * consistency) + 0.5 * form
-    return np.stack([whole, np.zeros_like(whole), np.zeros_like(whole)], axis=2)
+    combined = result * (1 + 0.5 * consistency) + 0.5 * form
+    return np.stack([combined, np.zeros_like(combined), np.zeros_like(combined)], axis=2)
 
 
 @variant(grpo, without=("eps", "ddof", "kl_coef", "kl_kind"))

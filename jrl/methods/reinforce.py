@@ -27,7 +27,8 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import advantages, aggregates, normalizers, transforms
-from jrl.objectives.ratios import clipped_ratio, named_correction, score
+from jrl.objectives.corrections import named_correction
+from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
 from jrl.types import Array, Batch, Objective
 

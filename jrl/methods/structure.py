@@ -189,9 +189,9 @@ def shared_lengths(tokens: Array, lengths: Array) -> Array:
     [[3, 2, 1], [2, 3, 1], [1, 1, 2]]
     """
     chex.assert_rank([tokens, lengths], [2, 1])
-    place = jnp.arange(tokens.shape[1])
+    column = jnp.arange(tokens.shape[1])
     differ = jnp.expand_dims(tokens, 0) != jnp.expand_dims(tokens, 1)
-    first = jnp.min(jnp.where(differ, place[None, None], tokens.shape[1]), axis=2)
+    first = jnp.min(jnp.where(differ, column[None, None], tokens.shape[1]), axis=2)
     return jnp.minimum(first, jnp.minimum(lengths[None], lengths[:, None])).astype(jnp.int32)
 
 

@@ -92,9 +92,9 @@ def one_token_rollout(wrong: float, temperature: float) -> Statistic:
         policy = distributions["policy"]
         dead = jnp.exp(policy) == 0
         # log pi over tau is the logits over tau up to a constant, and knows the truncation.
-        drawn = jax.nn.softmax(jnp.where(dead, -jnp.inf, policy) / temperature)
+        q = jax.nn.softmax(jnp.where(dead, -jnp.inf, policy) / temperature)
         reward = jnp.where(jnp.arange(policy.shape[0]) == token, 1.0, wrong)
-        weight = jax.lax.stop_gradient(drawn * reward)
+        weight = jax.lax.stop_gradient(q * reward)
         return -jnp.where(dead, 0, weight * jnp.where(dead, 0, policy)).sum()
 
     return Statistic(f"one_token_rollout_{wrong}_{temperature}", apply)
@@ -116,5 +116,5 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
     found: the defaults are a slightly negative reward and a temperature above 1, as the paper asks
     for.
     """
-    drawn = one_token_rollout(beta, temperature)
-    return base.with_(surrogate=distill.minimise(drawn, "one_token_loss"))
+    rollout = one_token_rollout(beta, temperature)
+    return base.with_(surrogate=distill.minimise(rollout, "one_token_loss"))

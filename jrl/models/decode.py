@@ -78,6 +78,7 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
 
     is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
     table = weights(config)["layers"]
+    # Vectors only: matrices are divided over devices after they have been joined, in ``_fused``.
     stacks = jax.tree.map(vector, table, params["layers"], is_leaf=is_spec)
     layers = [layer_weights(config, stacks, i) for i in range(config.layers)]
     return {
@@ -116,6 +117,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     attention = dict(layer["attention"])
     q, k, v = (attention.pop(name).astype(dtype) for name in ("q", "k", "v"))
     q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+    # For each key-value head the query heads that read it, then its own key and value.
     together = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
     attention["qkv"] = ready("qkv", lay(together, "embed", "kv_heads", None, None))
     attention["o"] = ready("o", lay(attention["o"].astype(dtype), "heads", None, "embed"))
@@ -295,8 +297,8 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
     for piece, arrays in enumerate(cache.own[0]):
         columns = positions - offsets - start
         size = arrays["v"].shape[2]
-        place = jnp.arange(size, dtype=jnp.int32)[None, None, :]
-        distance = columns[:, :, None] - place
+        column_ids = jnp.arange(size, dtype=jnp.int32)[None, None, :]
+        distance = columns[:, :, None] - column_ids
         mask = (distance >= 0) & (distance < reach)
         # The first piece is always read, so that every query has something to see.
         reached = None if piece == 0 else jnp.any(live & (columns >= 0))
@@ -305,8 +307,8 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
         start += size
     if cache.prefix is not None:
         (arrays,) = cache.prefix[0]
-        place = jnp.arange(arrays["v"].shape[2], dtype=jnp.int32)[None, None, :]
-        mask = (place < offsets[:, :, None]) & (positions[:, :, None] - place < reach)
+        column_ids = jnp.arange(arrays["v"].shape[2], dtype=jnp.int32)[None, None, :]
+        mask = (column_ids < offsets[:, :, None]) & (positions[:, :, None] - column_ids < reach)
         views.append(View(None, mask))
     return views
 

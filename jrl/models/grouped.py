@@ -216,12 +216,12 @@ def _blocks_groups(x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     height = _height(m, groups)
     count, block = blocks(rows_e, height)
     x_md, g_mf = _padded(x_md, height), _padded(g_mf, height)
-    place = jnp.arange(height)
+    row = jnp.arange(height)
 
     def visit(i: Array, dw_edf: Array) -> Array:
         at = block(i)
         x, g = (jax.lax.dynamic_slice_in_dim(a, at.start, height) for a in (x_md, g_mf))
-        g = jnp.where((place < at.rows)[:, None], g, 0)
+        g = jnp.where((row < at.rows)[:, None], g, 0)
         dw = jnp.matmul(x.T, g, preferred_element_type=jnp.float32)
         old = jax.lax.dynamic_index_in_dim(dw_edf, at.group, keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(dw_edf, old + dw, at.group, 0)

@@ -318,7 +318,7 @@ def block(
     return x_bqd, extra, routing
 
 
-# ---------------------------------------------------------------- whole sequences
+# ---------------------------------------------------------------- complete sequences
 
 _KEPT = {"dots": (PRODUCT,), "elementwise": (PRODUCT, SEEN), "full": ()}
 REMAT = (*_KEPT, "none")
@@ -473,9 +473,8 @@ def _through_layers(
         return jax.lax.scan(body, carry, xs)
     per_layer: list[dict[str, Array]] = []  # layers of two shapes cannot be stacked
     for i in range(config.layers):
-        replay = None
-        if config.sparse[i]:
-            replay = jax.tree.map(operator.itemgetter(len(per_layer)), recorded)
+        record = recorded if config.sparse[i] else None
+        replay = jax.tree.map(operator.itemgetter(len(per_layer)), record)
         layer = layer_weights(config, layers, i), rotation_ids[i], windows[i], replay
         carry, stats = body(carry, layer)
         per_layer += [stats] if stats else []
@@ -497,6 +496,5 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
 
 def head(params: Params, *, config: ModelConfig) -> Head:
     """The product behind ``logits``; see ``types.NetworkExtras.head``."""
-    if config.tied_embeddings:
-        return Head(params["embed"], 0, config.logit_softcap)
-    return Head(params["head"], 1, config.logit_softcap)
+    weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
+    return Head(weight, axis, config.logit_softcap)

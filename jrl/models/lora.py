@@ -125,13 +125,13 @@ class Adapted(struct.PyTreeNode, Factored):
         outputs = "".join(c for c in right if c in out)
         middle = "".join(c for c in left if c not in inputs) + r
         if isinstance(self.base, Factored):
-            whole = self.base.times(spec, x, jnp.float32)
+            full = self.base.times(spec, x, jnp.float32)
         else:
-            whole = matmul(spec, x, self.base, jnp.float32)
+            full = matmul(spec, x, self.base, jnp.float32)
         low = matmul(f"{left},{inputs}{r}->{middle}", x, self.a)
         low = low * jnp.asarray(self.scale, low.dtype)
         added = matmul(f"{middle},{r}{outputs}->{out}", low, self.b, jnp.float32)
-        return (whole + added).astype(dtype or x.dtype)
+        return (full + added).astype(dtype or x.dtype)
 
     def in_8_bits(self, inputs: int) -> Adapted | Int8:
         """Merged and rounded; with a base in 8 bits itself."""
@@ -166,13 +166,13 @@ def split(params: Any) -> tuple[Any, Any]:
 
 def join(trained: Any, base: Any, *, scale: float) -> Any:
     """The tree that ``split`` took apart."""
-    whole = dict(base)
+    tree = dict(base)
     for name, node in trained.items():
         if set(node) == {"a", "b"}:
-            whole[name] = Adapted(base[name], node["a"], node["b"], scale)
+            tree[name] = Adapted(base[name], node["a"], node["b"], scale)
         else:
-            whole[name] = join(node, base[name], scale=scale)
-    return whole
+            tree[name] = join(node, base[name], scale=scale)
+    return tree
 
 
 def _targeted(config: ModelConfig, lora: Lora) -> dict[str, dict[str, WeightSpec]]:
@@ -196,9 +196,9 @@ def init_adapters(key: Array, *, config: ModelConfig, lora: Lora) -> Params:
             n, sizes = spec.shape[0], spec.shape[1:]
             inputs, outputs = sizes[: spec.inputs], sizes[spec.inputs :]
             own = jax.random.fold_in(key, TARGETS.index(name))
-            drawn = jax.random.normal(own, (n, *inputs, lora.rank), jnp.float32)
+            normal = jax.random.normal(own, (n, *inputs, lora.rank), jnp.float32)
             zeros = jnp.zeros((n, lora.rank, *outputs), jnp.float32)
-            pair = {"a": drawn * math.prod(inputs) ** -0.5, "b": zeros}
+            pair = {"a": normal * math.prod(inputs) ** -0.5, "b": zeros}
             out["layers"][part][name] = pair
     return out
 
@@ -274,8 +274,8 @@ def with_adapters(
         return joined(adapter_axes(config, lora), base)
 
     def prepare(params: Params) -> Any:
-        whole = lora.base == "float" and config.dtype == "float32"
-        if whole or not _factored(params):
+        exact = lora.base == "float" and config.dtype == "float32"
+        if exact or not _factored(params):
             return network.prepare(merge(params, config=config))
         names = axes() if split(params)[0] else split(axes())[1]
         return _prepare_separate(params, config, names["layers"], gather)

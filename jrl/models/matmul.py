@@ -45,6 +45,14 @@ def prepare_weight(w: Array, inputs: int) -> Array | Factored:
     return cpu.WeightFirst.of(w, inputs) if cpu.tuned(w.dtype) else w
 
 
+def time_follows_rows() -> bool:
+    """Whether products of few rows take less time the fewer the rows are.
+
+    False on accelerators: there they take as long as reading the weights does.
+    """
+    return cpu.time_follows_rows()
+
+
 def matmul(spec: str, x: Array, w: Array, dtype: Any = None) -> Array:
     """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32.
 

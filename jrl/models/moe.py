@@ -266,19 +266,21 @@ def over_mesh(
     columns = RULES["length"] if divides(mesh, "length", q) else ()
     tokens, inner = PartitionSpec(rows or None, columns or None), "embed" if fsdp else None
     wide = spec(("expert", inner, "mlp"))
-    apart = "expert" in rows
+    by_expert = "expert" in rows
 
-    def whole(x: Array) -> Array:
-        return jax.lax.all_gather(_flat(x), "expert", axis=0, tiled=True) if apart else _flat(x)
+    def gathered(x: Array) -> Array:
+        return jax.lax.all_gather(_flat(x), "expert", axis=0, tiled=True) if by_expert else _flat(x)
 
     def local(
         x: Array, w: Array, e: Array, live: Array, gate: Array, up: Array, down: Array
     ) -> Array:
         mine = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
-        y = routed(whole(x), whole(w), whole(e), whole(live), mine, first=first, fsdp=fsdp)
-        y = jax.lax.psum(y, "tensor" if apart else ("tensor", "expert"))
-        if apart:
+        y = routed(
+            gathered(x), gathered(w), gathered(e), gathered(live), mine, first=first, fsdp=fsdp
+        )
+        y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))
+        if by_expert:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)
         return y.reshape(x.shape).astype(x.dtype)
 

@@ -208,9 +208,9 @@ def at_last_token(score: Array, mask: Array) -> Array:
     """
     chex.assert_rank([score, mask], [0, 1])
     chex.assert_type([score, mask], [float, bool])
-    places = jnp.arange(mask.shape[0])
-    last = jnp.max(places, where=mask, initial=-1)
-    return jnp.where(places == last, score, 0)
+    index = jnp.arange(mask.shape[0])
+    last = jnp.max(index, where=mask, initial=-1)
+    return jnp.where(index == last, score, 0)
 
 
 def reward_to_go(rewards: Array, mask: Array, discount: float = 1.0) -> Array:

@@ -36,8 +36,8 @@ def extremes(scores: Array, batch: Batch) -> tuple[Array, Array]:
     def top(values: Array) -> Array:
         most = jnp.max(values, axis=1, where=live, initial=-jnp.inf, keepdims=True)
         tied = live & (values == most)
-        drawn = jnp.argmax(jnp.where(tied, tie_breaker, jnp.iinfo(jnp.int32).min), axis=1)
-        return tied & (jnp.arange(live.shape[1])[None] == drawn[:, None])
+        winner = jnp.argmax(jnp.where(tied, tie_breaker, jnp.iinfo(jnp.int32).min), axis=1)
+        return tied & (jnp.arange(live.shape[1])[None] == winner[:, None])
 
     return top(scores), top(-scores)
 

@@ -32,6 +32,15 @@ with any ordinary advantage and sums over any batch stay finite in float32. The 
 clamped ratio is zero."""
 
 
+def bounded_exp(log_ratio: Array) -> Array:
+    """Exp with its argument clamped to ``LOG_RATIO_LIMIT``; NaN stays NaN.
+
+    >>> [round(float(jnp.log(bounded_exp(jnp.float32(x))))) for x in (-99.0, 3.0, 99.0)]
+    [-20, 3, 20]
+    """
+    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
 def k1(logprobs: Array, ref_logprobs: Array) -> Array:
     """The log-ratio itself: unbiased, of either sign; its mean gradient as a loss is zero.
 

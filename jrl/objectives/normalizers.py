@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.objectives import advantages as group
-from jrl.objectives.ratios import bounded_exp
+from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, token_rewards, trained
 from jrl.types import Array, Batch, Statistic, Transform
 

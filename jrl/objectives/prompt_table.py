@@ -64,11 +64,11 @@ def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
     ([5.0, 0.0, 0.0], [True, False, False])
     """
     chex.assert_rank(ids, 1)
-    places = ids % table.ids.shape[0]
-    known = table.ids[places] == ids
+    slots = ids % table.ids.shape[0]
+    known = table.ids[slots] == ids
 
     def one(stored: Array, start: Any) -> Array:
-        here = stored[places]
+        here = stored[slots]
         flags = known.reshape(-1, *(1,) * (here.ndim - 1))
         return jnp.where(flags, here, jnp.asarray(start, here.dtype)[None])
 
@@ -88,10 +88,10 @@ def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTab
     chex.assert_rank([ids, live], 1)
     chex.assert_equal_shape([ids, live])
     slots = table.ids.shape[0]
-    places = ids % slots
-    winner = jax.ops.segment_max(jnp.where(live, ids, NOBODY), places, num_segments=slots)
+    slot = ids % slots
+    winner = jax.ops.segment_max(jnp.where(live, ids, NOBODY), slot, num_segments=slots)
     # Losers are sent past the end, where writes are dropped.
-    target = jnp.where(live & (winner[places] == ids), places, slots)
+    target = jnp.where(live & (winner[slot] == ids), slot, slots)
 
     def one(stored: Array, new: Array) -> Array:
         return stored.at[target].set(new.astype(stored.dtype), mode="drop")

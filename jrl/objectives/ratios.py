@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
-from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.corrections import Correction
+from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.types import Array, Stats, Surrogate
 
 Step = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
@@ -53,88 +54,6 @@ class Rule(NamedTuple):
 
     apply: Step
     needs: frozenset[str] = frozenset()
-
-
-# ---------------------------------------------------------------- corrections
-
-
-class Correction(NamedTuple):
-    """Ratios against ``proximal_logprobs``, and a weight from the proximal policy to the sampler.
-
-    Attributes:
-      kind: "none" gives weight 1; "truncate" holds the weight between the bounds (truncated
-        importance sampling); "mask" drops what is outside them (weight 0, as IcePop does); "reject"
-        drops it too and leaves weight 1 to the rest. What is dropped still counts in the loss's
-        mean.
-      level: the weight of a "token"; of the whole "sequence", the product over its live tokens; or
-        their "geometric" mean.
-      low: least weight.
-      high: greatest weight.
-    """
-
-    kind: str = "truncate"
-    level: str = "token"
-    low: float = 0.0
-    high: float = 2.0
-
-    def weight(self, stats: Stats, mask: Array) -> Array:
-        """[T] float32, the weight of each token; no gradient passes through it."""
-        log_weight = stats["proximal_logprobs"] - stats["sampler_logprobs"]
-        if self.level != "token":
-            geometric = self.level == "geometric"
-            total = (
-                live_mean(log_weight, mask) if geometric else jnp.where(mask, log_weight, 0).sum()
-            )
-            log_weight = jnp.broadcast_to(total, mask.shape)
-        weight = jax.lax.stop_gradient(bounded_exp(log_weight))
-        one = jnp.where(jnp.isnan(weight), weight, 1)
-        if self.kind == "none":
-            return one
-        if self.kind == "truncate":
-            return jnp.clip(weight, self.low, self.high)
-        # Written so that a NaN weight is kept rather than dropped.
-        outside = (weight < self.low) | (weight > self.high)
-        return jnp.where(outside, 0, one if self.kind == "reject" else weight)
-
-
-CORRECTIONS: dict[str, Callable[[float], Correction | None]] = {
-    "none": lambda cap: None,
-    "proximal": lambda cap: Correction("none"),
-    "decoupled": lambda cap: Correction("truncate", "token", 0.0, math.inf),
-    "tis": lambda cap: Correction("truncate", "token", 0.0, cap),
-    "mis": lambda cap: Correction("mask", "token", 0.0, cap),
-    "icepop": lambda cap: Correction("mask", "token", 1 / cap, cap),
-    "sequence_tis": lambda cap: Correction("truncate", "sequence", 0.0, cap),
-    "sequence_mis": lambda cap: Correction("mask", "sequence", 0.0, cap),
-    "geometric_mis": lambda cap: Correction("reject", "geometric", 1 / cap, cap),
-}
-"""By name, from the greatest weight. "proximal": no weight; "decoupled": the whole weight, as in
-AReaL (arXiv:2505.24298); "tis": truncated importance sampling; "mis": masked, tokens whose weight
-exceeds the cap are dropped; "icepop": those whose weight leaves [1 / cap, cap] are, as in GLM-5
-(arXiv:2602.15763, cap 2), while Ring-1T (arXiv:2510.18855), which introduced it, has [0.5, 5];
-"sequence_tis", "sequence_mis": the same with the weight of the whole sequence; "geometric_mis":
-sequences are dropped whose tokens' geometric mean leaves [1 / cap, cap], the others not weighted,
-as in verl, which takes the dropped ones out of the mean too and has a cap of 1.001."""
-
-
-def named_correction(name: str, cap: float, low: float | None = None) -> Correction | None:
-    """The correction of that name with ``cap`` as its greatest weight; None for "none".
-
-    Args:
-      name: one of ``CORRECTIONS``.
-      cap: greatest weight.
-      low: least weight; None for the name's own.
-
-    Raises:
-      UserError: for an unknown name.
-
-    >>> named_correction("icepop", 5.0, 0.5)
-    Correction(kind='mask', level='token', low=0.5, high=5.0)
-    """
-    if name not in CORRECTIONS:
-        raise choose("correction", name, CORRECTIONS)
-    correction = CORRECTIONS[name](cap)
-    return correction if correction is None or low is None else correction._replace(low=low)
 
 
 # ---------------------------------------------------------------- whose ratio
@@ -560,15 +479,6 @@ def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
 
 
 # ---------------------------------------------------------------- helpers
-
-
-def bounded_exp(log_ratio: Array) -> Array:
-    """Exp with its argument clamped to ``LOG_RATIO_LIMIT``; NaN stays NaN.
-
-    >>> [round(float(jnp.log(bounded_exp(jnp.float32(x))))) for x in (-99.0, 3.0, 99.0)]
-    [-20, 3, 20]
-    """
-    return jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
 
 
 def live_mean(values: Array, mask: Array) -> Array:

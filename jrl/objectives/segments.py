@@ -134,10 +134,10 @@ def quantile(values: Array, seg: Segments, q: Array | float) -> Array:
     counts = jax.ops.segment_sum(live.astype(jnp.int32), index, num_segments=size)
     counts = jnp.where(jnp.arange(size) <= jnp.max(jnp.where(live, index, -1)), counts, 0)
     start = jnp.cumsum(counts) - counts
-    place = start + q * jnp.maximum(counts - 1, 0)
-    low = jnp.clip(jnp.floor(place).astype(jnp.int32), 0, size - 1)
-    high = jnp.clip(jnp.ceil(place).astype(jnp.int32), 0, size - 1)
-    part = place - low
+    rank = start + q * jnp.maximum(counts - 1, 0)
+    low = jnp.clip(jnp.floor(rank).astype(jnp.int32), 0, size - 1)
+    high = jnp.clip(jnp.ceil(rank).astype(jnp.int32), 0, size - 1)
+    part = rank - low
     at = ordered[low] * (1 - part) + jnp.where(part > 0, ordered[high] * part, 0)
     return _spread(at, seg)
 

@@ -285,9 +285,9 @@ def mask_truncated(*, from_group: bool = False) -> Transform:
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        whole = ~batch.truncated
-        mask = batch.mask & jnp.expand_dims(whole, 2)
-        members = batch.members & whole if from_group else batch.members
+        complete = ~batch.truncated
+        mask = batch.mask & jnp.expand_dims(complete, 2)
+        members = batch.members & complete if from_group else batch.members
         return values, batch.replace(mask=mask, members=members)
 
     return stateless(apply)

@@ -1,9 +1,7 @@
 """Completions of a whole batch in one program, with decode slots that stay full.
 
-Sequences take turns in the slots. A block of slots whose sequences have all ended hands its results
-over and takes the next ones, whose prompt was prefilled once with all others. When the queue is
-empty and slots fall idle, the live ones may move together into a smaller state, so that the last
-long completions do not drag the ended ones along.
+Where sequences outnumber slots, or the last ones move into smaller states, they go through
+``sampling.queue``; else one loop decodes all of them.
 """
 
 from __future__ import annotations
@@ -16,15 +14,24 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.sharding import PartitionSpec
 
 from jrl.errors import UserError
-from jrl.mesh import constrain, divided, free_axes, lone_axes, platform
-from jrl.sampling.cache import pick, put_prefixes, rows_of, take
-from jrl.sampling.params import SamplingParams, at_most, per_row
-from jrl.sampling.slots import Slots, check_fits, decode, pieces_of, prefill, sequence_keys, start
-from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord, StopReason
+from jrl.mesh import constrain, divided, free_axes, lone_axes
+from jrl.models.matmul import time_follows_rows
+from jrl.sampling.cache import rows_of
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.slots import (
+    Sequences,
+    check_fits,
+    decode,
+    fresh_rows,
+    pieces_of,
+    sequences_of,
+    start,
+)
+from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord
 
 SHRINK_TOKENS = 256
 """Completions at least so long pay for smaller states, each the decode loop compiled once more: at
@@ -86,6 +93,7 @@ def generate(
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
     check_fits(network, p, t)
+    # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
     axes, parts = independent_axes(network, n)
     if shrink is None:
@@ -94,7 +102,8 @@ def generate(
 
     members, recorded = (group, baseline_members), network.extras.recorded
     if sizes.slots == n * g and not sizes.smaller:
-        # All sequences at once, to the end: the same as below with nothing in between.
+        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
+        # apart from the slots, and one more decode loop for each smaller state.
         sequences = sequences_of(
             key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
         )
@@ -165,7 +174,15 @@ def _draw_in_turn(
 
     recorded = network.extras.recorded
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    queue = finish(queue, sequences, sizes, advance, recorded, chunk=chunk)
+    queue = finish(
+        queue,
+        sequences,
+        advance,
+        recorded,
+        block=sizes.block,
+        smaller=sizes.smaller,
+        chunk=chunk,
+    )
     of_prompts = None if recorded is None else recorded(sequences.prompts.own)
     return queue.results, queue.steps[None], of_prompts
 
@@ -181,6 +198,7 @@ def _as_rollout(
     """The record of N * G sequences."""
     n, t = prompt_tokens.shape[0], results.tokens.shape[1]
     lengths, stop = results.lengths.reshape(n, g), results.stop.reshape(n, g)
+    # Past a sequence's end lies what its slot's last sequence wrote there.
     mask = jnp.arange(t)[None, None] < lengths[:, :, None]
     return Rollout(
         prompt_tokens=prompt_tokens,
@@ -240,89 +258,6 @@ def each_by_itself(
     )
 
 
-# ---------------------------------------------------------------- what is on its way
-
-
-class Sequences(struct.PyTreeNode):
-    """B sequences to draw, and where their prompts are.
-
-    Attributes:
-      prompts: the prompts' cache, N rows.
-      prompt_lengths: [N] int32, tokens.
-      last: [N] int32, the last token of each prompt.
-      keys: [B] PRNG keys.
-      sampling_params: scalars.
-      warm: [B] bool, False for a row that is drawn greedily whatever the distribution says.
-    """
-
-    prompts: Cache
-    prompt_lengths: Array
-    last: Array
-    keys: Array
-    sampling_params: SamplingParams
-    warm: Array
-
-
-class Results(struct.PyTreeNode):
-    """What came of B sequences.
-
-    Attributes:
-      tokens: [B, T] int32.
-      logprobs: [B, T] float32, nats.
-      lengths: [B] int32.
-      stop: [B] int32, a ``StopReason``.
-      experts: [B, C, n, k], where tokens were routed; None where the cache keeps no record of it.
-    """
-
-    tokens: Array
-    logprobs: Array
-    lengths: Array
-    stop: Array
-    experts: Array | None
-
-
-class Queue(struct.PyTreeNode):
-    """A batch on its way through the slots.
-
-    Attributes:
-      slots: S rows in blocks that share a prefix.
-      index: [S] int32, the sequence in each slot.
-      waiting: [] int32, the first sequence that has had no slot yet.
-      results: of the sequences that left their slots.
-      steps: [] int32, slot-steps so far: one for every slot in every decode step.
-      extra: what ``advance`` keeps of all B sequences; None where it keeps nothing.
-    """
-
-    slots: Slots
-    index: Array
-    waiting: Array
-    results: Results
-    steps: Array
-    extra: Any = None
-
-
-def sequences_of(
-    key: Array,
-    weights: Any,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
-    sampling_params: SamplingParams,
-    ids: Array,
-    members: tuple[int, int],
-    network: Network,
-) -> Sequences:
-    """All members, sampled and greedy ones, of some prompts."""
-    sampled, greedy = members
-    return Sequences(
-        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
-        prompt_lengths=prompt_lengths,
-        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
-        keys=sequence_keys(key, ids, sampled + greedy).reshape(-1),
-        sampling_params=sampling_params.replace(greedy=sampling_params.greedy or greedy > 0),
-        warm=jnp.tile(jnp.arange(sampled + greedy) < sampled, prompt_tokens.shape[0]),
-    )
-
-
 # ---------------------------------------------------------------- sizes
 
 
@@ -353,15 +288,16 @@ def slot_sizes(rows: int, group: int, slots: int, block: int, *, shrink: bool) -
 def shrinking_pays(max_new_tokens: int, stop_tokens: Sequence[int], *, alone: bool) -> bool:
     """Whether the last live slots should move into smaller states.
 
-    A CPU's time grows with the slots. Elsewhere a step takes as long as reading the weights does,
-    however few slots there are, and programs are large already.
+    Only where a step's time falls with the slots. Where it is the time of reading the weights,
+    smaller states gain nothing, and each is the decode loop compiled once more.
 
     Args:
       max_new_tokens: T.
       stop_tokens: ids that end a sequence.
       alone: whether each device draws by itself.
     """
-    return bool(stop_tokens) and max_new_tokens >= SHRINK_TOKENS and alone and platform() == "cpu"
+    long = bool(stop_tokens) and max_new_tokens >= SHRINK_TOKENS
+    return long and alone and time_follows_rows()
 
 
 def smaller_sizes(slots: int) -> tuple[int, ...]:
@@ -375,28 +311,7 @@ def smaller_sizes(slots: int) -> tuple[int, ...]:
     return tuple(sorted((s for s in sizes if _SMALLEST <= s < slots), reverse=True))
 
 
-# ---------------------------------------------------------------- the queue
-
-Advance = Callable[[Queue, Array | int, Array | int], Queue]
-"""(queue, steps, until) -> the queue after ``decode`` of its slots."""
-Recorded = Callable[[Any], Array] | None
-"""What reads the record of routing in a cache's own arrays, ``NetworkExtras.recorded``."""
-
-
-def _fresh(sequences: Sequences, index: Array) -> dict[str, Any]:
-    """What the slots of these sequences begin with, by name."""
-    prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
-    sampling_params = per_row(sequences.sampling_params, index.shape[0])
-    return {
-        "pending": sequences.last[prompt],
-        "prompt_lengths": sequences.prompt_lengths[prompt],
-        "lengths": jnp.zeros_like(index),
-        "stop": jnp.full_like(index, StopReason.RUNNING),
-        "keys": sequences.keys[index],
-        "sampling_params": sampling_params.replace(
-            temperature=jnp.where(sequences.warm[index], sampling_params.temperature, 0.0)
-        ),
-    }
+# ---------------------------------------------------------------- the first sequences
 
 
 def fill_slots(
@@ -405,8 +320,9 @@ def fill_slots(
     """The first sequences in their slots."""
     n, rows, s = sequences.last.shape[0], sequences.keys.shape[0], sizes.slots
     group, index = rows // n, jnp.arange(s, dtype=jnp.int32)
-    fresh = _fresh(sequences, index)
+    fresh = fresh_rows(sequences, index)
     prompts, lengths = sequences.prompts, sequences.prompt_lengths
+    # One prefix a block: its rows read the keys and values of their prompt together.
     if (s, sizes.block) != (rows, group):
         first = index[:: sizes.block] // group
         prompts, lengths = rows_of(prompts, first), lengths[first]
@@ -423,6 +339,7 @@ def fill_slots(
     )
     # Where all start at once and none takes another's place, all stay at the same column.
     slots = slots.replace(prompt_lengths=fresh["prompt_lengths"], aligned=s == rows)
+    # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
     arrays = jax.tree.map(_by_row, arrays)
     experts = None
@@ -446,108 +363,3 @@ def fill_slots(
 
 def _by_row(x: Array) -> Array:
     return constrain(x, "batch", *(None,) * (x.ndim - 1))
-
-
-def finish(
-    queue: Queue,
-    sequences: Sequences,
-    sizes: SlotSizes,
-    advance: Advance,
-    recorded: Recorded,
-    *,
-    chunk: int,
-) -> Queue:
-    """The queue when every sequence is decoded and among its results."""
-    rows, width = queue.results.tokens.shape
-    first, *later = *sizes.smaller, 0  # the live slots at which a state is given up
-    if sizes.slots == rows:
-        queue = advance(queue, width, first)
-    else:
-
-        def chunked(queue: Queue) -> Queue:
-            # While sequences wait, free slots are refilled after every few steps; at the end there
-            # is nothing to refill, and the rest is one loop.
-            waits = queue.waiting < rows
-            steps, until = jnp.where(waits, chunk, width), jnp.where(waits, 0, first)
-            return _refill(advance(queue, steps, until), sequences, sizes.block, recorded)
-
-        def unfinished(queue: Queue) -> Array:
-            running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
-            return (queue.waiting < rows) | (running > first)
-
-        # As many rounds of full lengths as there would be if nothing ended early.
-        with at_most(-(-rows // sizes.slots)):
-            queue = jax.lax.while_loop(unfinished, chunked, queue)
-    for size, until in zip(sizes.smaller, later, strict=True):
-        queue = advance(_compact(queue, size, recorded), width, until)
-    return _hand_over(queue, recorded)
-
-
-def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:
-    """The queue with what is in some slots, or all, written to their sequences' results."""
-    slots, results = queue.slots, queue.results
-
-    def put(out: Array, new: Array) -> Array:
-        index = queue.index
-        if rows is not None:
-            index, new = index[rows], new[rows]
-        return out.at[index].set(new, mode="drop")
-
-    experts = results.experts
-    if recorded is not None and experts is not None:
-        own = slots.cache.own
-        own = own if rows is None else jax.tree.map(lambda x: x[rows], own)
-        index = queue.index if rows is None else queue.index[rows]
-        experts = experts.at[index].set(recorded(own), mode="drop")
-    return queue.replace(
-        results=Results(
-            tokens=put(results.tokens, slots.tokens),
-            logprobs=put(results.logprobs, slots.logprobs),
-            lengths=put(results.lengths, slots.lengths),
-            stop=put(results.stop, slots.stop),
-            experts=experts,
-        )
-    )
-
-
-def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) -> Queue:
-    """The queue with the next sequences in the blocks of slots whose own have all ended."""
-    rows = queue.results.tokens.shape[0]
-    members = rows // sequences.last.shape[0]
-
-    def ended(queue: Queue) -> Array:
-        return (queue.slots.stop != StopReason.RUNNING).reshape(-1, block).all(axis=1)
-
-    # One block at a time: a loop writes in place, where a branch would copy the cache.
-    def refill_one(queue: Queue) -> Queue:
-        free = jnp.argmax(ended(queue))[None]
-        mine = free * block + jnp.arange(block)
-        queue = _hand_over(queue, recorded, mine)
-        index = queue.waiting + jnp.arange(block, dtype=jnp.int32)
-        prompt = queue.waiting[None] // members
-        lengths = sequences.prompt_lengths[prompt] - 1
-        # Own columns are not cleared: a row sees none past its length.
-        cache = put_prefixes(queue.slots.cache, free, rows_of(sequences.prompts, prompt), lengths)
-        put = lambda old, x: old.at[mine].set(x)  # noqa: E731
-        fresh = {
-            name: jax.tree.map(put, getattr(queue.slots, name), x)
-            for name, x in _fresh(sequences, index).items()
-        }
-        return queue.replace(
-            slots=queue.slots.replace(cache=cache, **fresh),
-            index=put(queue.index, index),
-            waiting=queue.waiting + block,
-        )
-
-    more = lambda queue: jnp.any(ended(queue)) & (queue.waiting < rows)  # noqa: E731
-    with at_most(queue.index.shape[0] // block):
-        return jax.lax.while_loop(more, refill_one, queue)
-
-
-def _compact(queue: Queue, size: int, recorded: Recorded) -> Queue:
-    """The queue with its live slots, at most ``size``, in a state of that size."""
-    queue = _hand_over(queue, recorded)
-    live = jnp.argsort(queue.slots.stop != StopReason.RUNNING, stable=True)[:size]
-    slots = pick(queue.slots.replace(cache=None), live)
-    slots = slots.replace(cache=take(queue.slots.cache, live))
-    return queue.replace(slots=slots, index=queue.index[live])

@@ -88,10 +88,69 @@ def prefill(
     cache = network.init_cache(n, p, weights)
     if network.extras.fill is not None:
         return network.extras.fill(weights, cache, prompt_tokens, prompt_lengths - 1)
+    # The last token is left to the decode loop, so no logits of a prompt are ever made.
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < prompt_lengths[:, None] - 1
     _, cache = network.extend(weights, cache, prompt_tokens, positions, live)
     return cache
+
+
+class Sequences(struct.PyTreeNode):
+    """B sequences to draw, and where their prompts are.
+
+    Attributes:
+      prompts: the prompts' cache, N rows.
+      prompt_lengths: [N] int32, tokens.
+      last: [N] int32, the last token of each prompt.
+      keys: [B] PRNG keys.
+      sampling_params: scalars.
+      warm: [B] bool, False for a row that is drawn greedily whatever the distribution says.
+    """
+
+    prompts: Cache
+    prompt_lengths: Array
+    last: Array
+    keys: Array
+    sampling_params: SamplingParams
+    warm: Array
+
+
+def sequences_of(
+    key: Array,
+    weights: Any,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    sampling_params: SamplingParams,
+    ids: Array,
+    members: tuple[int, int],
+    network: Network,
+) -> Sequences:
+    """All members, sampled and greedy ones, of some prompts."""
+    sampled, greedy = members
+    return Sequences(
+        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
+        prompt_lengths=prompt_lengths,
+        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
+        keys=sequence_keys(key, ids, sampled + greedy).reshape(-1),
+        sampling_params=sampling_params.replace(greedy=sampling_params.greedy or greedy > 0),
+        warm=jnp.tile(jnp.arange(sampled + greedy) < sampled, prompt_tokens.shape[0]),
+    )
+
+
+def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
+    """What the slots of these sequences begin with, by name."""
+    prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
+    sampling_params = per_row(sequences.sampling_params, index.shape[0])
+    return {
+        "pending": sequences.last[prompt],
+        "prompt_lengths": sequences.prompt_lengths[prompt],
+        "lengths": jnp.zeros_like(index),
+        "stop": jnp.full_like(index, StopReason.RUNNING),
+        "keys": sequences.keys[index],
+        "sampling_params": sampling_params.replace(
+            temperature=jnp.where(sequences.warm[index], sampling_params.temperature, 0.0)
+        ),
+    }
 
 
 def start(
@@ -264,6 +323,7 @@ def fork(slots: Slots, source: Array, keys: Array) -> Slots:
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
+    # With a copy of their prefix each, since continuations of any rows may be neighbours.
     cache = take(slots.cache, source)
     others = slots.replace(cache=None)
     picked = pick(others, source)
@@ -282,6 +342,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     Returns:
       The state, whose cache is the old one: what is past a row's end is not seen.
     """
+    # The newest token that stays is pending again, and will be written where it is already.
     back = lengths < slots.lengths
     lengths = jnp.where(back, lengths, slots.lengths)
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]

@@ -37,7 +37,7 @@ from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
-from jrl.train.episodes import EPISODE_REWARDS, check_lengths, eval_parts
+from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -427,15 +427,11 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     """Reward part -> weight."""
     if config.pairs is not None:
         return {"score": 1.0}
-    if not config.rewards and isinstance(task, Env):
-        return {"reward": 1.0, "success": 0.0}
     if not config.rewards:
-        return {"verify": 1.0} if task else {"math": 1.0}
+        return default_parts(task) if task else {"math": 1.0}
     known = EPISODE_REWARDS if isinstance(task, Env) else TASK_REWARDS
-    if task:
-        for name in config.rewards:
-            if name not in known:
-                raise choose("rewards", name, known)
+    if task and (unknown := [name for name in config.rewards if name not in known]):
+        raise choose("rewards", unknown[0], known)
     return {name: table.weight for name, table in config.rewards.items()}
 
 
@@ -443,11 +439,8 @@ def accuracy_part(config: Config, task: Task | Env | None) -> str:
     """The reward part that accuracy is measured by."""
     chosen = next((name for name, part in config.rewards.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
-    names = (
-        [next(iter(eval_parts(task)))]
-        if task
-        else [name for name in reward_weights(config, task) if name != NAME]
-    )
+    names = [name for name in reward_weights(config, task) if name != NAME]
+    names = [*eval_parts(task)][:1] if task else names
     if chosen is not None:
         if chosen not in names:
             raise UserError(

@@ -12,7 +12,7 @@ the host calls the same functions and gets the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -183,6 +183,7 @@ def warm_start(
     )
     sampling_params = make_sampling_params()
 
+    # Examples from index 1 on: 0 is the state's own key.
     def update(state: TrainState, index: Array) -> tuple[TrainState, Array]:
         examples = solution_batch(stream(key, "warmup", index), task=task, count=batch)
         state, metrics = step(state, examples, sampling_params)
@@ -263,49 +264,41 @@ def make_run(
       with accuracy_before and accuracy_after, [].
     """
     check_value(method.objective, value)
-    known: Sequence[str] = ("learning_rate", "temperature")
+    accuracy = partial(
+        held_out,
+        sampling_params=make_sampling_params(0.0),
+        task=task,
+        network=network,
+        problems=eval_problems,
+    )
 
-    def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
-        for name in hyperparameters:
-            if name not in known:
-                raise UserError(f"hyperparameters: {name!r} is unknown; choose from {known}")
-        if "learning_rate" not in hyperparameters:
-            raise UserError("hyperparameters: learning_rate is missing")
-        rate = optimizer(hyperparameters["learning_rate"])
-        sampling_params = make_sampling_params()
-        if "temperature" in hyperparameters:
-            sampling_params = sampling_params.replace(
-                temperature=jnp.asarray(hyperparameters["temperature"], jnp.float32)
-            )
-        state = init_state(
-            key,
+    def begin(key: Array, rate: optax.GradientTransformation) -> TrainState:
+        objective = method.objective
+        common = {"network": network, "objective": objective, "optimizer": rate}
+        state = init_state(key, **common, value=value, frozen=frozen)
+        if warmup is None:
+            return state
+        policy = policy_of(state, network)
+        policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
+        return with_policy(state, policy, rate, network=network, keep_ref="ref" in frozen)
+
+    def one_step(rate: optax.GradientTransformation) -> Step:
+        return make_step(
             network=network,
             objective=method.objective,
             optimizer=rate,
             value=value,
-            frozen=frozen,
+            networks=networks,
+            **(method.schedule._asdict() | dict(splits or {})),
         )
-        if warmup is not None:
-            policy = policy_of(state, network)
-            policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
-            state = with_policy(state, policy, rate, network=network, keep_ref="ref" in frozen)
-        accuracy = partial(
-            held_out,
-            sampling_params=make_sampling_params(0.0),
-            task=task,
-            network=network,
-            problems=eval_problems,
-        )
+
+    def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
+        learning_rate, sampling_params = _hyperparameters(hyperparameters)
+        rate = optimizer(learning_rate)
+        state = begin(key, rate)
         before = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         iteration = make_iteration(
-            make_step(
-                network=network,
-                objective=method.objective,
-                optimizer=rate,
-                value=value,
-                networks=networks,
-                **(method.schedule._asdict() | dict(splits or {})),
-            ),
+            one_step(rate),
             method=method,
             task=task,
             network=network,
@@ -318,6 +311,26 @@ def make_run(
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
+
+
+def _hyperparameters(given: Hyperparameters) -> tuple[Array | float, SamplingParams]:
+    """The learning rate, and the distribution that completions are drawn from.
+
+    Raises:
+      UserError: an unknown name, or no learning rate.
+    """
+    known = ("learning_rate", "temperature")
+    for name in given:
+        if name not in known:
+            raise UserError(f"hyperparameters: {name!r} is unknown; choose from {known}")
+    if "learning_rate" not in given:
+        raise UserError("hyperparameters: learning_rate is missing")
+    sampling_params = make_sampling_params()
+    if "temperature" in given:
+        # Put in afterwards, since it may be traced: a run for each of many temperatures.
+        temperature = jnp.asarray(given["temperature"], jnp.float32)
+        sampling_params = sampling_params.replace(temperature=temperature)
+    return given["learning_rate"], sampling_params
 
 
 def with_policy(

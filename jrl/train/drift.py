@@ -39,14 +39,14 @@ def distribution_difference(
     (0.1487, 0.5)
     """
     live = mask.reshape(-1)
-    drawn = jnp.where(live, sampler_logprobs.reshape(-1), 0)
+    sampled = jnp.where(live, sampler_logprobs.reshape(-1), 0)
     scored = jnp.where(live, logprobs.reshape(-1), 0)
     count = jnp.maximum(live.sum(), 1)
-    apart = jnp.abs(scored - drawn)
+    difference = jnp.abs(scored - sampled)
     return {
-        "mean_difference": apart.sum() / count,
-        "max_difference": apart.max(),
-        "kl": k3(drawn, scored).sum() / count,
+        "mean_difference": difference.sum() / count,
+        "max_difference": difference.max(),
+        "kl": k3(sampled, scored).sum() / count,
         "tokens": live.sum(),
     }
 

@@ -29,6 +29,11 @@ def rollout_of(task: Task | Env) -> Callable[..., Groups]:
     return episode_rollout if isinstance(task, Env) else task_rollout
 
 
+def default_parts(task: Task | Env) -> dict[str, float]:
+    """Reward part -> weight where a run names none."""
+    return {"reward": 1.0, "success": 0.0} if isinstance(task, Env) else {"verify": 1.0}
+
+
 def eval_parts(task: Task | Env) -> dict[str, float]:
     """Reward part -> weight in an evaluation; the first part says what is right."""
     return {"success": 1.0, "reward": 0.0} if isinstance(task, Env) else {"verify": 1.0}

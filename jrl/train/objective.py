@@ -11,7 +11,8 @@ from jrl.envs import Env
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range
-from jrl.objectives.ratios import CORRECTIONS, named_correction, weighted
+from jrl.objectives.corrections import CORRECTIONS, named_correction
+from jrl.objectives.ratios import weighted
 from jrl.train.router import RouterLosses
 
 COMMON: Mapping[str, Coefficient] = {

@@ -173,13 +173,13 @@ class _Deal:
     def laid(self, shape: PackedShape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
         assert 0 < self.rows(shape.columns) <= shape.rows
-        laid = [
+        parts = [
             _lay(own, np.array(order, np.int32), filled, shape)
             for own, order, filled in zip(
                 self.lengths, self.orders, self._filled[shape.columns], strict=True
             )
         ]
-        arrays: Any = [np.stack(parts) for parts in zip(*laid, strict=True)]
+        arrays: Any = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
         return Packing(*arrays)
 
 
@@ -228,13 +228,13 @@ def _lay(
     members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
     steps, owners = np.zeros((2, *members.shape), np.int32)
     for block, rows in enumerate(filled):
-        place = {int(prompt): i for i, prompt in enumerate(order[block])}
+        number = {int(prompt): i for i, prompt in enumerate(order[block])}
         for r, row in enumerate(rows, start=block * shape.rows):
             start = 0
             # End to end; ``owners`` says which prompt of the block each column attends to.
             for member in row:
                 stop = start + int(lengths.flat[member])
                 members[r, start:stop], steps[r, start:stop] = member, np.arange(stop - start)
-                owners[r, start:stop] = place[member // g]
+                owners[r, start:stop] = number[member // g]
                 start = stop
     return order, members, steps, owners

@@ -53,7 +53,7 @@ class SequenceRows(NamedTuple):
 
 
 def rows(batch: Batch) -> SequenceRows:
-    """A batch as whole sequences, for networks that cannot share prompts; B = N * G."""
+    """A batch as complete sequences, for networks that cannot share prompts; B = N * G."""
     n, g, t = batch.tokens.shape
     p = batch.prompt_tokens.shape[1]
     prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
@@ -88,7 +88,7 @@ def shared_rows(batch: Batch) -> SharedRows:
     step = jnp.arange(t, dtype=jnp.int32)[None]
     start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
     # One completion a row; attention reads row r with prompt r // g.
-    laid = SharedRows(
+    shared = SharedRows(
         prompt_tokens=batch.prompt_tokens[:, None],
         prompt_lengths=batch.prompt_lengths[:, None] - 1,
         tokens=jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2).reshape(n * g, t),
@@ -99,21 +99,21 @@ def shared_rows(batch: Batch) -> SharedRows:
     )
     if (experts := batch.routing) is not None:
         rows = experts.tokens.reshape(n * g, t, *experts.tokens.shape[3:])
-        laid = laid._replace(routing=RoutingRecord(experts.prompts[:, None], rows))
+        shared = shared._replace(routing=RoutingRecord(experts.prompts[:, None], rows))
     if (packing := batch.packing) is None:
-        return laid
+        return shared
     m, b = packing.order.shape
     # Packed: gather rows column by column. Columns without a token point at member 0, and their
     # segment is 0, which nothing attends to.
     at, order = (jnp.maximum(packing.members, 0), packing.steps), packing.order.reshape(-1)
-    if (experts := laid.routing) is not None:
+    if (experts := shared.routing) is not None:
         prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
         experts = RoutingRecord(prompts, experts.tokens[at])
     return SharedRows(
         prompt_tokens=batch.prompt_tokens[order].reshape(m, b, -1),
-        prompt_lengths=laid.prompt_lengths[order].reshape(m, b),
-        tokens=laid.tokens[at],
-        positions=laid.positions[at],
+        prompt_lengths=shared.prompt_lengths[order].reshape(m, b),
+        tokens=shared.tokens[at],
+        positions=shared.positions[at],
         segments=packing.members + 1,
         owners=packing.owners,
         routing=experts,
@@ -129,10 +129,10 @@ def _unpacked(packing: Packing | None, rows: int, columns: int) -> Callable[[Arr
     size = rows * columns
     flat = jnp.where(packing.members < 0, size, packing.members * columns + packing.steps)
     source = jnp.arange(flat.size, dtype=jnp.int32)
-    place = jnp.zeros(size, jnp.int32).at[flat.reshape(-1)].set(source, mode="drop")
+    index = jnp.zeros(size, jnp.int32).at[flat.reshape(-1)].set(source, mode="drop")
 
     def unpack(x: Array) -> Array:
-        return x.reshape(-1, *x.shape[2:])[place].reshape(rows, columns, *x.shape[2:])
+        return x.reshape(-1, *x.shape[2:])[index].reshape(rows, columns, *x.shape[2:])
 
     return unpack
 
@@ -216,7 +216,7 @@ def _of_logits(
     want: frozenset[str],
     statistics: tuple[Statistic, ...],
 ) -> Stats:
-    """``head_statistics`` from whole logits; ``distributions``: drawn from, and warm."""
+    """``head_statistics`` from complete logits; ``distributions``: drawn from, and warm."""
     flat = tokens.reshape(-1)
     read = {policy for statistic in statistics for policy in statistic.policies}
     stats: Stats = {}
@@ -246,11 +246,11 @@ def _in_chunks(
     run: Callable[[dict[str, Array], Array], Stats],
     hidden: dict[str, Array],
     tokens: Array,
-    room: int,
+    limit: int,
 ) -> Stats:
-    """``run`` over chunks of at most ``room`` tokens, each made again in the backward pass."""
+    """``run`` over chunks of at most ``limit`` tokens, each made again in the backward pass."""
     b, t = tokens.shape
-    parts, chunk = _chunks(b, t, room)
+    parts, chunk = _chunks(b, t, limit)
     if parts == 1 and chunk == t:
         return run(hidden, tokens)
 
@@ -260,43 +260,24 @@ def _in_chunks(
         x = x.reshape(b // parts, parts, -1, chunk, *x.shape[2:])
         return jnp.moveaxis(x, 0, 2).reshape(-1, b // parts, chunk, *x.shape[4:])
 
-    def whole(x: Array) -> Array:
+    def untiled(x: Array) -> Array:
         x = x.reshape(parts, -1, b // parts, chunk)
         return jnp.moveaxis(x, 2, 0).reshape(b, -1)[:, :t]
 
+    # Kept for the backward pass, the chunks' distributions would be [B, T, V] together.
     again = jax.checkpoint(run)
     stats = jax.lax.map(lambda xs: again(*xs), jax.tree.map(tiles, (hidden, tokens)))
-    return jax.tree.map(whole, stats)
+    return jax.tree.map(untiled, stats)
 
 
-def _chunks(rows: int, columns: int, room: int) -> tuple[int, int]:
-    """Into how many parts rows are dealt and how many columns go at once, for ``room`` tokens.
+def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
+    """How many parts the rows are cut into, and the columns of a chunk, for ``limit`` tokens.
 
-    The room is a device's, and so are the rows counted, since a batch is divided over devices.
+    The limit is a device's, and so are the rows counted, since a batch is divided over devices.
     """
     own = rows // parts_of("batch", rows)
-    parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= room or d == own))
-    return parts, max(1, min(columns, room // (own // parts)))
-
-
-def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
-    """The trees that scoring reads, by name: those trained, and those frozen.
-
-    Args:
-      params: of a ``TrainState``.
-      frozen: of it.
-      network: the policy.
-
-    Returns:
-      "policy", "value" where there is one, and the frozen policies. Where the network has a
-      ``split``, the reference is the base, unless another one is kept.
-    """
-    if network.extras.split is None:
-        return params | dict(frozen)
-    base = frozen["base"]
-    others = {name: tree for name, tree in frozen.items() if name != "base"}
-    whole = network.extras.split.join(params["policy"], base)
-    return {"ref": base} | params | others | {"policy": whole}
+    parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= limit or d == own))
+    return parts, max(1, min(columns, limit // (own // parts)))
 
 
 @jax.named_scope("score")
@@ -333,67 +314,93 @@ def score(
       UserError: a batch whose routing is to be replayed, and a network that cannot.
     """
     n, g, t = batch.tokens.shape
-    distributions = tuple(s for s in statistics if s.over == "vocabulary")
     heads, bodies = _readers(want, statistics)
     nets = {name: networks.get(name, network) for name in bodies}
-    shared = all(net.extras.hidden_shared is not None for net in nets.values())
-    if "values" in want:
-        assert value is not None, "an objective that needs values is built with a value network"
-        shared = shared and value.apply_shared is not None
+    assert value is not None or "values" not in want, "an objective that needs values has a network"
+    value = value if "values" in want else None
+    shared = _shares_prompts(batch, nets, value)
+    states: dict[str, Array] = {}
+    stats: Stats = {}
+    router: Stats = {}
+    if shared:
+        routed = shared_rows(batch)
+        plain = routed._replace(routing=None)
+        for name, net in nets.items():
+            own = routed if name == "policy" else plain  # other policies have routers of their own
+            states[name], sums = net.extras.hidden_shared(params[name], own)  # type: ignore[misc]
+            router = sums if name == "policy" else router
+        if value is not None:
+            stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
+    else:
+        sequences = rows(batch)
+        before, tokens = sequences.before[:, :, None], constrain(sequences.tokens, "batch", None)
+        where = sequences.positions, sequences.segments
+        for name, net in nets.items():
+            hidden, sums = net.hidden(params[name], tokens, *where)
+            router = sums if name == "policy" else router
+            states[name] = jnp.take_along_axis(hidden, before, axis=1)
+            if name == "policy" and value is not None:
+                values = value.apply(params["value"], hidden, tokens, *where)
+                stats["values"] = jnp.take_along_axis(values, sequences.before, axis=1)
+
+    # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
+    targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
+    if packing is not None:
+        targets = targets[jnp.maximum(packing.members, 0), packing.steps]
+    if heads:
+        stats |= head_statistics(
+            params,
+            {name: states[name] for name in heads},
+            targets,
+            networks=nets,
+            sampling_params=sampling_params,
+            want=want,
+            statistics=tuple(s for s in statistics if s.over == "vocabulary"),
+        )
+    unpack = _unpacked(packing, n * g, t)
+    stats = {name: unpack(x) for name, x in stats.items()}
+    stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
+    wanted = want | {statistic.name for statistic in statistics}
+    found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
+    return found | router if "router" in want else found
+
+
+def _shares_prompts(
+    batch: Batch, networks: Mapping[str, Network], value: ValueNetwork | None
+) -> bool:
+    """Whether all networks take rows that share their prompts.
+
+    Raises:
+      UserError: the batch's routing is to be replayed, which only such rows can.
+    """
+    shared = all(network.extras.hidden_shared is not None for network in networks.values())
+    shared = shared and (value is None or value.apply_shared is not None)
     if batch.routing is not None and not shared:
         raise UserError(
             "train.replay_routing = true: a network of this run does not take rows that share "
             "prompts, which is how routing is replayed; use those of jrl.models.transformer"
         )
-    targets = batch.tokens.reshape(n * g, t)
-    if shared and (packing := batch.packing) is not None:
-        targets = targets[jnp.maximum(packing.members, 0), packing.steps]
-    unpack = _unpacked(batch.packing if shared else None, n * g, t)
-    before: dict[str, Array] = {}
-    stats: Stats = {}
-    router: Stats = {}
-    if shared:
-        once = shared_rows(batch)
-        bare = once._replace(routing=None)
-        for name, net in nets.items():
-            seen = once if name == "policy" else bare  # other policies have routers of their own
-            before[name], sums = net.extras.hidden_shared(params[name], seen)  # type: ignore[misc]
-            router = sums if name == "policy" else router
-        if "values" in want:
-            stats["values"] = value.apply_shared(params["value"], before["policy"], bare)  # type: ignore
-    else:
-        laid = rows(batch)
-        place, tokens = laid.before[:, :, None], constrain(laid.tokens, "batch", None)
-        for name, net in nets.items():
-            hidden, sums = net.hidden(params[name], tokens, laid.positions, laid.segments)
-            router = sums if name == "policy" else router
-            before[name] = jnp.take_along_axis(hidden, place, axis=1)
-            if name == "policy" and "values" in want:
-                along = (tokens, laid.positions, laid.segments)
-                values = value.apply(params["value"], hidden, *along)  # type: ignore[union-attr]
-                stats["values"] = jnp.take_along_axis(values, laid.before, axis=1)
-    if heads:
-        stats |= head_statistics(
-            params,
-            {name: before[name] for name in heads},
-            targets,
-            networks=nets,
-            sampling_params=sampling_params,
-            want=want,
-            statistics=distributions,
-        )
-    stats = {name: unpack(x) for name, x in stats.items()}
+    return shared
+
+
+def _of_sequences(
+    statistics: tuple[Statistic, ...],
+    params: Params,
+    batch: Batch,
+    states: Callable[[str], Array],
+    networks: Mapping[str, Network],
+) -> Stats:
+    """[B, T]: the statistics of hidden states, policy -> [B, T, D], and of attention."""
+    n, g, t = batch.tokens.shape
+    found: Stats = {}
     for statistic in statistics:
+        name = statistic.policies[0]
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            states = unpack(before[statistic.policies[0]])
-            stats[statistic.name] = jax.vmap(statistic.apply)(states, live)
+            found[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
         if statistic.over == "attention":
-            name = statistic.policies[0]
-            stats[statistic.name] = _of_attention(statistic, params[name], batch, nets[name])
-    wanted = want | {statistic.name for statistic in statistics}
-    found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
-    return found | router if "router" in want else found
+            found[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
+    return found
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
@@ -404,7 +411,7 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
             "give; use one of jrl.models.transformer, or a method that does not need it"
         )
     n, g, t = batch.tokens.shape
-    laid, attention = rows(batch), network.extras.attention
+    sequences, attention = rows(batch), network.extras.attention
 
     def one(row: tuple[Array, ...]) -> Array:
         tokens, positions, segments, mask = row
@@ -412,7 +419,7 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
         lags = positions[-t:, None] - positions[None]
         return statistic.apply(weights, jnp.where((segments != 0)[None], lags, -1), mask)
 
-    each = (laid.tokens, laid.positions, laid.segments, batch.mask.reshape(n * g, t))
+    each = (sequences.tokens, sequences.positions, sequences.segments, batch.mask.reshape(n * g, t))
     return jax.lax.map(one, each)
 
 

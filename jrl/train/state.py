@@ -170,6 +170,26 @@ def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any)
 # ---------------------------------------------------------------- the reference after a step
 
 
+def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
+    """The trees that scoring reads, by name: those trained, and those frozen.
+
+    Args:
+      params: of a ``TrainState``.
+      frozen: of it.
+      network: the policy.
+
+    Returns:
+      "policy", "value" where there is one, and the frozen policies. Where the network has a
+      ``split``, the reference is the base, unless another one is kept.
+    """
+    if network.extras.split is None:
+        return params | dict(frozen)
+    base = frozen["base"]
+    others = {name: tree for name, tree in frozen.items() if name != "base"}
+    policy = network.extras.split.join(params["policy"], base)
+    return {"ref": base} | params | others | {"policy": policy}
+
+
 def renew_reference(
     state: TrainState,
     optimizer: optax.GradientTransformation,
@@ -254,12 +274,12 @@ def _words(x: Array) -> Array:
 
 
 def _hashed(words: Array) -> Array:
-    """Each word mixed with its place in the flattened array."""
-    place = jnp.zeros(words.shape, jnp.uint32)
+    """Each word mixed with its index in the flattened array."""
+    index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
-        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-        place = place * jnp.uint32(size & 0xFFFFFFFF) + index
-    return _mix(words ^ _mix(place + jnp.uint32(0x9E3779B9)))
+        coordinate = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        index = index * jnp.uint32(size & 0xFFFFFFFF) + coordinate
+    return _mix(words ^ _mix(index + jnp.uint32(0x9E3779B9)))
 
 
 def _mix(x: Array) -> Array:

@@ -31,8 +31,8 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.params import SamplingParams
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
-from jrl.train.score import in_parts, policies_of, score, split, undivided
-from jrl.train.state import check_renewable, renew_reference
+from jrl.train.score import in_parts, score, split, undivided
+from jrl.train.state import check_renewable, policies_of, renew_reference
 from jrl.types import (
     NOTHING,
     Array,
@@ -169,6 +169,7 @@ def complete(
     """The batch with what stays the same during the step: tie-breakers, start statistics."""
     objective = parts.objective
     stats, ids = dict(batch.stats), dict(batch.ids)
+    # By step and place in the batch, so that a resumed run breaks ties the same way.
     if "tie_breaker" not in ids:
         ids["tie_breaker"] = draw_tie_breakers(
             stream(state.key, "tie_breaker", state.step), *batch.tokens.shape[:2]
@@ -181,6 +182,7 @@ def complete(
         "rollout_values": "values",
         "rollout_entropy": "entropy",
     }
+    # The same statistics as in the loss, but of the parameters before the step's first update.
     names = {name: source for name, source in renamed.items() if name in objective.needs}
     frozen = {f"{name}_logprobs" for name in objective.frozen} & objective.needs
     statistics = tuple(s for s in objective.statistics if s.start)
@@ -376,6 +378,7 @@ def check_split(prompts: int, minibatches: int, microbatches: int) -> None:
 
 def place_batch(batch: Batch, mesh: Mesh) -> Batch:
     """The batch on the mesh, prompts divided over the data axes."""
+    # A packing has an axis of microbatches before that of rows.
     packing = _place(batch.packing, NamedSharding(mesh, spec((None, "batch"))))
     batch = batch.replace(packing=None)
     weights = _place(batch.reward_weights, replicated(mesh))

@@ -63,15 +63,15 @@ def test_solutions_are_right_and_changed_solutions_are_wrong(name):
     assert partial(problems, tokens, lengths).tolist() == [1.0] * 2048
 
     # what comes at and past `length` is not read
-    place = jnp.arange(task.completion_tokens)[None]
-    noise = jnp.where(place >= lengths[:, None], 5, tokens)
+    positions = jnp.arange(task.completion_tokens)[None]
+    noise = jnp.where(positions >= lengths[:, None], 5, tokens)
     assert verify(problems, noise, lengths).min() == 1.0
 
     # a token missing at the end, one too many, and a completion without its stop token
     assert verify(problems, tokens, lengths - 1).max() == 0.0
     longer = jnp.pad(tokens, ((0, 0), (0, 1)), constant_values=STOP_ID)
     assert verify(problems, longer, lengths + 1).max() == 0.0
-    unstopped = jnp.where(place == lengths[:, None] - 1, 3, tokens)
+    unstopped = jnp.where(positions == lengths[:, None] - 1, 3, tokens)
     assert verify(problems, unstopped, lengths).max() == 0.0
     assert verify(problems, tokens, jnp.zeros_like(lengths)).max() == 0.0
     assert partial(problems, tokens, lengths - 1).max() < 1.0

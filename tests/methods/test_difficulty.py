@@ -167,9 +167,9 @@ def test_ucas_without_its_coefficients_is_token_mean_grpo():
 
 def test_certainty_is_the_divergence_of_the_uniform_distribution_and_ignores_temperature():
     logits = np.array([0.3, -1.0, 2.0, 0.0])
-    sampling_params = np.exp(logits) / np.exp(logits).sum()
+    probs = np.exp(logits) / np.exp(logits).sum()
     distributions = {"logits": jnp.asarray(logits, jnp.float32), "policy": None}
-    divergence = (0.25 * np.log(0.25 / sampling_params)).sum()
+    divergence = (0.25 * np.log(0.25 / probs)).sum()
     assert float(self_certainty(distributions, 0)) == pytest.approx(
         divergence + np.log(4), rel=1e-5
     )

@@ -32,6 +32,7 @@ from jrl.objectives import (
     policy_loss,
     ratios,
 )
+from jrl.objectives.corrections import CORRECTIONS
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
 few = settings(max_examples=5, deadline=None, derandomize=True)
@@ -350,7 +351,7 @@ def test_without_a_correction_proximal_equal_to_sampler_changes_nothing(
     d = make_ragged(8)
     d.proximal_logprobs = d.sampler_logprobs
     plain, _ = loss_and_gradients(get_method("grpo"), make_batch(d), d)
-    for correction in set(ratios.CORRECTIONS) - {"none"}:
+    for correction in set(CORRECTIONS) - {"none"}:
         method = get_method("grpo", correction=correction)
         corrected, _ = loss_and_gradients(method, make_batch(d), d)
         assert corrected == pytest.approx(plain, abs=1e-6)

@@ -15,6 +15,7 @@ from jrl.methods import get_method
 from jrl.methods.ratios import drop_covariant, mark_covariant
 from jrl.objectives import aggregates, combine_terms, policy_loss, ratios, transforms
 from jrl.objectives.advantages import greedy_baseline
+from jrl.objectives.corrections import named_correction
 from jrl.objectives.kl import estimator
 from jrl.objectives.normalizers import decoupled_parts
 from jrl.objectives.regularizers import value_loss
@@ -208,7 +209,7 @@ def test_estimates_of_the_divergence_are_verls(kind):
 
 @pytest.mark.parametrize("name", ["tis", "sequence_tis"])
 def test_weights_of_the_corrections_are_verls(name):
-    correction = ratios.named_correction(name, 1.2)
+    correction = named_correction(name, 1.2)
     stats = {k: grouped(GIVEN[k]) for k in ("proximal_logprobs", "sampler_logprobs")}
     ours = jax.vmap(jax.vmap(correction.weight))(stats, jnp.asarray(MASK))
     ours = np.where(MASK, ours, 0).reshape(N * G, T)

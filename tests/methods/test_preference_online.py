@@ -215,12 +215,14 @@ def test_upo_draws_in_proportion_to_certainty():
 
     @jax.jit
     @jax.vmap
-    def drawn(lots):
-        batch = as_batch(d, ids={"prompt": jnp.arange(2), "tie_breaker": lots})
+    def drawn(tie_breakers):
+        ids = {"prompt": jnp.arange(2), "tie_breaker": tie_breakers}
+        batch = as_batch(d, ids=ids)
         return compute_advantages(objective, batch, objective.init())[1].members.any(axis=1)
 
-    lots = np.random.default_rng(0).integers(0, 2**31 - 1, (4000, 2, 2)).astype(np.int32)
-    kept = np.asarray(drawn(lots))
+    rng = np.random.default_rng(0)
+    tie_breakers = rng.integers(0, 2**31 - 1, (4000, 2, 2)).astype(np.int32)
+    kept = np.asarray(drawn(tie_breakers))
     assert (kept.sum(axis=1) == 1).all()
     (_, a), (_, b) = list(certainties(d))
     assert kept[:, 0].mean() == pytest.approx(a / (a + b), abs=0.03)

@@ -244,9 +244,9 @@ def test_maxrl_is_the_mean_score_of_the_right_completions_less_that_of_all():
 
 
 def test_collision_is_the_sum_of_squared_probabilities():
-    sampling_params = np.log(np.array([0.5, 0.25, 0.25, 1e-30], np.float32))
-    sampling_params[3] = -np.inf
-    assert float(COLLISION.apply({"policy": sampling_params}, 0)) == pytest.approx(0.375)
+    logprobs = np.log(np.array([0.5, 0.25, 0.25, 1e-30], np.float32))
+    logprobs[3] = -np.inf
+    assert float(COLLISION.apply({"policy": logprobs}, 0)) == pytest.approx(0.375)
     assert get_method("otb").objective.statistics == (COLLISION,)
 
 

@@ -104,8 +104,8 @@ def times(x, w):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_transposed_weight_multiplies_as_it_is(rows, heads, atol, dtype):
     x, w = operands((rows, 1, heads, 8), (heads, 8, 32 * heads // 4), dtype)
-    made, whole = jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w)
-    np.testing.assert_allclose(made, whole, atol=atol)
+    made, full = jax.jit(times)(x, w), exact("bqhk,hkd->bqd", x, w)
+    np.testing.assert_allclose(made, full, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [2, 5, VERY_FEW, VERY_FEW + 1])
@@ -118,9 +118,9 @@ def test_very_few_rows_are_left_to_the_compiler(rows):
 def test_a_transposed_weight_is_rounded_as_it_is():
     _, w = operands((1,), (4, 8, 32))
     ours = WeightFirst.of(w, 2).in_8_bits(2)
-    whole = quantise(w, 2)
-    np.testing.assert_array_equal(ours.values, whole.values)
-    np.testing.assert_array_equal(ours.scales, whole.scales)
+    full = quantise(w, 2)
+    np.testing.assert_array_equal(ours.values, full.values)
+    np.testing.assert_array_equal(ours.scales, full.scales)
 
 
 # ---------------------------------------------------------------- gradients

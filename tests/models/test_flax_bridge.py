@@ -133,9 +133,9 @@ def test_padding_does_not_matter(kind, packed):
     for row in range(3):
         one = tokens[row][segments[row] == 1]
         closed[row, : len(one)] = one
-    place = np.broadcast_to(np.arange(8), closed.shape)
-    live = (place < segments.sum(axis=1, keepdims=True)).astype(np.int32)
-    want, _ = jax.jit(network.hidden)(params, closed, place, live)
+    position_ids = np.broadcast_to(np.arange(8), closed.shape)
+    live = (position_ids < segments.sum(axis=1, keepdims=True)).astype(np.int32)
+    want, _ = jax.jit(network.hidden)(params, closed, position_ids, live)
     for row in range(3):
         got = logits[row][segments[row] == 1]
         np.testing.assert_allclose(got, want[row][live[row] == 1], atol=1e-5)
@@ -143,18 +143,18 @@ def test_padding_does_not_matter(kind, packed):
 
 def test_a_bridged_module_gives_what_the_module_gives():
     tokens = jnp.arange(6)[None]
-    place, live = jnp.arange(6)[None], jnp.ones_like(tokens)
+    positions, live = jnp.arange(6)[None], jnp.ones_like(tokens)
     network = POLICIES["linen"](packed=False)
     params = jax.jit(network.init)(jax.random.key(0))
     want = jax.jit(LinenTrunk().apply)({"params": params}, tokens)
     np.testing.assert_allclose(
-        jax.jit(network.hidden)(params, tokens, place, live)[0], want, atol=1e-6
+        jax.jit(network.hidden)(params, tokens, positions, live)[0], want, atol=1e-6
     )
     network = POLICIES["nnx"](packed=False)
     params = jax.jit(network.init)(jax.random.key(0))
     want = NnxTrunk(nnx.Rngs(jax.random.key(0)))(tokens)
     np.testing.assert_allclose(
-        jax.jit(network.hidden)(params, tokens, place, live)[0], want, atol=1e-6
+        jax.jit(network.hidden)(params, tokens, positions, live)[0], want, atol=1e-6
     )
 
 
@@ -163,15 +163,15 @@ def test_segments_of_one_row_are_apart_or_refused(kind):
     tokens, _, segments = padded_rows()
     first, second = alone(tokens, segments, 0), alone(tokens, segments, 1)
     row = jnp.concatenate([first, second], axis=1)
-    place = jnp.concatenate([jnp.arange(x.shape[1]) for x in (first, second)])[None]
+    positions = jnp.concatenate([jnp.arange(x.shape[1]) for x in (first, second)])[None]
     parts = jnp.concatenate([jnp.ones_like(first), jnp.full_like(second, 2)], axis=1)
     network = POLICIES[kind](packed=True)
     params = jax.jit(network.init)(jax.random.key(0))
-    got, _ = jax.jit(network.hidden)(params, row, place, parts)
+    got, _ = jax.jit(network.hidden)(params, row, positions, parts)
     want, _ = jax.jit(network.hidden)(params, second, jnp.arange(3)[None], jnp.ones_like(second))
     np.testing.assert_allclose(got[:, first.shape[1] :], want, atol=1e-5)
     plain = POLICIES[kind](packed=False)
-    got, _ = plain.hidden(params, row, place, parts)
+    got, _ = plain.hidden(params, row, positions, parts)
     assert bool(jnp.isnan(got).all())
 
 
@@ -181,7 +181,7 @@ def test_extend_equals_hidden(kind, packed):
     network = POLICIES[kind](packed=packed)
     params = jax.jit(network.init)(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, V)
-    lengths = jnp.array([[4], [2]])  # of the prompts; decoding goes on from there
+    lengths = jnp.array([[4], [2]])  # of the prompts; decoding continues there
     cache = network.init_cache(2, 12, params)
     assert {x.shape[0] for x in jax.tree.leaves(cache)} == {2}
     extend = jax.jit(network.extend)
@@ -195,8 +195,8 @@ def test_extend_equals_hidden(kind, packed):
         live = jnp.array([[True], [step < 2]])
         out, cache = extend(params, cache, new, at, live)
         outputs += [out[0, 0]] + ([out[1, 0]] if step < 2 else [])
-    place = jnp.broadcast_to(jnp.arange(9), (2, 9))
-    want, _ = jax.jit(network.hidden)(params, tokens, place, jnp.ones_like(tokens))
+    positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    want, _ = jax.jit(network.hidden)(params, tokens, positions, jnp.ones_like(tokens))
     index = [(0, 3), (1, 1), (0, 4), (1, 2), (0, 5), (1, 3), (0, 6)]
     got = jnp.stack(outputs)
     np.testing.assert_allclose(got, jnp.stack([want[i] for i in index]), atol=1e-5)
@@ -265,8 +265,8 @@ def test_a_reward_network_reads_the_last_token_and_learns(kind, packed):
     scores = apply(params, tokens, lengths)
     assert scores.shape == (4,)
     assert scores.dtype == jnp.float32
-    place = jnp.broadcast_to(jnp.arange(7), (4, 7))
-    every = jax.jit(value.apply)(params, None, tokens, place, jnp.ones_like(tokens))
+    positions = jnp.broadcast_to(jnp.arange(7), (4, 7))
+    every = jax.jit(value.apply)(params, None, tokens, positions, jnp.ones_like(tokens))
     np.testing.assert_allclose(scores, every[jnp.arange(4), lengths - 1], atol=1e-5)
     past = tokens.at[1, 1:].set(0)
     np.testing.assert_allclose(apply(params, past, lengths)[1], scores[1], atol=1e-6)

@@ -215,9 +215,9 @@ def test_attention_weights_equal_the_reference(tmp_path):
     tokens = np.random.default_rng(1).integers(0, SHAPE["vocab_size"], (2, 24))
     with torch.no_grad():
         given = model(torch.tensor(tokens), output_attentions=True).attentions
-    place = jnp.broadcast_to(jnp.arange(24), (2, 24))
+    positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
     attention = jax.jit(transformer(config).extras.attention)
-    got = attention(params, jnp.asarray(tokens), place, jnp.ones_like(place))
+    got = attention(params, jnp.asarray(tokens), positions, jnp.ones_like(positions))
     first, last = config.layers // 3, 2 * config.layers // 3  # five layers, or as many as there are
     chosen = sorted({round(first + part * (last - first) / 4) for part in range(5)})
     assert chosen[0] == first
@@ -452,8 +452,8 @@ def test_layer_type_errors(changes, named):
 
 def test_broken_files_are_named(copied, tmp_path):
     weights = copied / "model.safetensors"
-    whole = weights.read_bytes()
-    for part in (whole[:-100], whole[:50], b"", b"\xff" * 200):
+    full = weights.read_bytes()
+    for part in (full[:-100], full[:50], b"", b"\xff" * 200):
         weights.write_bytes(part)
         with pytest.raises(UserError, match=r"model\.safetensors: truncated or not"):
             hf.load(copied)

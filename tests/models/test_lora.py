@@ -81,13 +81,13 @@ def test_the_gradient_is_that_of_the_merged_weights(base):
     @jax.jit
     def gradients(trained):
         through = lambda t, f: (logits(f(network.extras.split.join(t, below))) * given).sum()  # noqa: E731
-        apart = jax.grad(through)(trained, lambda params: params)
-        return apart, jax.grad(through)(trained, network.extras.split.merge)
+        separate = jax.grad(through)(trained, lambda params: params)
+        return separate, jax.grad(through)(trained, network.extras.split.merge)
 
-    apart, merged = gradients(trained)
-    assert set(apart["layers"]["attention"]) == {"q", "o"}
-    assert set(apart["layers"]["mlp"]) == {"up"}
-    for a, b in zip(jax.tree.leaves(apart), jax.tree.leaves(merged), strict=True):
+    separate, merged = gradients(trained)
+    assert set(separate["layers"]["attention"]) == {"q", "o"}
+    assert set(separate["layers"]["mlp"]) == {"up"}
+    for a, b in zip(jax.tree.leaves(separate), jax.tree.leaves(merged), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-5)
 

@@ -146,9 +146,9 @@ def test_padding_visits_nobody():
     ids = jnp.tile(jnp.array([[0, 4]]), (M, 1))
     live = jnp.arange(M) % 2 == 0
     out = visited(x, jnp.ones((M, 2)), ids, gate, up, down, live=live)
-    whole = visited(x, jnp.ones((M, 2)), ids, gate, up, down)
+    full = visited(x, jnp.ones((M, 2)), ids, gate, up, down)
     np.testing.assert_array_equal(out[~live], 0)
-    np.testing.assert_allclose(out[live], whole[live], atol=1e-5)
+    np.testing.assert_allclose(out[live], full[live], atol=1e-5)
 
 
 def test_devices_with_some_of_the_experts_add_up_to_all_of_them():
@@ -158,8 +158,8 @@ def test_devices_with_some_of_the_experts_add_up_to_all_of_them():
         visited(x, to.weights, to.experts, gate[at], up[at], down[at], first=first)
         for first, at in ((0, slice(0, 2)), (2, slice(2, E)))
     ]
-    whole = visited(x, to.weights, to.experts, gate, up, down)
-    np.testing.assert_allclose(sum(halves), whole, atol=2e-5)
+    full = visited(x, to.weights, to.experts, gate, up, down)
+    np.testing.assert_allclose(sum(halves), full, atol=2e-5)
 
 
 # ---------------------------------------------------------------- routers

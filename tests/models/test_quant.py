@@ -53,9 +53,9 @@ def test_a_number_is_off_by_half_a_scale_at_most(kind):
     assert isinstance(turned.values, np.ndarray) == (kind == "host")
     assert turned.values.dtype == np.int8
     assert turned.scales.shape == (3, 1, 5)
-    whole = np.asarray(turned.values, np.float64) * np.asarray(turned.scales, np.float64)
-    assert (np.abs(whole - w) <= 0.5 * np.asarray(turned.scales) * (1 + 1e-5)).all()
-    np.testing.assert_array_equal(whole[1, :, 2], 0)
+    full = np.asarray(turned.values, np.float64) * np.asarray(turned.scales, np.float64)
+    assert (np.abs(full - w) <= 0.5 * np.asarray(turned.scales) * (1 + 1e-5)).all()
+    np.testing.assert_array_equal(full[1, :, 2], 0)
     assert np.abs(np.asarray(turned.values)).max() == 127
     np.testing.assert_allclose(np.asarray(turned.scales)[2, 0, 4], 100 / 127, rtol=1e-6)
 
@@ -68,10 +68,10 @@ def test_a_product_is_that_of_the_floats_it_stands_for(spec, dtype, bound):
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.normal(size=shape), dtype)
     w = quantise(jnp.asarray(rng.normal(size=w_shape), jnp.float32), inputs)
-    whole = np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)
+    full = np.asarray(w.values, np.float64) * np.asarray(w.scales, np.float64)
     out = project(spec, x, w)
     assert out.dtype == x.dtype
-    exact = np.einsum(spec, np.asarray(x, np.float64), whole)
+    exact = np.einsum(spec, np.asarray(x, np.float64), full)
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, atol=bound * np.abs(exact).max())
     assert project(spec, x, w, jnp.float32).dtype == jnp.float32
 
@@ -80,7 +80,7 @@ def test_a_product_is_that_of_the_floats_it_stands_for(spec, dtype, bound):
     back = jax.grad(loss)(x)
     operands, result = spec.split("->")
     left, right = operands.split(",")
-    exact = np.einsum(f"{result},{right}->{left}", given.astype(np.float64), whole)
+    exact = np.einsum(f"{result},{right}->{left}", given.astype(np.float64), full)
     assert back.dtype == x.dtype
     np.testing.assert_allclose(
         np.asarray(back, np.float64), exact, atol=bound * np.abs(exact).max()
@@ -125,8 +125,8 @@ def test_layers_on_the_host_and_on_the_device_are_the_same_and_have_axes():
     assert axes["layers"]["attention"]["o"].scales == ("layers", None, None, "embed")
     small = sum(x.nbytes for x in jax.tree.leaves(turned["layers"]))
     assert small < 0.3 * sum(x.nbytes for x in jax.tree.leaves(params["layers"]))
-    whole = dequantise(turned, "float32")
-    worst = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole, params)
+    full = dequantise(turned, "float32")
+    worst = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), full, params)
     assert 0 < max(jax.tree.leaves(worst)) < 0.01
 
 

@@ -129,24 +129,24 @@ def ragged_groups(packed):
     start = jnp.repeat(prompt_lengths, members)[:, None]
     positions, segments = start + column, (column < lengths).astype(jnp.int32)
     owners = jnp.zeros_like(tokens)
-    laid = SharedRows(
+    packed_rows = SharedRows(
         prompts[:, None], prompt_lengths[:, None], tokens, positions, segments, owners
     )
     if packed:
         rows = jnp.array([[0, 3], [4, 1], [5, 2]])  # three rows of two completions each
         own = segments * (1 + jnp.arange(n * members)[:, None])
         parts = (tokens, positions, own, owners + jnp.arange(n * members)[:, None] // members)
-        laid = SharedRows(
+        packed_rows = SharedRows(
             prompts[None], prompt_lengths[None], *(x[rows].reshape(3, -1) for x in parts)
         )
-    place = jnp.broadcast_to(jnp.arange(p)[None], (n * members, p))
+    position_ids = jnp.broadcast_to(jnp.arange(p)[None], (n * members, p))
     repeated = (
         jnp.concatenate([jnp.repeat(prompts, members, axis=0), tokens], axis=1),
-        jnp.concatenate([place, positions], axis=1),
-        jnp.concatenate([place < start, segments != 0], axis=1).astype(jnp.int32),
+        jnp.concatenate([position_ids, positions], axis=1),
+        jnp.concatenate([position_ids < start, segments != 0], axis=1).astype(jnp.int32),
     )
     rows = rows if packed else jnp.arange(6)[:, None]
-    return laid, repeated, lambda x: x[:, p:][rows].reshape(*laid.tokens.shape, -1)
+    return packed_rows, repeated, lambda x: x[:, p:][rows].reshape(*packed_rows.tokens.shape, -1)
 
 
 @pytest.mark.parametrize(
@@ -159,12 +159,12 @@ def ragged_groups(packed):
 )
 def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
     network, params = make(**VARIANTS[variant])
-    laid, repeated_rows, own = ragged_groups(packed)
-    weights = jax.random.normal(jax.random.key(4), (*laid.tokens.shape, TINY.embed_dim))
-    weights = jnp.where((laid.segments != 0)[:, :, None], weights, 0.0)
+    packed_rows, repeated_rows, own = ragged_groups(packed)
+    weights = jax.random.normal(jax.random.key(4), (*packed_rows.tokens.shape, TINY.embed_dim))
+    weights = jnp.where((packed_rows.segments != 0)[:, :, None], weights, 0.0)
 
     def once(params):
-        hidden, aux = network.extras.hidden_shared(params, laid)
+        hidden, aux = network.extras.hidden_shared(params, packed_rows)
         return (weights * hidden).sum(), (hidden, aux)
 
     def repeated(params):
@@ -174,7 +174,7 @@ def test_rows_that_share_a_prompt_equal_rows_that_repeat_it(variant, packed):
     quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     gradient, (hidden, aux) = quick(jax.grad(once, has_aux=True))(params)
     expected_gradient, (expected, like) = quick(jax.grad(repeated, has_aux=True))(params)
-    live = np.asarray(laid.segments) != 0
+    live = np.asarray(packed_rows.segments) != 0
     np.testing.assert_allclose(hidden[live], expected[live], atol=1e-5)
     assert set(aux) == set(like)
     for (path, a), b in zip(
@@ -195,22 +195,23 @@ def test_a_shared_prompt_goes_through_the_network_once():
     params = jax.eval_shape(network.init, jax.random.key(0))
     rows = jax.ShapeDtypeStruct((8, 8), jnp.int32)
     prompts = jax.ShapeDtypeStruct((1, 1, 64), jnp.int32)
-    laid = SharedRows(prompts, jax.ShapeDtypeStruct((1, 1), jnp.int32), *[rows] * 4)
+    packed_rows = SharedRows(prompts, jax.ShapeDtypeStruct((1, 1), jnp.int32), *[rows] * 4)
     long = [jax.ShapeDtypeStruct((8, 72), jnp.int32)] * 3
 
     def flops(function, *inputs):
         return jax.jit(function).lower(params, *inputs).compile().cost_analysis()["flops"]
 
-    assert flops(network.extras.hidden_shared, laid) < 0.3 * flops(network.hidden, *long)
+    assert flops(network.extras.hidden_shared, packed_rows) < 0.3 * flops(network.hidden, *long)
 
 
 def test_attention_is_that_of_five_layers_over_the_middle_third():
     """Layers 4 to 8 of 12; of fewer layers, each one once. Rows sum to 1 where a token is."""
     tokens = jnp.arange(6, dtype=jnp.int32).reshape(1, 6) % 5
-    places, live = jnp.arange(6, dtype=jnp.int32)[None], jnp.arange(6)[None] < 5
+    positions = jnp.arange(6, dtype=jnp.int32)[None]
+    segments = (positions < 5).astype(jnp.int32)
     for layers, count in ((12, 5), (2, 2), (1, 1)):
         network, params = make(layers=layers)
-        weights = jax.jit(network.extras.attention)(params, tokens, places, live.astype(jnp.int32))
+        weights = jax.jit(network.extras.attention)(params, tokens, positions, segments)
         assert weights.shape == (1, count * TINY.heads, 6, 6)
         np.testing.assert_allclose(weights.sum(3)[:, :, :5], 1, rtol=1e-5)
         assert not np.triu(np.asarray(weights)[0, 0], 1).any()
@@ -238,11 +239,11 @@ def gradient_program(config, remat, shared, attention="auto"):
     network = T.transformer(config, remat=remat, attention=attention)
     params = network.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(2), (2, 6), 0, TINY.vocab_size)
-    laid, *_ = ragged_groups(packed=False)
+    packed_rows, *_ = ragged_groups(packed=False)
 
     def loss(params):
         if shared:
-            hidden, _ = network.extras.hidden_shared(params, laid)
+            hidden, _ = network.extras.hidden_shared(params, packed_rows)
         else:
             hidden, _ = whole(network, params, tokens, jnp.array([6, 4]))
         return (network.logits(params, hidden) ** 2).mean()

@@ -23,9 +23,9 @@ def by_definition(hidden, weight, tokens, axis, softcap):
     scores = jnp.einsum("btd,vd->btv", hidden, weight if axis == 0 else weight.T)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    sampling_params = jax.nn.log_softmax(scores / TEMPERATURE)
-    chosen = jnp.take_along_axis(sampling_params, tokens[:, :, None], axis=-1)[:, :, 0]
-    return {"logprobs": chosen, "entropy": -(jnp.exp(sampling_params) * sampling_params).sum(-1)}
+    logprobs = jax.nn.log_softmax(scores / TEMPERATURE)
+    chosen = jnp.take_along_axis(logprobs, tokens[:, :, None], axis=-1)[:, :, 0]
+    return {"logprobs": chosen, "entropy": -(jnp.exp(logprobs) * logprobs).sum(-1)}
 
 
 def total(stats):

@@ -219,7 +219,7 @@ def test_transfers_to_other_slices_are_counted(kind, sent):
 
 
 def test_the_attention_kernel_counts_as_the_products_it_makes():
-    """4 heads of 8 query blocks over 256 keys, turned or not; it says nothing itself."""
+    """4 heads of 8 query blocks over 256 keys, transposed or not; it says nothing itself."""
     text = """HloModule jit_f, is_scheduled=true
 
 ENTRY %main (q: bf16[4,32,64], k: bf16[2,64,256], v: bf16[2,256,64]) -> bf16[4,32,64] {

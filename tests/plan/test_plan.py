@@ -145,8 +145,8 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
     least = 2 * (16 * layer + 2 * 16 * (layer + head))
     sampler = data["programs"]["sampler"]
     assert least < sampler["flops"] < 4 * least
-    # the weights are gathered once, in bfloat16; the embedding is turned for the output too, before
-    # or after it is sent
+    # the weights are gathered once, in bfloat16; the embedding is also transposed for the output,
+    # before or after it is sent
     sent = sampler["collective_bytes_by_kind"]["all-gather/fsdp"]
     assert 2 * (layer + head) * 3 / 4 < sent < 1.5 * 2 * (layer + 2 * head) * 3 / 4
     whole = 2 * (layer + 2 * head)

@@ -211,12 +211,12 @@ def test_rows_of_a_mixed_batch_have_the_distribution_they_have_alone(few):
     )
     logits, uniform = some_logits(few, 11, 70), np.random.default_rng(1).random(11, np.float32)
     drawn = sample(uniform, logits, together)
-    apart = together.replace(mixed=False)
-    assert np.array_equal(sampling_logprobs(logits, together), sampling_logprobs(logits, apart))
+    separate = together.replace(mixed=False)
+    assert np.array_equal(sampling_logprobs(logits, together), sampling_logprobs(logits, separate))
     plain = together.replace(truncates=False, mixed=False, floors=False)
-    for sampling_params in (apart, plain):
+    for sampling_params in (separate, plain):
         same = np.array(
-            [sampling_params is apart or knobs.keys() <= {"temperature"} for knobs in rows]
+            [sampling_params is separate or knobs.keys() <= {"temperature"} for knobs in rows]
         )
         for mine, other in zip(drawn, sample(uniform, logits, sampling_params), strict=True):
             assert np.array_equal(np.asarray(mine)[same], np.asarray(other)[same])

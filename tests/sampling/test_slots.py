@@ -144,8 +144,8 @@ def assert_same(slots, other, *, atol=0.0):
 
 @jit
 def _whole(params, tokens):
-    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = NETWORK.hidden(params, tokens, place, jnp.ones_like(tokens))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = NETWORK.hidden(params, tokens, positions, jnp.ones_like(tokens))
     return NETWORK.logits(params, hidden)
 
 
@@ -157,17 +157,17 @@ def whole_logits(tokens):
 
 
 def scored(prompt_tokens, prompt_lengths, tokens, lengths, temperature):
-    """Log-probabilities [B, T] of completions, each laid right behind its own prompt."""
+    """Log-probabilities [B, T] of completions, each right behind its own prompt."""
     b, t = tokens.shape
     rows = np.zeros((b, P + T), np.int32)
     for i in range(b):
         both = [*prompt_tokens[i, : prompt_lengths[i]], *tokens[i, : lengths[i]]]
         rows[i, : len(both)] = both
-    sampling_params = np.asarray(jax.nn.log_softmax(whole_logits(rows) / temperature))
+    logprobs = np.asarray(jax.nn.log_softmax(whole_logits(rows) / temperature))
     out = np.zeros((b, t))
     for i in range(b):
         for j in range(lengths[i]):
-            out[i, j] = sampling_params[i, prompt_lengths[i] + j - 1, tokens[i, j]]
+            out[i, j] = logprobs[i, prompt_lengths[i] + j - 1, tokens[i, j]]
     return out
 
 
@@ -250,13 +250,11 @@ def test_a_truncated_distribution_draws_what_it_keeps():
     logits = whole_logits(rows) / 1.5
     for i, n in enumerate(lengths):
         for t in range(T):
-            sampling_params = logits[i, n + t - 1]
-            expected = sampling_params[flat[i, t]] - np.log(
-                np.exp(np.sort(sampling_params)[-2:]).sum()
-            )
+            row = logits[i, n + t - 1]
+            expected = row[flat[i, t]] - np.log(np.exp(np.sort(row)[-2:]).sum())
             got = r.sampler_logprobs.reshape(N * G, T)[i, t]
             assert got == pytest.approx(expected, abs=1e-5)
-            assert flat[i, t] in np.argsort(sampling_params)[-2:]
+            assert flat[i, t] in np.argsort(row)[-2:]
 
 
 # ---------------------------------------------------------------- greedy
@@ -421,12 +419,12 @@ def test_a_fork_at_any_position():
         assert np.array_equal(back.lengths, positions)
         assert ((back.versions >= 0).sum(axis=1) == positions).all()
         again = advance(back, version=jnp.int32(5), steps=T)
-        whole = np.asarray(decoded().tokens[row])
+        full = np.asarray(decoded().tokens[row])
         for tokens, versions, position in zip(again.tokens, again.versions, positions, strict=True):
-            assert np.array_equal(tokens[:position], whole[:position])
+            assert np.array_equal(tokens[:position], full[:position])
             assert set(versions[:position].tolist()) == {4}
             assert set(versions[position:].tolist()) <= {5, -1}
-            assert np.array_equal(tokens, whole) or not own
+            assert np.array_equal(tokens, full) or not own
         if own:
             np.testing.assert_allclose(
                 again.logprobs, jnp.repeat(decoded().logprobs[row][None], N * G, 0), atol=1e-5
@@ -436,7 +434,7 @@ def test_a_fork_at_any_position():
 
 
 def extended():
-    """Slots that decoded 3 tokens, were given 0 to 4 of a tool's, and went on to the end."""
+    """Slots that decoded 3 tokens, were given 0 to 4 of a tool's, and continued to the end."""
     before = advance(begin(), steps=3)
     tool = np.random.default_rng(3).integers(0, 23, (N * G, 4)).astype(np.int32)
     counts = (np.arange(N * G) % 5).astype(np.int32)

@@ -244,7 +244,7 @@ def test_stop_strings(engine, alone):
     count = next(k for k in range(T) if stop in TOKENIZER.decode(whole.tokens[:k].tolist()))
     assert end.tokens.tolist() == whole.tokens[:count].tolist()
     assert TOKENIZER.decode(end.tokens.tolist()).endswith(stop)
-    assert got[1, 0].tokens.tolist() == alone[0, 0].tokens.tolist()  # the neighbour goes on
+    assert got[1, 0].tokens.tolist() == alone[0, 0].tokens.tolist()  # the neighbour continues
 
 
 # ---------------------------------------------------------------- weights, suspension
@@ -315,10 +315,10 @@ def test_new_weights_between_chunks(engine, recompute):
 @jit
 def scored(params, tokens):
     """[B, L - 1] log-probabilities of each token but the first."""
-    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = NETWORK.hidden(params, tokens, place, jnp.ones_like(tokens))
-    sampling_params = jax.nn.log_softmax(NETWORK.logits(params, hidden))
-    return jnp.take_along_axis(sampling_params[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    hidden, _ = NETWORK.hidden(params, tokens, positions, jnp.ones_like(tokens))
+    logprobs = jax.nn.log_softmax(NETWORK.logits(params, hidden))
+    return jnp.take_along_axis(logprobs[:, :-1], tokens[:, 1:, None], axis=2)[:, :, 0]
 
 
 # ---------------------------------------------------------------- refusals

@@ -28,7 +28,7 @@ TEXT = "naïve 😀 日本語 ok"
 
 
 def pushed(tokens, sizes, stop=()):
-    """What comes out, piece by piece, when the tokens come so many at a time."""
+    """What comes out, piece by piece, when the tokens come in chunks of this size."""
     stream, pieces = TextStream(BYTES, stop), []
     at = 0
     for size in sizes:

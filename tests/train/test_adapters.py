@@ -22,7 +22,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
 from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
-from jrl.objectives.ratios import Correction, reinforce, weighted
+from jrl.objectives.corrections import Correction
+from jrl.objectives.ratios import reinforce, weighted
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.launch import served_policy
 from jrl.train import build, loop, programs
@@ -36,8 +37,8 @@ from jrl.train.adapters import (
 )
 from jrl.train.frozen import frozen_params
 from jrl.train.loop import train
-from jrl.train.score import policies_of, score
-from jrl.train.state import init_state, policy_of, state_shardings
+from jrl.train.score import score
+from jrl.train.state import init_state, policies_of, policy_of, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
 
 CONFIG = ModelConfig(
@@ -107,13 +108,13 @@ def test_the_state_keeps_the_base_once_and_moments_of_adapters_alone(int8):
     assert nbytes(state.opt_state) == 2 * adapters + 4
     floats = nbytes(transformer(CONFIG).init(jax.random.key(0)))
     assert nbytes(state) < 0.6 * floats + 3 * adapters + 64
-    whole = init_state(
+    full = init_state(
         jax.random.key(0),
         network=transformer(CONFIG),
         objective=parts["objective"],
         optimizer=parts["optimizer"],
     )
-    assert nbytes(whole) > 4 * floats
+    assert nbytes(full) > 4 * floats
 
 
 def test_the_reference_scores_as_the_base_bit_for_bit(int8, quick_jit):
@@ -130,7 +131,7 @@ def test_the_reference_scores_as_the_base_bit_for_bit(int8, quick_jit):
     np.testing.assert_array_equal(reference, base)
 
 
-def test_a_checkpoint_of_adapters_goes_on_bit_for_bit(int8, tmp_path):
+def test_a_checkpoint_of_adapters_resumes_bit_for_bit(int8, tmp_path):
     parts, batch, step, (state, one, two), _ = int8
     with Checkpoints(tmp_path, 1) as store:
         store.save(1, without_base(one))
@@ -263,13 +264,13 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
         clock = ("seconds", "rollout_seconds", "tokens_per_second", "compiles")
         return config, lines, [{k: v for k, v in r.items() if k not in clock} for r in records]
 
-    config, lines, whole = run("whole", 4)
+    config, lines, full = run("whole", 4)
     assert [line for line in lines if "in 8 bits draws from another sampling_params" in line]
     assert [line for line in lines if "losses are weighted for it" in line]
-    assert whole[0]["kl"] == 0 < whole[-1]["kl"]
+    assert full[0]["kl"] == 0 < full[-1]["kl"]
     run("cut", 2)
     _, _, resumed = run("cut", 4)
-    assert resumed == whole
+    assert resumed == full
     sizes = {
         name: sum(f.stat().st_size for f in (tmp_path / "whole" / name).rglob("*") if f.is_file())
         for name in ("base", "checkpoints")
@@ -292,7 +293,7 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
     assert any(np.any(x) for x in jax.tree.leaves(adapters))
 
     compiled = run("compiled", 4, "train.mode=compiled", "checkpoint.every=4")[2]
-    for a, b in zip(compiled, whole, strict=True):
+    for a, b in zip(compiled, full, strict=True):
         np.testing.assert_allclose(a["loss"], b["loss"], atol=1e-5)
 
 
@@ -310,13 +311,13 @@ def test_adapters_of_another_run_are_where_a_run_starts(tmp_path):
             f"lora.path={json.dumps(str(tmp_path / 'adapters'))}",
         ],
     )
-    whole = start_params(config, CONFIG, network, jax.device_get(base))
-    assert_equal(network.extras.split.split(whole)[0], jax.device_get(trained))
+    full = start_params(config, CONFIG, network, jax.device_get(base))
+    assert_equal(network.extras.split.split(full)[0], jax.device_get(trained))
     state = init_state(
         jax.random.key(3),
-        whole,
+        full,
         network=network,
         objective=get_method("grpo").objective,
         optimizer=optax.sgd(0.1),
     )
-    assert_equal(policy_of(state, network), whole)
+    assert_equal(policy_of(state, network), full)

@@ -348,7 +348,7 @@ ELSEWHERE = {
         "test_bad_input.py::test_a_reward_that_fails_may_be_given_0_and_counted"
     ),
     "placement.staleness": (
-        "train/test_disjoint.py::test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it"
+        "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",

@@ -199,11 +199,11 @@ class Loop:
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_the_step_decides_which_version_draws_a_batch(staleness):
-    whole = Loop(staleness)
-    counts = whole.run(5)
+    full = Loop(staleness)
+    counts = full.run(5)
     versions = [max(0, i - staleness) for i in range(5 + staleness)]
-    assert whole.log == [(i, v, v, i) for i, v in enumerate(versions)]
-    assert whole.steps == [(i, i + 1) for i in range(5)]
+    assert full.log == [(i, v, v, i) for i, v in enumerate(versions)]
+    assert full.steps == [(i, i + 1) for i in range(5)]
     ages = [min(i, staleness) for i in range(5)]
     assert [c["staleness"] for c in counts] == [c["staleness_max"] for c in counts] == ages
     assert all(c["rollout_seconds"] > 0 for c in counts)
@@ -214,12 +214,12 @@ def test_the_step_decides_which_version_draws_a_batch(staleness):
     rest = Loop(staleness, carried=first.ahead.drawn(), start=2)
     assert len(rest.ahead.drawn()) == staleness
     rest.run(5)
-    assert first.log + rest.log == whole.log
-    assert first.steps + rest.steps == whole.steps
+    assert first.log + rest.log == full.log
+    assert first.steps + rest.steps == full.steps
 
 
 def test_a_rollout_runs_while_the_step_before_it_trains():
-    """Each waits for the other to be under way; one after the other, neither would go on."""
+    """Each waits for the other to be under way; one after the other, neither would finish."""
     meet = threading.Barrier(2, timeout=60)
     overlapped = Loop(
         1,
@@ -397,7 +397,7 @@ def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(policy, apart
 
 
 @pytest.mark.parametrize("policy", others_slow(["packed", "adapters on 8 bits", "experts"]))
-def test_a_stale_run_goes_on_bit_for_bit_from_where_a_signal_stopped_it(
+def test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it(
     policy, tmp_path, monkeypatch
 ):
     """The batch drawn ahead is saved with the state, for its policy is gone by then.

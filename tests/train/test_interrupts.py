@@ -83,7 +83,7 @@ def checkpoints(directory):
 
 
 def leaves(directory):
-    """Every array of the newest checkpoint, as it lies on disk."""
+    """Every array of the newest checkpoint, as stored on disk."""
     import orbax.checkpoint as ocp
 
     step = checkpoints(directory).latest_step()
@@ -96,7 +96,7 @@ def leaves(directory):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """steps -> the directory of a run of so many that nothing stopped, each made once."""
+    """steps -> the directory of a run of that many steps that nothing stopped, each made once."""
 
     @functools.cache
     def of(steps):
@@ -108,14 +108,14 @@ def unbroken(tmp_path_factory):
 
 
 def end_after(step):
-    """Where a run that stopped at a step goes on to; the same for most, so that they share one."""
+    """The step up to which a stopped run is resumed; the same for most, so that they share one."""
     return 25 * (step // 25 + 1)
 
 
 def assert_ends_as_unbroken(directory, unbroken, steps):
     """The broken run ends bit-equal to an unbroken one, and has logged each step once."""
-    whole = unbroken(steps)
-    (step, broken), (same_step, unbroken) = leaves(directory), leaves(whole)
+    full = unbroken(steps)
+    (step, broken), (same_step, unbroken) = leaves(directory), leaves(full)
     assert step == same_step == steps
     assert broken.keys() == unbroken.keys()
     assert len(broken) > 20
@@ -124,7 +124,7 @@ def assert_ends_as_unbroken(directory, unbroken, steps):
     assert steps_logged(directory) == list(range(1, steps + 1))
     kept, all_ = (
         [(s["step"], s["completion"]) for s in read_jsonl(d / "samples.jsonl")]
-        for d in (directory, whole)
+        for d in (directory, full)
     )
     assert kept == all_
 
@@ -152,7 +152,7 @@ def test_a_signal_ends_the_run_with_its_state_saved(tmp_path, number, unbroken):
     assert_ends_as_unbroken(run, unbroken, end_after(stopped))
 
 
-def test_a_killed_run_goes_on_from_its_newest_checkpoint(tmp_path, unbroken):
+def test_a_killed_run_resumes_from_its_newest_checkpoint(tmp_path, unbroken):
     run = tmp_path / "run"
     child = start(settings(run, ENDLESS))
     with child:
@@ -228,7 +228,7 @@ def test_a_compiled_run_without_periods_hears_a_signal(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- no room
 
 
-def test_a_full_disk_does_not_stop_what_can_go_on(tmp_path, capsys):
+def test_a_full_disk_does_not_stop_what_can_continue(tmp_path, capsys):
     """Every write to the logs fails; the run ends with its summary and its checkpoint."""
     run = tmp_path / "run"
     run.mkdir()
@@ -274,7 +274,7 @@ main()
 
 
 def test_a_checkpoint_that_cannot_be_saved_is_said_and_costs_no_earlier_step(tmp_path, unbroken):
-    """The disk is full from step 15 on; with room again the run goes on."""
+    """The disk is full from step 15 on; with room again the run resumes."""
     run = tmp_path / "run"
     with start(settings(run, "train.steps=25"), FULL) as child:
         _, err = child.communicate(timeout=120)

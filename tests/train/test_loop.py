@@ -236,7 +236,7 @@ def trained(ran):
     ],
     ids=["the same devices", "more devices", "fewer devices"],
 )
-def test_a_run_goes_on_to_more_steps(meshes, bound, host, tmp_path, no_report):
+def test_a_run_resumes_to_more_steps(meshes, bound, host, tmp_path, no_report):
     """Raising train.steps continues a finished run; nothing is logged twice.
 
     On other devices its checkpoint is read into other shards.
@@ -249,5 +249,5 @@ def test_a_run_goes_on_to_more_steps(meshes, bound, host, tmp_path, no_report):
     assert_same(host.records, more.records, bound)
     assert more.summary["accuracy_before"] == host.summary["accuracy_before"]
     assert more.summary["accuracy_after"] == host.summary["accuracy_after"]
-    kept, whole = ([s for s in r.samples if "split" not in s] for r in (more, host))
-    assert [s for s in kept if s["step"] == 2] == [s for s in whole if s["step"] == 2]
+    kept, full = ([s for s in r.samples if "split" not in s] for r in (more, host))
+    assert [s for s in kept if s["step"] == 2] == [s for s in full if s["step"] == 2]

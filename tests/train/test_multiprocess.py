@@ -115,10 +115,10 @@ STALE = ("placement.staleness=1", "placement.rollout.fsdp=2")
     [(), pytest.param((*STALE, "mesh.data=2"), marks=pytest.mark.slow)],
     ids=["shared", "disjoint"],
 )
-def test_two_processes_train_sample_save_and_go_on_as_one_does(
+def test_two_processes_train_sample_save_and_resume_as_one_does(
     changes, config, tmp_path, monkeypatch
 ):
-    """The second half of the run of two goes on from the checkpoint of its first half."""
+    """The second half of the run of two resumes from the checkpoint of its first half."""
     one, two = tmp_path / "one", tmp_path / "two"
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
     overrides = [f"run.dir={json.dumps(str(one))}", *changes]

@@ -84,7 +84,7 @@ def test_a_shape_that_is_there_is_used_until_a_smaller_one_pays():
     assert packer.used == {first, wider, narrow}
 
 
-def test_a_packer_goes_on_from_its_notes():
+def test_a_packer_resumes_from_its_notes():
     """As JSON holds them; one that begins anew packs otherwise."""
     lengths = [natural(4, 8, i, 60 + 20 * (i % 3)) for i in range(24)]
     first, fresh, rest = Packer(1, 1), Packer(1, 1), Packer(1, 1)

@@ -137,21 +137,21 @@ def test_what_was_trained_on_is_among_the_samples(dpo):
     assert all(s["prompt"].startswith("say ") and s["demonstration"] for s in samples)
 
 
-def test_a_run_that_goes_on_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_unbroken_run(place, dpo, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
     for steps in (3, 6):
         more = (f"train.steps={steps}", "optimizer={name='adam', learning_rate=1e-2}")
         config = settings(place, tmp_path / "run", "dpo.toml", *more, "optimizer.schedule=constant")
         _, records = finish(config)
-    whole = settings(
+    full = settings(
         place, tmp_path / "whole", "dpo.toml", "optimizer.schedule=constant", "checkpoint.every=0"
     )
-    _, unbroken = finish(whole)
+    _, unbroken = finish(full)
     timing = ("seconds", "rollout_seconds", "tokens_per_second", "compiles")
     for a, b in zip(records, unbroken, strict=True):
         both = a.keys() & b.keys() - set(timing)
         assert {k: a[k] for k in both} == {k: b[k] for k in both}
-    ours, theirs = (state_of(c)[1] for c in (config, whole))
+    ours, theirs = (state_of(c)[1] for c in (config, full))
     assert jax.tree.all(jax.tree.map(np.array_equal, ours.params, theirs.params))
     assert int(ours.step) == 6
 
@@ -183,11 +183,11 @@ def test_the_evaluation_counts_every_pair_once(dpo):
         with jax.set_mesh(run.mesh):
             return JudgedEvaluator(part, sizes)(state)
 
-    whole = measured(judged)
-    assert whole == pytest.approx(dpo[1]["eval_after"], abs=1e-5)
+    full = measured(judged)
+    assert full == pytest.approx(dpo[1]["eval_after"], abs=1e-5)
     alone = [measured([one]) for one in judged]
     for name in ("pair_accuracy", "margin", "chosen_reward"):
-        assert whole[name] == pytest.approx(np.mean([m[name] for m in alone]), abs=1e-5), name
+        assert full[name] == pytest.approx(np.mean([m[name] for m in alone]), abs=1e-5), name
 
 
 def test_a_reward_model_learns_the_order_of_held_out_pairs(rewarder):

@@ -148,14 +148,14 @@ def test_many_experts_are_recorded_in_16_bits():
 def test_members_that_nobody_sampled_have_no_record():
     drawn = rollout()
     ones = np.full(N, 4, np.int32)
-    told = demonstration_rollout(
+    reported = demonstration_rollout(
         drawn.prompt_tokens, drawn.prompt_lengths, drawn.tokens[:, 0], ones, ones > 0, 1
     )
-    joined = join_members([drawn, told])
+    joined = join_members([drawn, reported])
     np.testing.assert_array_equal(joined.routing.tokens[:, :G], drawn.routing.tokens)
     assert (joined.routing.tokens[:, G:] == -1).all()
     np.testing.assert_array_equal(joined.routing.prompts, drawn.routing.prompts)
-    assert join_members([told, told]).routing is None
+    assert join_members([reported, reported]).routing is None
 
 
 # ---------------------------------------------------------------- replay
@@ -201,12 +201,12 @@ def test_replay_changes_nothing_where_the_weights_are_the_samplers():
 def test_training_visits_the_recorded_experts_whatever_its_own_router_says():
     rows, seen = batch(), []
     with spied(seen):
-        laid = jax.jit(shared_rows)(rows)
-        hidden, sums = jax.jit(NETWORK.extras.hidden_shared)(elsewhere(), laid)
+        packed_rows = jax.jit(shared_rows)(rows)
+        hidden, sums = jax.jit(NETWORK.extras.hidden_shared)(elsewhere(), packed_rows)
         jax.block_until_ready(hidden)
     assert float(sums["router_moved"].sum()) > 10
-    inside = np.asarray(laid.segments) != 0
-    prompts = np.arange(P) < np.asarray(laid.prompt_lengths).reshape(N, 1)
+    inside = np.asarray(packed_rows.segments) != 0
+    prompts = np.arange(P) < np.asarray(packed_rows.prompt_lengths).reshape(N, 1)
     for layer, (of_prompts, of_rows) in enumerate(zip(seen[::2], seen[1::2], strict=True)):
         record = rows.routing.prompts[:, :, layer]
         np.testing.assert_array_equal(of_prompts.reshape(N, P, K)[prompts], record[prompts])
@@ -266,17 +266,17 @@ def test_a_step_reports_its_routers_and_adds_their_losses():
     assert 1 <= metrics["router_max_load"] <= E
     assert metrics["router_balance"] > 0.8
     losses = RouterLosses(z=0.5)
-    whole, with_z = stepped(rows, router=losses)
+    full, with_z = stepped(rows, router=losses)
     parts, _ = stepped(rows, microbatches=2, router=losses)
     np.testing.assert_allclose(
         with_z["loss"], metrics["loss"] + 0.5 * metrics["router_z"], rtol=1e-5
     )
     differs = [
         float(np.abs(a - b).max())
-        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(whole), strict=True)
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(full), strict=True)
     ]
     assert max(differs) > 1e-3
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+    for a, b in zip(jax.tree.leaves(full), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 

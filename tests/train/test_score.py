@@ -45,8 +45,8 @@ def single(batch, i, j):
     q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
     tokens = np.zeros((1, 8), np.int32)
     tokens[0, : q + m] = [*batch.prompt_tokens[i, :q], *batch.tokens[i, j, :m]]
-    place = np.arange(8, dtype=np.int32)[None]
-    return tokens, place, (place < q + m).astype(np.int32), slice(q - 1, q + m - 1)
+    positions = np.arange(8, dtype=np.int32)[None]
+    return tokens, positions, (positions < q + m).astype(np.int32), slice(q - 1, q + m - 1)
 
 
 @pytest.fixture(scope="module")
@@ -92,19 +92,19 @@ def test_against_single_sequences(scored, alone, batch, sampling_params):
 
 
 def test_rows_lay_prompt_and_completion_side_by_side(batch):
-    laid = rows(batch)
+    packed_rows = rows(batch)
     n, g, t = batch.tokens.shape
     p = batch.prompt_tokens.shape[1]
     for b in range(n * g):
         i, j = divmod(b, g)
         q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
-        live = np.asarray(laid.segments[b]) == 1
+        live = np.asarray(packed_rows.segments[b]) == 1
         assert live.tolist() == [k < q for k in range(p)] + [k < m for k in range(t)]
-        assert np.asarray(laid.positions[b])[live].tolist() == list(range(q + m))
+        assert np.asarray(packed_rows.positions[b])[live].tolist() == list(range(q + m))
         both = [*batch.prompt_tokens[i, :q].tolist(), *batch.tokens[i, j, :m].tolist()]
-        assert np.asarray(laid.tokens[b])[live].tolist() == both
+        assert np.asarray(packed_rows.tokens[b])[live].tolist() == both
         # The column before a token holds the position before it.
-        before = np.asarray(laid.positions[b])[np.asarray(laid.before[b])]
+        before = np.asarray(packed_rows.positions[b])[np.asarray(packed_rows.before[b])]
         assert before[:m].tolist() == list(range(q - 1, q + m - 1))
 
 
@@ -249,16 +249,16 @@ def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_b
 
 
 def test_shared_rows_hold_what_the_tokens_are_predicted_from(batch):
-    laid = shared_rows(batch)
+    packed_rows = shared_rows(batch)
     n, g, t = batch.tokens.shape
-    assert np.array_equal(laid.prompt_lengths[:, 0], batch.prompt_lengths - 1)
+    assert np.array_equal(packed_rows.prompt_lengths[:, 0], batch.prompt_lengths - 1)
     for row in range(n * g):
         i, j = divmod(row, g)
         q, m = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])
-        whole = [*batch.prompt_tokens[i, :q].tolist(), *batch.tokens[i, j, :m].tolist()]
-        assert np.asarray(laid.tokens[row, :m]).tolist() == whole[q - 1 : -1]
-        assert np.asarray(laid.positions[row, :m]).tolist() == list(range(q - 1, q + m - 1))
-        assert np.asarray(laid.segments[row]).tolist() == [1] * m + [0] * (t - m)
+        full = [*batch.prompt_tokens[i, :q].tolist(), *batch.tokens[i, j, :m].tolist()]
+        assert np.asarray(packed_rows.tokens[row, :m]).tolist() == full[q - 1 : -1]
+        assert np.asarray(packed_rows.positions[row, :m]).tolist() == list(range(q - 1, q + m - 1))
+        assert np.asarray(packed_rows.segments[row]).tolist() == [1] * m + [0] * (t - m)
 
 
 CHUNKS = {1: (1, 1), 19 * 4: (4, 1), 8 * 19 * 3: (8, 3)}
@@ -296,8 +296,8 @@ def test_the_head_in_chunks(network, params, monkeypatch, at_once):
         return out, set(sizes)
 
     (gradient, stats), chunks = run(at_once)
-    (expected_gradient, expected), whole = run(2**24)
-    assert whole == {(8, 5)}
+    (expected_gradient, expected), full = run(2**24)
+    assert full == {(8, 5)}
     assert chunks == {CHUNKS[at_once]}
     assert stats["logprobs"].shape == stats["entropy"].shape == (8, 5)
     for a, b in zip(
@@ -407,13 +407,13 @@ def test_values_of_single_sequences(network, params, batch, make):
     values = run(both, batch, DISTRIBUTIONS["plain"])["values"]
 
     @jax.jit
-    def one(both, *laid):
-        return value.apply(both["value"], network.hidden(both["policy"], *laid)[0], *laid)[0]
+    def one(both, *row):
+        return value.apply(both["value"], network.hidden(both["policy"], *row)[0], *row)[0]
 
     assert values.dtype == jnp.float32
     for i, j in ((0, 0), (2, 1)):
-        *laid, at = single(batch, i, j)
-        expected, m = one(both, *laid)[at], int(batch.lengths[i, j])
+        *packed_rows, at = single(batch, i, j)
+        expected, m = one(both, *packed_rows)[at], int(batch.lengths[i, j])
         np.testing.assert_allclose(values[i, j, :m], expected, atol=1e-5)
         assert np.ptp(expected) > 1e-3 or m == 1
 

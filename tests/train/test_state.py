@@ -1,4 +1,4 @@
-"""The training state: what it starts as, where it lies, and its streams of keys."""
+"""The training state: what it starts as, where it is placed, and its streams of keys."""
 
 from functools import partial
 
@@ -81,7 +81,7 @@ def test_moments_lie_with_their_weights(network, optimizer, value):
     assert jax.tree.structure(shardings) == jax.tree.structure(shapes)
     assert shardings.params["policy"]["embed"].shard_shape((19, 16)) == (19, 4)
     assert shardings.frozen["ref"] == shardings.params["policy"]
-    # Every leaf of the optimiser's state shaped like a weight of that name lies like it.
+    # Every leaf of the optimiser's state shaped like a weight of that name is sharded like it.
     placed = {
         jax.tree_util.keystr(path): (leaf.shape, where)
         for (path, leaf), where in zip(
@@ -189,12 +189,12 @@ def test_the_checksum_knows_bits_and_places_but_not_shards():
     """What resharding can get wrong is two shards in each other's place, or a bit."""
     mesh = make_mesh({"fsdp": 2, "tensor": 2}, jax.devices()[:4])
     axes = {"w": ("layers", "embed", "heads", None), "b": ("vocab", "embed"), "s": (None,)}
-    whole, total = tree(), jax.jit(checksum)
-    placed = jax.device_put(whole, tree_shardings(mesh, axes, whole))
+    full, total = tree(), jax.jit(checksum)
+    placed = jax.device_put(full, tree_shardings(mesh, axes, full))
     assert placed["w"].addressable_shards[0].data.shape == (2, 4, 2, 3)
-    right = total(whole)
+    right = total(full)
     assert total(placed).tolist() == right.tolist()
-    w = whole["w"]
+    w = full["w"]
     bits = w.view(np.uint32).copy()
     bits[1, 7, 3, 2] ^= 1
     wrong = {
@@ -203,5 +203,5 @@ def test_the_checksum_knows_bits_and_places_but_not_shards():
         "minus zero": np.where(w == w[0, 0, 0, 0], -0.0, w).astype(np.float32),
     }
     for what, array in wrong.items():
-        different = total(whole | {"w": array}) != right
+        different = total(full | {"w": array}) != right
         assert different.tolist() == [False, False, True], what

@@ -75,11 +75,11 @@ def test_statistics_of_distributions_against_the_whole_softmax(
         return (weights * stats["divergence"]).sum(), stats
 
     def plain(params):
-        laid = rows(batch)
+        seq = rows(batch)
         out = {}
         for name, net, tree in (("policy", bag, params), ("teacher", other, theirs)):
-            hidden, _ = net.hidden(tree, laid.tokens, laid.positions, laid.segments)
-            at = jnp.take_along_axis(hidden, laid.before[:, :, None], axis=1)
+            hidden, _ = net.hidden(tree, seq.tokens, seq.positions, seq.segments)
+            at = jnp.take_along_axis(hidden, seq.before[:, :, None], axis=1)
             out[name] = net.logits(tree, at).reshape(-1, 19)
         distributions = {name: sampling_logprobs(x, sampling_params) for name, x in out.items()} | {
             "logits": out["policy"]
@@ -109,13 +109,13 @@ def test_hidden_states_come_from_before_each_token(bag, bag_params, batch, quick
     run = partial(score, network=bag, value=None, want=frozenset(), statistics=(NORM,))
     found = quick_jit(run)({"policy": bag_params}, batch, DISTRIBUTIONS["plain"])
     assert set(found) == {"norm"}
-    laid = rows(batch)
-    hidden, _ = bag.hidden(bag_params, laid.tokens, laid.positions, laid.segments)
+    seq = rows(batch)
+    hidden, _ = bag.hidden(bag_params, seq.tokens, seq.positions, seq.segments)
     hidden = np.asarray(hidden, np.float64)
     for b in range(12):
         i, j = divmod(b, 3)
         for t in range(5):
-            expected = np.square(hidden[b, int(laid.before[b, t])]).sum()
+            expected = np.square(hidden[b, int(seq.before[b, t])]).sum()
             expected *= bool(batch.mask[i, j, t])
             assert found["norm"][i, j, t] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -312,7 +312,7 @@ def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
     assert same(refs[3], policies[2])
     moments, schedule = states[2].opt_state
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(moments))
-    assert int(schedule.count) == 2  # the rate goes on falling
+    assert int(schedule.count) == 2  # the rate keeps falling
     assert int(states[3].opt_state[0].count) == 1
     kept = run(2, refresh_ref=2)[2]
     assert same(kept.frozen["ref"], kept.params["policy"])
@@ -376,8 +376,8 @@ def test_a_statistic_of_attention_sees_each_completion_alone(network, params, ba
         alone = np.zeros((1, batch.prompt_tokens.shape[1] + t), np.int32)
         both = [*batch.prompt_tokens[i, :start], *batch.tokens[i, j, :length]]
         alone[0, : len(both)] = both
-        place = jnp.arange(alone.shape[1])[None]
-        weights = attention(params, alone, place, (place < len(both)).astype(jnp.int32))
+        positions = jnp.arange(alone.shape[1])[None]
+        weights = attention(params, alone, positions, (positions < len(both)).astype(jnp.int32))
         paid = np.asarray(weights)[0].sum(0)
         for step in np.flatnonzero(batch.mask[i, j]):
             at = start + step

@@ -140,13 +140,13 @@ def test_epochs_and_minibatches_against_a_loop_by_hand(world, network, params, b
 def test_microbatches_do_not_show(rich, batch):
     """Prompts of unequal lengths, members missing, terms with different counts: all the same."""
     (whole_step, state), (step, _) = rich[1], rich[2]
-    whole, metrics = whole_step(state, batch, SAMPLING)
+    full, metrics = whole_step(state, batch, SAMPLING)
     split, split_metrics = step(state, batch, SAMPLING)
-    assert_close(split.params, whole.params, 1e-6)
-    assert_close(split.opt_state, whole.opt_state, 1e-5)
-    assert_close(split.method, whole.method, 1e-6)
+    assert_close(split.params, full.params, 1e-6)
+    assert_close(split.opt_state, full.opt_state, 1e-5)
+    assert_close(split.method, full.method, 1e-6)
     assert_close(split_metrics, metrics, 2e-5)
-    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), whole.params, state.params)
+    moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), full.params, state.params)
     assert max(jax.tree.leaves(moved)) > 1e-3
 
 

@@ -71,7 +71,7 @@ def _cut(x: Array, axis: int, size: int) -> Array:
     return jnp.moveaxis(x, axis, 0)
 
 
-def _whole(x: Array, axis: int, length: int) -> Array:
+def _joined(x: Array, axis: int, length: int) -> Array:
     """The reverse of ``_cut``."""
     x = jnp.moveaxis(x, 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
@@ -84,6 +84,7 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
     sizes = min(block, n), min(block, c)
     queries = Marks(*(_cut(x, 1, sizes[0]) for x in place.queries))
     keys = Marks(*(_cut(x, 1, sizes[1]) for x in place.keys))
+    # Shapes are fixed, so the list has room for all pairs; loops end after those that count.
     needed = _may_see(queries, keys, window)
     (pairs,) = jnp.nonzero(needed.reshape(-1), size=needed.size, fill_value=0)
     return _Blocks(
@@ -150,7 +151,9 @@ def _blocks_forward(
         i, j, scores, mask, _ = _pair(blocks, at, window, scale, softcap)
         scores = jnp.where(mask, scores, MASKED)
         peak = jnp.maximum(peaks[i], scores.max(-1))
+        # Set to 0, since MASKED - MASKED would weigh 1 for queries that have seen nothing yet.
         weights = jnp.where(mask, jnp.exp(scores - peak[..., None]), 0.0)
+        # Sums so far are relative to the old peak.
         fade = jnp.exp(peaks[i] - peak)
         # Values first: XLA's CPU backend cannot sum bfloat16 in float32 for the other order.
         new = matmul("bkcd,bkgqc->bkgqd", blocks.v[j], weights, jnp.float32)
@@ -167,8 +170,8 @@ def _blocks_forward(
     log_sums = jnp.where(some, peaks + jnp.log(jnp.where(some, totals, 1.0)), MASKED)
     values = values / jnp.where(some, totals, 1.0)[..., None]
     b, h, n, _ = q.shape
-    out = _whole(values, 3, n).reshape(q.shape).astype(place.v_bkcd.dtype)
-    return out, _whole(log_sums, 3, n).reshape(b, h, n)
+    out = _joined(values, 3, n).reshape(q.shape).astype(place.v_bkcd.dtype)
+    return out, _joined(log_sums, 3, n).reshape(b, h, n)
 
 
 def _blocks_backward(
@@ -207,8 +210,8 @@ def _blocks_backward(
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (blocks.q, blocks.k, blocks.v))
     dq, dk, dv = jax.lax.fori_loop(0, blocks.needed, meet, start)
-    dk, dv = (_whole(x, 2, c) for x in (dk, dv))
-    dq = _whole(dq, 3, n).reshape(b, h, n, d)
+    dk, dv = (_joined(x, 2, c) for x in (dk, dv))
+    dq = _joined(dq, 3, n).reshape(b, h, n, d)
     chex.assert_equal_shape([dk, place.k_bkcd])
     return (
         dq.astype(q.dtype),

@@ -51,11 +51,13 @@ def write_columns(
     at = jnp.where((columns >= 0) & (columns < size), columns, -1)
     tiles = [_tiles_around(x, axes[name]) for name, x in zip(names, arrays, strict=True)]
     blocks, moved = [block for block, _ in tiles], sum(size for _, size in tiles)
-    whole = [pl.BlockSpec((1, *entries[n].shape[1:]), lambda i, at: (i, 0, 0, 0)) for n in names]
+    entry_blocks = [
+        pl.BlockSpec((1, *entries[n].shape[1:]), lambda i, at: (i, 0, 0, 0)) for n in names
+    ]
     written = pl.pallas_call(
         functools.partial(_kernel, axes=[axes[name] for name in names]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1, grid=(s,), in_specs=[*whole, *blocks], out_specs=blocks
+            num_scalar_prefetch=1, grid=(s,), in_specs=[*entry_blocks, *blocks], out_specs=blocks
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
         input_output_aliases={1 + len(names) + i: i for i in range(len(names))},
@@ -85,8 +87,8 @@ def _kernel(at: Any, *refs: Any, axes: list[int]) -> None:
     for i, axis in enumerate(axes):
         new, old, out = refs[i], refs[count + i], refs[2 * count + i]
         x = new[...].astype(jnp.float32)  # exact, and the type that all chips compute in
-        place = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
-        chosen = (column >= 0) & (place == jax.lax.rem(column, old.shape[axis]))
+        index = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
+        chosen = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
         x = jnp.where(chosen, _transposed(x) if axis == 3 else x, old[...].astype(jnp.float32))
         out[...] = x.astype(out.dtype)
 

@@ -128,6 +128,7 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
         return how
     if where == "tpu" and exact and shape.keys >= SHORTEST:
         return "splash"
+    # A device's own part decides, since that is what its kernel is given.
     context = parts_of("length", shape.queries)
     own = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
     if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
@@ -212,6 +213,7 @@ def row_attention(
             return _places(q, (Place(k, v, own, own),), kernels, window)
 
         return by_places
+    # Lengths say it without a mask, which would be [B, L, L].
     if kind == "cudnn" and config.window is None and lengths is not None:
         return lambda q, k, v, window: cudnn(q, k, v, scale=scale, lengths=lengths)
     mask, distance = visible(positions, segments, positions, segments)
@@ -260,6 +262,7 @@ def shared_attention(
     inside, live = columns[None] < jnp.repeat(rows.lengths, p, axis=1), rows.segments != 0
     if kind in ("splash", "blockwise"):
         own = Marks(rows.segments, rows.positions)
+        # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
         keys = Marks(
             jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], (m, b * p))
         )
@@ -286,6 +289,7 @@ def shared_attention(
         if config.window is not None:
             near, near_before = mask & (distance < window), ahead & (back < window)
         if kind == "cudnn":
+            # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
             both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
             k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
             seen = jnp.concatenate([near_before, near], axis=2)
@@ -320,6 +324,7 @@ def _places(
     n, c = min(place.k_bkcd.shape[0] for place in places), q.shape[1]
     batch, heads = mesh_axes("batch", n), mesh_axes("kv_heads", places[0].k_bkcd.shape[1])
     length = mesh_axes("length", c)
+    # A device that has some of the queries must still know in which columns they are.
     if length:
         columns = jnp.broadcast_to(jnp.arange(c, dtype=jnp.int32)[None], q.shape[:2])
         places = (places[0]._replace(columns=columns), *places[1:])

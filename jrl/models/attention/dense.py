@@ -101,6 +101,7 @@ def _scores(
     scores = matmul("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
+    # After the cap, which would bring hidden scores back to -cap.
     return jnp.where(mask_bqc[:, None, None], scores, MASKED)
 
 
@@ -160,6 +161,7 @@ def attend_shared(
             found = softcap * jnp.tanh(found / softcap)
         return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, MASKED)
 
+    # Two products and one softmax: joined keys would be a copy of the prompt's for each row.
     before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
     own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
     specs = "nkpd,nkmgqp->nkmgqd", "nmkcd,nkmgqc->nkmgqd"
@@ -169,6 +171,7 @@ def attend_shared(
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
     """The softmax over the last axes of all parts together, without joining them."""
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
+    # A softmax does not depend on the peak, so neither does its gradient.
     weights = [jnp.exp(x - jax.lax.stop_gradient(peak)) for x in parts]
     share = 1 / functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
     return tuple(w * share for w in weights)
@@ -210,6 +213,7 @@ def _read(way: _Reading, scores: tuple[Array, ...], values: tuple[Array, ...]) -
 def _read_forward(
     way: _Reading, scores: tuple[Array, ...], values: tuple[Array, ...]
 ) -> tuple[Array, tuple]:
+    # Named, so that rematerialisation can keep them and make no scores again.
     weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(scores))
     parts = zip(way.specs, values, weights, strict=True)
     seen = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
@@ -226,6 +230,7 @@ def _read_backward(
     weights, values, out_rqhd = kept
     size = dict(zip(way.queries, weights[0].shape, strict=False))
     shape = [size.get(axis, out_rqhd.shape[-1]) for axis in way.rows]
+    # In float32: for a query that sees one key the two terms below cancel.
     mean = (g_rqhd.astype(jnp.float32) * out_rqhd.astype(jnp.float32)).sum(-1)
     mean = jnp.einsum(f"{way.rows[:-1]}->{way.queries}", mean.reshape(shape[:-1]))[..., None]
     g = jnp.einsum(f"{way.rows}->{way.out}", g_rqhd.reshape(shape))

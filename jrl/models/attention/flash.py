@@ -100,8 +100,9 @@ def _forward(
     seen, log_sums = [], []
     for kernel, place in zip(kernels, places, strict=True):
         out, log_sum = kernel.forward(*_together(q, place), window)
-        seen.append(_apart(out, q.shape[0]))
-        log_sums.append(_apart(log_sum[..., None], q.shape[0])[..., 0])
+        seen.append(_split(out, q.shape[0]))
+        log_sums.append(_split(log_sum[..., None], q.shape[0])[..., 0])
+    # Each place divided by its own sum; its share of the sum of all puts that right.
     merged = functools.reduce(jnp.logaddexp, log_sums)
     if len(seen) > 1:
         shares = [jnp.exp(x - merged)[..., None] for x in log_sums]
@@ -118,9 +119,10 @@ def _backward(kernels: tuple[Kernel, ...], kept: tuple, g: Array) -> tuple:
     for kernel, place in zip(kernels, places, strict=True):
         n = place.k_bkcd.shape[0]
         own, place = _together(q, place)
+        # The merged result and sums are all a place needs of the others: not their scores.
         rest = [_join(x, n) for x in (out, log_sum[..., None], g)]
         part, dk, dv = kernel.backward(own, place, window, rest[0], rest[1][..., 0], rest[2])
-        dq = dq + _apart(part, q.shape[0]).astype(jnp.float32)
+        dq = dq + _split(part, q.shape[0]).astype(jnp.float32)
         found.append(Place(dk, dv, Marks(None, None), Marks(None, None)))  # type: ignore[arg-type]
     return dq.astype(q.dtype), tuple(found), None
 
@@ -136,8 +138,8 @@ def _join(x: Array, n: int) -> Array:
     return x.reshape(n, r // n, h, q, d).transpose(0, 2, 1, 3, 4).reshape(n, h, -1, d)
 
 
-def _apart(x: Array, r: int) -> Array:
-    """The reverse of ``_join``."""
+def _split(x: Array, r: int) -> Array:
+    """[R, H, Q, ...] again: the reverse of ``_join``."""
     n, h, _, d = x.shape
     if r == n:
         return x

@@ -104,6 +104,7 @@ def _made(
         block_q_dq=bq,
         block_kv_dq=bk,
     )
+    # Blocks above the diagonal, or behind a window, are then not even in the kernel's grid.
     if past is None and sequence is None:
         mask: masks.Mask = masks.CausalMask((q, c))
         if window < NO_WINDOW:
@@ -146,9 +147,11 @@ def _each_window(
 
 def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any, ...]:
     """Queries scaled, keys, values, ids of queries and keys, columns: filled up to whole blocks."""
+    # The kernel has no scale of its own.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])
     ids, positions = place.queries
+    # Among the prompts' columns those of number i begin at i * past, and so do its queries' places.
     columns = place.columns if past is None else positions + (ids - 1) * past
     return (
         _filled(q, 2, bq),
@@ -175,6 +178,7 @@ def _forward(
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
 
     def run(w: int) -> tuple[Array, Array]:
+        # The kernel takes one row: [H, Q, h] and ids [Q].
         def one(*row: Any) -> tuple[Array, Array]:
             q, k, v, ids, key_ids, columns = row
             kernel = _made(shape, w, softcap, past, columns, interpret)

@@ -58,10 +58,10 @@ def splash_look(
     s, q, h, d = q_sqhd.shape
     m, k, c, _ = part.v_mkcd.shape
     g, rows = h // k, s // m * (h // k) * q
-    whole = -(-rows // _SUBLANES) * _SUBLANES
-    bq = whole if whole <= _QUERIES else _QUERIES
+    bq = min(-(-rows // _SUBLANES) * _SUBLANES, _QUERIES)
     bk = next(b for b in range(_LARGEST, 0, -LANES) if c % b == 0)
     more = -rows % bq
+    # All queries that read the same keys, of m's rows and a head's group, are rows of one block.
     q_mkrd = (q_sqhd.astype(jnp.float32) * scale).astype(q_sqhd.dtype)
     q_mkrd = q_mkrd.reshape(m, s // m, q, k, g, d).transpose(0, 3, 1, 4, 2, 5)
     q_xrd = jnp.pad(q_mkrd.reshape(m * k, rows, d), ((0, 0), (0, more), (0, 0)))

@@ -212,11 +212,11 @@ def _leaf(params: Params, path: tuple[str, ...]) -> Any:
 
 
 def _store(params: Params, tensor: Tensor, value: np.ndarray) -> None:
-    place = _leaf(params, tensor.path)[tensor.at]
+    target = _leaf(params, tensor.path)[tensor.at]
     if tensor.transposed:
-        place.reshape(tensor.shape[::-1])[...] = value.T
+        target.reshape(tensor.shape[::-1])[...] = value.T
     else:
-        place.reshape(tensor.shape)[...] = value
+        target.reshape(tensor.shape)[...] = value
 
 
 # ---------------------------------------------------------------- writing

@@ -85,10 +85,10 @@ def random_inputs():
 def test_kernels_equal_dense_attention_on_packed_rows_behind_prompts(changes, monkeypatch):
     """Values and gradients; several completions a row, of two prompts, GQA, padding."""
     monkeypatch.setattr("jrl.models.attention.choice.blockwise", partial(blockwise, block=16))
-    config, laid, inputs = dataclasses.replace(MODEL, **changes), packed(), random_inputs()
-    expected = both("xla", config, laid, inputs)
+    config, packed_rows, inputs = dataclasses.replace(MODEL, **changes), packed(), random_inputs()
+    expected = both("xla", config, packed_rows, inputs)
     for kind in ("blockwise", "splash"):
-        for got, wanted in zip(both(kind, config, laid, inputs), expected, strict=True):
+        for got, wanted in zip(both(kind, config, packed_rows, inputs), expected, strict=True):
             assert float(jnp.abs(wanted).max()) > 0.1
             np.testing.assert_allclose(got, wanted, atol=2e-5, err_msg=kind)
 
@@ -112,7 +112,7 @@ def test_blocks_need_no_order_of_columns():
 def test_memory_of_blocks_grows_with_the_length_and_of_dense_scores_with_its_square():
     def temporary(kind, length):
         config = dataclasses.replace(MODEL, max_length=length)
-        place = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        position_ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
         q = jax.ShapeDtypeStruct((1, length, HEADS, SIZE), jnp.float32)
         k = jax.ShapeDtypeStruct((1, KV_HEADS, length, SIZE), jnp.float32)
 
@@ -121,7 +121,7 @@ def test_memory_of_blocks_grows_with_the_length_and_of_dense_scores_with_its_squ
             return look(q, k, v, NO_WINDOW).sum()
 
         compiled = jax.jit(jax.grad(total, (0, 1, 2)), compiler_options=QUICK)
-        program = compiled.lower(q, k, k, place, place).compile()
+        program = compiled.lower(q, k, k, position_ids, position_ids).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     blocks = [temporary("blockwise", n) for n in (4096, 8192)]
@@ -132,18 +132,18 @@ def test_memory_of_blocks_grows_with_the_length_and_of_dense_scores_with_its_squ
 def test_a_network_gives_the_same_states_on_every_kernel(kind):
     """Layers with and without a window, prompts and rows, under rematerialisation."""
     changes = {"window": 5, "window_pattern": (True, False), "attention_softcap": 3.0}
-    config, laid = dataclasses.replace(MODEL, **changes), packed()
+    config, packed_rows = dataclasses.replace(MODEL, **changes), packed()
     tokens = jax.random.randint(jax.random.key(1), (ROWS, COLUMNS), 0, 31)
     prompts = jax.random.randint(jax.random.key(2), (BLOCKS, PROMPTS, PROMPT), 0, 31)
     rows = SharedRows(
         prompt_tokens=prompts,
-        prompt_lengths=laid.lengths,
+        prompt_lengths=packed_rows.lengths,
         tokens=tokens,
-        positions=laid.positions,
-        segments=laid.segments,
-        owners=laid.owners,
+        positions=packed_rows.positions,
+        segments=packed_rows.segments,
+        owners=packed_rows.owners,
     )
-    live = np.asarray(laid.segments != 0)
+    live = np.asarray(packed_rows.segments != 0)
     params = transformer(config).init(jax.random.key(0))
 
     def states(how):
@@ -177,8 +177,8 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     reach = NO_WINDOW if window is None else window
     columns = np.arange(length)[None, None]
     mask = (columns <= reached) & (reached - columns < reach)
-    places = np.arange(prompt)[None, None]
-    before = (places < prompts) & (prompts + reached - places < reach)
+    positions = np.arange(prompt)[None, None]
+    before = (positions < prompts) & (prompts + reached - positions < reach)
     parts = [
         Part(own[0], own[1].swapaxes(2, 3), jnp.asarray(mask)),
         Part(past[0], past[1].swapaxes(2, 3), jnp.asarray(before)),
@@ -262,11 +262,11 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
-    config, laid = dataclasses.replace(MODEL, dtype="bfloat16"), packed()
+    config, packed_rows = dataclasses.replace(MODEL, dtype="bfloat16"), packed()
     inputs = [x.astype(jnp.bfloat16) for x in random_inputs()[:-1]]
 
     def total(*inputs):
-        seen = shared_attention("auto", config, laid)(*inputs, NO_WINDOW)
+        seen = shared_attention("auto", config, packed_rows)(*inputs, NO_WINDOW)
         return seen.astype(jnp.float32).sum()
 
     traced = jax.jit(jax.grad(total)).trace(*inputs)
@@ -278,7 +278,7 @@ def test_on_a_gpu_programs_call_cudnn_forward_and_backward():
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_elementwise_rematerialisation_does_not_call_cudnn_again():
     tokens = jnp.ones((2, 8), jnp.int32)
-    places = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
+    positions = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), tokens.shape)
     calls = {}
     for remat in ("none", "elementwise", "dots"):
         config = dataclasses.replace(MODEL, dtype="bfloat16")
@@ -286,7 +286,7 @@ def test_elementwise_rematerialisation_does_not_call_cudnn_again():
         params = jax.eval_shape(network.init, jax.random.key(0))
 
         def total(params, network=network):
-            return network.hidden(params, tokens, places, tokens)[0].astype(jnp.float32).sum()
+            return network.hidden(params, tokens, positions, tokens)[0].astype(jnp.float32).sum()
 
         text = str(jax.make_jaxpr(jax.grad(total))(params))
         calls[remat] = text.count("dot_product_attention_fwd_wrapper[")
@@ -354,9 +354,9 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
 def test_kernels_divide_rows_heads_and_queries_over_devices(kind, axes):
     """Each device runs the kernel on its own; rows that do not divide are everybody's."""
     config = dataclasses.replace(MODEL, window=8)
-    laid, inputs = packed(), random_inputs()
-    expected = both("xla", config, laid, inputs)
+    packed_rows, inputs = packed(), random_inputs()
+    expected = both("xla", config, packed_rows, inputs)
     with jax.set_mesh(make_mesh(axes)):
-        found = both(kind, config, laid, inputs)
+        found = both(kind, config, packed_rows, inputs)
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(got, wanted, atol=2e-5)
