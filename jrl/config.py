@@ -15,6 +15,7 @@ from jrl.config_unions import (
     AdamW,
     Data,
     EnvData,
+    EpisodeData,
     FileTable,
     Optimizer,
     PairData,
@@ -367,6 +368,11 @@ class Config(Table):
     def task(self) -> TaskData | EnvData | None:
         """The procedural task or the environment, or None."""
         return self.data if isinstance(self.data, TaskData | EnvData) else None
+
+    @property
+    def episodes(self) -> EpisodeData | None:
+        """Prompts that open episodes with an environment on the host, or None."""
+        return self.data if isinstance(self.data, EpisodeData) else None
 
     @property
     def text(self) -> TextTable | None:

@@ -49,6 +49,15 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
             f" {task.name!r}, which sets its own limit; remove it"
         )
+    if config.episodes:
+        for name in sorted(config.data.model_fields_set & {"system", "template"}):
+            yield (
+                f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
+                " own first messages; remove it"
+            )
+        if config.placement is not None or train.replay_routing:
+            key = "[placement]" if config.placement is not None else "train.replay_routing"
+            yield f"{key} does not go with episodes of data.train in data.env; remove it"
     files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"

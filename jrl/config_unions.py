@@ -144,6 +144,15 @@ class EnvData(Table):
         return dict(self.model_extra or {})
 
 
+class EpisodeData(PromptData):
+    """Prompts from files, each of which opens episodes with an environment on the host."""
+
+    env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
+    options: dict[str, Any] = key(
+        {}, "arguments of the environment's function, where its prompts are those of data.train"
+    )
+
+
 class PairData(TextTable):
     """Judged completions from files."""
 
@@ -163,8 +172,9 @@ class TaskPairs(FileTable, TaskData):
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    kinds = [f"data.{name}" for name in ("pairs", "task") if name in given]
-    return " and ".join(kinds) or ("data.env" if "env" in given else "data.train")
+    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
+        return " and ".join(kinds)
+    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
 
 
 Data = Annotated[
@@ -172,7 +182,8 @@ Data = Annotated[
     | Annotated[TaskData, Tag("data.task")]
     | Annotated[PairData, Tag("data.pairs")]
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
-    | Annotated[EnvData, Tag("data.env")],
+    | Annotated[EnvData, Tag("data.env")]
+    | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),
 ]
 

@@ -26,8 +26,9 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
-from jrl.train.episodes import eval_parts
-from jrl.types import Array, Params, Rollout, StopReason
+from jrl.train.episodes import EPISODES, eval_parts
+from jrl.train.host_episodes import HostEpisodes, host_source
+from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -203,7 +204,7 @@ def samples_of(
                 "demonstration": bool(external(rollout)[row, member].any()),
             }
         )
-        if isinstance(task, Env):
+        if "turn" in groups.ids:
             records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
     return records
 
@@ -243,6 +244,7 @@ class Evaluator:
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
+        self._episodes: HostEpisodes | None = None
         self.sampling_params = jax.device_put(sampling_params, replicated(run.mesh))
         if run.task is not None:
             program = partial(
@@ -253,6 +255,11 @@ class Evaluator:
                 samples=table.samples,
             )
             self._program = jax.jit(program, out_shardings=replicated(run.mesh))
+        elif run.config.episodes:
+            prompts, warmth = run.data.prompts["eval"], table.temperature
+            self._episodes = host_source(
+                run, prompts, table.samples, split="eval", temperature=warmth
+            )
         else:
             self._program = programs.sampler_program(run, split="eval", group=table.samples)
 
@@ -272,6 +279,8 @@ class Evaluator:
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
+        if self.run.config.episodes:
+            names = EPISODES
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
@@ -297,17 +306,7 @@ class Evaluator:
         """All held-out prompts in draws of one size, the last one filled up and cut."""
         config, prompts = self.run.config, self.run.data.prompts["eval"]
         size, total = config.train.prompts, min(config.eval.problems, len(prompts))
-        source = TextSource(
-            prompts=prompts,
-            width=self.run.width,
-            seed=None,
-            program=self._program,
-            sampling_params=self.sampling_params,
-            pool=self.pool,
-            tokenizer=self.run.tokenizer,
-            name="eval",
-        )
-        draw = source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
+        draw = self._source(prompts)
         draws = [
             draw(
                 compiled_stream(key, "eval", np.int32(0)),
@@ -324,7 +323,24 @@ class Evaluator:
             [prompt for d in draws for prompt in d.subject][:total],
             {},
             jax.tree.map(join, *(d.ids for d in draws)),
+            jax.tree.map(join, *(dict(d.stats) for d in draws)),
         )
+
+    def _source(self, prompts: list[Prompt]) -> Any:
+        """What draws held-out groups of text."""
+        if self._episodes is not None:
+            return self._episodes.draw
+        source = TextSource(
+            prompts=prompts,
+            width=self.run.width,
+            seed=None,
+            program=self._program,
+            sampling_params=self.sampling_params,
+            pool=self.pool,
+            tokenizer=self.run.tokenizer,
+            name="eval",
+        )
+        return source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:

@@ -135,17 +135,10 @@ def to_rollout(
       UserError: a row does not fit the shape, members of a group share no first token, points
         stand where there is no token or have another number of parts.
     """
-    n, (g, p, t, r) = len(groups), shape
-    worth = np.array(weights or [1.0] * r, np.float32)
+    n, g, p = len(groups), shape.group, shape.prompt_tokens
+    worth = np.array(weights or [1.0] * shape.parts, np.float32)
     prompts, lengths = np.zeros((n, p), np.int32), np.ones(n, np.int32)
-    tokens = np.zeros((n, g, t), np.int32)
-    mask, versions = np.zeros((n, g, t), bool), np.full((n, g, t), -1, np.int32)
-    logprobs, paid = np.zeros((n, g, t), np.float32), np.zeros((n, g, t), np.float32)
-    counts = np.zeros((n, g), np.int32)
-    stop = np.full((n, g), StopReason.FAILED, np.int32)
-    ids = {name: np.zeros((n, g, t), np.int32) for name in _IDS}
-    ids |= {name: np.zeros((n, g), np.int32) for name in ("episode", "role")}
-    rewards = np.zeros((n, g, r), np.float32)
+    arrays = _empty(n, shape)
     for i, group in enumerate(groups):
         if len(group) > g:
             raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
@@ -158,38 +151,58 @@ def to_rollout(
         lengths[i] = max(len(opening), 1)
         prompts[i, : len(opening)] = opening
         for j, row in enumerate(group):
-            stop[i, j], ids["episode"][i, j], ids["role"][i, j] = row.stop, row.episode, row.role
-            if not row.alive:
-                continue  # what it drew may be under any opening, and is never read
-            rest = Segment(np.asarray(row.opening)[len(opening) :], drawn=False)
-            end = 0
-            for part in (rest, *row.segments):
-                _check(part, row, end, shape)
-                at = (i, j, slice(end, end + len(part.tokens)))
-                end = at[2].stop
-                tokens[at], mask[at] = part.tokens, part.drawn
-                if part.drawn:
-                    assert part.logprobs is not None
-                    assert part.versions is not None
-                    logprobs[at], versions[at] = part.logprobs, part.versions
-                for name in _IDS:
-                    ids[name][at] = getattr(part, name)
-                if part.reward:
-                    rewards[i, j] += part.reward
-                    paid[i, j, end - 1] += worth @ np.array(part.reward, np.float32)
-            counts[i, j] = end
-    arrays: dict[str, Any] = {
-        "prompt_tokens": prompts,
-        "prompt_lengths": lengths,
-        "tokens": tokens,
-        "lengths": counts,
-        "mask": mask,
-        "sampler_logprobs": logprobs,
-        "versions": versions,
-        "stop": stop,
+            for name in ("stop", "episode", "role"):
+                arrays[name][i, j] = getattr(row, name)
+            if row.alive:  # what others drew may be under any opening, and is never read
+                _fill(arrays, (i, j), row, len(opening), shape, worth)
+    ids = {name: arrays.pop(name) for name in (*_IDS, "episode", "role")}
+    rewards, paid = arrays.pop("rewards"), arrays.pop("paid")
+    rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
+    return Rows(rollout, ids, rewards, paid)
+
+
+def _empty(n: int, shape: RowShape) -> dict[str, Any]:
+    """The arrays of n groups in which there is no row, by name."""
+    g, t = shape.group, shape.completion_tokens
+    return {
+        "tokens": np.zeros((n, g, t), np.int32),
+        "lengths": np.zeros((n, g), np.int32),
+        "mask": np.zeros((n, g, t), bool),
+        "sampler_logprobs": np.zeros((n, g, t), np.float32),
+        "versions": np.full((n, g, t), -1, np.int32),
+        "stop": np.full((n, g), StopReason.FAILED, np.int32),
         "baseline": np.zeros((n, g), bool),
+        "rewards": np.zeros((n, g, shape.parts), np.float32),
+        "paid": np.zeros((n, g, t), np.float32),
+        **{name: np.zeros((n, g, t), np.int32) for name in _IDS},
+        **{name: np.zeros((n, g), np.int32) for name in ("episode", "role")},
     }
-    return Rows(Rollout(**arrays), ids, rewards, paid)
+
+
+def _fill(
+    arrays: dict[str, Any],
+    place: tuple[int, int],
+    row: Transcript,
+    shared: int,
+    shape: RowShape,
+    worth: np.ndarray,
+) -> None:
+    """Writes what follows the first ``shared`` tokens of a row into the arrays."""
+    end = 0
+    for part in (Segment(np.asarray(row.opening)[shared:], drawn=False), *row.segments):
+        _check(part, row, end, shape)
+        at = (*place, slice(end, end + len(part.tokens)))
+        end += len(part.tokens)
+        arrays["tokens"][at], arrays["mask"][at] = part.tokens, part.drawn
+        if part.drawn:
+            arrays["sampler_logprobs"][at] = part.logprobs
+            arrays["versions"][at] = part.versions
+        for name in _IDS:
+            arrays[name][at] = getattr(part, name)
+        if part.reward:
+            arrays["rewards"][place] += part.reward
+            arrays["paid"][(*place, end - 1)] += worth @ np.array(part.reward, np.float32)
+    arrays["lengths"][place] = end
 
 
 def _common(openings: Sequence[np.ndarray]) -> np.ndarray:

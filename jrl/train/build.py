@@ -37,7 +37,7 @@ from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
-from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
+from jrl.train.episodes import EPISODE_REWARDS, EPISODES, check_lengths, default_parts, eval_parts
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -145,7 +145,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         task=task,
         model=model,
         tokenizer=tokenizer,
-        width=task.prompt_tokens if task else _width(data),
+        width=task.prompt_tokens if task else _width(config, data),
         networks=_frozen_networks(config, method),
     )
     _check_tokens(data, run.network.vocab_size)
@@ -329,8 +329,10 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 
 
-def _width(data: RunData) -> int:
+def _width(config: Config, data: RunData) -> int:
     """P: the longest prompt, rounded up to 16 so that a few more rows change no program."""
+    if config.episodes:
+        return config.max_prompt_tokens  # nobody knows yet what an environment will say
     lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
     lengths += [len(j.prompt) for listed in data.judged.values() for j in listed]
     return _rounded(max(lengths))
@@ -369,7 +371,7 @@ def _prompts(
                 answer_pattern=data.answer_pattern,
                 solution_key=names.get("solution") if split == "train" else None,
                 system=data.system,
-                template=data.template,
+                template="plain" if config.episodes else data.template,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
             )
@@ -428,7 +430,8 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     if config.pairs is not None:
         return {"score": 1.0}
     if not config.rewards:
-        return default_parts(task) if task else {"math": 1.0}
+        text = EPISODES if config.episodes else {"math": 1.0}
+        return default_parts(task) if task else dict(text)
     known = EPISODE_REWARDS if isinstance(task, Env) else TASK_REWARDS
     if task and (unknown := [name for name in config.rewards if name not in known]):
         raise choose("rewards", unknown[0], known)
@@ -441,6 +444,7 @@ def accuracy_part(config: Config, task: Task | Env | None) -> str:
     # A reward model says which of two is better, not what is right.
     names = [name for name in reward_weights(config, task) if name != NAME]
     names = [*eval_parts(task)][:1] if task else names
+    names = ["success"] if config.episodes else names
     if chosen is not None:
         if chosen not in names:
             raise UserError(
@@ -469,6 +473,7 @@ def reward_pool(config: Config) -> RewardPool:
     """The reward functions of a run on text; a reward model is none of them."""
     tables = {n: t for n, t in config.rewards.items() if n != NAME}
     tables = tables if config.rewards else {"math": RewardTable()}
+    tables = {} if config.episodes else tables  # the environment pays
     pool = config.reward_pool
     return RewardPool(
         {name: make_reward(name, **table.options) for name, table in tables.items()},

@@ -20,6 +20,8 @@ from jrl.sampling.slots import check_fits
 from jrl.train.collect import Groups, task_rollout
 from jrl.types import Array, Batch, Network, Params, stream
 
+EPISODES = {"reward": 1.0, "success": 0.0}
+"""Reward part -> weight of a run in an environment that names none."""
 EPISODE_REWARDS = ("reward", "success")
 """Reward parts of an episode: the points that the environment paid, and 1 where it ended well."""
 

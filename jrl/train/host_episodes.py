@@ -6,7 +6,9 @@ The twin of ``collect.TextSource``: its prompts open episodes instead of being c
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,18 +17,23 @@ import numpy as np
 
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
-from jrl.envs.host import HostEnv
+from jrl.envs.host import HostEnv, check_env, format_of
 from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.own import check_options, load
 from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
+from jrl.train.episodes import EPISODES
 from jrl.train.host_play import Played, play_episodes
 from jrl.types import Prompt, stream
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
 that it names."""
+_SLOTS, _CHUNK = 64, 8
+"""Slots where the configuration names none, and decode steps between two looks at the inbox."""
 _ROUNDS = 3
 """How often a group is played at most, where too many of its members fail."""
 
@@ -62,11 +69,7 @@ class HostEpisodes:
         weights: Mapping[str, float],
         sample: str = "sample",
     ) -> None:
-        known = (*env.parts, SUCCESS)
-        for name in weights:
-            if name not in known:
-                said = ", ".join(known)
-                raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+        _check_parts(env, weights)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights = dict(weights)
@@ -78,6 +81,8 @@ class HostEpisodes:
         """See ``GroupSource``. A group with too few living members is played again, and counted."""
         if self._calls is None:
             self._calls = Calls()
+            # What nobody closed ends with this object, or with Python.
+            self._end = weakref.finalize(self, _close, self._calls, self._env)
         chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
         self._rows.set_weights(params, int(step if version is None else version))
         groups: list[list[Transcript]] = [[] for _ in chosen]
@@ -136,11 +141,95 @@ class HostEpisodes:
     def close(self) -> None:
         """Ends what the environment shares between episodes, and its threads."""
         if self._calls is not None:
-            try:
-                self._calls.run(self._env.shutdown, self._env.limits.call_seconds)
-            finally:
-                self._calls.close()
-                self._calls = None
+            self._end()
+            self._calls = None
+
+
+def check_host(run: Run) -> None:
+    """Raises UserError for an environment, a template or a method that episodes cannot use."""
+    if (
+        run.method.draw.demonstrations
+        or run.method.draw.baseline_members
+        or not run.method.draw.own
+    ):
+        raise UserError(
+            f"data.env: method = {run.config.method!r} trains on demonstrations or greedy members,"
+            " which episodes on the host do not have; choose another method"
+        )
+    if jax.process_count() > 1:
+        raise UserError("data.env with data.train runs in one process; use one host")
+    env = _env(run)
+    _check_parts(env, run.rewards.weights)
+    format_of(env, run.tokenizer)
+
+
+def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
+    known = (*env.parts, SUCCESS)
+    for name in weights:
+        if name not in known:
+            said = ", ".join(known)
+            raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+
+
+def host_source(
+    run: Run,
+    prompts: Sequence[Prompt],
+    group: int,
+    *,
+    split: str = "train",
+    temperature: float | None = None,
+) -> HostEpisodes:
+    """The episodes of a run's environment.
+
+    Args:
+      run: whose ``data.env`` returns the environment.
+      prompts: what episodes are about.
+      group: members.
+      split: "train" or "eval".
+      temperature: None for the run's.
+    """
+    sampling, env = run.config.sampling, _env(run)
+    evaluates = split == "eval"
+    rows = EpisodeRows(
+        run.network if evaluates else sampler_of(run),
+        slots=min(sampling.slots or _SLOTS, run.config.train.prompts * group),
+        prompt_tokens=run.width,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_tokens=run.tokenizer.stop_ids,
+        chunk=_CHUNK,
+        sampling={
+            "temperature": sampling.temperature if temperature is None else temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        },
+    )
+    return HostEpisodes(
+        env,
+        format_of(env, run.tokenizer),
+        rows,
+        prompts=prompts,
+        seed=None if evaluates else run.config.order_seed,
+        tokenizer=run.tokenizer,
+        group=group,
+        weights=EPISODES if evaluates else run.rewards.weights,
+        sample="eval" if evaluates else "sample",
+    )
+
+
+def _env(run: Run) -> HostEnv:
+    """The environment that the configuration names."""
+    data = run.config.episodes
+    assert data is not None
+    make = load(data.env, "data.env")
+    check_options(make, data.options, "data.options")
+    return check_env(make(**data.options), f"data.env = {data.env!r}: what it returns")
+
+
+def _close(calls: Calls, env: HostEnv) -> None:
+    with contextlib.suppress(Exception):  # a run that has ended well must not fail here
+        calls.run(env.shutdown, env.limits.call_seconds)
+    calls.close()
 
 
 def _seeds(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:

@@ -23,6 +23,7 @@ from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.episodes import check_members, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
+from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.reward_model import NAME, with_model_points
@@ -48,6 +49,8 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
+    if config.episodes:
+        check_host(run)
     state_layout(run)
     sampler_of(run)
     if run.rollout_mesh is not None:
@@ -202,7 +205,10 @@ def group_source(run: Run, pool: RewardPool | None) -> GroupSource:
       run: that draws its completions.
       pool: the reward functions of a run on text; None gives every completion 0 points.
     """
-    config, program = run.config, train_sampler(run)
+    config = run.config
+    if config.episodes:
+        return host_source(run, run.data.prompts["train"], config.sampling.group).draw
+    program = train_sampler(run)
     mesh = run.rollout_mesh or run.mesh
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
     if run.task is not None:
