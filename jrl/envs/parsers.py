@@ -6,12 +6,13 @@ r"""How models of each family write tool calls, as values: text to calls, a call
 
 A parser reads the policy's words with their control tokens spelled out, never raises, and tells two
 kinds of error apart: "structure", what no call can be read from, and "content", a call of a tool or
-with arguments that there are not (``check_call``).
+with arguments that there are not (``tools.check_call``).
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import warnings
@@ -91,25 +92,10 @@ def get_parser(name: str, template: str | None = None) -> Parser:
     return PARSERS[name]
 
 
-def check_call(call: Call, schemas: Schemas) -> Call | Malformed:
-    """The call, or why there is no such tool or its arguments do not fit the schema."""
-    if call.name not in schemas:
-        known = ", ".join(sorted(schemas))
-        return Malformed("content", f"there is no tool {call.name!r:.80}; use {known}", call.name)
-    import jsonschema
-
-    validator = jsonschema.Draft202012Validator(schemas[call.name])
-    try:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(call.arguments))
-    except RecursionError:
-        return Malformed("content", "the arguments are nested too deeply", call.name)
-    if error is None:
-        return call
-    where = "".join(f"[{part!r}]" for part in error.absolute_path)
-    return Malformed("content", f"arguments{where}: {error.message:.300}", call.name)
-
-
 # ---------------------------------------------------------------- JSON
+
+
+_dumps = functools.partial(json.dumps, ensure_ascii=False)
 
 
 def _refuse(name: str) -> Any:
@@ -122,10 +108,6 @@ def _json(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         return Malformed("structure", f"not JSON: {error}"[:300])
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
@@ -263,9 +245,7 @@ def _parse_mistral(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
     for body in bodies:
         named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)", body)
         if named:  # from version 11 of the format on
-            arguments = _json(body[named.end() :])
-            is_bad = isinstance(arguments, Malformed)
-            out.append(arguments if is_bad else _with_arguments(named[1], arguments))
+            out.append(_with_arguments(named[1], body[named.end() :]))
             continue
         value = _json(body)
         listed = value if isinstance(value, list) else [value]

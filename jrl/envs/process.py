@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.envs.host import EnvError, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
@@ -115,54 +115,72 @@ def process_env(
     if not Path(python).is_file():
         raise UserError(f"python = {python!r}: there is no such interpreter")
     given = {"env": env, "options": dict(options), "memory_bytes": memory_bytes}
-    command = [python, str(_WORKER), json.dumps(given)]
-    most = 1024 + 8 * limits.answer_chars  # bytes of the largest answer that can be taken
-    idle: list[_Process] = []
-    alive: set[_Process] = set()
+    # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
+    pool = _Pool([python, str(_WORKER), json.dumps(given)], 1024 + 8 * limits.answer_chars)
+    return HostEnv(
+        init=pool.init,
+        step=pool.step,
+        close=pool.close,
+        roles=roles,
+        parts=parts,
+        limits=limits,
+        shutdown=pool.shutdown,
+    )
 
-    async def start() -> _Process:
-        while idle:
-            if (process := idle.pop()).sound:
+
+class _Pool:
+    """The processes of one environment: those that play, and those that may play next."""
+
+    def __init__(self, command: list[str], most: int) -> None:
+        self._command, self._most = command, most
+        self._idle: list[_Process] = []
+        self._alive: set[_Process] = set()
+
+    async def _take(self) -> _Process:
+        while self._idle:
+            if (process := self._idle.pop()).sound:
                 return process
         started = await asyncio.create_subprocess_exec(
-            *command,
+            *self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        alive.add(process := _Process(started, most))
+        self._alive.add(process := _Process(started, self._most))
         return process
 
-    async def init(prompt: Prompt, seed: int) -> tuple[_Process, Any]:
-        process = await start()
+    async def _drop(self, process: _Process) -> None:
+        self._alive.discard(process)
+        await process.end()
+
+    async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
+        """See ``HostEnv``; the state is the process."""
+        process = await self._take()
         told = {n: getattr(prompt, n) for n in ("id", "text", "answer")} | {"meta": {**prompt.meta}}
         try:
             return process, await process.ask({"do": "init", "prompt": told, "seed": seed})
         except BaseException:
-            alive.discard(process)
-            await process.end()
+            await self._drop(process)
             raise
 
-    async def step(process: _Process, reply: Reply) -> tuple[_Process, Feedback]:
+    async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
+        """See ``HostEnv``."""
         told = reply._replace(tokens=reply.tokens.tolist())._asdict()
-        value = await process.ask({"do": "step", "reply": told})
-        return process, value
+        return process, await process.ask({"do": "step", "reply": told})
 
-    async def close(process: _Process) -> None:
+    async def close(self, process: _Process) -> None:
+        """Ends an episode; its process may serve the next one."""
         try:
             if process.sound:
                 await process.ask({"do": "close"})
         finally:
             if process.sound:
-                idle.append(process)
+                self._idle.append(process)
             else:
-                alive.discard(process)
-                await process.end()
+                await self._drop(process)
 
-    async def shutdown() -> None:
-        idle.clear()
-        await asyncio.gather(*(process.end() for process in alive))
-        alive.clear()
-
-    return HostEnv(init, step, close, roles=roles, parts=parts, limits=limits, shutdown=shutdown)
+    async def shutdown(self) -> None:
+        """Ends every process."""
+        self._idle.clear()
+        await asyncio.gather(*(self._drop(process) for process in list(self._alive)))

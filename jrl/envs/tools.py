@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
-from jrl.envs.parsers import Call, Malformed, Parser, check_call
+from jrl.envs.parsers import Call, Malformed, Parser, Schemas
 from jrl.errors import UserError, choose
 from jrl.types import Prompt
 
@@ -103,9 +103,7 @@ def tool_env(
         broken = [c for c in found if isinstance(c, Malformed)]
         metrics = {"tool_structure_errors": float(len(broken))}
         if not found or (broken and malformed == "end"):
-            points = await run_either(reward, state.prompt, reply)
-            won = isinstance(points, int | float) and points >= 1
-            return state, Feedback((), points, True, bool(won), None, metrics)
+            return state, await _judged(reward, state.prompt, reply, metrics)
         left = limits.tool_calls - state.calls if limits.tool_calls else len(found)
         answers = [
             _answer(by_name, schemas, call, i < left, metrics) for i, call in enumerate(found)
@@ -124,6 +122,15 @@ def tool_env(
     )
 
 
+async def _judged(
+    reward: Reward, prompt: Prompt, reply: Reply, metrics: Mapping[str, float]
+) -> Feedback:
+    """The end of an episode."""
+    points = await run_either(reward, prompt, reply)
+    won = isinstance(points, int | float) and points >= 1
+    return Feedback((), points, True, bool(won), None, metrics)
+
+
 def _async(function: Callable[..., Any]) -> Callable[..., Any]:
     async def call(*arguments: Any) -> Any:
         return function(*arguments)
@@ -133,7 +140,7 @@ def _async(function: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _answer(
     tools: Mapping[str, Tool],
-    schemas: Mapping[str, Mapping[str, Any]],
+    schemas: Schemas,
     call: Call | Malformed,
     allowed: bool,
     metrics: dict[str, float],
@@ -172,6 +179,24 @@ def _shortened(text: str, longest: int) -> str:
         return text
     half = longest // 2
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def check_call(call: Call, schemas: Schemas) -> Call | Malformed:
+    """The call, or why there is no such tool or its arguments do not fit the schema."""
+    if call.name not in schemas:
+        known = ", ".join(sorted(schemas))
+        return Malformed("content", f"there is no tool {call.name!r:.80}; use {known}", call.name)
+    import jsonschema
+
+    validator = jsonschema.Draft202012Validator(schemas[call.name])
+    try:
+        error = jsonschema.exceptions.best_match(validator.iter_errors(call.arguments))
+    except RecursionError:
+        return Malformed("content", "the arguments are nested too deeply", call.name)
+    if error is None:
+        return call
+    where = "".join(f"[{part!r}]" for part in error.absolute_path)
+    return Malformed("content", f"arguments{where}: {error.message:.300}", call.name)
 
 
 def _messages(

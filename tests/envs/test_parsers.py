@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.envs.parsers import PARSERS, Call, Malformed, check_call, get_parser
+from jrl.envs.parsers import PARSERS, Call, Malformed, get_parser
+from jrl.envs.tools import check_call
 from jrl.errors import UserError
 
 BAR, LOW = "\uff5c", "\u2581"
