@@ -42,7 +42,7 @@ HEAVY = {
     *("orbax", "tensorstore", "tensorflow", "tensorflow_datasets", "matplotlib", "transformers"),
     *("torch", "tokenizers", "pyarrow", "pebble", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
-    "jsonschema",
+    *("jsonschema", "gymnasium"),
 }
 """Loaded by what needs them, when it runs."""
 

@@ -351,6 +351,8 @@ ELSEWHERE = {
         "train/test_disjoint.py::test_a_stale_run_resumes_bit_for_bit_from_where_a_signal_stopped_it"
     ),
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
+    "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
+    "data.options": "train/test_host_run.py::test_a_run_of_many_turns",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 
