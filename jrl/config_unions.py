@@ -53,6 +53,11 @@ class TextTable(FileTable):
     )
     max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
 
+    @property
+    def form(self) -> str:
+        """How a prompt is made of a question."""
+        return self.template
+
     @field_validator("template")
     @classmethod
     def _template(cls, value: str) -> str:
@@ -151,6 +156,11 @@ class EpisodeData(PromptData):
     options: dict[str, Any] = key(
         {}, "arguments of the environment's function, where its prompts are those of data.train"
     )
+
+    @property
+    def form(self) -> str:
+        """The question alone: the environment writes messages."""
+        return "plain"
 
 
 class PairData(TextTable):

@@ -37,7 +37,7 @@ from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
-from jrl.train.episodes import EPISODE_REWARDS, EPISODES, check_lengths, default_parts, eval_parts
+from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -371,7 +371,7 @@ def _prompts(
                 answer_pattern=data.answer_pattern,
                 solution_key=names.get("solution") if split == "train" else None,
                 system=data.system,
-                template="plain" if config.episodes else data.template,
+                template=data.form,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
             )
@@ -419,7 +419,7 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
         run.tokenizer,
         answer_key=None,
         system=data.system,
-        template=data.template,
+        template=data.form,
         max_prompt_tokens=run.width,
     )
     return prompts
@@ -430,8 +430,7 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     if config.pairs is not None:
         return {"score": 1.0}
     if not config.rewards:
-        text = EPISODES if config.episodes else {"math": 1.0}
-        return default_parts(task) if task else dict(text)
+        return default_parts(task) if task or config.episodes else {"math": 1.0}
     known = EPISODE_REWARDS if isinstance(task, Env) else TASK_REWARDS
     if task and (unknown := [name for name in config.rewards if name not in known]):
         raise choose("rewards", unknown[0], known)

@@ -31,9 +31,9 @@ def rollout_of(task: Task | Env) -> Callable[..., Groups]:
     return episode_rollout if isinstance(task, Env) else task_rollout
 
 
-def default_parts(task: Task | Env) -> dict[str, float]:
-    """Reward part -> weight where a run names none."""
-    return {"reward": 1.0, "success": 0.0} if isinstance(task, Env) else {"verify": 1.0}
+def default_parts(task: Task | Env | None) -> dict[str, float]:
+    """Reward part -> weight where a run names none; None for an environment on the host."""
+    return {"verify": 1.0} if isinstance(task, Task) else dict(EPISODES)
 
 
 def eval_parts(task: Task | Env) -> dict[str, float]:
