@@ -442,8 +442,7 @@ def accuracy_part(config: Config, task: Task | Env | None) -> str:
     chosen = next((name for name, part in config.rewards.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
     names = [name for name in reward_weights(config, task) if name != NAME]
-    names = [*eval_parts(task)][:1] if task else names
-    names = ["success"] if config.episodes else names
+    names = [*eval_parts(task)][:1] if task or config.episodes else names
     if chosen is not None:
         if chosen not in names:
             raise UserError(

@@ -36,9 +36,9 @@ def default_parts(task: Task | Env | None) -> dict[str, float]:
     return {"verify": 1.0} if isinstance(task, Task) else dict(EPISODES)
 
 
-def eval_parts(task: Task | Env) -> dict[str, float]:
+def eval_parts(task: Task | Env | None) -> dict[str, float]:
     """Reward part -> weight in an evaluation; the first part says what is right."""
-    return {"success": 1.0, "reward": 0.0} if isinstance(task, Env) else {"verify": 1.0}
+    return {"verify": 1.0} if isinstance(task, Task) else {"success": 1.0, "reward": 0.0}
 
 
 def episode_rollout(
