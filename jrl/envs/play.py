@@ -308,7 +308,8 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         drawn, size = solution(state)
         after, made = env.step(state, drawn, size, jax.random.fold_in(key, number))
         over = made.done | (number + 1 == env.turns)
-        size, count = jnp.where(live, size, 0), jnp.where(live & ~over, made.count, 0)
+        size = jnp.where(live, size, 0)
+        count = jnp.where(live & ~over, jnp.clip(made.count, 0, env.reply_tokens), 0)
         tokens = put(tokens, begin, drawn, size)
         end = begin + size
         tokens = put(tokens, end, made.reply, count)

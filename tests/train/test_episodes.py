@@ -10,11 +10,12 @@ import pytest
 
 from jrl.envs import get_env
 from jrl.errors import UserError
+from jrl.evaluate import episode_metrics, samples_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import collect
+from jrl.train.collect import collect, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.state import init_state, state_shardings
@@ -110,8 +111,6 @@ def groups(network, draw):
 
 @pytest.fixture(scope="module")
 def batch(groups):
-    from jrl.train.collect import to_batch
-
     weights = jnp.array(list(WEIGHTS.values()), jnp.float32)
     return to_batch(groups.rollout, groups.rewards, weights, groups.ids, groups.stats).check()
 
@@ -240,3 +239,23 @@ def test_methods_with_demonstrations_are_refused(network):
             group=2,
             demonstrations=1,
         )
+
+
+def test_samples_are_transcripts_by_turn(groups):
+    for record in samples_of(groups, ENV.tokenizer, ENV, WEIGHTS, 6):
+        turns = record["turns"]
+        assert "".join(turn["text"] for turn in turns) == record["completion"]
+        kinds = [turn["by"] for turn in turns]
+        assert kinds == ["policy", "environment"] * (len(kinds) // 2) + ["policy"]
+        assert sum(turn["paid"] for turn in turns) == pytest.approx(2 * record["rewards"]["reward"])
+        assert all(turn["paid"] == 0 for turn in turns[1::2])
+        assert record["prompt"] == "3:"
+        assert record["stop"] == ("done" if record["rewards"]["success"] else "turns")
+
+
+def test_evaluations_of_episodes_count_turns(groups):
+    rewards = groups.rewards[:, :, ::-1]  # success, then reward, as in an evaluation
+    metrics = episode_metrics(jax.device_get(groups._replace(rewards=rewards)))
+    assert metrics["success"] == pytest.approx(float(np.mean(rewards[:, :, 0])))
+    assert metrics["reward"] == pytest.approx(float(np.mean(rewards[:, :, 1])))
+    assert metrics["turns"] == pytest.approx(float(groups.ids["stratum"].mean()))
