@@ -26,7 +26,7 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
-from jrl.train.episodes import EPISODES, eval_parts
+from jrl.train.episodes import eval_parts
 from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
@@ -279,8 +279,8 @@ class Evaluator:
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
             names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
-        if self.run.config.episodes:
-            names = EPISODES
+        if self._episodes is not None:
+            names = eval_parts(None)
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
@@ -294,8 +294,10 @@ class Evaluator:
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
         )
-        if isinstance(self.run.task, Env):
+        if "turn" in groups.ids:
             metrics |= episode_metrics(groups)
+        if self._episodes is not None:
+            metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:

@@ -25,7 +25,6 @@ from jrl.own import check_options, load
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
-from jrl.train.episodes import EPISODES
 from jrl.train.host_play import Played, play_episodes
 from jrl.types import Prompt, stream
 
@@ -212,7 +211,7 @@ def host_source(
         seed=None if evaluates else run.config.order_seed,
         tokenizer=run.tokenizer,
         group=group,
-        weights=EPISODES if evaluates else run.rewards.weights,
+        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
         sample="eval" if evaluates else "sample",
     )
 

@@ -1,6 +1,5 @@
 """The calculator: Python's own values, and nothing that is large, slow or no arithmetic."""
 
-import math
 import time
 
 import pytest
@@ -51,7 +50,7 @@ def test_functions(expression, value):
         ("True", "only numbers"),
         ("1 +", "not arithmetic"),
         ("(" * 300, "not arithmetic"),
-        ("-" * 999 + "1x", "not arithmetic"),
+        ("-" * 900 + "1x", "not arithmetic"),
         ("1" * 1001, "at most 1000 characters"),
         ("sqrt(1, 2)", "takes exactly one argument"),
     ],
@@ -64,4 +63,4 @@ def test_what_is_refused(expression, said):
 
 
 def test_factors_of_many_digits_end():
-    assert math.isclose(calculate("*".join(["9" * 50] * 15)), float("9" * 50) ** 15)
+    assert calculate("*".join(["9" * 50] * 15)) == int("9" * 50) ** 15
