@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 from jrl.envs.chat import PlainFormat
 from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
@@ -143,7 +143,7 @@ def train(made, params, steps, fails=lambda prompt: False):
     parts = {"network": NETWORK, "objective": method.objective, "optimizer": optax.adam(2e-2)}
     step = jax.jit(make_step(**parts))
     state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
-    mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
+    mesh = make_mesh({}, jax.devices()[:1])
     for i in range(steps):
         batch, _, cursor = collect(
             KEY,

@@ -101,6 +101,7 @@ def settings(place, run, env, *more):
             f"data.train={json.dumps(str(place / 'train.jsonl'))}",
             f"data.eval={json.dumps(str(place / 'eval.jsonl'))}",
             f"data.env={json.dumps(f'{place}/own.py:{env}')}",
+            "data.system=",
             "data.max_prompt_tokens=48",
             "model.dtype=float32",
             "rewards={}",
