@@ -19,8 +19,7 @@ from jrl.objectives.policy import combine_terms, compute_advantages, policy_loss
 from jrl.sampling.params import SamplingParams
 from jrl.train.build import Run
 from jrl.train.collect import Groups, source_rows
-from jrl.train.score import in_parts
-from jrl.train.state import policies_of
+from jrl.train.score import in_parts, policies_of
 from jrl.train.step import Pairs, Parts, complete, live_statistics, place_batch, summarise
 from jrl.types import Array, Batch, Prompt, Rollout, StopReason, TrainState
 

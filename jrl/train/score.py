@@ -280,6 +280,26 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
     return parts, max(1, min(columns, limit // (own // parts)))
 
 
+def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
+    """The trees that scoring reads, by name: those trained, and those frozen.
+
+    Args:
+      params: of a ``TrainState``.
+      frozen: of it.
+      network: the policy.
+
+    Returns:
+      "policy", "value" where there is one, and the frozen policies. Where the network has a
+      ``split``, the reference is the base, unless another one is kept.
+    """
+    if network.extras.split is None:
+        return params | dict(frozen)
+    base = frozen["base"]
+    others = {name: tree for name, tree in frozen.items() if name != "base"}
+    policy = network.extras.split.join(params["policy"], base)
+    return {"ref": base} | params | others | {"policy": policy}
+
+
 @jax.named_scope("score")
 def score(
     params: Params,

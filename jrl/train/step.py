@@ -31,8 +31,8 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.params import SamplingParams
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
-from jrl.train.score import in_parts, score, split, undivided
-from jrl.train.state import check_renewable, policies_of, renew_reference
+from jrl.train.score import in_parts, policies_of, score, split, undivided
+from jrl.train.state import check_renewable, renew_reference
 from jrl.types import (
     NOTHING,
     Array,
