@@ -145,9 +145,9 @@ def apply(operation: Array, left: Array, right: Array) -> Array:
 
 def worked_out(call: Call) -> tuple[Array, Array]:
     """(the result [] int32, whether the call is valid and the result has at most nine digits)."""
-    sizes = jnp.abs(call.left).astype(jnp.float32), jnp.abs(call.right).astype(jnp.float32)
-    # Rounding in float32 is less than a part in 2**23, so no product near the limit wraps.
-    small = jnp.where(call.operation == TIMES, sizes[0] * sizes[1], sizes[0] + sizes[1]) < 2e9
+    # Sums stay below 2**31. Rounding in float32 is less than a part in 2**23, so no product wraps.
+    product = call.left.astype(jnp.float32) * call.right.astype(jnp.float32)
+    small = (call.operation != TIMES) | (jnp.abs(product) < 2e9)
     result = apply(call.operation, call.left, call.right)
     fits = call.valid & small & (jnp.abs(result) <= LARGEST)
     return jnp.where(fits, result, 0), fits
