@@ -112,6 +112,7 @@ def settings(place, run, env, *more):
             "train.prompts=2",
             "train.steps=2",
             "train.microbatches=1",
+            "mesh.fsdp=1",
             "eval.problems=3",
             "eval.samples=1",
             "checkpoint.every=2",
@@ -145,8 +146,9 @@ def test_a_run_of_many_turns(place, tmp_path):
     assert [r["turns"] for r in records] == [8]
 
 
-def test_a_run_with_tools(place, tmp_path):
-    config = settings(place, tmp_path / "run", "sums", "train.steps=1", "data.eval=")
+def test_a_run_with_tools_on_several_devices(place, tmp_path):
+    of = ["train.steps=1", "data.eval=", "train.prompts=8", "mesh.fsdp=8", "sampling.slots=16"]
+    config = settings(place, tmp_path / "run", "sums", *of)
     assert train(config, echo=lambda line: None)["steps"] == 1
 
 
@@ -159,7 +161,11 @@ def test_a_run_with_tools(place, tmp_path):
         ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         ("talk", ["data.options={turns=2}", "data.template=plain"], "data.template is not read"),
-        ("talk", ["data.options={turns=2}", "method=sft"], "method = 'sft' trains on demonstrat"),
+        (
+            "talk",
+            ["data.options={turns=2}", "method=sft", "objective={}"],
+            "method = 'sft' trains on demonstrat",
+        ),
         ("talk", ["data.options={turns=2}", "rewards={math={}}"], "rewards.math: the environment"),
     ],
 )
