@@ -121,31 +121,38 @@ def settings(place, run, env, *more):
     )
 
 
+def records_of(directory):
+    return [r for r in read_jsonl(directory / "metrics.jsonl") if "loss" in r]
+
+
 def test_a_run_of_many_turns(place, tmp_path):
-    threads = threading.active_count()
-    config = settings(place, tmp_path / "run", "talk", "data.options={turns=2}")
-    summary = train(config, echo=lambda line: None)
-    assert summary["steps"] == 2
-    records = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
-    assert [r["episodes"] for r in records] == [8, 8]
-    assert all(8 <= r["turns"] <= 16 for r in records)
-    assert all(r["env_errors"] == r["env_timeouts"] == 0 for r in records)
-    assert all(r["logprob_diff"] < 1e-4 for r in records)
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    several = [s["turns"] for s in samples if len(s["turns"]) > 2]
+    threads, run = threading.active_count(), tmp_path / "run"
+    config = settings(place, run, "talk", "data.options={turns=2}", "data.eval=", "train.steps=1")
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(run)
+    assert record["episodes"] == 8 < record["turns"] <= 16  # data.options.turns = 1 gives 8
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    assert record["logprob_diff"] < 1e-4
+    several = [s["turns"] for s in read_jsonl(run / "samples.jsonl") if len(s["turns"]) > 2]
     assert several
     for turns in several:
         assert [t["by"] for t in turns] == ["policy", "environment", "policy"]
         assert "Go on. <|end|>" in turns[1]["text"]  # a text from outside, and no control token
-    found = evaluate_run(config)
-    assert 0 <= found["accuracy"] <= 1
     assert threading.active_count() <= threads + 1
-    short = settings(place, tmp_path / "short", "talk", "data.options={turns=1}", "train.steps=1")
-    train(short, echo=lambda line: None)
-    records = [r for r in read_jsonl(tmp_path / "short" / "metrics.jsonl") if "loss" in r]
-    assert [r["turns"] for r in records] == [8]
 
 
+@pytest.mark.slow
+def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
+    config = settings(place, tmp_path / "run", "talk", "data.options={turns=1}")
+    assert train(config, echo=lambda line: None)["steps"] == 2
+    assert [r["turns"] for r in records_of(tmp_path / "run")] == [8, 8]
+    found = evaluate_run(config)
+    assert found["turns"] == 1
+    assert found["success"] == found["accuracy"]
+    assert found["failed"] == 0
+
+
+@pytest.mark.slow
 def test_a_run_with_tools_on_several_devices(place, tmp_path):
     of = ["train.steps=1", "data.eval=", "train.prompts=8", "mesh.fsdp=8", "sampling.slots=16"]
     config = settings(place, tmp_path / "run", "sums", *of)
