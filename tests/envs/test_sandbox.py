@@ -83,6 +83,7 @@ def test_there_is_no_network_and_no_one_else(sandbox):
     assert asyncio.run(sandbox.run("import os; os.getpid()")).output == "1\n"
 
 
+@pytest.mark.slow
 def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     monkeypatch.setattr(
         module.shutil, "which", lambda name, path=None: None if path is None else "/usr/bin/python3"

@@ -368,6 +368,7 @@ def test_a_thousand_episodes_leave_nothing_behind():
     check_faults(250, 4)
 
 
+@pytest.mark.slow
 def test_an_async_function_that_blocks_the_loop_ends():
     env, hung = counting_env(call_seconds=0.2), []
     release = threading.Event()
