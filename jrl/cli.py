@@ -466,7 +466,7 @@ def compare(
     """
     changes = [*(overrides or ()), *([] if steps is None else [f"train.steps={steps}"])]
     chosen = _read(config, changes)
-    tasks = task or (chosen.task and chosen.task.task)
+    tasks = task or (chosen.task and chosen.task.name)
     if not tasks:
         raise UserError("data.task is missing; name procedural tasks with --task")
     from jrl.compare import compare as run_comparison

@@ -173,7 +173,7 @@ def _runs(
         if difficulty and not difficulty.isdigit():
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
-        if config.task is None or config.task.task != name or difficulty:
+        if config.task is None or config.task.name != name or difficulty:
             tree["data"] = {"task": name}
         if difficulty:
             tree["data"]["difficulty"] = int(difficulty)
@@ -226,7 +226,7 @@ class _Start:
         )
 
         def accuracy(key: Array, policy: Params) -> Array:
-            return evaluate(key, policy).rewards.mean()
+            return evaluate(key, policy).rewards[..., 0].mean()
 
         self.measure = jax.jit(jax.vmap(accuracy))
         self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)

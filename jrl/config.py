@@ -21,6 +21,8 @@ from jrl.config_checks import conflicts
 from jrl.config_unions import (
     AdamW,
     Data,
+    EnvData,
+    EpisodeData,
     FileTable,
     Optimizer,
     PairData,
@@ -142,7 +144,7 @@ class SamplingTable(Table):
     top_p: float = key(1.0, "keep the smallest set with this probability", gt=0, le=1)
     min_p: float = key(0.0, "keep tokens this likely relative to the likeliest", ge=0, lt=1)
     max_new_tokens: int = key(
-        256, "longest completion, tokens; a procedural task sets its own", ge=1
+        256, "longest completion, tokens; a procedural task or environment sets its own", ge=1
     )
     slots: int = key(
         0,
@@ -230,7 +232,7 @@ class TrainTable(Table):
         "host",
         "host: a step is two programs, with rewards in Python between them; packed: so too, with"
         " completions of unequal length packed into rows, at the cost of compiling about 16 shapes;"
-        " compiled: the whole run of a procedural task is one program",
+        " compiled: the whole run of a procedural task or environment is one program",
     )
 
     @model_validator(mode="after")
@@ -404,8 +406,9 @@ class Config(Table):
         "reward parts by name: math, exact, format, model, or your own function as"
         ' "FILE.py:function" or "module:function", written as'
         " reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL;"
-        " verify, partial and your own for a procedural task. Each a"
-        " table with weight, judge (true: accuracy is measured by this part) and options",
+        " verify, partial and your own for a procedural task; reward and success for an"
+        " environment. Each a table with weight, judge (true: accuracy is measured by this part)"
+        " and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
     optimizer: Optimizer = key(AdamW(), "")
@@ -426,9 +429,14 @@ class Config(Table):
     )
 
     @property
-    def task(self) -> TaskData | None:
-        """The procedural task, or None."""
-        return self.data if isinstance(self.data, TaskData) else None
+    def task(self) -> TaskData | EnvData | None:
+        """The procedural task or the environment, or None."""
+        return self.data if isinstance(self.data, TaskData | EnvData) else None
+
+    @property
+    def episodes(self) -> EpisodeData | None:
+        """Prompts that open episodes with an environment on the host, or None."""
+        return self.data if isinstance(self.data, EpisodeData) else None
 
     @property
     def text(self) -> TextTable | None:

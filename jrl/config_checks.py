@@ -48,12 +48,21 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     unset = type(sampling).model_fields["max_new_tokens"].default
     if task is not None and config.pairs is None and sampling.max_new_tokens != unset:
         yield (
-            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with data.task ="
-            f" {task.task!r}, which sets its own limit; remove it"
+            f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
+            f" {task.name!r}, which sets its own limit; remove it"
         )
+    if config.episodes:
+        for name in sorted(config.data.model_fields_set & {"system", "template"}):
+            yield (
+                f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
+                " own first messages; remove it"
+            )
+        if config.placement is not None or train.replay_routing:
+            key = "[placement]" if config.placement is not None else "train.replay_routing"
+            yield f"{key} does not go with episodes of data.train in data.env; remove it"
     files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
-        yield "train.mode = 'compiled' samples from data.task alone; set it to 'host'"
+        yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
     if files and task is None and config.warmup.steps:
         yield (
             f"warmup.steps = {config.warmup.steps} needs data.task, whose solutions it learns; set"

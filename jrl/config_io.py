@@ -427,7 +427,7 @@ def _of_other_kinds(config: Config) -> list[str]:
     """A line for each option of a task that is a key of other data; options may be anything."""
     if config.task is None:
         return []
-    kind = "data.task" if config.pairs is None else "data.pairs and data.task"
+    kind = config.task.kind if config.pairs is None else "data.pairs and data.task"
     keys = {key.name: key for key in describe()}
     options = {f"data.{name}": value for name, value in config.task.options.items()}
     return [_wrong_kind(keys[name], v, kind) for name, v in options.items() if name in keys]

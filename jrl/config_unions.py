@@ -1,7 +1,7 @@
 """The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
 
 Each kind is a table with its own keys, so that a key of another kind cannot be given. What is given
-says which kind it is: ``data.task``, ``data.pairs`` or neither; and ``optimizer.name``.
+says which kind it is: ``data.task``, ``data.env``, ``data.pairs`` or none; and ``optimizer.name``.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class TextTable(FileTable):
     )
     max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
 
+    @property
+    def form(self) -> str:
+        """How a prompt is made of a question."""
+        return self.template
+
     @field_validator("template")
     @classmethod
     def _template(cls, value: str) -> str:
@@ -115,9 +120,59 @@ class TaskData(Table):
     )
 
     @property
+    def kind(self) -> str:
+        """The key that names the task."""
+        return "data.task"
+
+    @property
+    def name(self) -> str:
+        """Of the task."""
+        return self.task
+
+    @property
     def options(self) -> dict[str, Any]:
         """The keys that the task's function takes."""
         return dict(self.model_extra or {})
+
+
+class EnvData(Table):
+    """An environment; further keys are its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    env: str = Field(
+        description="environment by name, or a function of your own as FILE.py:function or"
+        " module:function; its options, such as turns, are further keys of [data]"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The key that names the environment."""
+        return "data.env"
+
+    @property
+    def name(self) -> str:
+        """Of the environment."""
+        return self.env
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keys that the environment's function takes."""
+        return dict(self.model_extra or {})
+
+
+class EpisodeData(PromptData):
+    """Prompts from files, each of which opens episodes with an environment on the host."""
+
+    env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
+    options: dict[str, Any] = key(
+        {}, "arguments of the environment's function, where its prompts are those of data.train"
+    )
+
+    @property
+    def form(self) -> str:
+        """The question alone: the environment writes messages."""
+        return "plain"
 
 
 class PairData(TextTable):
@@ -139,15 +194,18 @@ class TaskPairs(FileTable, TaskData):
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    kinds = [f"data.{name}" for name in ("pairs", "task") if name in given]
-    return " and ".join(kinds) or "data.train"
+    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
+        return " and ".join(kinds)
+    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
 
 
 Data = Annotated[
     Annotated[PromptData, Tag("data.train")]
     | Annotated[TaskData, Tag("data.task")]
     | Annotated[PairData, Tag("data.pairs")]
-    | Annotated[TaskPairs, Tag("data.pairs and data.task")],
+    | Annotated[TaskPairs, Tag("data.pairs and data.task")]
+    | Annotated[EnvData, Tag("data.env")]
+    | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),
 ]
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
@@ -25,8 +26,10 @@ from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream, external
 from jrl.train.compiled import held_out
+from jrl.train.episodes import eval_parts
+from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.train.resharding import free
-from jrl.types import Array, Params, Prompt, StopReason
+from jrl.types import Array, Params, Prompt, Rollout, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -148,8 +151,19 @@ def evaluation_metrics(
     return metrics
 
 
+def episode_metrics(groups: Groups) -> dict[str, float]:
+    """Means over evaluated episodes: success (fraction), reward (points) and turns."""
+    taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
+    success, reward = np.asarray(groups.rewards).mean((0, 1)).tolist()
+    return {"success": success, "reward": reward, "turns": float(taken.mean())}
+
+
 def samples_of(
-    groups: Groups, tokenizer: Any, task: Task | None, weights: Mapping[str, float], count: int
+    groups: Groups,
+    tokenizer: Any,
+    task: Task | Env | None,
+    weights: Mapping[str, float],
+    count: int,
 ) -> list[dict[str, Any]]:
     """Some completions of several prompts as records for people, with the reward parts by name.
 
@@ -159,11 +173,12 @@ def samples_of(
     Args:
       groups: from a draw.
       tokenizer: turns tokens into text.
-      task: the procedural task, or None for prompts in text.
+      task: the procedural task or environment, or None for prompts in text.
       weights: reward part -> weight, in the order of the rewards.
       count: the most records.
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
+    ids, stats = jax.device_get((groups.ids, groups.stats))
     n, g, _ = rollout.tokens.shape
     each = min(g, max(2, -(-count // n)))
     members = np.linspace(0, g - 1, each).round().astype(int).tolist()
@@ -190,7 +205,26 @@ def samples_of(
                 "demonstration": bool(external(rollout)[row, member].any()),
             }
         )
+        if "turn" in groups.ids:
+            records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
     return records
+
+
+def transcript(
+    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
+    length = int(rollout.lengths[here])
+    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
+    said = []
+    for number in range(int(turn.max(initial=-1)) + 1):
+        for by, part in (("policy", drawn), ("environment", ~drawn)):
+            of = part & (turn == number)
+            if of.any():
+                text = tokenizer.decode(tokens[of].tolist())
+                said.append({"by": by, "text": text, "paid": float(paid[of].sum())})
+    return said
 
 
 # ---------------------------------------------------------------- evaluating a policy
@@ -213,10 +247,20 @@ class Evaluator:
         )
         mesh = programs.drawing_mesh(run, "eval")
         self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
+        self._episodes: HostEpisodes | None = None
+        self._program: Any = None
         if run.task is not None:
             draw = partial(held_out, task=run.task, problems=table.problems, samples=table.samples)
             self._program = programs.compiled_draw(
                 run, draw, programs.evaluated(run), whole=True, split="eval"
+            )
+        elif run.config.episodes:
+            self._episodes = host_source(
+                run,
+                run.data.prompts["eval"],
+                table.samples,
+                split="eval",
+                temperature=table.temperature,
             )
         else:
             self._program = programs.sampler_program(run, split="eval", group=table.samples)
@@ -237,7 +281,9 @@ class Evaluator:
         free(self._program)
         names = self.run.rewards.weights
         if self.run.task is not None or self.pool is None:
-            names = {"verify": 1.0}
+            names = {"verify": 1.0} if self.run.task is None else eval_parts(self.run.task)
+        if self._episodes is not None:
+            names = eval_parts(None)
         judge = list(names).index(self.run.rewards.judge) if self.run.rewards.judge in names else 0
         correct = np.asarray(groups.rewards)[:, :, judge] >= 1
         records = samples_of(groups, self.run.tokenizer, self.run.task, names, correct.size)
@@ -247,10 +293,14 @@ class Evaluator:
             answers = np.array(answers, object).reshape(correct.shape).tolist()
         metrics = evaluation_metrics(
             correct,
-            np.asarray(groups.rollout.lengths),
+            np.asarray(groups.rollout.mask).sum(-1),
             pass_k=self.run.config.eval.pass_k,
             answers=answers,
         )
+        if "turn" in groups.ids:
+            metrics |= episode_metrics(groups)
+        if self._episodes is not None:
+            metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:
@@ -261,17 +311,7 @@ class Evaluator:
         """All held-out prompts in draws of one size, the last one filled up and cut."""
         config, prompts = self.run.config, self.run.data.prompts["eval"]
         size, total = config.train.prompts, min(config.eval.problems, len(prompts))
-        source = TextSource(
-            prompts=prompts,
-            width=self.run.width,
-            seed=None,
-            program=self._program,
-            sampling_params=self.sampling_params,
-            pool=self.pool,
-            tokenizer=self.run.tokenizer,
-            name="eval",
-        )
-        draw = source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
+        draw = self._source(prompts)
         draws = [
             draw(
                 compiled_stream(key, "eval", np.int32(0)),
@@ -288,7 +328,24 @@ class Evaluator:
             [prompt for d in draws for prompt in d.subject][:total],
             {},
             jax.tree.map(join, *(d.ids for d in draws)),
+            jax.tree.map(join, *(dict(d.stats) for d in draws)),
         )
+
+    def _source(self, prompts: list[Prompt]) -> Any:
+        """What draws held-out groups of text."""
+        if self._episodes is not None:
+            return self._episodes.draw
+        source = TextSource(
+            prompts=prompts,
+            width=self.run.width,
+            seed=None,
+            program=self._program,
+            sampling_params=self.sampling_params,
+            pool=self.pool,
+            tokenizer=self.run.tokenizer,
+            name="eval",
+        )
+        return source.draw if self.pool is None else programs.with_rewards(self.run, source.draw)
 
 
 def load_policy(run: Run, checkpoint: int | None) -> tuple[Array, Params, int]:
@@ -347,7 +404,7 @@ def asked_in_text(run: Run, questions: Sequence[str]) -> Run:
         its tokenizer's.
     """
     task = run.task
-    assert task is not None
+    assert isinstance(task, Task)
     prompts = []
     for number, text in enumerate(questions, 1):
         ids = task.tokenizer.encode(text)
@@ -392,6 +449,8 @@ def sample_run(
         checkpoint.
     """
     run = build.setup(config, trains=False)
+    if isinstance(run.task, Env) and prompts:
+        raise UserError(f"data.env = {run.task.name!r} makes its own prompts; leave --prompt out")
     if run.task is not None and prompts:
         run = asked_in_text(run, prompts)
         config = run.config

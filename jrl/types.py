@@ -63,19 +63,29 @@ STATISTICS: Mapping[str, str] = {
     "positive": "weight of a good completion's token in a likelihood term, written by a transform",
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
+    "paid": "points that the environment paid at the token, times the weight of that reward part",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and
 weights and marks. A part of an objective may bring further ones along, each a ``Statistic``."""
 
 
 class StopReason(enum.IntEnum):
-    """Why the sampler ended a sequence; ``RUNNING`` marks one that has not ended."""
+    """Why a sequence ended; ``RUNNING`` marks one that has not.
+
+    The sampler ends it at a stop token, the length limit or a stop string, or it is aborted. An
+    environment is DONE, reached its limit of TURNS, FAILED, or did not answer in time (TIMEOUT). A
+    member of the last two leaves its group, since nothing is known of how good it was.
+    """
 
     RUNNING = 0
     STOP_TOKEN = 1
     LENGTH = 2
     STOP_STRING = 3
     ABORTED = 4
+    DONE = 5
+    TURNS = 6
+    FAILED = 7
+    TIMEOUT = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,9 +201,10 @@ class Batch(struct.PyTreeNode):
       mask: [N, G, T] bool, True where the token is trained on.
       rewards: [N, G, R] float32, points, one column per reward part, unweighted.
       reward_weights: [R] float32; the scalar reward is the weighted sum of the parts.
-      members: [N, G] bool, True where the member exists and counts in its group's statistics.
+      members: [N, G] bool, True where the member exists, did not fail, and counts in its group's
+        statistics.
       baseline: [N, G] bool, True for a greedy baseline member (``members`` is False there).
-      truncated: [N, G] bool, True where the sampler stopped at the length limit.
+      truncated: [N, G] bool, True where a limit of length or of turns ended the sequence.
       stats: per-token statistics, each [N, G, T] float32; ``sampler_logprobs`` at least, for RL.
       ids: integer labels by name, [N], [N, G] or [N, G, T] int32: "prompt" the identity of the
         problem; "tie_breaker" [N, G] a random number of each member, fresh in every step, for

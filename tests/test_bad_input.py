@@ -25,6 +25,7 @@ TASK = (
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
     *("train.prompts=4", "eval.problems=4"),
 )
+NIM = ("data.task=", "data.env=nim")
 REWARDS = '''
 def fails(samples, how="raise"):
     """1 point, until the third prompt."""
@@ -177,6 +178,23 @@ SETTINGS = {
     "own method": (["method=none.py:f"], "method = 'none.py:f': there is no file none.py"),
     "own task": (["data.task=none.py:f"], "data.task = 'none.py:f': there is no file none.py"),
     "own network": (["model.network=none.py:f"], "model.network = 'none.py:f': there is no file"),
+    "unknown env": ([*NIM, "data.env=nin"], "data.env = 'nin'; did you mean 'nim'?"),
+    "task and env": (["data.env=nim"], "data.env = 'nim' and data.task are both given; remove one"),
+    "option of an env": ([*NIM, "data.heap=2"], "data.heap = 2", "did you mean 'heaps'?"),
+    "size of an env": ([*NIM, "data.heaps=9"], "data.heaps = 9; choose an integer from 1 to 4"),
+    "reward of an env": (
+        [*NIM, "rewards.verify.weight=1"],
+        "'verify'; choose from reward, success",
+    ),
+    "long episodes": (
+        [*NIM, "model.config.max_length=9"],
+        *("data.env: an episode of 'nim' may reach 34 tokens", "but the model holds 9; lower"),
+    ),
+    "env without demonstrations": (
+        [*NIM, "method=sft"],
+        *("data.env: the method learns from demonstrations", "'nim' has none; choose a method"),
+    ),
+    "own env": ([*NIM, "data.env=none.py:f"], "data.env = 'none.py:f': there is no file none.py"),
     "judge": (["rewards.partial.judge=true"], "accuracy is measured by verify here; remove it"),
 }
 

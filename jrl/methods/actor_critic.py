@@ -38,14 +38,15 @@ RATIO = ("clip_low", "clip_high", "dual_clip", *CORRECTION)
 def credited(
     estimates: Transform, whiten: bool, kl_coef: float, kl_kind: str, kl_target: float | None
 ) -> Transform:
-    """Advantages by token: the divergence out of the reward, an estimate, whitening.
+    """Advantages by token: rewards where they were paid, less the divergence, estimate, whitening.
 
     The coefficients are those of ``ppo``; ``estimates`` goes from rewards to advantages.
     """
-    steps = [estimates]
+    steps = [transforms.paid()]
     if not is_zero(kl_coef):
         coef = kl_coef if kl_target is None else AdaptiveCoef(kl_coef, kl_target)
-        steps.insert(0, transforms.kl_in_reward(kl_kind, coef))
+        steps.append(transforms.kl_in_reward(kl_kind, coef))
+    steps.append(estimates)
     if whiten:
         steps.append(transforms.whiten("tokens"))
     return transforms.chain(*steps)
@@ -75,7 +76,8 @@ def ppo(
     "Proximal Policy Optimization Algorithms" (arXiv:1707.06347) with "High-Dimensional Continuous
     Control Using Generalized Advantage Estimation" (arXiv:1506.02438), a token being an action:
 
-        r_t = score at the last token, minus beta k1_t at every token
+        r_t = score at the last token, minus beta k1_t at every token; what an environment paid for
+              a turn at the last token of that turn
         A_t = GAE(discount, lambda),  R_t = A_t + V_t
         loss = mean over tokens of [-min(rho_t A_t, clip(rho_t, 1 - eps, 1 + eps) A_t)
                                     + c_1 value_loss_t - c_2 H_t]

@@ -393,7 +393,7 @@ def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.
         right = parts[..., 0]
         scored = np.where(np.isnan(right), right, np.where(right > 0, 1.0, -1.0))
         if parts.shape[-1] > 1:
-            steps = parts[..., 2] if parts.shape[-1] > 2 else np.asarray(rollout.lengths)
+            steps = parts[..., 2] if parts.shape[-1] > 2 else np.asarray(rollout.mask).sum(-1)
             refused = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
             scored = np.where(parts[..., 1] > 0, refused, scored)
         out = np.zeros_like(parts)

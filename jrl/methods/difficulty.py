@@ -26,7 +26,7 @@ from jrl.objectives.aggregates import token_mean
 from jrl.objectives.comparisons import given
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.outcomes import correct, pass_rate
-from jrl.objectives.transforms import per_token, stateless, trained
+from jrl.objectives.transforms import completion_tokens, per_token, stateless, trained
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
 # ---------------------------------------------------------------- SEED-GRPO
@@ -286,8 +286,9 @@ def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Trans
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         right = batch.members & (batch.score() > above)
         far = jnp.iinfo(jnp.int32).max
-        shortest = jnp.where(right, batch.lengths, far).min(axis=1, keepdims=True)
-        chosen = right & (batch.lengths == shortest) & (batch.lengths > min_tokens)
+        lengths = completion_tokens(batch)
+        shortest = jnp.where(right, lengths, far).min(axis=1, keepdims=True)
+        chosen = right & (lengths == shortest) & (lengths > min_tokens)
         return values + bonus * chosen, batch
 
     return stateless(apply)
@@ -386,7 +387,7 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
     right = solution & (labels == 1)
     count = seg.total(solution.astype(jnp.float32), problem)
     rate = seg.total(labels, problem) / jnp.maximum(count, 1)
-    lengths = batch.lengths.astype(jnp.float32)
+    lengths = completion_tokens(batch).astype(jnp.float32)
     # Far ends that no prediction lies between, for problems without a right solution.
     shortest = seg.minimum(jnp.where(right, lengths, 1e9), problem)
     longest = seg.maximum(jnp.where(right, lengths, -1e9), problem)

@@ -311,7 +311,8 @@ def epo_entropy(
     where L is a penalty for tokens with H outside ``low`` to ``high`` times the mean entropy that
     their turn had in earlier training steps, 0 for the first half of an episode's ``turns``; and
     beta is 1 - 0.2 (1 - exp(-2 p)) in the first half of the run and 0.8 exp(-3 p) in the second, p
-    being the part of ``total_steps`` done. Turns are ``ids["turn"]``.
+    being the part of ``total_steps`` done. Turns are ``ids["turn"]``, which environments record;
+    another completion is one turn.
 
     Departures: as released the penalty is a constant (0.05 to 0.1), which has no gradient;
     ``hinge`` takes ``penalty`` times the distance from the range instead, and False is the released
@@ -320,9 +321,7 @@ def epo_entropy(
     ours.
     """
     steered = base.after(entropy_history(turns, total_steps, low, high))
-    return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge)).with_(
-        unsupported="multi-turn environments; until then a completion is one turn"
-    )
+    return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))
 
 
 # ---------------------------------------------------------------- STEER

@@ -283,7 +283,7 @@ def oreo(
             tuple(terms),
         ),
         schedule=Schedule(epochs),
-        unsupported="labels of reasoning steps: without them a completion is one step"
+        unsupported="labels of reasoning steps: an environment's turns are steps, a text is one"
         if level == "step"
         else "",
     )

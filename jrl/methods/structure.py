@@ -21,7 +21,14 @@ from jrl.methods.group_relative import grpo
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.segments import Segments, at_step_start, step_ids, step_starts
-from jrl.objectives.transforms import per_token, stateless, token_rewards, trained
+from jrl.objectives.transforms import (
+    chain,
+    paid,
+    per_token,
+    stateless,
+    token_rewards,
+    trained,
+)
 from jrl.types import Array, Batch, Transform
 
 # ---------------------------------------------------------------- steps
@@ -117,12 +124,11 @@ def gigpo(
     F is the deviation, or 1 without ``normalise``. Steps are ``ids["step"]``, states
     ``ids["state"]``. Departures: the episode's mean counts each episode once, where the released
     code by default counts it once a step; the loss is the mean over each episode's tokens; a score
-    for the whole episode stands at its last step; the KL term is off.
+    for the whole episode stands at its last step; the KL term is off. On completions of one turn,
+    which record neither steps nor states, it is GRPO.
     """
-    return base.with_(
-        advantage=group_in_group(omega, discount, eps, ddof, normalise),
-        unsupported="environments that record steps and states; until then it is GRPO",
-    )
+    steps = group_in_group(omega, discount, eps, ddof, normalise)
+    return base.with_(advantage=chain(paid(), steps))
 
 
 # ---------------------------------------------------------------- strata
@@ -161,14 +167,11 @@ def stratified_grpo(base: Method, eps: Positive, ddof: Ddof, blend: Fraction = 0
         A = alpha A_san + (1 - alpha) (r - mean of the group) / (its deviation + eps)
 
     A stratum holds the completions of a prompt with, say, one number of search calls: the label
-    "stratum" that the environment records; without it a group is one stratum. Not known, as no code
-    has been released that we could find: alpha (``blend``, here one half) and what becomes of a
-    completion that is alone in its stratum (here A_san is 0).
+    "stratum", in environments the number of turns; without it a group is one stratum. Not known,
+    as no code has been released that we could find: alpha (``blend``, here one half) and what
+    becomes of a completion that is alone in its stratum (here A_san is 0).
     """
-    return base.with_(
-        advantage=stratified(base.objective.advantage, blend, eps, ddof),
-        unsupported="environments with tools, which record each completion's number of calls",
-    )
+    return base.with_(advantage=stratified(base.objective.advantage, blend, eps, ddof))
 
 
 # ---------------------------------------------------------------- the tree of prefixes

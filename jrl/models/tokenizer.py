@@ -1,11 +1,13 @@
 """Text to token ids and back: the characters of the procedural tasks, and checkpoints' tokenizers.
 
-Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``, ``decode`` and
-``chat``; see ``Tokenizer``.
+Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``encode``,
+``encode_plain``, ``decode`` and ``chat``; see ``Tokenizer``.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -46,6 +48,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, such as a tool's output: never a control token's."""
+        ...
+
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``; special tokens are left out, or spelled."""
         ...
@@ -62,16 +68,21 @@ class Tokenizer(Protocol):
 
 
 class CharTokenizer:
-    """One token for each character of a fixed alphabet; id 0 pads and id 1 stops."""
+    """One token for each character of a fixed alphabet; id 0 pads and id 1 stops.
 
-    def __init__(self) -> None:
-        self.vocab_size = len(ALPHABET) + 2
+    Args:
+      alphabet: different characters; the first one has id 2.
+    """
+
+    def __init__(self, alphabet: str = ALPHABET) -> None:
+        self.alphabet = alphabet
+        self.vocab_size = len(alphabet) + 2
         self.longest_token = 1
         self.eos_id = STOP_ID
         self.pad_id = PAD_ID
         self.stop_ids: tuple[int, ...] = (STOP_ID,)
-        self._ids = {character: i + 2 for i, character in enumerate(ALPHABET)}
-        self._pieces = ["<pad>", "<stop>", *ALPHABET]
+        self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
+        self._pieces = ["<pad>", "<stop>", *alphabet]
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         """Token ids of ``text``, one for each character; there are no special tokens to add.
@@ -87,8 +98,17 @@ class CharTokenizer:
         except KeyError as error:
             raise UserError(
                 f"the character {error.args[0]!r} in {text[:40]!r} is not in the built-in "
-                f"tokenizer's alphabet {ALPHABET!r}; use a checkpoint's tokenizer for free text"
+                f"tokenizer's alphabet {self.alphabet!r}; "
+                "use a checkpoint's tokenizer for free text"
             ) from None
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, in small letters; "?" is what the alphabet lacks.
+
+        >>> char_tokenizer().decode(CharTokenizer().encode_plain("Error: 1/0"))
+        'error: 1?0'
+        """
+        return [self._ids.get(character, self._ids["?"]) for character in text.lower()]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``; ids outside the vocabulary become U+FFFD.
@@ -117,13 +137,13 @@ class CharTokenizer:
         )
 
 
-def char_tokenizer() -> CharTokenizer:
-    """The tokenizer of the procedural tasks.
+def char_tokenizer(alphabet: str = ALPHABET) -> CharTokenizer:
+    """The tokenizer of the procedural tasks, or one of fewer characters.
 
-    >>> char_tokenizer().vocab_size
-    48
+    >>> char_tokenizer().vocab_size, char_tokenizer("ldru").encode("u")
+    (48, [5])
     """
-    return CharTokenizer()
+    return CharTokenizer(alphabet)
 
 
 # ---------------------------------------------------------------- the tokenizer of a checkpoint
@@ -182,6 +202,67 @@ class FileTokenizer:
         # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long prompt is
         # encoded in one thread, a server's others go on.
         return self._backend.encode_batch([text], add_special_tokens=add_special)[0].ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text from outside, such as a tool's output: never a control token's.
+
+        ``encode`` reads "<|im_end|>" in a web page as the end of a turn, and so would every
+        tokenizer with its added tokens; that they are marked special does not help against
+        "<think>", which often is not. Here added tokens are ordinary text. Where the vocabulary
+        itself spells one, its text is encoded character by character.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no tokens
+        ids: list[int] = []
+        for i in self._plain.encode(text, add_special_tokens=False).ids:
+            ids += self._spelled.get(i, [i])
+        return ids
+
+    def encode_framed(self, text: str, outside: Sequence[tuple[int, int]]) -> list[int]:
+        """Token ids of a text parts of which come from outside, which are never control tokens.
+
+        The ids are those of ``encode`` unless a part would be read as a control token; then parts
+        and frames are encoded apart.
+
+        Args:
+          text: frames, with control tokens spelled out, and parts.
+          outside: (begin, end) of each part in the text, in order.
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        found = self._backend.encode(text, add_special_tokens=False)
+        controls = [
+            at for i, at in zip(found.ids, found.offsets, strict=True) if i in self._spelled
+        ]
+        if not any(a < end and b > begin for a, b in controls for begin, end in outside):
+            return found.ids
+        ids, start = [], 0
+        for begin, end in outside:
+            ids += [*self.encode(text[start:begin]), *self.encode_plain(text[begin:end])]
+            start = end
+        return ids + self.encode(text[start:])
+
+    @functools.cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without its added tokens."""
+        import tokenizers
+
+        found = json.loads(self._backend.to_str())
+        return tokenizers.Tokenizer.from_str(json.dumps({**found, "added_tokens": []}))
+
+    @functools.cached_property
+    def _spelled(self) -> dict[int, list[int]]:
+        """Ids that encode the text of each added token, none of them an added one."""
+        added = self._backend.get_added_tokens_decoder()
+        # Single characters and white space are added for their own sake and control nothing.
+        texts = {i: t.content for i, t in added.items() if len(t.content.strip()) > 1}
+        unknown = self._backend.token_to_id(self.special.get("unk_token", ""))
+        if unknown is not None:  # what a vocabulary has no token for can be nothing else
+            texts.pop(unknown, None)
+
+        def spelled(text: str) -> list[int]:
+            parts = [self._plain.encode(c, add_special_tokens=False).ids for c in text]
+            return [i for part in parts for i in part if i not in texts]
+
+        return {i: spelled(text) for i, text in texts.items()}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""

@@ -1,7 +1,7 @@
 """Rewards for short completions, from their lengths or those of the rest of the group.
 
-Transforms [N, G] -> [N, G]; put them before the baseline. Lengths are ``batch.lengths``, tokens,
-tool output included. A NaN score stays NaN.
+Transforms [N, G] -> [N, G]; put them before the baseline. Lengths are tokens under the mask,
+without what an environment replied. A NaN score stays NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jrl.objectives.transforms import stateless
+from jrl.objectives.transforms import completion_tokens, stateless
 from jrl.types import Array, Batch, Transform
 
 
@@ -33,7 +33,7 @@ def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int =
 
     def apply(values: Array, batch: Batch, steps: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(values, 2)
-        lengths = batch.lengths.astype(jnp.float32)
+        lengths = completion_tokens(batch).astype(jnp.float32)
         least = jnp.min(lengths, axis=1, keepdims=True, where=batch.members, initial=jnp.inf)
         most = jnp.max(lengths, axis=1, keepdims=True, where=batch.members, initial=-jnp.inf)
         differ = most > least
@@ -56,7 +56,7 @@ def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         right = jnp.where(batch.members, values >= correct, True).all(axis=1, keepdims=True)
-        unused = 1 - batch.lengths.astype(jnp.float32) / max_tokens
+        unused = 1 - completion_tokens(batch).astype(jnp.float32) / max_tokens
         return values + jnp.where(right, scale * unused, 0), batch
 
     return stateless(apply)

@@ -161,7 +161,7 @@ def overlong_penalty(max_tokens: int, buffer_tokens: int, scale: float = 1.0) ->
       scale: points.
 
     Returns:
-      A transform [N, G] -> [N, G]. It counts ``batch.lengths``, tokens, tool output included.
+      A transform [N, G] -> [N, G]. It counts tokens under the mask: not an environment's replies.
 
     Raises:
       UserError: when the buffer is negative or longer than the limit.
@@ -173,7 +173,7 @@ def overlong_penalty(max_tokens: int, buffer_tokens: int, scale: float = 1.0) ->
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
-        over = (batch.lengths - (max_tokens - buffer_tokens)).astype(values.dtype)
+        over = (completion_tokens(batch) - (max_tokens - buffer_tokens)).astype(values.dtype)
         return values - scale * jnp.clip(over / max(buffer_tokens, 1), 0, 1), batch
 
     return stateless(apply)
@@ -301,6 +301,31 @@ def clip(low: float, high: float) -> Transform:
 def trained(batch: Batch) -> Array:
     """[N, G, T] bool: the tokens that a loss reads, those under the mask of live members."""
     return batch.mask & jnp.expand_dims(batch.members, 2)
+
+
+def completion_tokens(batch: Batch) -> Array:
+    """[N, G] int32, tokens: of each completion under the mask, without an environment's replies."""
+    return batch.mask.sum(2, dtype=jnp.int32)
+
+
+def paid() -> Transform:
+    """The score by token: what the environment paid stands at the turns that it paid for.
+
+    The rest of a score, such as other reward parts, stands at the last live token, and all of it
+    in a batch without the statistic "paid". So the sum over a completion's tokens stays the score.
+
+    Returns:
+      A transform from [N, G] to [N, G, T], points: put it before steps that give credit by turn.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        if "paid" not in batch.stats:
+            return token_rewards(values, batch), batch
+        chex.assert_rank(values, 2)
+        earned = jnp.where(trained(batch), batch.stats["paid"], 0)
+        return earned + token_rewards(values - earned.sum(axis=2), batch), batch
+
+    return stateless(apply)
 
 
 def token_rewards(values: Array, batch: Batch) -> Array:

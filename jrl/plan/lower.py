@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jrl.config import Config
 from jrl.config_io import from_table
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_sharding, replicated
 from jrl.models import hf
@@ -156,6 +157,11 @@ def abstract_batch(run: build.Run) -> Batch:
     stats = {"external": array(jnp.float32, n, g, t)}
     if draw.own:
         stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
+    ids = {"prompt": array(jnp.int32, n)}
+    if isinstance(run.task, Env):
+        ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
+        ids["stratum"] = array(jnp.int32, n, g)
+        stats["paid"] = array(jnp.float32, n, g, t)
     parts = len(run.rewards.weights)
     everywhere: Any = replicated(run.mesh)
     weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)
@@ -171,7 +177,7 @@ def abstract_batch(run: build.Run) -> Batch:
         baseline=array(bool, n, g),
         truncated=array(bool, n, g),
         stats=stats,
-        ids={"prompt": array(jnp.int32, n)},
+        ids=ids,
         routing=_abstract_routing(run.shape, array, (n, p), (n, g, t))
         if config.train.replay_routing
         else None,

@@ -95,7 +95,7 @@ def generate(
     check_fits(network, p, t)
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
-    axes, parts = _independent_axes(network, n)
+    axes, parts = independent_axes(network, n)
     if shrink is None:
         shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
     sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
@@ -125,12 +125,13 @@ def generate(
             stop_tokens=stop_tokens,
             chunk=chunk,
         )
-        results, steps, of_prompts = _each_by_itself(draw, axes)(
+        own = (False, False, True, True, False, False, True)
+        results, steps, of_prompts = each_by_itself(draw, axes, own)(
             key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
         )
     rollout = _as_rollout(results, prompt_tokens, prompt_lengths, version, group, g)
     if of_prompts is not None and results.experts is not None:
-        rollout = _with_routing(rollout, of_prompts, results.experts)
+        rollout = with_routing(rollout, of_prompts, results.experts)
     return rollout, steps.sum()
 
 
@@ -173,7 +174,7 @@ def _draw_in_turn(
 
     recorded = network.extras.recorded
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    results, steps = finish(
+    queue = finish(
         queue,
         sequences,
         advance,
@@ -183,7 +184,7 @@ def _draw_in_turn(
         chunk=chunk,
     )
     of_prompts = None if recorded is None else recorded(sequences.prompts.own)
-    return results, steps[None], of_prompts
+    return queue.results, queue.steps[None], of_prompts
 
 
 def _as_rollout(
@@ -212,7 +213,7 @@ def _as_rollout(
     ).check()
 
 
-def _with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
+def with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
     """The rollout with the record of its prompts [N, P, n, k] and completions [N * G, T, n, k]."""
     n, g, t = rollout.tokens.shape  # a cache may have more columns than were asked for
     tokens = tokens[:, :t].reshape(n, g, t, *tokens.shape[2:])
@@ -230,26 +231,29 @@ def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
 # ---------------------------------------------------------------- over devices
 
 
-def _independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
+def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which each device samples by itself, and into how many parts they cut."""
     axes = lone_axes(network.extras.gathered)
     parts = math.prod(free_axes()[axis] for axis in axes)
     return (axes, parts) if prompts % parts == 0 else ((), 1)
 
 
-def _each_by_itself(sample: Callable[..., Any], axes: tuple[str, ...]) -> Callable[..., Any]:
+def each_by_itself(
+    sample: Callable[..., Any], axes: tuple[str, ...], own: Sequence[bool]
+) -> Callable[..., Any]:
     """``sample`` run by each device along these axes on its own prompts, in its own time.
+
+    ``own`` says which arguments have a row for each prompt; the others are whole on all devices.
 
     No device waits for another in the loop over tokens. Devices that must talk to each other go in
     step: backends may pair up all devices for that, and then wait for those that have finished.
     """
     if not axes:
         return sample
-    everywhere, own = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
         sample,
-        in_specs=(everywhere, everywhere, own, own, everywhere, everywhere, own),
-        out_specs=own,
+        in_specs=tuple(PartitionSpec(axes) if rows else PartitionSpec() for rows in own),
+        out_specs=PartitionSpec(axes),
         check_vma=False,
     )
 

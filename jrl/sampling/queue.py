@@ -46,6 +46,7 @@ class Queue(struct.PyTreeNode):
       waiting: [] int32, the first sequence that has had no slot yet.
       results: of the sequences that left their slots.
       steps: [] int32, slot-steps so far: one for every slot in every decode step.
+      extra: what ``advance`` keeps of all B sequences; None where it keeps nothing.
     """
 
     slots: Slots
@@ -53,6 +54,7 @@ class Queue(struct.PyTreeNode):
     waiting: Array
     results: Results
     steps: Array
+    extra: Any = None
 
 
 Advance = Callable[[Queue, Array | int, Array | int], Queue]
@@ -70,8 +72,8 @@ def finish(
     block: int,
     smaller: tuple[int, ...],
     chunk: int,
-) -> tuple[Results, Array]:
-    """Every sequence decoded: the results, and the slot-steps it took.
+) -> Queue:
+    """The queue when every sequence is decoded and among its results.
 
     Args:
       queue: with the first sequences in its slots.
@@ -104,7 +106,7 @@ def finish(
             queue = jax.lax.while_loop(unfinished, chunked, queue)
     for size, until in zip(smaller, later, strict=True):
         queue = advance(_compact(queue, size, recorded), width, until)
-    return _hand_over(queue, recorded).results, queue.steps
+    return _hand_over(queue, recorded)
 
 
 def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Queue:

@@ -21,6 +21,7 @@ from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
@@ -36,8 +37,8 @@ from jrl.own import FORMS, check_options, load
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.sampling.slots import check_fits
 from jrl.train.adapters import lora_of, start_params, trained_network
+from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -91,7 +92,7 @@ class Run(NamedTuple):
       networks: the frozen policies that the configuration names and the method reads, by name.
       params: the checkpoint's weights on the host, or None to draw them.
       tokenizer: the model's, or the task's.
-      task: the procedural task, or None.
+      task: the procedural task or the environment, or None.
       data: what was read from files.
       width: P, tokens.
       sampling_params: the distribution that is drawn from and trained.
@@ -109,7 +110,7 @@ class Run(NamedTuple):
     networks: dict[str, Network]
     params: Params
     tokenizer: Any
-    task: Task | None
+    task: Task | Env | None
     data: RunData
     width: int
     sampling_params: SamplingParams
@@ -145,7 +146,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         task=task,
         model=model,
         tokenizer=tokenizer,
-        width=task.prompt_tokens if task else _width(data),
+        width=task.prompt_tokens if task else _width(config, data),
         networks=_frozen_networks(config, method),
     )
     _check_tokens(data, run.network.vocab_size)
@@ -165,7 +166,7 @@ def bare_run(
     config: Config,
     mesh: Mesh,
     *,
-    task: Task | None,
+    task: Task | Env | None,
     model: ModelConfig | None,
     tokenizer: Any,
     width: int,
@@ -195,7 +196,7 @@ def bare_run(
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
-        check_fits(each, width, new_tokens)
+        check_lengths(each, task, width, new_tokens)
     if model is not None:
         check_model_on_mesh(mesh, model, width, new_tokens)
         check_attention_on_mesh(mesh, model, config.model.attention)
@@ -266,7 +267,7 @@ def sampling_params_of(config: Config, vocab_size: int) -> SamplingParams:
     return make_sampling_params(s.temperature, s.top_k, s.top_p, s.min_p)
 
 
-def own_network(config: Config, task: Task | None, tokenizer: Any) -> Network:
+def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Network:
     """The network of one's own that ``model.network`` names, for the run's tokens and lengths.
 
     Raises:
@@ -289,7 +290,7 @@ def own_network(config: Config, task: Task | None, tokenizer: Any) -> Network:
     return network
 
 
-def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig | None, Params]:
+def _model(config: Config, task: Task | Env | None) -> tuple[Any, ModelConfig | None, Params]:
     """Tokenizer, shape (None for ``model.network``), and weights when a checkpoint is named."""
     choice = config.model
     if choice.network is not None:
@@ -312,7 +313,7 @@ def _model(config: Config, task: Task | None) -> tuple[Any, ModelConfig | None, 
     return tokenizer, shape, params
 
 
-def _data(config: Config, tokenizer: Any, task: Task | None, method: Method) -> RunData:
+def _data(config: Config, tokenizer: Any, task: Task | Env | None, method: Method) -> RunData:
     """Prompts or judged completions from the files that the configuration names."""
     judged, counts = _judged(config, tokenizer, task)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
@@ -331,8 +332,10 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 
 
-def _width(data: RunData) -> int:
+def _width(config: Config, data: RunData) -> int:
     """P: the longest prompt, rounded up to 16 so that a few more rows change no program."""
+    if config.episodes:
+        return config.max_prompt_tokens  # nobody knows yet what an environment will say
     lengths = [len(p.tokens) for listed in data.prompts.values() for p in listed]
     lengths += [len(j.prompt) for listed in data.judged.values() for j in listed]
     return _rounded(max(lengths))
@@ -371,7 +374,7 @@ def _prompts(
                 answer_pattern=data.answer_pattern,
                 solution_key=names.get("solution") if split == "train" else None,
                 system=data.system,
-                template=data.template,
+                template=data.form,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
                 invalid=data.invalid,
@@ -380,7 +383,7 @@ def _prompts(
 
 
 def _judged(
-    config: Config, tokenizer: Tokenizer, task: Task | None
+    config: Config, tokenizer: Tokenizer, task: Task | Env | None
 ) -> tuple[dict[str, list[Judged]], dict[str, Any]]:
     """Training and held-out judged completions, tokenized; empty without ``data.pairs``.
 
@@ -421,30 +424,35 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
         run.tokenizer,
         answer_key=None,
         system=data.system,
-        template=data.template,
+        template=data.form,
         max_prompt_tokens=run.width,
     )
     return prompts
 
 
-def reward_weights(config: Config, task: Task | None) -> dict[str, float]:
+def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     """Reward part -> weight."""
     if config.pairs is not None:
         return {"score": 1.0}
     if not config.rewards:
-        return {"verify": 1.0} if task else {"math": 1.0}
-    if task:
+        return default_parts(task) if task or config.episodes else {"math": 1.0}
+    if isinstance(task, Env):
+        unknown = [name for name in config.rewards if name not in EPISODE_REWARDS]
+        if unknown:
+            raise choose("rewards", unknown[0], EPISODE_REWARDS)
+    elif task:
         for name in config.rewards:
             if name not in TASK_REWARDS and ":" not in name:
                 raise UserError(f"{choose('rewards', name, TASK_REWARDS)}, {FORMS}")
     return {name: table.weight for name, table in config.rewards.items()}
 
 
-def accuracy_part(config: Config, task: Task | None) -> str:
+def accuracy_part(config: Config, task: Task | Env | None) -> str:
     """The reward part that accuracy is measured by."""
     chosen = next((name for name, part in config.rewards.items() if part.judge), None)
     # A reward model says which of two is better, not what is right.
-    names = ["verify"] if task else [name for name in reward_weights(config, task) if name != NAME]
+    names = [name for name in reward_weights(config, task) if name != NAME]
+    names = [*eval_parts(task)][:1] if task or config.episodes else names
     if chosen is not None:
         if chosen not in names:
             raise UserError(
@@ -470,10 +478,14 @@ def accuracy_part(config: Config, task: Task | None) -> str:
 
 
 def reward_pool(config: Config) -> RewardPool:
-    """The reward functions on the host; a reward model and a task's own parts are none of them."""
-    elsewhere = (NAME,) if config.task is None else TASK_REWARDS
+    """The reward functions on the host; a reward model and a task's own parts are none of them.
+
+    In episodes the environment pays, and there are none.
+    """
+    elsewhere = (NAME,) if config.task is None else (*TASK_REWARDS, *EPISODE_REWARDS)
     tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
     tables = tables if config.rewards or config.task else {"math": RewardTable()}
+    tables = {} if config.episodes else tables
     pool = config.reward_pool
     return RewardPool(
         {

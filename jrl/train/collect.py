@@ -62,6 +62,7 @@ class Groups(NamedTuple):
       counts: numbers by name, such as reward functions that ran out of time. Those of several draws
         add up; ``with_slot_use`` makes a share of ``slot_tokens`` and ``slot_steps``, [] int32.
       ids: for ``Batch.ids``; "prompt" [N] int32 at least, the identity of each problem.
+      stats: for ``Batch.stats``, [N, G, T] float32 by name, of what an environment recorded.
     """
 
     rollout: Rollout
@@ -69,6 +70,7 @@ class Groups(NamedTuple):
     subject: Any
     counts: dict[str, Any]
     ids: dict[str, Any]
+    stats: dict[str, Any] | None = None
 
 
 GroupSource = Callable[..., Groups]
@@ -190,10 +192,10 @@ def _fill_up(
     # because its shape is part of the program. ``assemble`` masks them out.
     order = np.argsort(~kept, kind="stable")[:prompts]
     live = kept[order]
-    drawn = members_of(groups.rollout)
+    drawn = counted(groups.rollout)
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
     counts = groups.counts | {
-        "reward": float(scores[drawn].mean()),
+        "reward": float(scores[drawn].mean()) if drawn.any() else 0.0,
         "rounds": float(rounds),
         "groups_kept": float(kept.mean()),
         "groups_missing": float(prompts - live.sum()),
@@ -213,7 +215,8 @@ def assemble(
     groups, live = drawn.groups, drawn.live
     # On a device: one program, where eager lines would be a dispatch each.
     make = to_batch if isinstance(groups.rollout.tokens, np.ndarray) else _batch_on_device
-    batch = make(groups.rollout, groups.rewards, weights, groups.ids, own=method.draw.own)
+    rows = groups.rollout, groups.rewards, weights, groups.ids, groups.stats
+    batch = make(*rows, own=method.draw.own)
     if live is not None:
         mask = np.asarray(batch.mask) & live[:, None, None]
         members = np.asarray(batch.members) & live[:, None]
@@ -232,7 +235,7 @@ def _edit(method: Method, groups: Groups) -> Groups:
 def _keep(editor: GroupEditor, groups: Groups, weights: Array) -> np.ndarray:
     """[N] bool: which groups the editor keeps."""
     scores = np.einsum("ngr,r->ng", groups.rewards, np.asarray(weights))
-    return np.asarray(editor.keep(scores, np.asarray(members_of(groups.rollout))), bool)
+    return np.asarray(editor.keep(scores, np.asarray(counted(groups.rollout))), bool)
 
 
 # ---------------------------------------------------------------- procedural tasks
@@ -457,6 +460,7 @@ def to_batch(
     rewards: Array,
     weights: Array,
     ids: Mapping[str, Array] = NOTHING,
+    recorded: Mapping[str, Array] | None = None,
     *,
     own: bool = True,
 ) -> Batch:
@@ -467,12 +471,13 @@ def to_batch(
       rewards: [N, G, R] float32, points.
       weights: [R] float32.
       ids: of ``Groups``.
+      recorded: ``Groups.stats``.
       own: False when the policy drew nothing; there are no ``sampler_logprobs`` then.
     """
-    stats = {"external": external(rollout).astype(np.float32)}
+    stats = {"external": external(rollout).astype(np.float32), **(recorded or {})}
     if own:
         stats["sampler_logprobs"] = rollout.sampler_logprobs
-    members = members_of(rollout)
+    members = counted(rollout)
     return Batch(
         prompt_tokens=rollout.prompt_tokens,
         prompt_lengths=rollout.prompt_lengths,
@@ -483,7 +488,7 @@ def to_batch(
         reward_weights=weights,
         members=members,
         baseline=rollout.baseline,
-        truncated=rollout.stop == StopReason.LENGTH,
+        truncated=(rollout.stop == StopReason.LENGTH) | (rollout.stop == StopReason.TURNS),
         stats=stats,
         ids=dict(ids),
         routing=rollout.routing,
@@ -493,9 +498,13 @@ def to_batch(
 _batch_on_device = jax.jit(to_batch, static_argnames="own")
 
 
-def members_of(rollout: Rollout) -> Any:
-    """[N, G] bool: all but greedy baselines, and completions that were left out (ABORTED)."""
-    return ~rollout.baseline & (rollout.stop != StopReason.ABORTED)
+def counted(rollout: Rollout) -> Any:
+    """[N, G] bool: members that count in their group.
+
+    They are neither greedy baselines, nor left out (ABORTED), nor did their environment fail.
+    """
+    left_out = (rollout.stop == StopReason.ABORTED) | (rollout.stop >= StopReason.FAILED)
+    return ~rollout.baseline & ~left_out
 
 
 def external(rollout: Rollout) -> Any:
@@ -505,10 +514,9 @@ def external(rollout: Rollout) -> Any:
 
 def to_host(groups: Groups) -> Groups:
     """The groups with every array on the host."""
-    rest = groups.rollout, groups.rewards, groups.counts, groups.ids
-    rollout, rewards, counts, ids = jax.device_get(rest)
-    subject = groups.subject if isinstance(groups.subject, list) else jax.device_get(groups.subject)
-    return Groups(rollout, rewards, subject, counts, ids)
+    listed = isinstance(groups.subject, list)
+    subject = groups.subject if listed else jax.device_get(groups.subject)
+    return jax.device_get(groups._replace(subject=None))._replace(subject=subject)
 
 
 def _join(a: Groups, b: Groups) -> Groups:
@@ -517,9 +525,9 @@ def _join(a: Groups, b: Groups) -> Groups:
 
     subject = a.subject + b.subject if isinstance(a.subject, list) else both(a.subject, b.subject)
     counts = {k: a.counts.get(k, 0) + b.counts.get(k, 0) for k in a.counts | b.counts}
-    return Groups(
-        both(a.rollout, b.rollout), both(a.rewards, b.rewards), subject, counts, both(a.ids, b.ids)
-    )
+    rollout, rewards = both(a.rollout, b.rollout), both(a.rewards, b.rewards)
+    ids, stats = both(a.ids, b.ids), both(a.stats, b.stats)
+    return Groups(rollout, rewards, subject, counts, ids, stats)
 
 
 def _take(groups: Groups, rows: np.ndarray) -> Groups:
@@ -527,4 +535,4 @@ def _take(groups: Groups, rows: np.ndarray) -> Groups:
     many = isinstance(groups.subject, list)
     subject = [groups.subject[i] for i in rows] if many else pick(groups.subject)
     rollout, rewards, ids = pick((groups.rollout, groups.rewards, groups.ids))
-    return Groups(rollout, rewards, subject, groups.counts, ids)
+    return Groups(rollout, rewards, subject, groups.counts, ids, pick(groups.stats))

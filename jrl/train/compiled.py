@@ -1,4 +1,4 @@
-"""All five hops as one program, for tasks whose problems and rewards are computed on the device.
+"""All five hops as one program, for tasks and environments that are computed on the device.
 
     run = make_run(...)                       # run(key, hyperparameters) -> (state, curves)
     state, curves = jax.jit(run)(key, {"learning_rate": 1e-3})
@@ -21,11 +21,13 @@ import jax.numpy as jnp
 import optax
 
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.collect import Groups, task_rollout, to_batch
+from jrl.train.collect import Groups, to_batch
+from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.state import init_state, policy_of
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
@@ -47,7 +49,7 @@ def make_iteration(
     step: Step,
     *,
     method: Method,
-    task: Task,
+    task: Task | Env,
     network: Network,
     weights: Mapping[str, float],
     prompts: int,
@@ -61,9 +63,9 @@ def make_iteration(
     Args:
       step: from ``step.make_step``.
       method: its sampler seam is used here; its group editor must keep every group.
-      task: the procedural task.
+      task: the procedural task, or the environment.
       network: the policy.
-      weights: reward part ("verify", "partial") -> weight.
+      weights: reward part ("verify", "partial"; "reward", "success" of an environment) -> weight.
       prompts: N.
       group: G, members drawn from the distribution.
       slots: completions decoded at a time; 0 takes all.
@@ -84,7 +86,7 @@ def make_iteration(
     part_weights = jnp.array(list(weights.values()), jnp.float32)
 
     def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
-        groups = task_rollout(
+        groups = rollout_of(task)(
             state.key,
             policy_of(state, network if sampler is None else sampler),
             state.step,
@@ -92,7 +94,7 @@ def make_iteration(
             sampling_params=sampling_params,
             task=task,
             split="train",
-            parts=tuple(weights),
+            parts=weights,
             network=network if sampler is None else sampler,
             group=group if method.draw.own else 0,
             baseline_members=method.draw.baseline_members,
@@ -100,9 +102,8 @@ def make_iteration(
             slots=slots,
             chunk=chunk,
         )
-        batch = to_batch(
-            groups.rollout, groups.rewards, part_weights, groups.ids, own=method.draw.own
-        )
+        rows = groups.rollout, groups.rewards, part_weights, groups.ids, groups.stats
+        batch = to_batch(*rows, own=method.draw.own)
         state, metrics = step(state, batch, sampling_params)
         return state, metrics | with_slot_use(groups.counts)
 
@@ -116,8 +117,10 @@ def iterate(
     return jax.lax.scan(lambda s, _: iteration(s, sampling_params), state, length=steps)
 
 
-def solution_batch(key: Array, *, task: Task, count: int) -> Batch:
+def solution_batch(key: Array, *, task: Task | Env, count: int) -> Batch:
     """Supervised examples: ``count`` training problems with a right completion each, G = 1."""
+    if isinstance(task, Env):
+        return scripted_batch(key, env=task, count=count)
     problems = jax.vmap(lambda k: task.generate(k, "train"))(jax.random.split(key, count))
     tokens, lengths = jax.vmap(task.solution)(problems)
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
@@ -140,7 +143,7 @@ def warm_start(
     key: Array,
     params: Params,
     *,
-    task: Task,
+    task: Task | Env,
     network: Network,
     steps: int,
     batch: int,
@@ -151,7 +154,7 @@ def warm_start(
     Args:
       key: the run's root key.
       params: the policy's; of those of a network with a ``split`` the base is trained.
-      task: the procedural task; its training split is used.
+      task: the procedural task, or an environment; its training split is used.
       network: the policy.
       steps: optimiser updates.
       batch: solutions an update.
@@ -195,7 +198,7 @@ def held_out(
     params: Params,
     sampling_params: SamplingParams,
     *,
-    task: Task,
+    task: Task | Env,
     network: Network,
     problems: int,
     samples: int = 1,
@@ -203,9 +206,10 @@ def held_out(
     """Completions of held-out problems: the same problems whenever asked with the same key.
 
     Returns:
-      Groups whose one reward part, "verify", is 1 where a completion is right.
+      Groups whose first reward part is 1 where a completion is right: "verify", or "success" in
+      an environment, with "reward" after it.
     """
-    return task_rollout(
+    return rollout_of(task)(
         key,
         params,
         jnp.int32(0),
@@ -213,7 +217,7 @@ def held_out(
         sampling_params=sampling_params,
         task=task,
         split="eval",
-        parts=("verify",),
+        parts=eval_parts(task),
         network=network,
         group=samples,
     )
@@ -222,7 +226,7 @@ def held_out(
 def make_run(
     *,
     method: Method,
-    task: Task,
+    task: Task | Env,
     network: Network,
     optimizer: Callable[[Any], optax.GradientTransformation],
     steps: int,
@@ -240,7 +244,7 @@ def make_run(
 
     Args:
       method: what to train with.
-      task: the procedural task.
+      task: the procedural task, or the environment.
       network: the policy, whose weights start at random.
       optimizer: learning rate -> optax transformation; the rate may be traced.
       steps: iterations.
@@ -292,7 +296,7 @@ def make_run(
         learning_rate, sampling_params = _hyperparameters(hyperparameters)
         rate = optimizer(learning_rate)
         state = begin(key, rate)
-        before = accuracy(state.key, policy_of(state, network)).rewards.mean()
+        before = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         iteration = make_iteration(
             one_step(rate),
             method=method,
@@ -303,7 +307,7 @@ def make_run(
             group=group,
         )
         state, curves = iterate(iteration, state, sampling_params, steps)
-        after = accuracy(state.key, policy_of(state, network)).rewards.mean()
+        after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run

@@ -417,6 +417,7 @@ def stored(drawn: StepGroups) -> dict[str, Any]:
         "subject": subject,
         "counts": groups.counts,
         "ids": groups.ids,
+        "stats": groups.stats,
         "live": live,
         "cursor": drawn.cursor,
     }
@@ -440,5 +441,6 @@ def restored(notes: Mapping[str, Any], run: Run) -> StepGroups:
         subject=subject,
         counts=notes["counts"],
         ids=notes["ids"],
+        stats=notes["stats"],
     )
     return StepGroups(groups, notes["live"], notes["cursor"])

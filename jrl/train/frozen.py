@@ -16,7 +16,9 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.config_io import from_table, load_config
+from jrl.config_unions import EnvData
 from jrl.data.tasks import Task, get_task
+from jrl.envs import Env, get_env
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
@@ -28,12 +30,15 @@ from jrl.train.adapters import restore_policy, trained_network
 from jrl.types import Params
 
 
-def run_task(config: Config) -> Task | None:
-    """The procedural task of a run, or None."""
-    return None if config.task is None else get_task(config.task.task, **config.task.options)
+def run_task(config: Config) -> Task | Env | None:
+    """The procedural task or the environment of a run, or None."""
+    if config.task is None:
+        return None
+    get = get_env if isinstance(config.task, EnvData) else get_task
+    return get(config.task.name, **config.task.options)
 
 
-def run_shape(config: Config, task: Task | None) -> ModelConfig:
+def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
     """The shape of a run's policy, from its checkpoint or its own sizes.
 
     Raises:
@@ -51,7 +56,8 @@ def run_shape(config: Config, task: Task | None) -> ModelConfig:
     if task is None:
         raise UserError(
             "model.path is missing: training on data.train needs a checkpoint directory with a "
-            "tokenizer; for a model from random weights name a procedural task in data.task"
+            "tokenizer; for a model from random weights name a procedural task in data.task, or an"
+            " environment in data.env"
         )
     if choice.config is None:
         raise UserError("model.path and model.config are both missing; give one of them")

@@ -7,6 +7,7 @@ from typing import Any
 
 from jrl.config import Config
 from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range
@@ -26,7 +27,7 @@ GREATEST_WEIGHT = 2.0
 """Of a token, where the losses of a method without a correction of its own are corrected."""
 
 
-def method_of(config: Config, task: Task | None) -> Method:
+def method_of(config: Config, task: Task | Env | None) -> Method:
     """The method of a run, with its coefficients, its schedule and its correction.
 
     The length limit and the number of steps are the run's unless they were given.
@@ -50,7 +51,7 @@ def router_losses(config: Config) -> RouterLosses:
     return RouterLosses(common.get("router_balance", 0.0), common.get("router_z", 0.0))
 
 
-def max_new_tokens(config: Config, task: Task | None) -> int:
+def max_new_tokens(config: Config, task: Task | Env | None) -> int:
     """T: the most tokens of a completion, the task's where there is one."""
     return task.completion_tokens if task else config.sampling.max_new_tokens
 

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jrl.data.tasks import Task
+from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
@@ -18,9 +20,11 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.train.adapters import put_policy
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import GroupSource, TextSource, task_rollout
+from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
+from jrl.train.episodes import check_members, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
+from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
@@ -44,6 +48,9 @@ def check_trainable(run: Run) -> None:
         _check_judged(run)
     else:
         _check_group(config.method, run.method, config.sampling.group)
+    if isinstance(run.task, Env):
+        draw = run.method.draw
+        check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
@@ -51,6 +58,8 @@ def check_trainable(run: Run) -> None:
             "sampling.temperature = 0 draws the same completion for every member of a group; "
             "training needs a temperature above 0"
         )
+    if config.episodes:
+        check_host(run)
     state_layout(run)
     sampler_of(run)
     if run.rollout_mesh is not None:
@@ -212,10 +221,12 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
       program: from ``train_sampler``.
     """
     config, mesh = run.config, drawing_mesh(run)
+    if config.episodes:
+        return host_source(run, run.data.prompts["train"], config.sampling.group).draw
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
     if run.task is not None:
         draw: GroupSource = partial(program, sampling_params=sampling_params)
-        if pool is not None and pool.functions:
+        if pool is not None and pool.functions and isinstance(run.task, Task):
             names = [name for name in run.rewards.weights if name != NAME]
             draw = with_own_points(draw, run.task, pool, names)
         return with_rewards(run, draw)
@@ -251,21 +262,23 @@ def train_sampler(run: Run) -> Any:
 def sampler_program(
     run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
 ) -> Any:
-    """Program 1, compiled: ``task_rollout`` for a task, ``generate`` for text.
+    """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text.
 
     Demonstrations in text are joined to the groups on the host, by ``TextSource``.
     """
     sampling, own = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = sampler_of(run, network_on(run, own)) if split == "train" else evaluated(run)
     if run.task is not None:
-        parts = device_parts(name for name in run.rewards.weights if name != NAME)
-        if split == "eval":
-            parts = ("verify",)
+        weights = run.rewards.weights
+        named = device_parts(name for name in weights if name != NAME)
+        parts = eval_parts(run.task) if split == "eval" else {n: weights.get(n, 0.0) for n in named}
         draw: Any = partial(
-            task_rollout,
+            rollout_of(run.task),
             task=run.task,
             split=split,
-            parts=parts,
+            parts=eval_parts(run.task)
+            if split == "eval"
+            else {n: weights.get(n, 0) for n in parts},
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,

@@ -1,0 +1,53 @@
+"""Environments: episodes of many turns, played against the policy inside one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jrl.envs.base import Env, Start, Turn, task_env
+from jrl.envs.games.bandit import bandit
+from jrl.envs.games.calculator import calculator
+from jrl.envs.games.gridworld import gridworld
+from jrl.envs.games.guess import guess_number
+from jrl.envs.games.lookup import lookup
+from jrl.envs.games.nim import nim
+from jrl.envs.games.wordle import wordle
+from jrl.errors import UserError, choose
+from jrl.own import FORMS, check_options, load
+
+ENVS: dict[str, Callable[..., Env]] = {
+    "bandit": bandit,
+    "calculator": calculator,
+    "gridworld": gridworld,
+    "guess_number": guess_number,
+    "lookup": lookup,
+    "nim": nim,
+    "wordle": wordle,
+}
+"""Constructors of environments by name; each takes options of its own."""
+
+
+def get_env(name: str, **options: Any) -> Env:
+    """The environment of that name, checked.
+
+    Args:
+      name: a key of ``ENVS``, or a function of one's own as ``FILE.py:function`` or
+        ``module:function``.
+      **options: arguments of its constructor.
+
+    Raises:
+      UserError: there is none of that name, an option is unknown or out of range, or what a
+        function of one's own returned does not fit together.
+    """
+    if ":" not in name and name not in ENVS:
+        raise UserError(f"{choose('data.env', name, ENVS)}, {FORMS}")
+    make = load(name, "data.env") if ":" in name else ENVS[name]
+    check_options(make, options, "data")
+    env = make(**options)
+    if not isinstance(env, Env):
+        raise UserError(f"data.env = {name!r} returned {env!r:.40}; return a jrl.envs.Env")
+    return env.check()
+
+
+__all__ = ["ENVS", "Env", "Start", "Turn", "get_env", "task_env"]

@@ -1,0 +1,184 @@
+"""One member's episode under way, between the device and its environment."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jrl.envs.calls import run_either
+from jrl.envs.chat import Format, Message
+from jrl.envs.host import (
+    EnvError,
+    Feedback,
+    HostEnv,
+    Reply,
+    check_feedback,
+    check_messages,
+)
+from jrl.envs.transcript import Segment, Transcript
+from jrl.models.tokenizer import Tokenizer
+from jrl.types import Prompt, StopReason
+
+
+class Episode:
+    """What is known of an episode so far.
+
+    Attributes:
+      group: index of its prompt.
+      member: number in the group.
+      prompt: the problem.
+      seed: of the prompt.
+      state: the environment's own; None before init has returned and after the end.
+      has_state: whether init has returned.
+      call: number of the call under way; None while the policy draws.
+      call_until: its deadline, seconds of ``time.monotonic``.
+      began: when it took its slot, 0 before; ``turn_began`` when the turn did.
+      opening: [p] int32, what the policy sees first.
+      room: tokens that fit behind the opening; 0 before the group is complete.
+      length: tokens behind the opening.
+      turn: number of the turn.
+      last: why the last turn ended.
+      row: its slot, or None.
+      stop: why it ended; None before.
+      reason: what failed, in words.
+    """
+
+    def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
+        self.group, self.member, self.prompt, self.seed = group, member, prompt, seed
+        self.state: Any = None
+        self.has_state = False
+        self.call: int | None = None
+        self.call_until = self.began = self.turn_began = 0.0
+        self.opening = np.zeros(0, np.int32)
+        self.room = self.length = self.turn = 0
+        self.last = StopReason.RUNNING
+        self.row: int | None = None
+        self.stop: StopReason | None = None
+        self.reason = ""
+        self._state_id = 0
+        self._segments: list[Segment] = []
+        self._drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self._metrics: dict[str, float] = {}
+
+    def open(self, state: Any, opening: np.ndarray, state_id: int) -> None:
+        """Takes what ``call_init`` returned."""
+        self.state, self.opening, self._state_id = state, opening, state_id
+        self.has_state = True
+
+    def grow(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """Takes tokens [t] that the policy drew, their log-probabilities, and its version."""
+        self.length += len(tokens)
+        self._drawn.append((tokens, logprobs, np.full(len(tokens), version, np.int32)))
+
+    def end_turn(self) -> np.ndarray:
+        """Makes a segment of what was drawn; returns its tokens."""
+        tokens, logprobs, versions = map(np.concatenate, zip(*self._drawn, strict=True))
+        self._drawn = []
+        turn, state = self.turn, self._state_id
+        segment = Segment(tokens, True, logprobs, versions, turn=turn, step=turn, state=state)
+        self._segments.append(segment)
+        return tokens
+
+    def pay(self, feedback: Feedback) -> None:
+        """Puts the turn's reward at its last token, and adds up the metrics."""
+        assert isinstance(feedback.reward, tuple)
+        self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward)
+        for name, value in feedback.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+        self._metrics["success"] = float(feedback.success)
+
+    def answer(self, ids: Sequence[int], state_id: int) -> None:
+        """Appends the environment's answer and begins the next turn."""
+        last = self._segments[-1]
+        outside = Segment(np.array(ids, np.int32), False, turn=last.turn, step=last.step)
+        self._segments.append(outside._replace(state=last.state))
+        self.length += len(ids)
+        self.turn += 1
+        self._state_id = state_id
+
+    def transcript(self) -> Transcript:
+        """The episode as it is."""
+        return Transcript(
+            prompt=self.prompt,
+            member=self.member,
+            opening=self.opening,
+            segments=tuple(self._segments),
+            stop=StopReason.FAILED if self.stop is None else self.stop,
+            episode=self.member,
+            metrics=self._metrics,
+            reason=self.reason,
+        )
+
+
+# ---------------------------------------------------------------- in the loop of calls
+
+
+async def call_init(
+    env: HostEnv, chat: Format, prompt: Prompt, seed: int, longest: int
+) -> tuple[Any, np.ndarray, int]:
+    """Opens an environment: its state, the ids of the opening, and the id of the state.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      prompt: the problem.
+      seed: of the group.
+      longest: tokens of an opening.
+
+    Raises:
+      EnvError: what it returned cannot be used.
+    """
+    state, messages = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
+    messages = check_messages(messages, env.limits)
+    opening = np.array(chat.opening(messages), np.int32)
+    if not 1 <= len(opening) <= longest:
+        raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    return state, opening, _state_id(None, messages)
+
+
+async def call_step(
+    env: HostEnv, chat: Format, tokenizer: Tokenizer, state: Any, turn: int, tokens: Any, cut: bool
+) -> tuple[Any, Feedback, list[int], int]:
+    """Tells an environment what was said: its state, the feedback, the answer's ids, a state id.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      tokenizer: turns the tokens into text.
+      state: the environment's own.
+      turn: number of the turn.
+      tokens: [t] int32, what the policy drew.
+      cut: whether a limit of tokens ended the turn.
+
+    Raises:
+      EnvError: what it returned cannot be used.
+    """
+    ids = tokens.tolist()
+    text, raw = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=False)
+    reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
+    state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
+    feedback = check_feedback(value, env.limits, len(env.parts))
+    answer = [] if feedback.done else chat.following(feedback.messages, closed=not cut)
+    return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
+
+
+def shared_start(openings: Sequence[np.ndarray]) -> int:
+    """How many tokens all openings have in common from the start."""
+    length = min(map(len, openings))
+    same = [len({int(opening[i]) for opening in openings}) == 1 for i in range(length)]
+    return same.index(False) if False in same else length
+
+
+def _pair(value: Any, name: str, form: str) -> tuple[Any, Any]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise EnvError(f"{name} returned {value!r:.60}, not {form}")
+    return value[0], value[1]
+
+
+def _state_id(key: Any, messages: Sequence[Message]) -> int:
+    """A number of 31 bits for a state: by its name, or by what is seen in it."""
+    seen = repr(key) if key is not None else "\0".join(m["content"] for m in messages)
+    return zlib.crc32(seen.encode("utf-8", "replace")) & 0x7FFFFFFF

@@ -1,0 +1,1 @@
+"""Games and tools, one file each."""

@@ -1,0 +1,221 @@
+"""Environments on the host, as values: sync or async functions around a state.
+
+    async def init(prompt, seed):           # -> (state, the first messages)
+        return State(prompt, seed), [{"role": "user", "content": prompt.text}]
+
+    async def step(state, reply):           # -> (state, what the environment answers)
+        return state, Feedback(messages=[{"role": "user", "content": "And now?"}], reward=0.0)
+
+    env = HostEnv(init, step)
+
+Everything that such a function returns is checked before it is used. One that raises, hangs or
+answers nonsense ends its own member and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.envs.chat import ChatFormat, Format, Message, PlainFormat
+from jrl.errors import UserError
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.types import NOTHING, Prompt
+
+
+class EnvError(Exception):
+    """What an environment did wrong, for the member's record."""
+
+
+class Limits(NamedTuple):
+    """What an episode may take.
+
+    Attributes:
+      turns: of the policy.
+      turn_tokens: the policy's in one turn; 0 for what is left of the completion.
+      tool_calls: in an episode; 0 for any number. Read by environments of tools.
+      call_seconds: for one call of init, step or close.
+      turn_seconds: for a turn, from its first token to the answer; 0 for any time.
+      episode_seconds: from the first token to the last answer; 0 for any time.
+      answer_chars: the most text of one answer.
+    """
+
+    turns: int = 8
+    turn_tokens: int = 0
+    tool_calls: int = 0
+    call_seconds: float = 30.0
+    turn_seconds: float = 0.0
+    episode_seconds: float = 600.0
+    answer_chars: int = 1 << 16
+
+    def check(self) -> Limits:
+        """Returns self.
+
+        Raises:
+          UserError: a limit that no episode can keep.
+        """
+        least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
+        for name, value in self._asdict().items():
+            if not value >= least.get(name, 0) or not math.isfinite(value):
+                raise UserError(f"limits.{name} = {value}; must be at least {least.get(name, 0)}")
+        return self
+
+
+class Reply(NamedTuple):
+    """What the policy said in a turn.
+
+    Attributes:
+      text: without control tokens.
+      raw: with control tokens spelled out, for parsers of tool calls.
+      tokens: [t] int32.
+      turn: its number, from 0.
+      cut: whether a limit of tokens ended the turn.
+    """
+
+    text: str
+    raw: str
+    tokens: np.ndarray
+    turn: int
+    cut: bool
+
+
+class Feedback(NamedTuple):
+    """What an environment answers to a turn.
+
+    Attributes:
+      messages: what the policy sees next, dicts with "role" and "content"; none when done.
+      reward: points for the turn, or one number for each reward part.
+      done: whether the episode has ended.
+      success: whether it has ended well.
+      state_key: names the state that the environment is in now, for methods that compare the turns
+        taken in one state; None for the text of ``messages``.
+      metrics: numbers to add up over the episode, by name.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | Sequence[float] = 0.0
+    done: bool = False
+    success: bool = False
+    state_key: Any = None
+    metrics: Mapping[str, float] = NOTHING
+
+
+def nothing(state: Any) -> None:
+    """Closes an environment that holds nothing."""
+
+
+async def nothing_shared() -> None:
+    """Ends what the episodes of an environment share, where that is nothing."""
+
+
+class HostEnv(NamedTuple):
+    """An environment on the host. Sync functions run in threads of their own.
+
+    A sync function that never returns cannot be ended, its thread stays behind; run such
+    environments in processes (``process.process_env``).
+
+    Attributes:
+      init: (prompt, seed) -> (state, messages). The members of a group get the same seed, so that
+        they start alike.
+      step: (state, ``Reply``) -> (state, ``Feedback``, or a dict with its fields).
+      close: (state) -> None; called once for every state that init returned.
+      roles: of the messages that ``step`` answers with.
+      tools: what the chat template is told of tools, as OpenAI's API writes them.
+      parts: names of the reward parts.
+      limits: of an episode.
+      shutdown: async () -> None, at the end of the run; ends what all episodes share.
+    """
+
+    init: Callable[[Prompt, int], Any]
+    step: Callable[[Any, Reply], Any]
+    close: Callable[[Any], Any] = nothing
+    roles: tuple[str, ...] = ("user",)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parts: tuple[str, ...] = ("reward",)
+    limits: Limits = Limits()
+    shutdown: Callable[[], Any] = nothing_shared
+
+
+def check_env(env: Any, key: str = "env") -> HostEnv:
+    """The environment.
+
+    Raises:
+      UserError: it is none, or lacks a function; names the key.
+    """
+    if not isinstance(env, HostEnv):
+        raise UserError(f"{key} is a {type(env).__name__}; give a jrl.envs.host.HostEnv")
+    for name in ("init", "step", "close"):
+        if not callable(getattr(env, name)):
+            raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
+    env.limits.check()
+    return env
+
+
+def format_of(env: HostEnv, tokenizer: Tokenizer, variables: Mapping[str, Any] = NOTHING) -> Format:
+    """How messages of this environment become ids: by the chat template where there is one.
+
+    Raises:
+      UserError: the template cannot continue a conversation with this environment.
+    """
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
+        return ChatFormat(tokenizer, tools=env.tools, roles=env.roles, variables=variables)
+    return PlainFormat(tokenizer)
+
+
+# ---------------------------------------------------------------- checks of what comes back
+
+
+def check_messages(messages: Any, limits: Limits) -> list[Message]:
+    """The messages of an opening or an answer.
+
+    Raises:
+      EnvError: they are not messages, or too long.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise EnvError(f"messages are {messages!r:.60}, not a list of at least one dict")
+    total = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise EnvError(f'a message is {message!r:.60}, not a dict with "role" and "content"')
+        if not isinstance(message.get("content"), str):
+            raise EnvError(f"the content of a message is {message.get('content')!r:.60}, not text")
+        total += len(message["content"])
+    if total > limits.answer_chars:
+        raise EnvError(f"an answer of {total} characters; the limit is {limits.answer_chars}")
+    return list(messages)
+
+
+def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
+    """The feedback, its reward a tuple of ``parts`` numbers.
+
+    Raises:
+      EnvError: it is none, a reward is not finite, or messages are missing.
+    """
+    if isinstance(value, Mapping):
+        unknown = ", ".join(map(str, value.keys() - set(Feedback._fields)))
+        if unknown:
+            raise EnvError(f"feedback has no {unknown:.80}")
+        value = Feedback(**value)
+    if not isinstance(value, Feedback):
+        raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
+    given = value.reward if isinstance(value.reward, list | tuple) else [value.reward]
+    if len(given) != parts:
+        raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
+    reward = tuple(_number(x, "reward") for x in given)
+    if not isinstance(value.metrics, Mapping):
+        raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
+    metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
+    done = bool(value.done)
+    messages = [] if done else check_messages(value.messages, limits)
+    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics)
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float | np.number | np.bool_):
+        raise EnvError(f"{name} is {value!r:.60}, not a number")
+    if not math.isfinite(value):
+        raise EnvError(f"{name} is {float(value)}, not finite")
+    return float(value)

@@ -1,0 +1,238 @@
+"""What happened in episodes, id for id, and the one function that makes rows for training of it.
+
+An episode is a list of segments. Tokens that the policy drew keep the ids, log-probabilities and
+versions that the sampler recorded; no text is ever encoded again. Whatever nobody drew (tool
+output, user turns, hints, another player's words, a branch's shared past) is completion tokens with
+``mask`` False and version -1, so that every objective works on many turns as it does on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.errors import UserError
+from jrl.types import NOTHING, Prompt, Rollout, StopReason
+
+_IDS = ("turn", "step", "state", "node")
+
+
+class Segment(NamedTuple):
+    """Adjacent tokens that have one origin.
+
+    Attributes:
+      tokens: [t] int32.
+      drawn: whether the policy drew them.
+      logprobs: [t] float32, nats, under the distribution drawn from; None where not drawn.
+      versions: [t] int32, the policy version that drew each token; None where not drawn.
+      turn: number of the turn, from 0; an answer of the environment belongs to the turn before it.
+      step: number of the reasoning step or action.
+      state: which state of the environment the tokens were drawn in; equal numbers, equal states.
+      node: of a tree.
+      reward: [R] points, paid at the last token; () for none.
+    """
+
+    tokens: np.ndarray
+    drawn: bool
+    logprobs: np.ndarray | None = None
+    versions: np.ndarray | None = None
+    turn: int = 0
+    step: int = 0
+    state: int = 0
+    node: int = 0
+    reward: tuple[float, ...] = ()
+
+
+class Transcript(NamedTuple):
+    """One row: an episode, or a part of one whose history was folded or branched.
+
+    Attributes:
+      prompt: the problem.
+      member: number in its group.
+      opening: [p] int32, what the policy saw first; empty for an episode that never opened.
+      segments: what followed, in order.
+      stop: why it ended; with FAILED or TIMEOUT the row leaves its group.
+      episode: number in its group; rows of one episode have the same.
+      role: of the player whose words were drawn.
+      metrics: numbers of the environment's, by name.
+      reason: in words, what failed.
+    """
+
+    prompt: Prompt
+    member: int
+    opening: np.ndarray
+    segments: tuple[Segment, ...]
+    stop: StopReason
+    episode: int = 0
+    role: int = 0
+    metrics: Mapping[str, float] = NOTHING
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the row counts in its group."""
+        return self.stop < StopReason.FAILED
+
+    @property
+    def points(self) -> float:
+        """Points of all parts, unweighted."""
+        return float(sum(sum(s.reward) for s in self.segments))
+
+
+class RowShape(NamedTuple):
+    """Sizes of the arrays.
+
+    Attributes:
+      group: G, rows of a group.
+      prompt_tokens: P.
+      completion_tokens: T.
+      parts: R, reward parts.
+    """
+
+    group: int
+    prompt_tokens: int
+    completion_tokens: int
+    parts: int = 1
+
+
+class Rows(NamedTuple):
+    """Transcripts as arrays, all NumPy.
+
+    Attributes:
+      rollout: the record that training reads.
+      ids: "turn", "step", "state", "node" [N, G, T] and "episode", "role" [N, G], int32.
+      rewards: [N, G, R] float32, points of each part, summed over the row.
+      paid: [N, G, T] float32, points of all parts by their weights, at the tokens that they were
+        paid at.
+    """
+
+    rollout: Rollout
+    ids: dict[str, np.ndarray]
+    rewards: np.ndarray
+    paid: np.ndarray
+
+
+def to_rollout(
+    groups: Sequence[Sequence[Transcript]], shape: RowShape, weights: Sequence[float] = ()
+) -> Rows:
+    """Transcripts as the rows of a training batch; pure, and nothing is cut.
+
+    A group's prompt is what the openings of its living rows have in common from the start; the rest
+    of an opening is completion tokens that nobody drew. Where the members of a group start alike
+    that rest is empty.
+
+    Args:
+      groups: N groups of at most G rows. Rows that are not there are FAILED, without tokens.
+      shape: of the arrays.
+      weights: [R], of the reward parts in ``paid``; () for 1 each.
+
+    Returns:
+      The rows; their ``stop`` tells members from those that failed.
+
+    Raises:
+      UserError: a row does not fit the shape, members of a group share no first token, points
+        stand where there is no token or have another number of parts.
+    """
+    n, g, p = len(groups), shape.group, shape.prompt_tokens
+    worth = np.array(weights or [1.0] * shape.parts, np.float32)
+    prompts, lengths = np.zeros((n, p), np.int32), np.ones(n, np.int32)
+    arrays = _empty(n, shape)
+    for i, group in enumerate(groups):
+        if len(group) > g:
+            raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
+        opening = _common([row.opening for row in group if len(row.opening) and row.alive])
+        if len(opening) > p:
+            raise UserError(
+                f"prompt {group[0].prompt.id} opens with {len(opening)} tokens and the limit is "
+                f"{p}; raise data.max_prompt_tokens"
+            )
+        lengths[i] = max(len(opening), 1)
+        prompts[i, : len(opening)] = opening
+        for j, row in enumerate(group):
+            for name in ("stop", "episode", "role"):
+                arrays[name][i, j] = getattr(row, name)
+            if row.alive:  # what others drew may be under any opening, and is never read
+                _fill(arrays, (i, j), row, len(opening), shape, worth)
+    ids = {name: arrays.pop(name) for name in (*_IDS, "episode", "role")}
+    rewards, paid = arrays.pop("rewards"), arrays.pop("paid")
+    rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
+    return Rows(rollout, ids, rewards, paid)
+
+
+def _empty(n: int, shape: RowShape) -> dict[str, Any]:
+    """The arrays of n groups in which there is no row, by name."""
+    g, t = shape.group, shape.completion_tokens
+    return {
+        "tokens": np.zeros((n, g, t), np.int32),
+        "lengths": np.zeros((n, g), np.int32),
+        "mask": np.zeros((n, g, t), bool),
+        "sampler_logprobs": np.zeros((n, g, t), np.float32),
+        "versions": np.full((n, g, t), -1, np.int32),
+        "stop": np.full((n, g), StopReason.FAILED, np.int32),
+        "baseline": np.zeros((n, g), bool),
+        "rewards": np.zeros((n, g, shape.parts), np.float32),
+        "paid": np.zeros((n, g, t), np.float32),
+        **{name: np.zeros((n, g, t), np.int32) for name in _IDS},
+        **{name: np.zeros((n, g), np.int32) for name in ("episode", "role")},
+    }
+
+
+def _fill(
+    arrays: dict[str, Any],
+    place: tuple[int, int],
+    row: Transcript,
+    shared: int,
+    shape: RowShape,
+    worth: np.ndarray,
+) -> None:
+    """Writes what follows the first ``shared`` tokens of a row into the arrays."""
+    end = 0
+    for part in (Segment(np.asarray(row.opening)[shared:], drawn=False), *row.segments):
+        _check(part, row, end, shape)
+        at = (*place, slice(end, end + len(part.tokens)))
+        end += len(part.tokens)
+        arrays["tokens"][at], arrays["mask"][at] = part.tokens, part.drawn
+        if part.drawn:
+            arrays["sampler_logprobs"][at] = part.logprobs
+            arrays["versions"][at] = part.versions
+        for name in _IDS:
+            arrays[name][at] = getattr(part, name)
+        if part.reward:
+            arrays["rewards"][place] += part.reward
+            arrays["paid"][(*place, end - 1)] += worth @ np.array(part.reward, np.float32)
+    arrays["lengths"][place] = end
+
+
+def _common(openings: Sequence[np.ndarray]) -> np.ndarray:
+    """The longest common start of the openings; empty where there are none."""
+    if not openings:
+        return np.zeros(0, np.int32)
+    first, least = np.asarray(openings[0]), min(map(len, openings))
+    same = np.ones(least, bool)
+    for other in openings[1:]:
+        same &= np.asarray(other)[:least] == first[:least]
+    length = least if same.all() else int(np.argmin(same))
+    if length == 0:
+        raise UserError(
+            "the members of a group open with different first tokens; init must show all members "
+            "of a group the same problem, so let it depend on the prompt and the seed alone"
+        )
+    return first[:length]
+
+
+def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
+    """Raises UserError for a segment that does not fit behind ``end`` tokens of its row."""
+    where = f"prompt {row.prompt.id}, member {row.member}"
+    if end + len(part.tokens) > shape.completion_tokens:
+        raise UserError(
+            f"{where}: {end + len(part.tokens)} completion tokens and the limit is "
+            f"{shape.completion_tokens}; rows are never cut, so raise sampling.max_new_tokens"
+        )
+    if part.drawn and (part.logprobs is None or part.versions is None):
+        raise UserError(f"{where}: a drawn segment without log-probabilities or versions")
+    if part.reward and len(part.reward) != shape.parts:
+        raise UserError(f"{where}: {len(part.reward)} reward parts; the run has {shape.parts}")
+    if part.reward and end + len(part.tokens) == 0:
+        raise UserError(f"{where}: points are paid before the first token")

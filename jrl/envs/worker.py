@@ -1,0 +1,125 @@
+"""The process of one environment: the program that ``process.process_env`` starts.
+
+Free of everything but the standard library, because it runs by its path in whatever Python has the
+environment's own dependencies. It reads requests and writes answers as JSON, each behind its length
+in eight bytes.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import resource
+import signal
+import sys
+import types
+from typing import Any
+
+_DIES_WITH_PARENT = 1
+
+
+def load(spec: str) -> Any:
+    """The function that ``FILE.py:function`` or ``module:function`` names."""
+    place, _, name = spec.rpartition(":")
+    if place.endswith(".py"):
+        found = importlib.util.spec_from_file_location("jrl_environment", place)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules["jrl_environment"] = module
+        found.loader.exec_module(module)
+    else:
+        module = importlib.import_module(place)
+    return getattr(module, name)
+
+
+def fields(value: Any) -> Any:
+    """A feedback as a dict: a dict already, a NamedTuple, or an object with attributes."""
+    if isinstance(value, dict):
+        return value
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    return vars(value) if hasattr(value, "__dict__") else value
+
+
+def plain(value: Any) -> Any:
+    """What JSON does not know: numbers of other libraries, and sequences."""
+    if hasattr(value, "item"):
+        return value.item()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, (set, frozenset, range)) else repr(value)
+
+
+class Session:
+    """The environment, and the state of its one episode."""
+
+    def __init__(self, spec: str, options: dict) -> None:
+        self.env = load(spec)(**options)
+        self.state: Any = None
+
+    def call(self, name: str, *arguments: object) -> Any:
+        """What a function of the environment returns, also an async one."""
+        value = getattr(self.env, name)(*arguments)
+        if inspect.isawaitable(value):
+
+            async def wait() -> Any:
+                return await value
+
+            return asyncio.run(wait())
+        return value
+
+    def answer(self, request: dict) -> Any:
+        """What is sent back to a request."""
+        if request["do"] == "init":
+            prompt = types.SimpleNamespace(**request["prompt"])
+            self.state, messages = self.call("init", prompt, request["seed"])
+            return messages
+        if request["do"] == "step":
+            reply = types.SimpleNamespace(**request["reply"])
+            self.state, feedback = self.call("step", self.state, reply)
+            return fields(feedback)
+        state, self.state = self.state, None
+        if getattr(self.env, "close", None) is not None:
+            self.call("close", state)
+        return None
+
+
+def main() -> None:
+    """Answers requests until standard input ends."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    given = json.loads(sys.argv[1])
+    if given["memory_bytes"]:
+        resource.setrlimit(resource.RLIMIT_AS, (given["memory_bytes"], given["memory_bytes"]))
+    # What the environment prints must not stand among the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    requests = sys.stdin.buffer
+    session, failure = None, ""
+    try:
+        session = Session(given["env"], given["options"])
+    except BaseException as error:
+        failure = f"{type(error).__name__}: {error}"[:300]
+    while len(head := requests.read(8)) == 8:
+        request = json.loads(requests.read(int.from_bytes(head, "big")))
+        out: dict[str, Any] = {"error": failure}
+        if session is not None:
+            try:
+                out = {"value": session.answer(request)}
+            except BaseException as error:  # SystemExit too: the next episode goes on
+                out = {"error": f"{type(error).__name__}: {error}"[:300]}
+        try:
+            body = json.dumps(out, default=plain).encode()
+        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+            body = json.dumps({"error": f"its answer is no JSON: {error}"[:300]}).encode()
+        answers.write(len(body).to_bytes(8, "big") + body)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Hops 2 to 4 in an environment: groups of whole episodes, the twin of ``task_rollout``.
+
+A run on a procedural task and one in an environment differ in the functions chosen here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jrl.data.tasks import Task
+from jrl.envs import Env
+from jrl.envs.play import check_room, play, scripted
+from jrl.errors import UserError, choose
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.slots import check_fits
+from jrl.train.collect import Groups, task_rollout
+from jrl.types import Array, Batch, Network, Params, stream
+
+EPISODES = {"reward": 1.0, "success": 0.0}
+"""Reward part -> weight of a run in an environment that names none."""
+EPISODE_REWARDS = ("reward", "success")
+"""Reward parts of an episode: the points that the environment paid, and 1 where it ended well."""
+
+
+def rollout_of(task: Task | Env) -> Callable[..., Groups]:
+    """What draws groups: ``episode_rollout`` in an environment, else ``task_rollout``."""
+    return episode_rollout if isinstance(task, Env) else task_rollout
+
+
+def default_parts(task: Task | Env | None) -> dict[str, float]:
+    """Reward part -> weight where a run names none; None for an environment on the host."""
+    return {"verify": 1.0} if isinstance(task, Task) else dict(EPISODES)
+
+
+def eval_parts(task: Task | Env | None) -> dict[str, float]:
+    """Reward part -> weight in an evaluation; the first part says what is right."""
+    return {"verify": 1.0} if isinstance(task, Task) else {"success": 1.0, "reward": 0.0}
+
+
+def episode_rollout(
+    key: Array,
+    params: Params,
+    step: Array,
+    ids: Array,
+    *,
+    version: Array | None = None,
+    sampling_params: SamplingParams,
+    task: Env,
+    split: str,
+    parts: Mapping[str, float],
+    network: Network,
+    group: int,
+    baseline_members: int = 0,
+    demonstrations: int = 0,
+    slots: int = 0,
+    chunk: int = 4,
+) -> Groups:
+    """Starts, episodes and rewards in one program; the same function in every mode.
+
+    Start i of a run is a function of (key, i) alone, and so are its episodes at a given step.
+
+    Args:
+      key: the run's root key.
+      params: the policy's.
+      step: [] int32, the training step that the episodes are for.
+      ids: [N] int32, which of the run's starts.
+      version: [] int32, the policy's; None for ``step``.
+      sampling_params: scalars.
+      task: the environment.
+      split: "train" or "eval".
+      parts: reward part, of ``EPISODE_REWARDS`` -> weight.
+      network: the policy.
+      group: members drawn from the distribution.
+      baseline_members: further members drawn greedily.
+      demonstrations: must be 0.
+      slots: episodes played at a time; 0 takes all.
+      chunk: decode steps after which ended turns are answered.
+
+    Returns:
+      The groups; their subject is the ``Start`` of each. ``ids`` holds "turn", "step" (here the
+      same) and "state" [N, G, T], and "stratum" [N, G], the turns taken; ``stats`` the weighted
+      points "paid" [N, G, T].
+    """
+    check_members(task, group, demonstrations)
+    data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
+    start_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
+    starts = jax.vmap(lambda k: task.generate(k, split))(start_keys)
+    played, slot_steps = play(
+        stream(key, sample, step),
+        params,
+        starts,
+        sampling_params,
+        step if version is None else version,
+        ids,
+        env=task,
+        network=network,
+        group=group,
+        baseline_members=baseline_members,
+        slots=slots,
+        chunk=chunk,
+    )
+    points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
+    for part in parts:
+        if part not in points:
+            raise choose("rewards", part, points)
+    return Groups(
+        rollout=played.rollout,
+        rewards=jnp.stack([points[part] for part in parts], axis=2),
+        subject=starts,
+        counts={"slot_tokens": played.rollout.mask.sum(), "slot_steps": slot_steps},
+        ids={
+            "prompt": ids,
+            "turn": played.turn,
+            "step": played.turn,
+            "state": played.state,
+            "stratum": played.turns,
+        },
+        stats={"paid": parts.get("reward", 0.0) * played.paid},
+    )
+
+
+def check_members(env: Env, group: int, demonstrations: int) -> None:
+    """Raises UserError for members of a group that an environment cannot give."""
+    if demonstrations or not group:
+        raise UserError(
+            f"data.env: the method learns from demonstrations, and the environment {env.name!r} has"
+            " none; choose a method that draws its own completions, or a procedural task"
+        )
+
+
+def check_lengths(network: Network, task: Task | Env | None, prompt: int, new: int) -> None:
+    """Raises UserError when prompt and completion, or an episode, do not fit the network."""
+    if isinstance(task, Env):
+        check_room(task, network)
+    else:
+        check_fits(network, prompt, new)
+
+
+# ---------------------------------------------------------------- for a warm start
+
+
+def scripted_batch(key: Array, *, env: Env, count: int) -> Batch:
+    """Supervised examples: ``count`` episodes played by ``env.solution``, G = 1.
+
+    Raises:
+      UserError: nobody wrote one.
+    """
+    if env.solution is None:
+        raise UserError(
+            f"warmup.steps: the environment {env.name!r} has no solution to learn; set it to 0"
+        )
+
+    def one(key: Array) -> tuple[Any, ...]:
+        of_start, of_steps = jax.random.split(key)
+        start = env.generate(of_start, "train")
+        tokens, length, log = scripted(of_steps, start, env=env)
+        drawn = log.by_token(env.completion_tokens)["drawn"][0]
+        return start, tokens, length, drawn
+
+    starts, tokens, lengths, drawn = jax.vmap(one)(jax.random.split(key, count))
+    mask = drawn & (jnp.arange(tokens.shape[1])[None] < lengths[:, None])
+    ones = jnp.ones((count, 1), bool)
+    return Batch(
+        prompt_tokens=starts.tokens,
+        prompt_lengths=starts.length,
+        tokens=tokens[:, None],
+        lengths=lengths[:, None],
+        mask=mask[:, None],
+        rewards=jnp.zeros((count, 1, 1), jnp.float32),
+        reward_weights=jnp.ones(1, jnp.float32),
+        members=ones,
+        baseline=~ones,
+        truncated=~ones,
+    )

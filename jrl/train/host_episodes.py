@@ -1,0 +1,249 @@
+"""Groups of episodes with an environment on the host: what a training step draws from text.
+
+The twin of ``collect.TextSource``: its prompts open episodes instead of being completed once.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.envs.calls import Calls
+from jrl.envs.chat import Format
+from jrl.envs.host import HostEnv, check_env, format_of
+from jrl.envs.transcript import RowShape, Transcript, to_rollout
+from jrl.errors import UserError
+from jrl.models.tokenizer import Tokenizer
+from jrl.own import check_options, load
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.build import Run, sampler_of
+from jrl.train.collect import Groups, source_rows
+from jrl.train.host_play import Played, play_episodes
+from jrl.types import Prompt, stream
+
+SUCCESS = "success"
+"""The reward part that is 1 where the environment says that an episode ended well, beside those
+that it names."""
+_SLOTS, _CHUNK = 64, 8
+"""Slots where the configuration names none, and decode steps between two looks at the inbox."""
+_ROUNDS = 3
+"""How often a group is played at most, where too many of its members fail."""
+
+
+class HostEpisodes:
+    """Draws groups of episodes; ``draw`` is a ``GroupSource``.
+
+    Args:
+      env: the environment.
+      chat: how its messages become ids.
+      rows: decode slots.
+      prompts: all problems, in the source's order; their text is what the environment reads.
+      seed: of the order, or None for the source's own order.
+      tokenizer: the policy's.
+      group: G.
+      weights: reward part -> weight, of the environment's parts and "success".
+      sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
+
+    Raises:
+      UserError: a reward part that the environment does not have.
+    """
+
+    def __init__(
+        self,
+        env: HostEnv,
+        chat: Format,
+        rows: EpisodeRows,
+        *,
+        prompts: Sequence[Prompt],
+        seed: int | None,
+        tokenizer: Tokenizer,
+        group: int,
+        weights: Mapping[str, float],
+        sample: str = "sample",
+    ) -> None:
+        _check_parts(env, weights)
+        self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
+        self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
+        self._weights = dict(weights)
+        self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
+        self._calls: Calls | None = None
+        self._seeds = jax.jit(_seeds, static_argnums=1)
+
+    def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
+        """See ``GroupSource``. A group with too few living members is played again, and counted."""
+        if self._calls is None:
+            self._calls = Calls()
+            # What nobody closed ends with this object, or with Python.
+            self._end = weakref.finalize(self, _close, self._calls, self._env)
+        chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
+        self._rows.set_weights(params, int(step if version is None else version))
+        groups: list[list[Transcript]] = [[] for _ in chosen]
+        counts: dict[str, float] = {"groups_redrawn": 0.0}
+        todo, least = list(range(len(chosen))), min(2, self._group)
+        for attempt in range(_ROUNDS):
+            raw = np.asarray(self._seeds(key, self._sample, step, np.asarray(positions), attempt))
+            seeds = [(int(hi) << 32) + int(lo) for hi, lo in raw]
+            played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo])
+            for i, members in zip(todo, played.groups, strict=True):
+                groups[i] = members
+            counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
+            todo = [i for i in todo if sum(t.alive for t in groups[i]) < least]
+            if not todo:
+                break
+            redrawn = len(todo) * (attempt + 1 < _ROUNDS)
+            counts["groups_redrawn"] += redrawn
+        self._rows.release()
+        _report(groups)
+        return self._as_groups(groups, chosen, counts)
+
+    def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
+        assert self._calls is not None
+        return play_episodes(
+            self._rows,
+            self._calls,
+            self._env,
+            self._chat,
+            prompts,
+            seeds,
+            group=self._group,
+            tokenizer=self._tokenizer,
+        )
+
+    def _as_groups(
+        self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
+    ) -> Groups:
+        worth = [self._weights.get(name, 0.0) for name in self._env.parts]
+        rows = to_rollout(groups, self._shape, worth)
+        success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
+        paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
+        paid[SUCCESS] = np.array(success, np.float32)
+        for transcript in (t for g in groups for t in g if t.alive):
+            for name, value in transcript.metrics.items():
+                if name != SUCCESS:
+                    counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
+        return Groups(
+            rollout=rows.rollout,
+            rewards=np.stack([paid[name] for name in self._weights], axis=2),
+            subject=chosen,
+            counts=counts,
+            ids={"prompt": np.array([p.id for p in chosen], np.int32), **rows.ids},
+            stats={"paid": rows.paid},
+        )
+
+    def close(self) -> None:
+        """Ends what the environment shares between episodes, and its threads."""
+        if self._calls is not None:
+            self._end()
+            self._calls = None
+
+
+def check_host(run: Run) -> None:
+    """Raises UserError for an environment, a template or a method that episodes cannot use."""
+    if (
+        run.method.draw.demonstrations
+        or run.method.draw.baseline_members
+        or not run.method.draw.own
+    ):
+        raise UserError(
+            f"data.env: method = {run.config.method!r} trains on demonstrations or greedy members,"
+            " which episodes on the host do not have; choose another method"
+        )
+    if jax.process_count() > 1:
+        raise UserError("data.env with data.train runs in one process; use one host")
+    if run.config.sampling.mesh:
+        raise UserError("sampling.mesh: episodes on the host use the mesh of training; remove it")
+    env = _env(run)
+    _check_parts(env, run.rewards.weights)
+    format_of(env, run.tokenizer)
+
+
+def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
+    known = (*env.parts, SUCCESS)
+    for name in weights:
+        if name not in known:
+            said = ", ".join(known)
+            raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+
+
+def host_source(
+    run: Run,
+    prompts: Sequence[Prompt],
+    group: int,
+    *,
+    split: str = "train",
+    temperature: float | None = None,
+) -> HostEpisodes:
+    """The episodes of a run's environment.
+
+    Args:
+      run: whose ``data.env`` returns the environment.
+      prompts: what episodes are about.
+      group: members.
+      split: "train" or "eval".
+      temperature: None for the run's.
+    """
+    sampling, env = run.config.sampling, _env(run)
+    evaluates = split == "eval"
+    rows = EpisodeRows(
+        run.network if evaluates else sampler_of(run),
+        slots=min(sampling.slots or _SLOTS, run.config.train.prompts * group),
+        prompt_tokens=run.width,
+        max_new_tokens=sampling.max_new_tokens,
+        stop_tokens=run.tokenizer.stop_ids,
+        chunk=_CHUNK,
+        sampling={
+            "temperature": sampling.temperature if temperature is None else temperature,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "min_p": sampling.min_p,
+        },
+    )
+    return HostEpisodes(
+        env,
+        format_of(env, run.tokenizer),
+        rows,
+        prompts=prompts,
+        seed=None if evaluates else run.config.order_seed,
+        tokenizer=run.tokenizer,
+        group=group,
+        weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
+        sample="eval" if evaluates else "sample",
+    )
+
+
+def _env(run: Run) -> HostEnv:
+    """The environment that the configuration names."""
+    data = run.config.episodes
+    assert data is not None
+    make = load(data.env, "data.env")
+    check_options(make, data.options, "data.options")
+    return check_env(make(**data.options), f"data.env = {data.env!r}: what it returns")
+
+
+def _close(calls: Calls, env: HostEnv) -> None:
+    with contextlib.suppress(Exception):  # a run that has ended well must not fail here
+        calls.run(env.shutdown, env.limits.call_seconds)
+    calls.close()
+
+
+def _seeds(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:
+    """[N, 2] uint32: the raw key of each prompt; at the first attempt that of ``generate``."""
+    root = stream(key, name, step)
+    again = jax.random.key_data(jax.random.fold_in(root, attempt))
+    raw = jax.numpy.where(attempt > 0, again, jax.random.key_data(root))
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(raw), positions)
+    return jax.random.key_data(keys)
+
+
+def _report(groups: Sequence[Sequence[Transcript]]) -> None:
+    """Logs why members failed, the most frequent reason first."""
+    reasons = collections.Counter(t.reason for g in groups for t in g if not t.alive)
+    for reason, count in reasons.most_common(3):
+        logging.getLogger("jrl").warning("environment: %d failed: %s", count, reason)

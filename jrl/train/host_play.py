@@ -1,0 +1,328 @@
+"""Episodes with environments on the host, played over decode slots that do not wait for them.
+
+One thread, the caller's, touches the device. Between two chunks of decoding it takes the answers
+that have arrived, gives them to their rows, and fills free slots with the next episodes, which were
+opened ahead. A row that waits for its environment stays in its slot with its cache, and the others
+decode on.
+"""
+
+from __future__ import annotations
+
+import collections
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.envs.calls import Answer, Calls
+from jrl.envs.chat import Format
+from jrl.envs.episode import Episode, call_init, call_step, shared_start
+from jrl.envs.host import Feedback, HostEnv
+from jrl.envs.transcript import Transcript
+from jrl.models.tokenizer import Tokenizer
+from jrl.serving.episode_rows import EpisodeRows, More, Start
+from jrl.types import Params, Prompt, StopReason
+
+GRACE_SECONDS = 2.0
+"""How long after its deadline a call's answer may arrive before its event loop is looked at."""
+
+
+class Played(NamedTuple):
+    """Episodes that have ended.
+
+    Attributes:
+      groups: a transcript for each member of each prompt.
+      counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
+        "env_close_errors", "slot_tokens" (drawn) and "slot_steps" (decode steps times slots).
+    """
+
+    groups: list[list[Transcript]]
+    counts: dict[str, float]
+
+
+Newer = Callable[[], tuple[Params, int] | None]
+"""() -> newer parameters and their version, or None to keep those in use."""
+
+
+def play_episodes(
+    rows: EpisodeRows,
+    calls: Calls,
+    env: HostEnv,
+    chat: Format,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
+    *,
+    group: int,
+    tokenizer: Tokenizer,
+    newer: Newer = lambda: None,
+) -> Played:
+    """``group`` episodes of each prompt.
+
+    What is drawn depends on the weights, the seed of the prompt, the member and what the
+    environment answers; not on when it answers, nor on slots.
+
+    Args:
+      rows: with weights.
+      calls: nobody else's while this runs.
+      env: the environment.
+      chat: how its messages become ids, ``format_of`` it.
+      prompts: N of them.
+      seeds: [N], below 2**64, of each prompt's draws, and given to ``env.init``.
+      group: members of a group.
+      tokenizer: turns what was drawn into text.
+      newer: asked before each chunk, so that weights may change between tokens.
+
+    Returns:
+      All episodes; those whose environment failed have the reason why.
+    """
+    return _Game(rows, env, chat, tokenizer, calls, newer).play(prompts, seeds, group)
+
+
+class _Game:
+    """The loop of ``play_episodes``."""
+
+    def __init__(
+        self,
+        rows: EpisodeRows,
+        env: HostEnv,
+        chat: Format,
+        tokenizer: Tokenizer,
+        calls: Calls,
+        newer: Newer,
+    ) -> None:
+        self.rows, self.env, self.chat, self.tokenizer = rows, env, chat, tokenizer
+        self.calls, self.newer, self.limits = calls, newer, env.limits
+        self.episodes: list[Episode] = []
+        self.of_call: dict[int, Episode] = {}
+        self.closing: dict[int, float] = {}  # calls of close, and until when they may take
+        self.next_call = self.next_group = self.group = 0
+        self.ready: collections.deque[Episode] = collections.deque()
+        self.seated: list[Episode | None] = [None] * rows.slots
+        self.answers: dict[int, More] = {}
+        self.counts: dict[str, float] = collections.defaultdict(float)
+
+    def play(self, prompts: Sequence[Prompt], seeds: Sequence[int], group: int) -> Played:
+        """See ``play_episodes``."""
+        self.group = group
+        self.episodes = [
+            Episode(i, j, prompt, seed)
+            for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+            for j in range(group)
+        ]
+        while any(e.stop is None for e in self.episodes) or self.of_call or self.closing:
+            self._open_ahead()
+            self._seat()
+            runs = any(e is not None and e.call is None for e in self.seated)
+            if runs:
+                self._decode()
+            for answer in self._arrived(wait=not runs):
+                self._take(answer)
+            self._expire()
+        groups = [self._group(i) for i in range(len(prompts))]
+        counts = dict.fromkeys(("env_errors", "env_timeouts", "env_close_errors"), 0.0)
+        counts |= {"episodes": float(len(self.episodes)), **self.counts}
+        return Played([[e.transcript() for e in members] for members in groups], counts)
+
+    def _group(self, index: int) -> list[Episode]:
+        return self.episodes[index * self.group : (index + 1) * self.group]
+
+    # ------------------------------------------------------------ calls
+
+    def _call(self, episode: Episode, function: Callable[..., Any], *arguments: Any) -> None:
+        seconds = self.limits.call_seconds
+        number, self.next_call = self.next_call, self.next_call + 1
+        episode.call, episode.call_until = number, time.monotonic() + seconds
+        self.of_call[number] = episode
+        self.calls.submit(number, function, *arguments, seconds=seconds)
+
+    def _arrived(self, *, wait: bool) -> Iterator[Answer]:
+        """The answers in the inbox; waits a little for the first where nothing else is to do."""
+        waits = wait and bool(self.of_call or self.closing)
+        while True:
+            try:
+                yield self.calls.inbox.get(timeout=0.05) if waits else self.calls.inbox.get_nowait()
+            except queue.Empty:
+                return
+            waits = False
+
+    def _take(self, answer: Answer) -> None:
+        """Goes on with the episode that an answer is for."""
+        if self.closing.pop(answer.number, None) is not None:
+            self.counts["env_close_errors"] += bool(answer.error)
+            return
+        episode = self.of_call.pop(answer.number, None)
+        if episode is None:
+            return  # of an event loop that was given up
+        episode.call = None
+        if episode.stop is not None:  # it ended meanwhile; a late init still wants closing
+            if not answer.error and not episode.has_state:
+                self._close(answer.value[0])
+        elif answer.error:
+            self._fail(episode, answer.error, timeout=answer.timeout)
+        elif not episode.has_state:
+            episode.open(*answer.value)
+            self._opened(episode.group)
+        else:
+            episode.state, feedback, ids, state_id = answer.value
+            self._answered(episode, feedback, ids, state_id)
+
+    def _fail(self, episode: Episode, reason: str, *, timeout: bool = False) -> None:
+        self.counts["env_timeouts" if timeout else "env_errors"] += 1
+        episode.reason = reason
+        self._end(episode, StopReason.TIMEOUT if timeout else StopReason.FAILED)
+        if not episode.has_state:
+            self._opened(episode.group)
+
+    def _end(self, episode: Episode, stop: StopReason) -> None:
+        """Frees the slot and closes the environment."""
+        episode.stop = stop
+        if episode.row is not None:
+            self.rows.halt(episode.row)
+            self.answers.pop(episode.row, None)
+            self.seated[episode.row] = None
+            episode.row = None
+        if episode.has_state:
+            self._close(episode.state)
+            episode.state = None
+
+    def _close(self, state: Any) -> None:
+        seconds = self.limits.call_seconds
+        number, self.next_call = self.next_call, self.next_call + 1
+        self.closing[number] = time.monotonic() + seconds
+        self.calls.submit(number, self.env.close, state, seconds=seconds)
+
+    def _expire(self) -> None:
+        """Ends what is past a deadline of its turn or episode, or of a call that cannot answer."""
+        now, limits = time.monotonic(), self.limits
+        for episode in self.seated:
+            if episode is None:
+                continue
+            late = ""
+            if limits.episode_seconds and now > episode.began + limits.episode_seconds:
+                late = f"the episode took more than {limits.episode_seconds:g} seconds"
+            if limits.turn_seconds and now > episode.turn_began + limits.turn_seconds:
+                late = f"turn {episode.turn} took more than {limits.turn_seconds:g} seconds"
+            if late:
+                if episode.call is not None:
+                    self.calls.cancel(episode.call)
+                self._fail(episode, late, timeout=True)
+        overdue = [n for n, e in self.of_call.items() if now > e.call_until + GRACE_SECONDS]
+        overdue += [n for n, until in self.closing.items() if now > until + GRACE_SECONDS]
+        if overdue and self.calls.blocked(GRACE_SECONDS):
+            # All that the loop was to answer is lost with it.
+            for number in list(self.of_call):
+                said = "the event loop was blocked; an async function must not wait by itself"
+                self._take(Answer(number, error=said, timeout=True))
+            for number in list(self.closing):
+                self._take(Answer(number, error="the event loop was blocked"))
+
+    # ------------------------------------------------------------ openings
+
+    def _open_ahead(self) -> None:
+        """Opens the next groups, so that a free slot finds an episode that can begin."""
+        groups = len(self.episodes) // self.group
+        opening = sum(not e.has_state for e in self.of_call.values())
+        while self.next_group < groups and opening + len(self.ready) < self.rows.slots:
+            for episode in self._group(self.next_group):
+                problem = episode.prompt, episode.seed, self.rows.prompt_tokens
+                self._call(episode, call_init, self.env, self.chat, *problem)
+                opening += 1
+            self.next_group += 1
+
+    def _opened(self, index: int) -> None:
+        """Queues a group once all its members have opened or failed.
+
+        What their openings do not share counts as completion tokens, so the room of each is known
+        only then.
+        """
+        members = self._group(index)
+        alive = [e for e in members if e.stop is None]
+        if not alive or any(not e.has_state for e in alive):
+            return
+        if any(e.room for e in alive):
+            return  # queued before
+        shared = shared_start([e.opening for e in alive])
+        for episode in alive:
+            episode.room = self.rows.max_new_tokens - (len(episode.opening) - shared)
+            if not shared:
+                said = "the members of a group open with different first tokens"
+                self._fail(episode, f"{said}; let init depend on prompt and seed alone")
+            elif episode.room < 1:
+                self._fail(episode, "its opening differs from the group's by a whole completion")
+            else:
+                self.ready.append(episode)
+
+    def _seat(self) -> None:
+        """Gives answers to rows that wait, and free slots to episodes that are ready."""
+        if self.answers:
+            self.rows.extend(self.answers)
+            self.answers = {}
+        starts: dict[int, Start] = {}
+        for row, seated in enumerate(self.seated):
+            while seated is None and self.ready:
+                episode = self.ready.popleft()
+                if episode.stop is not None:
+                    continue
+                seated = self.seated[row] = episode
+                episode.row, episode.began = row, time.monotonic()
+                episode.turn_began = episode.began
+                tokens = tuple(episode.opening.tolist())
+                limit = self._turn_limit(episode)
+                starts[row] = Start(tokens, episode.seed, episode.member, limit)
+        if starts:
+            self.rows.admit(starts)
+
+    def _turn_limit(self, episode: Episode) -> int:
+        """Completion tokens at which the turn ends that is about to be drawn."""
+        most = self.limits.turn_tokens
+        return min(episode.room, episode.length + most) if most else episode.room
+
+    # ------------------------------------------------------------ turns
+
+    def _decode(self) -> None:
+        """Draws a chunk, and hands ended turns to the environment."""
+        if (found := self.newer()) is not None:
+            self.rows.set_weights(*found)
+        out = self.rows.decode()
+        self.counts["slot_steps"] += int(out.steps) * self.rows.slots
+        for row, episode in enumerate(self.seated):
+            if episode is None or episode.call is not None:
+                continue
+            count = int(out.counts[row])
+            self.counts["slot_tokens"] += count
+            if count:
+                tokens = np.asarray(out.tokens)[row, :count]
+                logprobs = np.asarray(out.logprobs)[row, :count]
+                episode.grow(tokens, logprobs, self.rows.version)
+            episode.last = StopReason(int(out.stop[row]))
+            if episode.last != StopReason.RUNNING:
+                self._say(episode)
+
+    def _say(self, episode: Episode) -> None:
+        """Asks the environment about the turn that has ended."""
+        tokens, cut = episode.end_turn(), episode.last == StopReason.LENGTH
+        self.counts["turns"] += 1
+        said = episode.state, episode.turn, tokens, cut
+        self._call(episode, call_step, self.env, self.chat, self.tokenizer, *said)
+
+    def _answered(
+        self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
+    ) -> None:
+        """Pays the turn, and ends the episode or lets it go on behind the answer."""
+        episode.pay(feedback)
+        if episode.last == StopReason.LENGTH and episode.length >= episode.room:
+            self._end(episode, StopReason.LENGTH)
+        elif feedback.done:
+            self._end(episode, StopReason.DONE)
+        elif episode.turn + 1 >= self.limits.turns:
+            self._end(episode, StopReason.TURNS)
+        elif episode.length + len(ids) >= episode.room:
+            # Nothing is cut: an answer after which the policy could not speak is not given.
+            self._end(episode, StopReason.LENGTH)
+        else:
+            episode.answer(ids, state_id)
+            episode.turn_began = time.monotonic()
+            assert episode.row is not None
+            self.answers[episode.row] = More(ids, self._turn_limit(episode))

@@ -1,0 +1,174 @@
+"""Training on episodes with an environment on the host: its groups, redraws, and learning."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jrl.envs.chat import PlainFormat
+from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.errors import UserError
+from jrl.mesh import make_mesh
+from jrl.methods.group_relative import grpo
+from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import char_tokenizer
+from jrl.models.transformer import transformer
+from jrl.sampling.params import make_sampling_params
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.collect import collect
+from jrl.train.host_episodes import HostEpisodes
+from jrl.train.state import init_state
+from jrl.train.step import make_step
+from jrl.types import Prompt, StopReason
+
+TOKENIZER = char_tokenizer()
+P, T, G = 8, 16, 4
+CONFIG = ModelConfig(
+    vocab_size=48,
+    layers=1,
+    embed_dim=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    mlp_dim=16,
+    max_length=P + T,
+)
+NETWORK = transformer(CONFIG)
+ROWS = EpisodeRows(
+    NETWORK,
+    slots=8,
+    prompt_tokens=P,
+    max_new_tokens=T,
+    stop_tokens=(1,),
+    chunk=4,
+    sampling={"temperature": 1.0},
+)
+KEY = jax.random.key(0)
+PROMPTS = [Prompt(10 + i, f"{i}=", np.zeros(0, np.int32), str(i)) for i in range(6)]
+
+
+def digits_env(fails=lambda prompt: False):
+    """Pays for each digit said; two turns of up to six tokens."""
+
+    async def init(prompt, seed):
+        if fails(prompt):
+            raise RuntimeError("no room")
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        points = sum(c.isdigit() for c in reply.text) / 6
+        messages = [{"role": "user", "content": "more>"}]
+        return prompt, Feedback(messages, points, reply.turn == 1, points > 0.5, None, {"said": 1})
+
+    return HostEnv(init, step, limits=Limits(turns=2, turn_tokens=5))
+
+
+def source(env, **weights):
+    return HostEpisodes(
+        env,
+        PlainFormat(TOKENIZER),
+        ROWS,
+        prompts=PROMPTS,
+        seed=None,
+        tokenizer=TOKENIZER,
+        group=G,
+        weights=weights or {"reward": 1.0, "success": 0.0},
+    )
+
+
+@pytest.fixture
+def made():
+    """make(env, ...) -> a source that is closed at the end."""
+    sources = []
+
+    def make(*given, **weights):
+        sources.append(source(*given, **weights))
+        return sources[-1]
+
+    yield make
+    for each in sources:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def params():
+    return NETWORK.init(jax.random.key(1))
+
+
+def test_groups_hold_points_paid_and_ids(made, params):
+    draw = made(digits_env(), success=3.0, reward=0.5).draw
+    groups = draw(KEY, params, np.int32(4), np.arange(3))
+    rollout = groups.rollout.check()
+    assert groups.ids["prompt"].tolist() == [10, 11, 12]
+    assert set(rollout.versions[rollout.mask]) == {4}
+    success, reward = groups.rewards.transpose(2, 0, 1)
+    np.testing.assert_allclose(groups.stats["paid"].sum(2), 0.5 * reward, rtol=1e-6)
+    assert set(np.unique(success)) <= {0.0, 1.0}
+    for i, j in np.ndindex(3, G):
+        said = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j]])
+        assert reward[i, j] == pytest.approx(sum(c.isdigit() for c in said) / 6)
+    assert groups.counts["env/said"] == groups.counts["turns"]
+    again = made(digits_env()).draw(KEY, params, np.int32(4), np.arange(3)).rollout
+    np.testing.assert_array_equal(again.tokens, rollout.tokens)
+    other = made(digits_env()).draw(KEY, params, np.int32(5), np.arange(3)).rollout
+    assert (other.tokens != rollout.tokens).any()
+
+
+def test_groups_left_too_small_are_played_again(made, params, caplog):
+    times = {}
+
+    def fails(prompt):
+        times[prompt.id] = times.get(prompt.id, 0) + 1
+        return prompt.id == 11 and times[11] <= 3  # one living member, then four
+
+    groups = made(digits_env(fails)).draw(KEY, params, np.int32(0), np.arange(3))
+    assert (groups.rollout.stop < StopReason.FAILED).all()
+    assert groups.counts["groups_redrawn"] == 1
+    assert groups.counts["env_errors"] == 3
+    broken = made(digits_env(lambda prompt: prompt.id == 11))
+    groups = broken.draw(KEY, params, np.int32(0), np.arange(3))
+    assert (groups.rollout.stop[1] == StopReason.FAILED).all()
+    assert groups.counts["groups_redrawn"] == 2  # and then given up
+    assert "environment: 4 failed: RuntimeError: no room" in caplog.text
+
+
+def test_parts_that_the_environment_does_not_pay_are_named(made):
+    with pytest.raises(UserError, match="rewards.math: the environment pays reward, success"):
+        made(digits_env(), math=1.0)
+
+
+def train(made, params, steps, fails=lambda prompt: False):
+    draw = made(digits_env(fails)).draw
+    method = grpo()
+    parts = {"network": NETWORK, "objective": method.objective, "optimizer": optax.adam(2e-2)}
+    step = jax.jit(make_step(**parts))
+    state, cursor, curve = init_state(KEY, params, **parts, value=None), 0, []
+    mesh = make_mesh({}, jax.devices()[:1])
+    for i in range(steps):
+        batch, _, cursor = collect(
+            KEY,
+            state.params["policy"],
+            draw,
+            i,
+            cursor,
+            prompts=4,
+            weights=np.array([1.0, 0.0], np.float32),
+            method=method,
+            mesh=mesh,
+        )
+        state, metrics = step(state, batch, make_sampling_params())
+        assert float(metrics["logprob_diff"]) < 1e-4
+        curve.append(float(metrics["reward"]))
+    return curve
+
+
+def test_a_step_trains_on_the_living(made, params):
+    (reward,) = train(made, params, 1, lambda prompt: prompt.id == 11)
+    assert np.isfinite(reward)
+
+
+@pytest.mark.slow
+def test_the_policy_learns_to_say_digits(made, params):
+    curve = train(made, params, 60)
+    assert np.mean(curve[:5]) < 0.6
+    assert np.mean(curve[-5:]) > 1.2

@@ -1,0 +1,416 @@
+"""Episodes with environments on the host: their draws, their limits, and every kind of fault."""
+
+import asyncio
+import random
+import threading
+import time
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.envs.calls import Calls
+from jrl.envs.chat import PlainFormat
+from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.envs.transcript import RowShape, to_rollout
+from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import char_tokenizer
+from jrl.models.transformer import transformer
+from jrl.sampling.generate import generate
+from jrl.sampling.params import make_sampling_params, sampling_logprobs
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.train.host_play import play_episodes
+from jrl.types import Prompt, StopReason
+
+TOKENIZER = char_tokenizer()
+P, T, STOPS = 8, 40, (1, 5, 9, 20, 33)
+CONFIG = ModelConfig(
+    vocab_size=48,
+    layers=1,
+    embed_dim=16,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    mlp_dim=16,
+    max_length=P + T,
+)
+NETWORK = transformer(CONFIG)
+CHAT = PlainFormat(TOKENIZER)
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@cache
+def params(seed=0):
+    return jax.tree.map(lambda x: 1.5 * x, jit(NETWORK.init)(jax.random.key(seed)))
+
+
+@cache
+def rows(slots=4, chunk=3):
+    return EpisodeRows(
+        NETWORK,
+        slots=slots,
+        prompt_tokens=P,
+        max_new_tokens=T,
+        stop_tokens=STOPS,
+        chunk=chunk,
+        sampling={"temperature": 1.0},
+    )
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+async def no_wait():
+    return None
+
+
+def counting_env(wait=no_wait, turns=4, opened=None, **limits):
+    """Answers with the number of tokens said so far; done when a turn has more than 12."""
+    opened = [] if opened is None else opened
+
+    async def init(prompt, seed):
+        await wait()
+        opened.append(prompt.id)
+        return {"said": 0}, user(prompt.text)
+
+    async def step(state, reply):
+        await wait()
+        said = state["said"] + len(reply.tokens)
+        done = len(reply.tokens) > 12
+        metrics = {"said": float(len(reply.tokens))}
+        feedback = Feedback(user(f"{said}>"), float(len(reply.tokens)), done, done, None, metrics)
+        return {"said": said}, feedback
+
+    async def close(state):
+        await wait()
+        opened.pop()
+
+    return HostEnv(init, step, close, limits=Limits(turns=turns, **limits))
+
+
+def prompts(count):
+    texts = [f"{i}+{i * 7 % 10}=" for i in range(count)]
+    return [Prompt(i, t, np.zeros(0, np.int32), None) for i, t in enumerate(texts)]
+
+
+def seed_of(prompt):
+    hi, lo = np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(3), prompt.id)))
+    return (int(hi) << 32) + int(lo)
+
+
+def play(env, count=3, group=4, slots=4, chunk=3, **more):
+    table = rows(slots, chunk)
+    table.set_weights(params(), 7)
+    asked = prompts(count)
+    seeds = [seed_of(p) for p in asked]
+    with Calls() as calls:
+        return play_episodes(
+            table, calls, env, CHAT, asked, seeds, group=group, tokenizer=TOKENIZER, **more
+        )
+
+
+def said(played):
+    """What was drawn, and what came between, of every member."""
+    return [
+        [(s.tokens.tolist(), s.drawn, s.reward) for s in t.segments]
+        for group in played.groups
+        for t in group
+    ]
+
+
+@pytest.fixture(scope="module")
+def calm():
+    return play(counting_env())
+
+
+def test_every_episode_is_its_opening_turns_and_answers(calm):
+    assert {t.stop for g in calm.groups for t in g} >= {StopReason.DONE, StopReason.TURNS}
+    for i, group in enumerate(calm.groups):
+        assert len({str(t.segments[0].tokens) for t in group}) > 1
+        for j, transcript in enumerate(group):
+            assert (transcript.member, transcript.prompt.id) == (j, i)
+            assert transcript.opening.tolist() == TOKENIZER.encode(transcript.prompt.text)
+            total, turns = 0, transcript.segments[::2]
+            for k, turn in enumerate(turns):
+                assert turn.drawn
+                assert (turn.versions == 7).all()
+                assert turn.tokens[-1] in STOPS or transcript.stop == StopReason.LENGTH
+                assert not set(turn.tokens[:-1].tolist()) & set(STOPS)
+                total += len(turn.tokens)
+                assert (turn.turn, turn.step, turn.reward) == (k, k, (len(turn.tokens),))
+                if 2 * k + 1 < len(transcript.segments):
+                    answer = transcript.segments[2 * k + 1]
+                    assert answer.tokens.tolist() == TOKENIZER.encode(f"{total}>")
+                    assert not answer.drawn
+            assert transcript.metrics["said"] == total
+            states = [t.state for t in turns]
+            assert len(set(states)) == len(states)
+    first = {t.segments[0].state for t in calm.groups[0]}
+    assert len(first) == 1
+
+
+def test_the_trainers_log_probabilities_are_the_samplers(calm):
+    batch = to_rollout(calm.groups, RowShape(4, P, T)).rollout.check()
+    n, g, t = batch.tokens.shape
+    for i in range(n):
+        length = int(batch.prompt_lengths[i])
+        prompt = np.broadcast_to(batch.prompt_tokens[i, :length], (g, length))
+        tokens = np.concatenate([prompt, batch.tokens[i]], axis=1)
+        positions = np.broadcast_to(np.arange(length + t, dtype=np.int32), tokens.shape)
+        hidden, _ = NETWORK.hidden(params(), tokens, positions, np.ones_like(tokens))
+        logits = NETWORK.logits(params(), hidden[:, length - 1 : -1]).reshape(g * t, -1)
+        logprobs = sampling_logprobs(logits, make_sampling_params()).reshape(g, t, -1)
+        own = jnp.take_along_axis(logprobs, batch.tokens[i][..., None], axis=2)[..., 0]
+        gap = np.where(batch.mask[i], own - batch.sampler_logprobs[i], 0)
+        assert np.abs(gap).max() < 1e-5
+    assert batch.mask.sum() == calm.counts["slot_tokens"]
+
+
+def test_draws_do_not_depend_on_timing_slots_or_chunks(calm):
+    chance = random.Random(1)
+
+    async def wait():
+        await asyncio.sleep(chance.random() * 0.02)
+
+    assert said(play(counting_env(wait))) == said(calm)
+    assert said(play(counting_env(wait), slots=7, chunk=5)) == said(calm)
+    assert said(play(counting_env(), slots=1, chunk=8)) == said(calm)
+
+
+def test_sync_functions_give_the_same(calm):
+    env = counting_env()
+
+    def sync(function):
+        return lambda *given: asyncio.run(function(*given))
+
+    other = env._replace(init=sync(env.init), step=sync(env.step), close=sync(env.close))
+    assert said(play(other)) == said(calm)
+
+
+def test_one_turn_is_what_generate_draws():
+    played = play(counting_env(turns=1), count=3, group=4)
+    asked = prompts(3)
+    tokens = np.zeros((3, P), np.int32)
+    for row, prompt in zip(tokens, asked, strict=True):
+        row[: len(prompt.text)] = TOKENIZER.encode(prompt.text)
+    sample = partial(generate, network=NETWORK, group=4, max_new_tokens=T, stop_tokens=STOPS)
+    lengths = np.array([len(p.text) for p in asked], np.int32)
+    given = tokens, lengths, make_sampling_params(), np.int32(7), np.arange(3)
+    expected, _ = jit(sample)(jax.random.key(3), params(), *given)
+    rollout = to_rollout(played.groups, RowShape(4, P, T)).rollout
+    for i in range(3):
+        for j in range(4):
+            n = int(expected.lengths[i, j])
+            assert rollout.lengths[i, j] == n
+            assert rollout.tokens[i, j, :n].tolist() == expected.tokens[i, j, :n].tolist()
+
+
+def test_slots_are_refilled_while_others_wait():
+    waits = []
+
+    async def wait():
+        waits.append(1)
+        if len(waits) == 5:  # one of the first answers, after four openings
+            await asyncio.sleep(1.0)
+
+    begin = time.monotonic()
+    played = play(counting_env(wait, turns=1), count=4, group=4, slots=4)
+    assert time.monotonic() - begin < 3
+    assert {t.stop for g in played.groups for t in g} <= {StopReason.TURNS, StopReason.DONE, 2}
+
+
+# ---------------------------------------------------------------- limits
+
+
+def test_turns_that_are_cut_are_ended_for_the_policy():
+    played = play(counting_env(turn_tokens=4))
+    cut = [
+        (a, b)
+        for g in played.groups
+        for t in g
+        for a, b in zip(t.segments, t.segments[1:], strict=False)
+        if a.drawn and a.tokens[-1] not in STOPS
+    ]
+    assert cut
+    for turn, answer in cut:
+        assert len(turn.tokens) == 4
+        assert answer.tokens[0] == TOKENIZER.eos_id
+
+
+def test_an_answer_that_leaves_no_room_is_not_given():
+    env = counting_env(turns=9)
+
+    async def wordy(state, reply):
+        state, feedback = await env.step(state, reply)
+        return state, feedback._replace(messages=user("x" * 30), done=False)
+
+    played = play(env._replace(step=wordy))
+    for transcript in (t for g in played.groups for t in g):
+        length = sum(len(s.tokens) for s in transcript.segments)
+        assert length <= T
+        assert transcript.segments[-1].drawn
+        assert transcript.stop == StopReason.LENGTH
+        assert all(len(s.tokens) == 30 for s in transcript.segments if not s.drawn)
+
+
+def test_members_that_open_differently_share_what_is_common():
+    env = counting_env()
+    turn = iter(range(100))
+
+    async def init(prompt, seed):
+        return {"said": 0}, user(prompt.text + "ab"[next(turn) % 2] * 2)
+
+    played = play(env._replace(init=init), count=2)
+    batch = to_rollout(played.groups, RowShape(4, P, T)).rollout
+    assert batch.prompt_lengths.tolist() == [4, 4]
+    assert not batch.mask[:, :, :2].any()
+    assert batch.mask[:, :, 2].all()
+
+    async def strangers(prompt, seed):
+        return {"said": 0}, user("ab"[next(turn) % 2])
+
+    failed = [t for g in play(env._replace(init=strangers), count=1).groups for t in g]
+    assert {t.stop for t in failed} == {StopReason.FAILED}
+    assert "different first tokens" in failed[0].reason
+
+
+def test_weights_may_change_between_turns():
+    versions = iter(range(8, 1000))
+
+    def newer():
+        return params(), next(versions)
+
+    played = play(counting_env(), newer=newer)
+    assert len(said(played)) == 12
+    for transcript in (t for g in played.groups for t in g):
+        own = np.concatenate([s.versions for s in transcript.segments if s.drawn])
+        assert (np.diff(own) >= 0).all()
+        assert own[0] >= 8
+    assert len({int(s.versions[0]) for t in played.groups[0] for s in t.segments if s.drawn}) > 2
+    assert said(played) == said(play(counting_env()))
+
+
+# ---------------------------------------------------------------- faults
+
+
+class Broken(Exception):
+    pass
+
+
+def faulty_env(faults, rate, opened):
+    """An environment some of whose calls go wrong, by chance; ``faults`` lists them."""
+    inner = counting_env(opened=opened, call_seconds=0.3, answer_chars=1000)
+    chance = random.Random(5)
+
+    async def fault():
+        kind = chance.choice(["raise", "exit", "hang", "nonsense", "nan", "huge", "stubborn"])
+        faults.append(kind)
+        if kind == "raise":
+            raise Broken("no more")
+        if kind == "exit":
+            raise SystemExit(3)
+        if kind == "hang":
+            await asyncio.Event().wait()
+        if kind == "stubborn":
+            for _ in range(3):
+                try:
+                    await asyncio.sleep(0.4)
+                except asyncio.CancelledError:
+                    continue
+        if kind == "nan":
+            return {}, Feedback(user("x"), float("nan"))
+        return {}, {"nonsense": 7, "huge": Feedback(user("x" * 10_000_000))}.get(kind, 7)
+
+    async def init(prompt, seed):
+        if chance.random() < rate:
+            faults.append("init")
+            raise Broken("not today")
+        return await inner.init(prompt, seed)
+
+    async def step(state, reply):
+        if chance.random() < rate:
+            return await fault()
+        return await inner.step(state, reply)
+
+    return inner._replace(init=init, step=step)
+
+
+def check_faults(count, group):
+    faults, opened, before = [], [], threading.active_count()
+    begin = time.monotonic()
+    played = play(faulty_env(faults, 0.2, opened), count=count, group=group, slots=8, chunk=4)
+    took = time.monotonic() - begin
+    members = [t for g in played.groups for t in g]
+    slow = sum(kind in ("hang", "stubborn") for kind in faults)
+    assert played.counts["env_timeouts"] == slow > 0
+    assert played.counts["env_errors"] == len(faults) - slow > 0
+    assert len(set(faults)) == 8
+    assert sum(t.stop == StopReason.TIMEOUT for t in members) == slow
+    assert sum(t.stop == StopReason.FAILED for t in members) == len(faults) - slow
+    assert all(t.reason for t in members if not t.alive)
+    assert sum(t.alive for t in members) == count * group - len(faults) > 0
+    assert not opened  # every environment that opened was closed
+    assert threading.active_count() == before
+    assert took < 5 + 0.4 * slow
+    batch = to_rollout(played.groups, RowShape(group, P, T)).rollout
+    assert ((batch.stop < StopReason.FAILED) == batch.mask.any(2)).all()
+
+
+def test_a_fault_ends_its_member_only():
+    check_faults(50, 4)
+
+
+@pytest.mark.slow
+def test_a_thousand_episodes_leave_nothing_behind():
+    check_faults(250, 4)
+
+
+@pytest.mark.slow
+def test_an_async_function_that_blocks_the_loop_ends():
+    env, hung = counting_env(call_seconds=0.2), []
+    release = threading.Event()
+
+    async def step(state, reply):
+        if not hung:
+            hung.append(1)
+            release.wait(20)  # as a call that forgot to await
+        return await env.step(state, reply)
+
+    before = threading.active_count()
+    begin = time.monotonic()
+    played = play(env._replace(step=step), count=6)
+    assert time.monotonic() - begin < 15
+    release.set()
+    # With it went what the loop was to answer then: of the four slots, and four openings.
+    assert 1 <= played.counts["env_timeouts"] <= 8
+    assert sum(t.alive for g in played.groups for t in g) == 24 - played.counts["env_timeouts"]
+    for _ in range(50):
+        if threading.active_count() > before:
+            time.sleep(0.1)
+    assert threading.active_count() == before
+
+
+def test_deadlines_of_turns_and_episodes():
+    async def wait():
+        await asyncio.sleep(0.15)
+
+    turns = play(counting_env(wait, turn_seconds=0.05, call_seconds=9), count=1, group=2)
+    assert {t.stop for t in turns.groups[0]} == {StopReason.TIMEOUT}
+    assert "turn 0 took more than 0.05 seconds" in turns.groups[0][0].reason
+    whole = play(counting_env(wait, episode_seconds=0.2, call_seconds=9), count=1, group=2)
+    assert {t.stop for t in whole.groups[0]} <= {StopReason.TIMEOUT, StopReason.DONE}
+    assert whole.counts["env_timeouts"] > 0
+
+
+def test_close_may_fail():
+    env = counting_env()
+
+    async def close(state):
+        raise Broken("cannot close")
+
+    played = play(env._replace(close=close), count=1)
+    assert played.counts["env_close_errors"] == 4
+    assert all(t.alive for t in played.groups[0])

@@ -1,0 +1,182 @@
+"""`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
+
+import json
+import re
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.evaluate import evaluate_run
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.train.loop import train
+
+GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k.toml"
+CHAT = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+OWN = '''
+from jrl.envs.calculator import calculator_tool
+from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.envs.parsers import PARSERS
+from jrl.envs.tools import tool_env
+
+
+def talk(turns, points=1.0):
+    """Asks again and again; pays for letters."""
+
+    def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        letters = sum(c.isalpha() for c in reply.text)
+        again = [{"role": "user", "content": "Go on. <|end|>"}]
+        return prompt, Feedback(again, points * letters, reply.turn == turns - 1, letters > 2)
+
+    return HostEnv(init, step, limits=Limits(turns=turns, turn_tokens=5))
+
+
+def sums():
+    reward = lambda prompt, reply: float(prompt.answer in reply.text)
+    return tool_env([calculator_tool()], PARSERS["gemma"], reward, Limits(turns=2))
+
+
+def nothing():
+    return {}
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Questions, environments and a tiny checkpoint."""
+    root = tmp_path_factory.mktemp("host_run")
+    lines = [{"question": f"What is {i} + {i}?", "answer": f"#### {2 * i}"} for i in range(8)]
+    for name in ("train", "eval"):
+        (root / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (root / "own.py").write_text(OWN)
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|turn|>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(["What is 1 + 1? Go on."], trainer)
+    backend.save(str(root / "tokenizer.json"))
+    settings = {"eos_token": "<|end|>", "chat_template": CHAT}
+    shape = ModelConfig(
+        vocab_size=280,
+        layers=1,
+        embed_dim=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        mlp_dim=16,
+        max_length=256,
+    )
+    params = transformer(shape).init(jax.random.key(0))
+    hf.save(root / "model", shape, params)
+    (root / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+    (root / "model" / "tokenizer.json").write_bytes((root / "tokenizer.json").read_bytes())
+    return root
+
+
+def settings(place, run, env, *more):
+    return load_config(
+        GSM8K,
+        [
+            f"run.dir={json.dumps(str(run))}",
+            f"model.path={json.dumps(str(place / 'model'))}",
+            f"data.train={json.dumps(str(place / 'train.jsonl'))}",
+            f"data.eval={json.dumps(str(place / 'eval.jsonl'))}",
+            f"data.env={json.dumps(f'{place}/own.py:{env}')}",
+            "data.system=",
+            "data.max_prompt_tokens=48",
+            "model.dtype=float32",
+            "rewards={}",
+            "sampling.group=4",
+            "sampling.max_new_tokens=40",
+            "sampling.slots=6",
+            "optimizer.warmup_steps=0",
+            "train.prompts=2",
+            "train.steps=2",
+            "train.microbatches=1",
+            "mesh.fsdp=1",
+            "eval.problems=3",
+            "eval.samples=1",
+            "checkpoint.every=2",
+            *more,
+        ],
+    )
+
+
+def records_of(directory):
+    return [r for r in read_jsonl(directory / "metrics.jsonl") if "loss" in r]
+
+
+def test_a_run_of_many_turns(place, tmp_path):
+    threads, run = threading.active_count(), tmp_path / "run"
+    config = settings(place, run, "talk", "data.options={turns=2}", "data.eval=", "train.steps=1")
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(run)
+    assert record["episodes"] == 8 < record["turns"] <= 16  # data.options.turns = 1 gives 8
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    assert record["logprob_diff"] < 1e-4
+    several = [s["turns"] for s in read_jsonl(run / "samples.jsonl") if len(s["turns"]) > 2]
+    assert several
+    for turns in several:
+        assert [t["by"] for t in turns] == ["policy", "environment", "policy"]
+        assert "Go on. <|end|>" in turns[1]["text"]  # a text from outside, and no control token
+    assert threading.active_count() <= threads + 1
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
+    config = settings(place, tmp_path / "run", "talk", "data.options={turns=1}")
+    assert train(config, echo=lambda line: None)["steps"] == 2
+    assert [r["turns"] for r in records_of(tmp_path / "run")] == [8, 8]
+    found = evaluate_run(config)
+    assert found["turns"] == 1
+    assert found["success"] == pytest.approx(found["accuracy"])
+    assert found["failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_run_with_tools_on_several_devices(place, tmp_path):
+    of = ["train.steps=1", "data.eval=", "train.prompts=8", "mesh.fsdp=8", "sampling.slots=16"]
+    config = settings(place, tmp_path / "run", "sums", *of)
+    assert train(config, echo=lambda line: None)["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "more", "said"),
+    [
+        ("talk", [], "data.options.turns is missing"),
+        ("talk", ["data.options={turn=2}"], "data.options.turn = 2: there is no such option"),
+        ("talk", ["data.options={turns=0}"], "limits.turns = 0; must be at least 1"),
+        ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
+        ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
+        ("talk", ["data.options={turns=2}", "data.template=plain"], "data.template is not read"),
+        (
+            "talk",
+            ["data.options={turns=2}", "method=sft", "objective={}"],
+            "method = 'sft' trains on demonstrat",
+        ),
+        ("talk", ["data.options={turns=2}", "rewards={math={}}"], "rewards.math: the environment"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        train(settings(place, tmp_path / "run", env, *more), echo=lambda line: None)
+    assert not (tmp_path / "run").exists()
