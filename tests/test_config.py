@@ -88,7 +88,10 @@ CONFLICTS = {
         ["data={pairs='x', task='sorting'}", "data.template=plain"],
         "goes with data.train or data.pairs, not with data.pairs and data.task; remove it",
     ),
-    "compiled files": (["data.train=x", "train.mode=compiled"], "samples from data.task alone"),
+    "compiled files": (
+        ["data.train=x", "train.mode=compiled"],
+        "samples from data.task or data.env alone",
+    ),
     "limit of a task": (["data.task=sorting", "sampling.max_new_tokens=9"], "sets its own limit"),
     "adapters of nothing": (["lora={rank=2, path='x'}"], "lora.path = 'x' needs the checkpoint"),
     "compiled on two meshes": (
