@@ -307,7 +307,7 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     programs.check_trainable(build.setup(kto))
     assert "method = 'grpo' does not learn from data.pairs" in say("method=grpo", "objective={}")
     assert "a.jsonl' and data.pairs are both given; remove one" in say("data.train=a.jsonl")
-    assert "samples from data.task alone; set it to 'host'" in say("train.mode=compiled")
+    assert "samples from data.task or data.env alone; set it" in say("train.mode=compiled")
     assert "data.pairs holds its own scores; remove rewards.math" in say("rewards.math={}")
     assert "top_p and min_p leave tokens out" in say("sampling.top_p=0.9")
     assert "line 1: the prompt has" in say("data.max_prompt_tokens=2", "data.overlong=error")
