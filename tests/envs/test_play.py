@@ -305,7 +305,6 @@ def test_a_scripted_episode_is_laid_out_as_a_played_one():
             "step returned a state of .* and init one of",
         ),
     ],
-    ids=str,
 )
 def test_bad_environments_are_named_in_one_line(changes, says):
     with pytest.raises(UserError, match=says) as error:
