@@ -22,8 +22,7 @@ from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.segments import Segments, at_step_start, step_ids, step_starts
 from jrl.objectives.transforms import (
-    chain,
-    paid,
+    paid_rewards,
     per_token,
     stateless,
     token_rewards,
@@ -83,7 +82,7 @@ def group_in_group(
         return jax.vmap(jax.vmap(one))(*arrays)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        live, steps = trained(batch), step_ids(batch)
+        live, steps, values = trained(batch), step_ids(batch), paid_rewards(values, batch)
         rewards = jnp.where(live, token_rewards(values, batch), 0)
         score = values if values.ndim == 2 else rewards.sum(axis=2)
         compare = partial(group_mean_std, eps=eps, ddof=ddof) if normalise else mean_centred
@@ -127,8 +126,7 @@ def gigpo(
     for the whole episode stands at its last step; the KL term is off. On completions of one turn,
     which record neither steps nor states, it is GRPO.
     """
-    steps = group_in_group(omega, discount, eps, ddof, normalise)
-    return base.with_(advantage=chain(paid(), steps))
+    return base.with_(advantage=group_in_group(omega, discount, eps, ddof, normalise))
 
 
 # ---------------------------------------------------------------- strata

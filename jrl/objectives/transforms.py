@@ -311,21 +311,23 @@ def completion_tokens(batch: Batch) -> Array:
 def paid() -> Transform:
     """The score by token: what the environment paid stands at the turns that it paid for.
 
-    The rest of a score, such as other reward parts, stands at the last live token, and all of it
-    in a batch without the statistic "paid". So the sum over a completion's tokens stays the score.
-
     Returns:
-      A transform from [N, G] to [N, G, T], points: put it before steps that give credit by turn.
+      A transform of ``paid_rewards``: put it before steps that give credit by turn.
     """
+    return stateless(lambda values, batch: (paid_rewards(values, batch), batch))
 
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        if "paid" not in batch.stats:
-            return token_rewards(values, batch), batch
-        chex.assert_rank(values, 2)
-        earned = jnp.where(trained(batch), batch.stats["paid"], 0)
-        return earned + token_rewards(values - earned.sum(axis=2), batch), batch
 
-    return stateless(apply)
+def paid_rewards(values: Array, batch: Batch) -> Array:
+    """Scores [N, G] as rewards [N, G, T], points, where the batch says what was paid for turns.
+
+    The rest of a score, such as other reward parts, stands at the last live token, so that the sum
+    over a completion's tokens stays the score. Without the statistic "paid", or by token already,
+    the values come back as they are.
+    """
+    if values.ndim == 3 or "paid" not in batch.stats:
+        return values
+    earned = jnp.where(trained(batch), batch.stats["paid"], 0)
+    return earned + token_rewards(values - earned.sum(axis=2), batch)
 
 
 def token_rewards(values: Array, batch: Batch) -> Array:

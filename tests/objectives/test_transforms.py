@@ -107,7 +107,7 @@ def test_centre_takes_the_mean_over_live_members_of_the_whole_batch(make_batch):
 
 def test_overlong_penalty_is_a_ramp_in_tokens(make_batch):
     lengths = np.array([[5, 6, 7, 8, 10, 11]])
-    batch = make_batch(np.zeros((1, 6)), np.ones((1, 6, 11)), lengths=lengths)
+    batch = make_batch(np.zeros((1, 6)), np.arange(11) < lengths[:, :, None], lengths=lengths)
     ramp = transforms.overlong_penalty(max_tokens=10, buffer_tokens=4, scale=2.0)
     got, _ = apply(ramp, np.zeros((1, 6), np.float32), batch)
     np.testing.assert_allclose(got, [[0, 0, -0.5, -1, -2, -2]], atol=1e-6)
