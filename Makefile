@@ -58,7 +58,7 @@ test: $(DEV_STAMP) ## what a contributor waits for: tests and doctests, a worker
 
 test-all: $(DEV_STAMP) ## everything, an hour on two cores; writes tests/last_full_run.md
 	$(ON) $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist worksteal -m '' \
-	  --record tests/last_full_run.md $(ARGS)
+	  --record=tests/last_full_run.md $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, both the rules and the format
 	$(BIN)/ruff check .
