@@ -167,7 +167,7 @@ def test_the_reward_of_the_command_line_is_one():
 def test_configurations_and_overrides_load(mine):
     commands = re.findall(r"jrl train (configs/\S+\.toml)([^\n`]*)", README + OWN + DATA)
     assert {config for config, _ in commands} == {
-        *("configs/tiny.toml", "configs/gsm8k.toml", "configs/dpo.toml")
+        *("configs/tiny.toml", "configs/gsm8k.toml", "configs/dpo.toml", "configs/gridworld.toml")
     }
     for config, overrides in commands:
         load_config(ROOT / config, re.findall(r"[\w.]+=[\w./:]+", overrides))

@@ -112,13 +112,7 @@ class ChatFormat:
     # ------------------------------------------------------------ rendering
 
     def _render(self, messages: Sequence[Message], *, prompt: bool = True) -> str:
-        try:
-            return self._tokenizer.chat(messages, add_generation_prompt=prompt, **self._variables)
-        except UserError:
-            raise
-        except Exception as error:  # what an expression of the template raises
-            roles = ", ".join(str(m["role"]) for m in messages)
-            raise UserError(f"the chat template cannot write {roles}: {error}") from error
+        return self._tokenizer.chat(messages, add_generation_prompt=prompt, **self._variables)
 
     def _spans(
         self, before: Sequence[Message], messages: Sequence[Message]

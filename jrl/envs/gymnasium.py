@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jrl.envs.host import Feedback, HostEnv, Limits, Reply
-from jrl.errors import UserError
+from jrl.extras import need
 from jrl.types import NOTHING, Prompt
 
 
@@ -45,11 +45,7 @@ def from_gymnasium(
       UserError: gymnasium is not installed.
     """
     if isinstance(make, str):
-        try:
-            import gymnasium
-        except ImportError as error:
-            raise UserError(f"{make!r} needs gymnasium; pip install 'jrl[gymnasium]'") from error
-        name = make
+        name, gymnasium = make, need("gymnasium", "gymnasium", repr(make))
         make = lambda: gymnasium.make(name, **options)  # noqa: E731
     new = make
 

@@ -18,6 +18,7 @@ from jrl.envs.calls import run_either
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.parsers import Call, Malformed, Parser, Schemas
 from jrl.errors import UserError, choose
+from jrl.extras import need
 from jrl.types import Prompt
 
 MALFORMED = ("end", "tell")
@@ -219,10 +220,7 @@ def _messages(
 
 def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Tools by name."""
-    try:
-        import jsonschema
-    except ImportError as error:
-        raise UserError("tools need jsonschema; pip install 'jrl[tools]'") from error
+    jsonschema = need("jsonschema", "tools", "a run with tools")
     if not tools:
         raise UserError("tools = []; give at least one tool")
     for i, tool in enumerate(tools):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError
+from jrl.extras import need
 from jrl.serving.http import Service, application
 
 
@@ -95,11 +96,8 @@ def _impatient(protocol: Any) -> Any:
 
 def check_ready(host: str, port: int) -> None:
     """Raises UserError when the extra ``serve`` is not installed, or the address is taken."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(f"{error}; install the extra serve, jrl[serve]") from None
+    for module in ("starlette", "uvicorn"):
+        need(module, "serve", "jrl serve")
     listen(host, port).close()
 
 

@@ -132,7 +132,7 @@ REFUSED = {
         "{% if not loop.first %}{{ loop.index0 }}{% endif %}{% endfor %}",
         "token 0 is '1', but '3' in the complete conversation",
     ),
-    "an expression": ("{{ 1 + 'a' }}", "cannot write user, assistant, user: unsupported operand"),
+    "an expression": ("{{ 1 + 'a' }}", "says: TypeError: unsupported operand"),
 }
 
 

@@ -223,7 +223,7 @@ def concise_loss(d, frozen, limit=8, scale=0.5, c=0.01):
     rewards = d.rewards.copy()
     for n, row in enumerate(d.members):
         if (d.rewards[n][row] >= 0.5).all():
-            rewards[n] += scale * (1 - d.lengths[n] / limit)
+            rewards[n] += scale * (1 - d.mask[n].sum(-1) / limit)
     a = standard_score(d, rewards)
 
     def of_token(*at):

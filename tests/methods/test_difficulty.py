@@ -16,6 +16,7 @@ from harness import (
     run,
     sequences,
     standard_score,
+    tokens_of,
 )
 
 from jrl.errors import UserError
@@ -238,9 +239,9 @@ def observe_loss(d, frozen, c=1.8, bonus=0.2, shortest_above=2):
         live = members_of(d, n)
         right = [j for j in live if d.rewards[n, j] > 0.5]
         r = {j: d.rewards[n, j] for j in live}
-        least = min((d.lengths[n, j] for j in right), default=0)
+        least = min((len(tokens_of(d, n, j)) for j in right), default=0)
         for j in right:
-            r[j] += bonus * (d.lengths[n, j] == least > shortest_above)
+            r[j] += bonus * (len(tokens_of(d, n, j)) == least > shortest_above)
         p, mean = len(right) / len(live), sum(r.values()) / len(live)
         std = (sum((x - mean) ** 2 for x in r.values()) / max(len(live) - 1, 1)) ** 0.5
         a = 4 * c * p * (1 - p) * (r[i] - mean) / (std + 1e-9) if len(live) > 1 else 0.0
@@ -304,7 +305,7 @@ def foretold(d):
         if not d.ids["meta"][n]:
             continue
         told = solutions(d, n)
-        right = [d.lengths[at] for at in told if d.rewards[at] > 0.5]
+        right = [len(tokens_of(d, *at)) for at in told if d.rewards[at] > 0.5]
         guess, said = d.ids["predicted_tokens"][n, i], d.ids["predicted_passes"][n, i]
         length = float(bool(right) and min(right) < guess < max(right))
         rate = len(right) / max(len(told), 1)
@@ -384,6 +385,7 @@ def test_a_perfect_prediction_is_worth_a_point():
     d.rewards[:] = 1.0
     d.rewards[0, 0] = 0.0
     d.lengths[0] = [1, 2, 4, 5]
+    d.mask[0] = np.arange(d.mask.shape[2]) < d.lengths[0][:, None]
     d.ids["predicted_tokens"][2] = [3, 2, 5, -1]
     d.ids["predicted_passes"][2] = [3, 3, 3, 3]
     batch = as_batch(d)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import as_batch, check, members_of, numbers, ragged, run, sequences
+from harness import as_batch, check, members_of, numbers, ragged, run, sequences, tokens_of
 
 from jrl.methods import get_method
 from jrl.methods.mirror_descent import LEVELS, PAPERS_ALPHA, copg, for_flow, kimi_k1_5
@@ -42,12 +42,12 @@ def full(seed, **shape):
 def shaped(d, scale):
     out = d.rewards.copy()
     for n in range(len(out)):
-        lengths = [d.lengths[n, i] for i in members_of(d, n)]
+        lengths = [len(tokens_of(d, n, i)) for i in members_of(d, n)]
         if len(set(lengths)) < 2:
             continue
         for i in members_of(d, n):
             span = max(lengths) - min(lengths)
-            lam = 0.5 - (d.lengths[n, i] - min(lengths)) / span
+            lam = 0.5 - (len(tokens_of(d, n, i)) - min(lengths)) / span
             out[n, i] += scale * (lam if d.rewards[n, i] >= 0.5 else min(0, lam))
     return out
 
