@@ -190,9 +190,20 @@ def build_config(tree: Mapping[str, Any]) -> Config:
         lines += [_explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
     else:
         lines += _of_other_kinds(config)
+        lines += [f"{k} = None; TOML has no null: leave it out" for k in _nulls(as_tree(config))]
     if lines:
         raise UserError("\n".join(lines))
     return config
+
+
+def _nulls(value: object, key: str = "") -> Iterator[str]:
+    """The dotted keys of what is None in options, which may be anything."""
+    if value is None:
+        yield key
+    inside = enumerate(value) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, Mapping) else inside
+    for name, item in items:
+        yield from _nulls(item, f"{key}.{name}" if key else str(name))
 
 
 def dump(config: Config) -> str:
@@ -418,7 +429,8 @@ def _wrong_kind(known: Key, value: object, chosen: str) -> str:
     given = chosen if "." in chosen else f"{known.name.partition('.')[0]}.name = {chosen!r}"
     if known.name in known.only:
         return f"{known.name} = {value!r} and {given} are both given; remove one"
-    *most, last = [kind for kind in known.only if " and " not in kind]
+    # a key of two kinds together is named only where no kind alone has it
+    *most, last = [kind for kind in known.only if " and " not in kind] or known.only
     kinds = f"{', '.join(most)} or {last}" if most else last
     return f"{known.name} = {value!r} goes with {kinds}, not with {given}; remove it"
 

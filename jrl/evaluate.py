@@ -328,7 +328,7 @@ class Evaluator:
             [prompt for d in draws for prompt in d.subject][:total],
             {},
             jax.tree.map(join, *(d.ids for d in draws)),
-            jax.tree.map(join, *(dict(d.stats) for d in draws)),
+            jax.tree.map(join, *(d.stats for d in draws)),
         )
 
     def _source(self, prompts: list[Prompt]) -> Any:

@@ -42,9 +42,10 @@ from jrl.processes import first_says
 from jrl.sinks import open_sinks
 
 _PACKAGES = (
-    *(DISTRIBUTION, "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
+    *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
     "math-verify",  # the math reward depends on whether it is installed
 )
+_DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 
 
 def plain(tree: Any) -> Any:
@@ -138,7 +139,7 @@ def header(config: Config, mesh: Mapping[str, int]) -> dict[str, Any]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
-            versions[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(_DISTRIBUTIONS.get(package, package))
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
     devices = jax.devices()
