@@ -309,8 +309,8 @@ class WatchTable(Table):
 
     above: float | None = None
     below: float | None = None
-    grows: float | None = Field(None, gt=1)
-    falls: float | None = Field(None, gt=0, le=1)
+    grows: float | None = Field(default=None, gt=1)
+    falls: float | None = Field(default=None, gt=0, le=1)
     steps: int = Field(1, ge=1)
     action: Literal["warn", "skip", "rollback", "stop", "none"] = "warn"
 
@@ -437,9 +437,9 @@ class Config(Table):
     watch: dict[str, WatchTable] = key(
         {},
         "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
-        " (more than so many times its mean over the first 10 steps), falls (by more than this share"
-        " from its best mean over 10 steps), steps (broken so many in a row, 1 when not set) and"
-        " action (warn: say so; skip: the step's update is left out; rollback: the weights of the"
+        " (more than so many times its mean over the first 10 steps), falls (by more than this"
+        " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
+        " and action (warn: say so; skip: the step's update is left out; rollback: the weights of the"
         " newest checkpoint before return, and the run goes on with the next prompts, at most 3"
         " times; stop: save and end; none). Those that hold without being asked for are listed in"
         " configs/README.md",

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Self
 
 SAY_SECONDS = 30.0
-"""A wait is said from here on, again whenever it has doubled, and later where it was long before."""
+"""A wait is said from here on, again whenever it has doubled, later where it was long before."""
 
 LOOK_SECONDS = 1.0
 

@@ -52,8 +52,8 @@ class Ahead:
 
     Its ``collect`` is what the training loop calls for a batch. Use it in a ``with`` statement: on
     the way out the thread ends, after the rollout in which it is unless that was given up; what was
-    drawn stays and can be saved. With a staleness of s the rollout devices hold at most s + 1 versions of the weights, and
-    two where drawing keeps up with training.
+    drawn stays and can be saved. With a staleness of s the rollout devices hold at most s + 1
+    versions of the weights, and two where drawing keeps up with training.
 
     Args:
       draw: program 1 and the reward functions, on the rollout mesh.

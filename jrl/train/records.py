@@ -329,10 +329,9 @@ class RunRecords:
         """
         assert self._rollback is not None
         broken, self._rollback = self._rollback, None
-        reason, done = next(iter(broken.rollback.values())), int(state.step)
+        reason = next(iter(broken.rollback.values()))
         self.checkpoints.wait()
-        first_bad = int(reason.removeprefix("step ").partition(":")[0]) - broken.steps + 1
-        steps = [step for step in self.checkpoints.steps() if step < first_bad]
+        steps = [step for step in self.checkpoints.steps() if step < broken.since]
         if self.position.rollbacks == ROLLBACKS or not steps:
             why = f"after {ROLLBACKS} rollbacks" if steps else "and no checkpoint is from before"
             raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._kept()}")

@@ -61,14 +61,14 @@ class Broken(NamedTuple):
       warn: to be said; a step that was skipped is among them.
       rollback: why the run should go back.
       stop: why it should end.
-      steps: since how many steps those to go back for have been broken, at most.
+      since: the first of the steps that are to be gone back for.
       suspects: whether a limit that rolls back is being broken, if not for long enough yet.
     """
 
     warn: dict[str, str]
     rollback: dict[str, str]
     stop: dict[str, str]
-    steps: int = 0
+    since: int = 0
     suspects: bool = False
 
 
@@ -110,7 +110,7 @@ class Watch:
         """
         self._check_names(record)
         found: dict[str, dict[str, str]] = {"warn": {}, "rollback": {}, "stop": {}}
-        steps = 0
+        since = step
         for name, limit in self._limits.items():
             if limit.action == "none" or name not in record:
                 continue
@@ -124,10 +124,11 @@ class Watch:
                 times += "; its update was left out" if limit.action == "skip" else ""
                 line = f"step {step}: {name} = {_text(value)}, {fault}{times}"
                 found["warn" if limit.action == "skip" else limit.action][name] = line
-                steps = max(steps, limit.steps if limit.action == "rollback" else 0)
+                if limit.action == "rollback":
+                    since = min(since, step - limit.steps + 1)
         back = [name for name, limit in self._limits.items() if limit.action == "rollback"]
         suspects = any(self._broken[name] for name in back)
-        return Broken(**found, steps=steps, suspects=suspects)
+        return Broken(**found, since=since, suspects=suspects)
 
     def _check_names(self, record: Mapping[str, Any]) -> None:
         """Raises at the first step; evaluations come later and are not checked."""
