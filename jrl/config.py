@@ -439,10 +439,10 @@ class Config(Table):
         "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
         " (more than so many times its mean over the first 10 steps), falls (by more than this"
         " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
-        " and action (warn: say so; skip: the step's update is left out; rollback: the weights of the"
-        " newest checkpoint before return, and the run goes on with the next prompts, at most 3"
-        " times; stop: save and end; none). Those that hold without being asked for are listed in"
-        " configs/README.md",
+        " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
+        " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
+        " stop: save and end; none). configs/README.md lists those that hold without being asked"
+        " for",
     )
 
     @property

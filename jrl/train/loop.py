@@ -367,19 +367,9 @@ def _host_loop(
                     records.save_if_whole(last[0])
                 raise
 
-        def on_step(
-            done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
-        ) -> bool:
-            with waiting("training", of=f"step {done}", limited=False):
-                record = records.after_step(done, state, metrics | groups.counts, cursor)
+        def on_step(done: int, state: TrainState, *made: Any) -> bool:
             last[0] = state
-            progress.step(done, record)
-            for line in records.check(done, record):
-                progress.note(f"warning: {line}")
-            records.write_samples_if_due(done, groups)
-            if not records.rolls_back:
-                records.save_if_due(done, state)
-            records.end_if_broken(state)
+            _after_step(records, progress, done, state, *made)
             if jax.process_count() > 1:
                 source.wait()  # what all processes do together wants all devices idle
             return stop_requested(stopping) or records.rolls_back
@@ -397,14 +387,34 @@ def _host_loop(
                 policy=partial(policy_of, network=run.network),
                 on_step=on_step,
             )
-            if records.rolls_back:
-                source.forget(records.position.cursor)
-                last[0] = state = records.roll_back(state, progress.note)
-            elif stopping.is_set():
-                records.save(state)  # before what is drawn ahead is waited for
-                return state
-            else:
-                return state
+            if not records.rolls_back:
+                break
+            source.forget(records.position.cursor)
+            last[0] = state = records.roll_back(state, progress.note)
+        if stopping.is_set():
+            records.save(state)  # before what is drawn ahead is waited for
+    return state
+
+
+def _after_step(
+    records: RunRecords,
+    progress: Progress,
+    done: int,
+    state: TrainState,
+    metrics: Metrics,
+    groups: Groups,
+    cursor: int,
+) -> None:
+    """Writes, says and saves what is due after a step on the host."""
+    with waiting("training", of=f"step {done}", limited=False):
+        record = records.after_step(done, state, metrics | groups.counts, cursor)
+    progress.step(done, record)
+    for line in records.check(done, record):
+        progress.note(f"warning: {line}")
+    records.write_samples_if_due(done, groups)
+    if not records.rolls_back:
+        records.save_if_due(done, state)
+    records.end_if_broken(state)
 
 
 def _all_heard(error: BaseException, stopping: Stopping) -> bool:
