@@ -85,18 +85,19 @@ def test_where_nobody_listens_a_wait_is_noted_and_forgotten():
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_wait_beyond_its_limit_ends_what_may_be_interrupted(stubborn):
     began = time.monotonic()
-    with Stopping() as stopping, Waits(0.2, lambda line: None, stopping.overdue):
-        with (
-            pytest.raises(Overdue, match="waited too long for the rewards of step 2"),
-            waiting("rewards", of="step 2"),
-            stopping.interruptible(),
-        ):
+
+    def judge():
+        with waiting("rewards", of="step 2"), stopping.interruptible():
             try:
                 time.sleep(30)
             except KeyboardInterrupt:
                 if stubborn:  # as code of users may be
                     time.sleep(30)
                 raise
+
+    with Stopping() as stopping, Waits(0.2, lambda line: None, stopping.overdue):
+        with pytest.raises(Overdue, match="waited too long for the rewards of step 2"):
+            judge()
         assert not stopping.is_set()
     assert time.monotonic() - began < 10
 
@@ -126,9 +127,13 @@ def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
     said = []
 
     def run():
-        with Stopping() as stopping, Waits(0.1, said.append, stopping.overdue):
-            with waiting("rewards"), stopping.interruptible():
-                time.sleep(0.5)
+        with (
+            Stopping() as stopping,
+            Waits(0.1, said.append, stopping.overdue),
+            waiting("rewards"),
+            stopping.interruptible(),
+        ):
+            time.sleep(0.5)
         said.append("alive")
 
     thread = threading.Thread(target=run)
