@@ -199,7 +199,11 @@ def compare(soak: Soak) -> dict:
         assert [r["step"] for r in records(directory)] == steps, f"steps of {directory.name}"
     looks = soak.seen["looks"]
     # Not at the very end, where the reward processes are gone already.
-    last = [x for x in looks if x["start"] == looks[-1]["start"] and x["step"] < soak.steps * 0.98]
+    starts = [
+        [x for x in looks if x["start"] == start and x["step"] < soak.steps * 0.98]
+        for start in {x["start"] for x in looks}
+    ]
+    last = max(starts, key=len)
     span = last[-1]["step"] - last[0]["step"]
     early = next(x for x in last if x["step"] >= last[0]["step"] + span / 5)
     found = {"early": early, "late": last[-1], "arrays": len(jax.tree.leaves(whole))}
