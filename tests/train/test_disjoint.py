@@ -17,7 +17,7 @@ from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import build, disjoint, loop
 from jrl.train.collect import Groups, StepGroups
 from jrl.train.disjoint import (
@@ -364,8 +364,6 @@ POLICIES = {
     "drawn in 8 bits": ("sampling.int8=['weights', 'cache']",),
     "experts": (*EXPERTS, "model.config.expert_mlp_dim=16", "train.replay_routing=true"),
 }
-CLOCKS = {"seconds", "tokens_per_second", "compiles"}
-CLOCKS |= {"rollout_seconds", "reward_seconds", "waited_seconds"}
 
 
 @pytest.fixture(autouse=True)

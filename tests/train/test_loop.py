@@ -233,8 +233,10 @@ def trained(ran):
         (((), ()), 1e-6),
         pytest.param(((), ("mesh.fsdp=2", "mesh.tensor=2")), 1e-4, marks=pytest.mark.slow),
         pytest.param((("mesh.fsdp=4",), ("mesh.data=2",)), 1e-4, marks=pytest.mark.slow),
+        pytest.param(((), ("mesh.data=2", "mesh.fsdp=4")), 1e-4, marks=pytest.mark.slow),
+        pytest.param((("mesh.fsdp=2", "mesh.tensor=4"), ()), 1e-4, marks=pytest.mark.slow),
     ],
-    ids=["the same devices", "more devices", "fewer devices"],
+    ids=["the same devices", "more devices", "fewer devices", "one to eight", "eight to one"],
 )
 def test_a_run_resumes_to_more_steps(meshes, bound, host, tmp_path, no_report):
     """Raising train.steps continues a finished run; nothing is logged twice.

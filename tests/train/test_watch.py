@@ -272,6 +272,12 @@ def paid(points, groups):
     return groups._replace(rewards=np.full_like(groups.rewards, points))
 
 
+def varied(groups):
+    """Members with different rewards, so that each step changes the weights."""
+    points = np.arange(groups.rewards.size, dtype=np.float32).reshape(groups.rewards.shape)
+    return groups._replace(rewards=points)
+
+
 def compile_one(groups):
     jax.jit(lambda x: x + len(groups.counts))(np.zeros(1)).block_until_ready()
     return groups
@@ -317,7 +323,7 @@ def test_faults_of_a_run_are_warned_of_at_their_steps(go):
 
 
 def test_a_run_goes_back_to_the_checkpoint_before_a_fault_and_on_with_the_next_prompts(go):
-    faults = {step: partial(paid, -9.0) for step in (5, 6)}
+    faults = dict.fromkeys(range(1, 9), varied) | dict.fromkeys((5, 6), partial(paid, -9.0))
     rule = "watch.reward={below=-5, steps=2, action='rollback'}"
     run = go(faults, rule, "train.steps=8", "checkpoint.every=1", "checkpoint.keep=9")
     assert "back to the weights of step 4, 1 of 3 times" in go.notes[-1]
@@ -338,6 +344,7 @@ def test_a_run_that_goes_back_again_and_again_stops_and_keeps_what_was_good(go, 
     with pytest.raises(RunStopped, match="step 4: length = .*, above 0, after 3 rollbacks; ") as e:
         go({}, rule, "train.steps=9", "checkpoint.every=1", f"train.mode={mode}")
     assert "step 3 is saved" in str(e.value)
+    assert Checkpoints(go.dir / "checkpoints", 1).steps() == [2, 3]
     (first, _), (last, step) = weights(go.dir, 2), weights(go.dir, 3)
     assert step == 3
     assert all(np.array_equal(first[n], last[n]) for n in first)
