@@ -134,7 +134,7 @@ class Waits:
         tb: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(5 * LOOK_SECONDS)  # unless a detail hangs
 
     def _listen(self) -> None:
         ended = False
