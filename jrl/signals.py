@@ -175,9 +175,9 @@ def end_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_within(seconds: float) -> None:
-    """Ends the process with the code of an interrupted run if it is still there by then."""
-    timer = threading.Timer(seconds, os._exit, [INTERRUPTED])
+def end_within(seconds: float, code: int = INTERRUPTED) -> None:
+    """Ends the process with a code if it is still there by then."""
+    timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 

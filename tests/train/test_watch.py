@@ -338,11 +338,23 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_fault_and_on_with_the_next_p
     assert [r.get("rollbacks", 0) for r in logged] == [0] * 6 + [1] * 2
 
 
-@pytest.mark.parametrize("mode", ["host", "compiled"])
-def test_a_run_that_goes_back_again_and_again_stops_and_keeps_what_was_good(go, mode):
+DISJOINT = ("mesh.data=1", "placement.rollout.data=1", "placement.staleness=1")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("train.mode=host",),
+        ("train.mode=compiled",),
+        pytest.param(("lora.rank=2",), marks=pytest.mark.slow),
+        pytest.param(DISJOINT, marks=pytest.mark.slow),
+    ],
+    ids=["host", "compiled", "adapters", "disjoint"],
+)
+def test_a_run_that_goes_back_again_and_again_stops_and_keeps_what_was_good(go, changes):
     rule = "watch.length={above=0, action='rollback'}"
     with pytest.raises(RunStopped, match="step 4: length = .*, above 0, after 3 rollbacks; ") as e:
-        go({}, rule, "train.steps=9", "checkpoint.every=1", f"train.mode={mode}")
+        go({}, rule, "train.steps=9", "checkpoint.every=1", *changes)
     assert "step 3 is saved" in str(e.value)
     assert Checkpoints(go.dir / "checkpoints", 1).steps() == [2, 3]
     (first, _), (last, step) = weights(go.dir, 2), weights(go.dir, 3)
