@@ -199,6 +199,7 @@ PEER = """
 import sys, time
 import jax
 import numpy as np
+from jrl import waits
 from jrl.errors import UserError
 from jrl.processes import any_says, check_same, deal, first_says, start
 start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
@@ -229,6 +230,16 @@ except UserError as error:
 else:
     raise AssertionError("nobody was told")
 assert deal("work", 2, work)[1] == {"items": 2}
+
+def late(items):
+    time.sleep(1.5 * me)
+    return work(items)
+
+waits.SAY_SECONDS, waits.LOOK_SECONDS, said = 0.2, 0.1, []
+with waits.Waits(60, said.append, said.append):
+    deal("late", 2, late)
+expected = "waiting for the other processes (late): 0 s, not here: 1"
+assert me or said[0] == expected, said
 print("joined", flush=True)
 while True:
     any_says(False)
