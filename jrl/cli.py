@@ -21,7 +21,7 @@ from jrl.console import (
     print_table,
 )
 from jrl.directories import fresh_dir
-from jrl.errors import INTERRUPTED, UserError, choose
+from jrl.errors import INTERRUPTED, Overdue, UserError, choose
 from jrl.extras import version as installed_version
 from jrl.hub import hub_name
 from jrl.own import remember
@@ -58,8 +58,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.code, int) and end.code:
-            end_within(60, end.code)  # whatever thread of a reward still holds the process
+        if end.code in (INTERRUPTED, Overdue.exit_code):
+            end_within(60, end.code)  # whatever thread of a reward function still holds the process
         raise
 
 
