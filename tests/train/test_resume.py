@@ -24,8 +24,7 @@ SHARED = (
     *("optimizer.learning_rate=1e-2", "objective={kl_coef=0.01}", "checkpoint.every=0"),
 )
 GUESS = (
-    "data.env=guess_number",
-    "data.options={numbers=4, turns=3, cost=0.25}",
+    "data={env='guess_number', numbers=4, turns=3, cost=0.25}",
     "rewards={reward={}, success={}}",
 )
 KINDS = {
