@@ -75,7 +75,9 @@ def left(directory):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["an environment", *(pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:])]
+)
 def test_a_stopped_run_resumes_bit_for_bit(kind, go, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "SEGMENT", 2)  # of a compiled run, which hears signals between them
     changes = KINDS[kind]
