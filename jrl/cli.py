@@ -58,8 +58,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            end_within(60)  # whatever thread of a reward function still holds the process
+        if isinstance(end.code, int) and end.code:
+            end_within(60, end.code)  # whatever thread of a reward still holds the process
         raise
 
 

@@ -38,6 +38,7 @@ from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
+from jrl.train.watch import skip_rule
 from jrl.types import Network, Params, TrainState
 
 
@@ -354,6 +355,7 @@ def make_train_step(run: Run) -> Step:
         microbatches=train.microbatches,
         router=router_losses(run.config),
         replay_routing=train.replay_routing,
+        skip=skip_rule(run.config.watch),
         **run.method.schedule._asdict(),
     )
 
