@@ -267,6 +267,11 @@ class EvalTable(Table):
         1, "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it", ge=1
     )
     temperature: float = key(0.0, "softmax temperature in evaluation", ge=0)
+    dtype: DType | None = key(
+        None,
+        "type of activations in evaluation, by default model.dtype; with 16-bit weights float32"
+        " makes results depend least on batch, mesh and device (docs/runs.md)",
+    )
 
     @property
     def pass_k(self) -> tuple[int, ...]:
