@@ -56,7 +56,7 @@ class TokenReport(struct.PyTreeNode):
         def filled(report: TokenReport) -> TokenReport:
             logprobs = reported_logprobs(logits, sampling_params)
             own = jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
-            likeliest = lambda: jax.lax.top_k(logprobs, report.top_ids.shape[2])  # noqa: E731
+            likeliest = lambda: tuple(jax.lax.top_k(logprobs, report.top_ids.shape[2]))  # noqa: E731
             nothing = lambda: (report.top_logprobs[:, 0], report.top_ids[:, 0])  # noqa: E731
             found, ids = jax.lax.cond(jnp.any(report.wanted > 0), likeliest, nothing)
             return report.replace(

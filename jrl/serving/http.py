@@ -322,6 +322,10 @@ async def _read(request: Request, most: int) -> Any:
     if kind != "application/json":
         # Web pages of other origins cannot send this type without a preflight request.
         raise ApiError(f"content-type = {kind!r}; must be 'application/json'", status=415)
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.strip().lower() not in ("", "identity"):
+        said = f"content-encoding = {packed!r:.40} is not read; send the body as it is"
+        raise ApiError(said, status=415)
     data = bytearray()
     try:
         async with asyncio.timeout(READ_SECONDS):

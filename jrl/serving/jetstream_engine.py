@@ -301,7 +301,8 @@ class SlotEngine:
     @property
     def executables(self) -> int:
         """Programs compiled so far."""
-        return sum(f._cache_size() for f in (self._make, self._prefill, self._insert, self._step))
+        jitted: tuple[Any, ...] = (self._make, self._prefill, self._insert, self._step)
+        return sum(f._cache_size() for f in jitted)
 
     @property
     def max_concurrent_decodes(self) -> int:

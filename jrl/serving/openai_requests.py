@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -417,8 +418,9 @@ def _logit_bias(body: Json, limits: Limits) -> dict[int, float]:
     bias: dict[int, float] = {}
     given = _get(body, "logit_bias", dict, {})
     for key in given:
-        name = f"logit_bias[{key!r}]"
-        if not key.isdecimal() or int(key) >= limits.vocab_size:
+        name = f"logit_bias[{key!r:.40}]"
+        # In digits as JSON writes them: "07" and other scripts' would name one token twice.
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or int(key) >= limits.vocab_size:
             raise ApiError(
                 f"{name}: keys are token ids, 0 to {limits.vocab_size - 1}", param="logit_bias"
             )
