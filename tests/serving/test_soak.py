@@ -1,4 +1,4 @@
-"""A server over thousands of requests, good and bad: memory, threads and files stay what they are."""
+"""A server over thousands of requests, good and bad: memory, threads and files stay."""
 
 import json
 
