@@ -203,13 +203,15 @@ def measure_drift(
     with build.reward_pool(config) as pool:
         for mesh, dtype in itertools.product(meshes, dtypes):
             policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
-            for batch, (kind, found) in itertools.product(batches, results.items()):
-                drawn = _draw(policy, asked.prompts, _sampling(config, kind), batch, run)
-                points = asked.points(drawn, pool)
-                found[Setting(batch, mesh, dtype)] = [
-                    Drawn(c.tokens, logprobs, float(p))
-                    for (c, logprobs), p in zip(drawn, points, strict=True)
-                ]
+            for batch in batches:
+                engine = _engine(policy, batch, run.width)
+                for kind, found in results.items():
+                    drawn = _draw(engine, policy, asked.prompts, _sampling(config, kind))
+                    points = asked.points(drawn, pool)
+                    found[Setting(batch, mesh, dtype)] = [
+                        Drawn(c.tokens, logprobs, float(p))
+                        for (c, logprobs), p in zip(drawn, points, strict=True)
+                    ]
     shown = [
         setting._asdict()
         | {
@@ -264,33 +266,35 @@ def _sampling(config: Config, kind: str) -> dict[str, Any]:
     return chosen if s.temperature > 0 else chosen | {"temperature": 1.0}
 
 
-def _draw(
-    policy: ServedPolicy,
-    prompts: Sequence[Sequence[int]],
-    sampling: Mapping[str, Any],
-    batch: int,
-    run: Run,
-) -> list[tuple[Completion, np.ndarray]]:
-    """One completion of each prompt and its tokens' log-probabilities, ``batch`` at once."""
-    stops = policy.tokenizer.stop_ids
-    new = policy.new_tokens
+def _engine(policy: ServedPolicy, batch: int, prompt_tokens: int) -> Engine:
+    """What decodes ``batch`` completions at once."""
     with jax.set_mesh(policy.mesh):
-        engine = Engine(
+        return Engine(
             policy.network,
             policy.params,
             slots=batch,
-            prompt_tokens=run.width,
-            max_new_tokens=new,
-            stop_tokens=stops,
-            chunk=min(_CHUNK, new),
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=policy.new_tokens,
+            stop_tokens=policy.tokenizer.stop_ids,
+            chunk=min(_CHUNK, policy.new_tokens),
             reports=True,
         )
-        numbers = [
-            engine.submit(Request(tuple(prompt), new, seed=i, top_logprobs=0, **sampling))
-            for i, prompt in enumerate(prompts)
-        ]
-        logprobs: dict[int, list[float]] = {number: [] for number in numbers}
-        done: dict[int, Completion] = {}
+
+
+def _draw(
+    engine: Engine,
+    policy: ServedPolicy,
+    prompts: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+) -> list[tuple[Completion, np.ndarray]]:
+    """One completion of each prompt, and its tokens' log-probabilities."""
+    numbers = [
+        engine.submit(Request(tuple(prompt), policy.new_tokens, seed=i, top_logprobs=0, **sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+    logprobs: dict[int, list[float]] = {number: [] for number in numbers}
+    done: dict[int, Completion] = {}
+    with jax.set_mesh(policy.mesh):
         for update in engine.run():
             logprobs[update.request] += [report.logprob for report in update.reports]
             if update.completion is not None:

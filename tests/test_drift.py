@@ -93,39 +93,68 @@ def test_each_part_of_a_setting_is_compared_alone_and_together():
     assert len(found) == 7
 
 
-@pytest.fixture(scope="module")
-def measured():
-    config = load_config(None, [*RUN, "model.param_dtype=bfloat16"])
-    meshes = ("data=1", "tensor=2")
-    return measure_drift(
-        config, batches=(1, 3), meshes=meshes, dtypes=("bfloat16", "float32"), problems=5
-    )
+def check_movement(measured, varies, settings):
+    for kind in ("greedy", "sampled"):
+        found = {(row["varies"], row["dtype"]): row for row in measured[kind]}
+        exact, rough = (found[varies, dtype] for dtype in ("float32", "bfloat16"))
+        assert exact["logprob_most"] < 1e-5
+        assert exact["diverged"] == 0
+        assert rough["logprob_std"] > 20 * exact["logprob_std"]
+        assert found["dtype", None]["logprob_std"] > 1e-4
+        assert all(0 <= row["accuracy"] <= 1 for row in found.values())
+    assert len(measured["settings"]) == settings
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
-def test_float32_moves_far_less_than_16_bits(measured, kind):
-    found = {(row["varies"], row["dtype"]): row for row in measured[kind]}
-    exact, rough = (found["batch, mesh", dtype] for dtype in ("float32", "bfloat16"))
-    assert exact["logprob_most"] < 1e-5
-    assert exact["diverged"] == 0
-    assert rough["logprob_std"] > 20 * exact["logprob_std"]
-    assert found["dtype", None]["logprob_std"] > 1e-4
-    assert all(0 <= row["accuracy"] <= 1 for row in found.values())
-    assert len(measured["settings"]) == 8
-    assert measured["problems"] == 5
+SMALL = (*RUN, "model.param_dtype=bfloat16", "model.dtype=bfloat16")
+"""Of this run the command's defaults are batches of 1 and 8, in bfloat16 and float32."""
 
 
-def test_the_command_prints_tables_and_json():
-    few = ["--batch", "1", "--batch", "2", "--dtype", "float32", "--problems", "2"]
-    shown = CliRunner().invoke(app, ["drift", *RUN, *few])
+def test_float32_moves_far_less_than_16_bits():
+    shown = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
     assert shown.exit_code == 0, shown.output
-    assert "greedy completions of 2 problems, step 0" in shown.output
-    header, row = (line.split() for line in shown.output.splitlines()[1:3])
-    assert header[:3] == ["varies", "dtype", "settings"]
-    assert row[:3] == ["batch", "float32", "2"]
-    found = json.loads(CliRunner().invoke(app, ["drift", *RUN, *few, "--json"]).output)
-    assert [each["batch"] for each in found["settings"]] == [1, 2]
-    assert found["greedy"][0]["diverged"] == 0
+    measured = json.loads(shown.output)
+    assert measured["problems"] == 3
+    assert [(e["batch"], e["dtype"]) for e in measured["settings"]] == [
+        *((1, "bfloat16"), (8, "bfloat16"), (1, "float32"), (8, "float32"))
+    ]
+    check_movement(measured, "batch", 4)
+
+
+@pytest.mark.slow
+def test_float32_moves_far_less_with_the_mesh_too():
+    meshes = ("data=1", "tensor=2")
+    given = {"batches": (1, 3), "meshes": meshes, "dtypes": ("bfloat16", "float32"), "problems": 5}
+    check_movement(measure_drift(load_config(None, SMALL), **given), "batch, mesh", 8)
+
+
+def test_the_command_prints_a_table(monkeypatch):
+    row = {"varies": "batch", "dtype": None, "settings": 2, "accuracy": 0.5, "diverged": None}
+    found = {"step": 7, "problems": 3, "greedy": [row], "sampled": [row, row], "settings": []}
+    asked = []
+    monkeypatch.setattr(
+        "jrl.drift.measure_drift", lambda config, **given: asked.append(given) or found
+    )
+    more = ["--batch", "2", "--mesh", "tensor=2", "--dtype", "float16", "--checkpoint", "4"]
+    shown = CliRunner().invoke(app, ["drift", *RUN, *more])
+    assert shown.exit_code == 0, shown.output
+    assert shown.output.splitlines() == [
+        "greedy completions of 3 problems, step 7",
+        "  varies  dtype  settings  accuracy  diverged",
+        "  batch   -      2         0.5       -",
+        "sampled completions of 3 problems, step 7",
+        "  varies  dtype  settings  accuracy  diverged",
+        "  batch   -      2         0.5       -",
+        "  batch   -      2         0.5       -",
+    ]
+    assert asked == [
+        {
+            "batches": [2],
+            "meshes": ["tensor=2"],
+            "dtypes": ["float16"],
+            "problems": 32,
+            "checkpoint": 4,
+        }
+    ]
 
 
 @pytest.mark.parametrize(
