@@ -136,6 +136,7 @@ class ModelConfig:
         """Checks every field; raises ``UserError`` naming the first that cannot be."""
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
+        _require("layers", self.layers, self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
         for name in ("rope_pattern", "window_pattern", "expert_pattern"):
             object.__setattr__(self, name, _pattern(name, getattr(self, name), self.layers))
         for name in _COUNTS:
@@ -198,6 +199,8 @@ class ModelConfig:
         return _cycle(self.expert_pattern, self.layers)
 
 
+MOST_LAYERS = 10_000
+"""More are a mistake, and patterns over them would fill the memory."""
 _COUNTS = (
     *("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim"),
     *("max_length", "rope_original_length"),

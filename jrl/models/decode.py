@@ -63,9 +63,9 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     the output matrix, are as ``matmul.prepare_weight`` returns them.
 
     Weights are rounded to the dtype of activations. Those stored in a shorter one stay in it, and
-    each product widens them for itself: float32 activations on 16-bit weights need the memory of 16
-    bits. That is LayerCast, of "Give Me FP32 or Give Me Death? Challenges and Solutions for
-    Reproducible Reasoning" (arXiv:2506.09501).
+    products widen them: float32 activations on 16-bit weights, the LayerCast of "Give Me FP32 or
+    Give Me Death? Challenges and Solutions for Reproducible Reasoning" (arXiv:2506.09501). XLA may
+    widen them before a loop instead of in it, as its CPU backend does.
 
     Args:
       params: the network's parameters.
