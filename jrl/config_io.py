@@ -252,7 +252,11 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is not a file; name a TOML file or a run directory")
     try:
+        if path.exists() and path.stat().st_size > _LARGEST:
+            raise UserError(f"{path}: larger than {_LARGEST} bytes, so no configuration")
         return _toml(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
@@ -266,6 +270,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
+_LARGEST = 10_000_000
+"""Bytes of a configuration file."""
 _DEEPEST = 50
 """Tables and lists inside each other."""
 

@@ -22,6 +22,7 @@ from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.evaluate import load_policy
 from jrl.mesh import AXES, make_mesh
+from jrl.models.config import DTYPES
 from jrl.rewards.base import Sample
 from jrl.serving.engine import Engine
 from jrl.serving.launch import ServedPolicy, served_policy
@@ -30,7 +31,6 @@ from jrl.train import build
 from jrl.train.build import Run
 from jrl.types import StopReason, stream
 
-DTYPES = ("float32", "bfloat16", "float16")
 _CHUNK = 16
 
 

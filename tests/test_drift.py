@@ -134,7 +134,7 @@ def test_the_command_prints_a_table(monkeypatch):
     monkeypatch.setattr(
         "jrl.drift.measure_drift", lambda config, **given: asked.append(given) or found
     )
-    more = ["--batch", "2", "--mesh", "tensor=2", "--dtype", "float16", "--checkpoint", "4"]
+    more = ["--batch", "2", "--mesh", "tensor=2", "--dtype", "bfloat16", "--checkpoint", "4"]
     shown = CliRunner().invoke(app, ["drift", *RUN, *more])
     assert shown.exit_code == 0, shown.output
     assert shown.output.splitlines() == [
@@ -150,7 +150,7 @@ def test_the_command_prints_a_table(monkeypatch):
         {
             "batches": [2],
             "meshes": ["tensor=2"],
-            "dtypes": ["float16"],
+            "dtypes": ["bfloat16"],
             "problems": 32,
             "checkpoint": 4,
         }

@@ -74,6 +74,11 @@ class Lora(NamedTuple):
             raise UserError(f"lora.alpha = {self.alpha}; must be above 0")
         if self.base not in BASES:
             raise choose("lora.base", self.base, BASES)
+        if self.rank > config.embed_dim:
+            raise UserError(
+                f"lora.rank = {self.rank}; the model's matrices have {config.embed_dim} rows, and "
+                f"adapters of that rank are no smaller; lower it"
+            )
         check_targets(self.targets)
         ahead = sorted(set(self.targets) & set(FEED_FORWARD))
         if ahead and any(config.sparse):
@@ -91,7 +96,9 @@ def check_targets(targets: tuple[str, ...]) -> None:
     """Raises UserError for a name that is no projection with adapters, or no name at all."""
     if not targets:
         raise UserError(f"lora.targets = []; name one or more of {', '.join(TARGETS)}")
-    for name in targets:
+    for i, name in enumerate(targets):
+        if name in targets[:i]:
+            raise UserError(f"lora.targets names {name!r} twice; remove one")
         if name in ("embed", "head"):
             raise UserError(
                 f"lora.targets has {name!r}: the products with the vocabulary have no adapters; "
