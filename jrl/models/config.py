@@ -154,11 +154,11 @@ class ModelConfig:
             ordered = self.rope_high_freq_factor > self.rope_low_freq_factor
             low = f"above model.rope_low_freq_factor = {self.rope_low_freq_factor}"
             _require("rope_high_freq_factor", self.rope_high_freq_factor, ordered, low)
+        _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
         if self.experts:
             k = self.experts_per_token
             _require("experts_per_token", k, 1 <= k <= self.experts, f"1 to {self.experts}")
             _require("expert_mlp_dim", self.expert_mlp_dim, self.expert_mlp_dim >= 1, "at least 1")
-        _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
         for name in ("windows", "ropes", "sparse"):
             getattr(self, name)  # found once, here, and read by every trace
 
