@@ -14,6 +14,7 @@ from jrl.commands import Main, WithKeys
 from jrl.config import Config
 from jrl.config_io import as_tree, describe, dump, load_config
 from jrl.console import (
+    print_drift,
     print_method,
     print_methods,
     print_result,
@@ -165,6 +166,53 @@ def evaluate(
 
     result = evaluate_run(chosen, checkpoint=checkpoint)
     print_result("evaluation", result, as_json)
+
+
+@app.command(
+    short_help="Measure how results move with batch, mesh and dtype.", no_args_is_help=True
+)
+def drift(
+    target: Target,
+    overrides: Overrides = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Completions decoded at once (repeatable).", min=1)
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(help="Mesh, such as tensor=2 (repeatable); by default the run's."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Type of activations (repeatable); by default the run's and float32."),
+    ] = None,
+    problems: Annotated[int, typer.Option(help="Held-out problems, at most.", min=1)] = 32,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far results move with what should not matter: batch, mesh and dtype.
+
+    Held-out problems are completed under every combination, greedily and sampled with fixed seeds.
+    Printed are deviations of accuracy, length, probabilities and log-probabilities, and where
+    completions first differ, as in "Give Me FP32 or Give Me Death?" (arXiv:2506.09501).
+
+    Example: jrl drift runs/gsm8k --batch 1 --batch 8 --dtype bfloat16 --dtype float32
+    """
+    chosen = _read(target, overrides)
+    _prepare_jax()
+    from jrl.drift import measure_drift
+
+    found = measure_drift(
+        chosen,
+        batches=batch or (1, 8),
+        meshes=mesh or (),
+        dtypes=dtype or (),
+        problems=problems,
+        checkpoint=checkpoint,
+    )
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_drift(found)
 
 
 @app.command(short_help="Sample completions from a policy.", no_args_is_help=True)

@@ -240,7 +240,8 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
-        self.run, self.pool = run, pool
+        self.run = run = programs.as_evaluated(run)
+        self.pool = pool
         table, sampling = run.config.eval, run.config.sampling
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,8 +19,8 @@ from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
-from jrl.train.adapters import put_policy
-from jrl.train.build import Run, sampler_of
+from jrl.train.adapters import put_policy, trained_network
+from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.episodes import check_members, eval_parts, rollout_of
@@ -317,6 +318,16 @@ def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: 
         partial(draw, network=drawn_from_prepared(network)), out_shardings=replicated(mesh)
     )
     return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
+
+
+def as_evaluated(run: Run) -> Run:
+    """The run with its policy as it is evaluated: with activations of ``eval.dtype``."""
+    dtype, model = run.config.eval.dtype, run.model
+    if dtype is None or model is None or dtype == model.dtype:
+        return run
+    model = dataclasses.replace(model, dtype=dtype)
+    network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
+    return run._replace(model=model, network=network)
 
 
 def evaluated(run: Run) -> Network:

@@ -194,7 +194,13 @@ def load(
         with _open(path) as file:
             for name, tensor in wanted.items():
                 if found[name].file == path:
-                    _store(params, tensor, file.get_tensor(name))
+                    value = file.get_tensor(name)
+                    if not _finite(value):
+                        raise UserError(
+                            f"{path}: tensor {name!r} holds numbers that are not finite; the "
+                            "checkpoint is damaged, or of a run that diverged"
+                        )
+                    _store(params, tensor, value)
     if copy is not None:
         with _open(copy.file) as file:
             if not np.array_equal(file.get_tensor("lm_head.weight").astype(kept), params["embed"]):
@@ -203,6 +209,22 @@ def load(
                     "config.json says tie_word_embeddings = true; set it to false"
                 )
     return config, params
+
+
+def _finite(value: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite: such have all bits of the exponent set.
+
+    On the bits, because NumPy has to convert 16-bit floats one by one to look at them.
+    """
+    mask = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}.get(value.dtype.name)
+    if mask is None:
+        return bool(np.isfinite(value).all())
+    kind = np.uint32 if value.itemsize == 4 else np.uint16
+    bits = np.ascontiguousarray(value).view(kind).reshape(-1)
+    some = 1 << 24  # numbers at a time, so that little memory is needed
+    return not any(
+        ((bits[i : i + some] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, some)
+    )
 
 
 def _allocate(config: ModelConfig) -> dict[str, Any]:
