@@ -366,12 +366,13 @@ def _host_loop(
         def on_step(
             done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
         ) -> bool:
+            shown = metrics.pop("advantages", None)
             record = records.after_step(done, state, metrics | groups.counts, cursor)
             last[0] = state
             progress.step(done, record)
             for line in records.check(done, record):
                 progress.note(f"warning: {line}")
-            records.write_samples_if_due(done, groups)
+            records.write_samples_if_due(done, groups, shown)
             records.save_if_due(done, state)
             records.end_if_broken(state)
             if jax.process_count() > 1:

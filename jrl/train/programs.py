@@ -331,7 +331,16 @@ def drawing_mesh(run: Run, split: str = "train") -> Mesh:
 
 def train_program(run: Run, shardings: TrainState) -> Step:
     """Program 2, compiled."""
-    return compile_step(make_train_step(run), shardings, run.mesh)
+    return compile_step(make_train_step(run, shown_groups(run)), shardings, run.mesh)
+
+
+def shown_groups(run: Run) -> int:
+    """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
+    draw, group = run.method.draw, run.config.sampling.group
+    if run.data.judged or not run.config.log.samples_every:
+        return 0
+    members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
+    return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
 
 
 def packer(run: Run) -> Packer | None:
@@ -341,8 +350,8 @@ def packer(run: Run) -> Packer | None:
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 
-def make_train_step(run: Run) -> Step:
-    """Program 2 as a pure function."""
+def make_train_step(run: Run, shown: int = 0) -> Step:
+    """Program 2 as a pure function; see ``make_step`` for ``shown``."""
     train = run.config.train
     return make_step(
         network=run.network,
@@ -354,6 +363,7 @@ def make_train_step(run: Run) -> Step:
         microbatches=train.microbatches,
         router=router_losses(run.config),
         replay_routing=train.replay_routing,
+        shown=shown,
         **run.method.schedule._asdict(),
     )
 

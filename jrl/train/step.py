@@ -78,6 +78,7 @@ def make_step(
     reset_optimizer: bool = False,
     router: RouterLosses = NO_LOSSES,
     replay_routing: bool = False,
+    shown: int = 0,
 ) -> Step:
     """A training step as a pure function of (state, batch, distribution).
 
@@ -98,6 +99,8 @@ def make_step(
       router: losses on the routers of a policy with experts.
       replay_routing: whether batches must say where the sampler sent each token; those that do send
         the policy's tokens there in training, too.
+      shown: first groups whose advantages are returned too, for people: "advantages" [shown, G, T]
+        float32; 0 for none.
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
@@ -158,7 +161,7 @@ def make_step(
         )
         if "ref" in state.frozen:
             state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
-        return state, metrics
+        return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
     return step
 
