@@ -361,7 +361,7 @@ class LogTable(Table):
 
     samples_every: int = key(
         10,
-        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: none",
+        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
         ge=0,
     )
     to: Annotated[

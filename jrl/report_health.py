@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ class _Ends(NamedTuple):
         first, last = statistics.fmean(head), statistics.fmean(tail)
         if len(values) < SHORT:
             return cls(first, last, False)
-        around = [y - x for x, y in zip(values, values[1:], strict=False)]
+        around = [y - x for x, y in itertools.pairwise(values)]
         noise = statistics.pstdev(around) / 2**0.5  # of one point, without the trend
         return cls(first, last, abs(last - first) > 3 * noise * (2 / size) ** 0.5)
 
