@@ -263,8 +263,8 @@ def make_run(
     Returns:
       run(key, hyperparameters) -> (final state, curves). Hyperparameters are "learning_rate" and,
       when wanted, "temperature" (1 otherwise), "objective.NAME" for coefficients of a method that
-      is a function, and "optimizer.NAME"; ``jax.vmap`` sweeps any of them. Curves are every metric of the iterations, [steps],
-      with accuracy_before and accuracy_after, [].
+      is a function, and "optimizer.NAME"; ``jax.vmap`` sweeps any of them. Curves are every metric
+      of the iterations, [steps], with accuracy_before and accuracy_after, [].
     """
     if isinstance(method, Method):
         check_value(method.objective, value)

@@ -38,7 +38,7 @@ def schedule(table: OptimizerTable, peak: Any, updates: int, warmup: Any) -> opt
 def make_optimizer(
     table: Optimizer, steps: int, updates_per_step: int = 1
 ) -> Callable[..., optax.GradientTransformation]:
-    """Learning rate and other numbers -> optimiser; they may be traced, so that runs vmap over them.
+    """Learning rate and other numbers -> optimiser; they may be traced, so that runs vmap over it.
 
     Args:
       table: the run's ``[optimizer]``.
