@@ -117,7 +117,7 @@ def _plain_name(name: str) -> str:
 
 
 def _about(traced: float | None, lowered: float) -> str:
-    """ " (about 20 s)", or " ..." where nothing is known to estimate it from."""
+    """Seconds, such as " (about 20 s)", or " ..." where there is nothing to estimate them from."""
     if traced is None or jax.default_backend() != "cpu":
         return " ..."
     return f" (about {max(5, 5 * round(RATIO * (traced + lowered) / 5))} s)"
@@ -126,7 +126,7 @@ def _about(traced: float | None, lowered: float) -> str:
 def compile_run(
     run: Callable[..., Any], *args: Any, echo: Callable[[str], object] = print
 ) -> jax.stages.Compiled:
-    """``jax.jit(run)`` compiled for these arguments, with a word beforehand about how long it takes.
+    """``jax.jit(run)`` compiled for these arguments, saying beforehand about how long it takes.
 
     Compiled as ``jrl train`` compiles: programs are kept on disk for the next time, and what the
     compiler leaves in memory is given back.
