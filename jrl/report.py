@@ -120,6 +120,12 @@ class RunFiles(NamedTuple):
     main: list[Curve]
     others: list[Curve]
 
+    @property
+    def quiet(self) -> frozenset[str]:
+        """The metrics of panels that hold rounding alone."""
+        names = {panel.name for panel in PANELS}
+        return frozenset(curve.name for curve in self.others if curve.name in names)
+
 
 def read_run(run: Path) -> RunFiles:
     """Reads a run directory.
@@ -267,7 +273,7 @@ def _page(run: Path, found: RunFiles) -> str:
             "config": _read_text(run / "config.toml"),
             "summary": {k: v for k, v in found.summary.items() if not isinstance(v, dict)},
             "finished": (run / "summary.json").exists(),
-            "health": [finding._asdict() for finding in findings(curves)],
+            "health": [finding._asdict() for finding in findings(curves, found.quiet)],
             "curves": [thin_curve(curve)._asdict() for curve in curves],
             "main": len(found.main),
             "samples": thin_samples(samples),

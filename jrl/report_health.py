@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 SHORT = 20
 """Points from which on a curve is judged by its own spread."""
 
+SOLVED = 0.9
+"""Held-out accuracy above which few groups differ and little entropy is left, as it should be."""
+
 
 class Finding(NamedTuple):
     """What a metric did from the first tenth of a run to the last.
@@ -19,8 +22,8 @@ class Finding(NamedTuple):
       title: of its panel.
       first: mean of the first tenth of its points.
       last: mean of the last tenth.
-      note: what to look at; "" where nothing stands out.
-      good: True for a note that is good news.
+      note: what to say of it; "" for nothing.
+      level: "good", "look" for what asks for a look, or "".
     """
 
     name: str
@@ -28,23 +31,31 @@ class Finding(NamedTuple):
     first: float
     last: float
     note: str
-    good: bool = False
+    level: str
 
 
-def findings(curves: Sequence[Any]) -> list[Finding]:
+def findings(curves: Sequence[Any], quiet: frozenset[str] = frozenset()) -> list[Finding]:
     """One for each curve that ``NOTES`` knows, in the order of the curves.
 
     Args:
       curves: ``report.Curve`` of a run.
+      quiet: names of those that hold rounding alone.
     """
+    ends = {curve.name: _Ends.of(curve) for curve in curves if curve.values}
+    solved = "eval/accuracy" in ends and ends["eval/accuracy"].last > SOLVED
     found = []
     for curve in curves:
-        judge = NOTES.get("reward" if curve.name.startswith("reward/") else curve.name)
-        if judge is not None and curve.values:
-            ends = _Ends.of(curve)
-            note = judge(ends) or ""
-            good = note in (_BETTER, _RISES)
-            found.append(Finding(curve.name, curve.title, ends.first, ends.last, note, good))
+        name = curve.name
+        judge = NOTES.get("reward" if name.startswith("reward/") else name)
+        if judge is None or name not in ends:
+            continue
+        title, note = curve.title, judge(ends[name]) or ""
+        level = "good" if note in _GOOD else "look" if note and note != _UNCLEAR else ""
+        if name in quiet:
+            title, _, note = title.partition(": ")
+        elif solved and level == "look" and name in ("zero_std_groups", "entropy"):
+            note, level = "as where nearly everything is solved", ""
+        found.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
     return found
 
 
@@ -73,6 +84,8 @@ class _Ends(NamedTuple):
 
 _BETTER = "better than at the start"
 _RISES = "rises"
+_GOOD = (_BETTER, _RISES)
+_UNCLEAR = "no clear change"
 
 
 def _reward(ends: _Ends) -> str | None:
@@ -83,7 +96,7 @@ def _reward(ends: _Ends) -> str | None:
 
 def _accuracy(ends: _Ends) -> str:
     if not ends.differs:
-        return "no clear change"
+        return _UNCLEAR
     return _BETTER if ends.last > ends.first else "fell below its start"
 
 
