@@ -29,6 +29,7 @@ from jrl.config import Config
 from jrl.config_io import as_tree, build_config
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
+from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.build import Run
@@ -195,11 +196,11 @@ class _Start:
 
     def __init__(self, run: Run, keys: Array) -> None:
         make, _ = programs.state_layout(run)
-        warmup, task = run.config.warmup, run.task
+        warmup, task, given = run.config.warmup, run.task, hf.in_memory(run.params)
         assert task is not None
 
         def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, run.params, {})
+            state = make(key, given, {})
             policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(

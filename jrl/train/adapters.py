@@ -56,15 +56,17 @@ def start_params(config: Config, model: ModelConfig, network: Network, params: P
     """
     if network.extras.split is None or params is None:
         return params
-    base = network.extras.split.freeze(params)
     lora = lora_of(config)
+    if lora is not None and lora.base != "float":
+        params = hf.in_memory(params)
+    base = network.extras.split.freeze(params)
     if lora is None or config.lora is None or config.lora.path is None:
         return base
     return network.extras.split.join(load_adapters(config.lora.path, model, lora=lora), base)
 
 
 def put_policy(network: Network, params: Params, where: Any) -> Params:
-    """A policy on the devices, leaf by leaf: no device ever holds the whole of a model.
+    """A policy on the devices, part by part: no device or host ever holds the whole of a model.
 
     Args:
       network: the policy.
@@ -73,7 +75,7 @@ def put_policy(network: Network, params: Params, where: Any) -> Params:
     """
     if network.extras.split is not None and not network.extras.split.split(params)[0]:
         where = network.extras.split.split(where)[1]
-    return jax.device_put(params, where)
+    return hf.place(params, where)
 
 
 # ---------------------------------------------------------------- checkpoints

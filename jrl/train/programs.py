@@ -16,6 +16,7 @@ from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
+from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.train.adapters import put_policy
@@ -152,7 +153,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     if params is not None:
         params = put_policy(run.network, params, policy_of(shardings, run.network))
     frozen = {
-        name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
+        name: hf.place(frozen_params(run.config, name), shardings.frozen[name])
         for name in run.networks
     }
 
