@@ -139,7 +139,8 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
 
     key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
     frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
-    shapes = jax.eval_shape(make, key, run.params, frozen)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.params)
+    shapes = jax.eval_shape(make, key, params, frozen)
     shardings = state_shardings(
         shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
     )
