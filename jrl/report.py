@@ -320,8 +320,11 @@ def _latest(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def thin_curve(curve: Curve) -> Curve:
     """The curve with at most ``MAX_POINTS`` points, taken evenly."""
     picked = spread(len(curve.steps), MAX_POINTS)
-    steps, values = ([items[i] for i in picked] for items in curve[2:4])
-    low, high = ([items[i] for i in picked] if items else [] for items in curve[4:])
+    steps = [curve.steps[i] for i in picked]
+    values, low, high = (
+        [items[i] for i in picked] if items else []
+        for items in (curve.values, curve.low, curve.high)
+    )
     return Curve(curve.name, curve.title, steps, values, low, high)
 
 

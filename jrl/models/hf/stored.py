@@ -61,19 +61,20 @@ class Stored:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """All of it, on the host."""
-        whole = self.read((slice(None),) * self.ndim)
+        whole = self.read(None)
         return whole if dtype is None else whole.astype(dtype)
 
     def astype(self, dtype: Any) -> np.ndarray:
         """All of it in another type, on the host."""
         return np.asarray(self).astype(dtype)
 
-    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, index: tuple[slice, ...] | None) -> np.ndarray:
         """A part of it, on the host.
 
         Args:
-          index: a slice for each axis, of step 1.
+          index: a slice for each axis, of step 1; None for all of it.
         """
+        index = (slice(None),) * self.ndim if index is None else index
         spans = [range(n)[part] for n, part in zip(self.shape, index, strict=True)]
         part = np.empty([len(span) for span in spans], self.dtype)
         stacked = len(next(iter(self._pieces)))  # layers, and experts, are tensors of their own
