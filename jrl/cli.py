@@ -336,19 +336,25 @@ def convert(
     typer.echo(str(directory))
 
 
-@app.command(short_help="Plot a run, and write its HTML page.", no_args_is_help=True)
+@app.command(short_help="Write the page of a run, or of several.", no_args_is_help=True)
 def report(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run directories, of finished or running runs."),
     ],
 ) -> None:
-    """Plot a run, and write one self-contained HTML page with its curves and samples.
+    """Plot a run, and write one self-contained HTML page with its health, curves and samples.
 
-    The page is RUN/report/index.html; it needs no network and can be shared as one file.
+    The page is RUN/report/index.html; it needs no network and can be shared as one file. Of several
+    runs it is report/overlay.html of the first: curves over each other, runs that differ by their
+    seed alone as a mean with an interval, and where the configurations differ.
+
+    Example: jrl report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1
     """
+    from jrl.overlay import write_overlay
     from jrl.report import write_report
 
-    typer.echo(str(write_report(run)))
+    typer.echo(str(write_report(runs[0]) if len(runs) == 1 else write_overlay(runs)))
 
 
 @app.command(short_help="List training methods.")

@@ -396,10 +396,12 @@ class LogTable(Table):
     """What is kept of a run besides metrics.jsonl."""
 
     KEPT: ClassVar[int] = 8
-    """Rollouts kept each time."""
+    """As many whole groups are kept each time as have this many members."""
 
     samples_every: int = key(
-        10, "training steps between the rollouts kept in samples.jsonl, 8 each time; 0: none", ge=0
+        10,
+        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
+        ge=0,
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],

@@ -17,6 +17,7 @@ from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
+from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.train.adapters import put_policy, trained_network
@@ -140,7 +141,8 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
 
     key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
     frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
-    shapes = jax.eval_shape(make, key, run.params, frozen)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.params)
+    shapes = jax.eval_shape(make, key, params, frozen)
     shardings = state_shardings(
         shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
     )
@@ -154,7 +156,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     if params is not None:
         params = put_policy(run.network, params, policy_of(shardings, run.network))
     frozen = {
-        name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
+        name: hf.place(frozen_params(run.config, name), shardings.frozen[name])
         for name in run.networks
     }
 
@@ -343,7 +345,16 @@ def drawing_mesh(run: Run, split: str = "train") -> Mesh:
 
 def train_program(run: Run, shardings: TrainState) -> Step:
     """Program 2, compiled."""
-    return compile_step(make_train_step(run), shardings, run.mesh)
+    return compile_step(make_train_step(run, shown_groups(run)), shardings, run.mesh)
+
+
+def shown_groups(run: Run) -> int:
+    """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
+    draw, group = run.method.draw, run.config.sampling.group
+    if run.data.judged or not run.config.log.samples_every:
+        return 0
+    members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
+    return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
 
 
 def packer(run: Run) -> Packer | None:
@@ -353,8 +364,8 @@ def packer(run: Run) -> Packer | None:
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 
-def make_train_step(run: Run) -> Step:
-    """Program 2 as a pure function."""
+def make_train_step(run: Run, shown: int = 0) -> Step:
+    """Program 2 as a pure function; see ``make_step`` for ``shown``."""
     train = run.config.train
     return make_step(
         network=run.network,
@@ -367,6 +378,7 @@ def make_train_step(run: Run) -> Step:
         router=router_losses(run.config),
         replay_routing=train.replay_routing,
         skip=skip_rule(run.config.watch),
+        shown=shown,
         **run.method.schedule._asdict(),
     )
 
