@@ -189,9 +189,10 @@ def car(base: Method) -> Method:
 
         r = c - (c - p)^2
 
-    Two reward parts are read, c and p, in that order; the reward function "confidence" gives p. Give
-    the first a weight of 1. Departures: this is the quadratic score, one of the rewards that the paper compares;
-    its own, which separates the ranges of right and wrong answers, is not known to us.
+    Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
+    Give the first a weight of 1. Departures: this is the quadratic score, one of the rewards that
+    the paper compares; its own, which separates the ranges of right and wrong answers, is not known
+    to us.
     """
 
     def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:

@@ -81,6 +81,7 @@ __all__ = [
     "RewardFn",
     "Sample",
     "UserReward",
+    "confidence",
     "exact_reward",
     "format_reward",
     "make_reward",

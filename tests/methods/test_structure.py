@@ -244,9 +244,9 @@ def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2):
     out = {}
     for n in range(len(d.rewards)):
         live = members_of(d, n)
-        episode = dict(
-            zip(live, normalised([d.rewards[n, i] for i in live], std=False), strict=True)
-        )
+        # points without a token that they could stand at are not paid
+        scores = [d.rewards[n, i] if steps_of(d, n, i) else 0.0 for i in live]
+        episode = dict(zip(live, normalised(scores, std=False), strict=True))
         same = {}
         for i in live:
             if not (steps := steps_of(d, n, i)):
