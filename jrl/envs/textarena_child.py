@@ -30,10 +30,10 @@ class Game:
     def step(self, state: Any, reply: Any) -> tuple[Any, dict]:
         """Plays the policy's move and those of the others."""
         env = state["env"]
-        done, info = env.step(reply.text)
+        done, _ = env.step(reply.text)
         invalid = 0.0
         if not done:
-            done, info = self._others(env)
+            done, _ = self._others(env)
         if done:
             rewards, told = env.close()
             points = float((rewards or {}).get(0, 0.0))
