@@ -1,4 +1,4 @@
-"""Episodes with others: a model that is not trained, a user, the policy in several roles, an expert.
+"""Episodes with others: an untrained model, a user, the policy in several roles, an expert.
 
     env = guided_env(endpoint("http://localhost:8000/v1", "some-model"), reward)
 
@@ -165,7 +165,7 @@ _SCORE = re.compile(r"<score>\s*([123])\s*</score>")
 
 
 def discussion_env() -> HostEnv:
-    """The policy solves, evaluates its solution and scores it, and is paid by the score (``comas``).
+    """The policy solves, evaluates and scores its solution, and is paid by the score (``comas``).
 
     No answer is known to anybody. Points of solution and evaluation are known once the score is,
     and are then paid for their own turns (``Feedback.earlier``).

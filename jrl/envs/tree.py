@@ -213,9 +213,8 @@ def beam(width: int, score: Score = worth) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
-        found = tree.open()
-        last = max((tree.nodes[i].depth for i in found), default=0)
-        level = [i for i in found if tree.nodes[i].depth == last]
+        last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
+        level = [i for i in tree.open() if tree.nodes[i].depth > last]
         return sorted(level, key=lambda i: -score(tree, i))[:width]
 
     return select

@@ -397,7 +397,7 @@ def node_advantages(width: float, bound: float) -> Transform:
         score = per_token(values, batch)
         node = jnp.where(live, batch.stats.get("node_value", score), 0)
         last = batch.ids.get("node", jnp.zeros(live.shape, jnp.int32))
-        leaf = jax.vmap(jax.vmap(_last_label))(last, live)
+        leaf = jnp.expand_dims(jax.vmap(jax.vmap(_last_label))(last, live), 2)
         soft = jnp.where(last == leaf, score, jnp.tanh(node / width) * bound)
         return soft - jnp.expand_dims(mean, 2), batch
 

@@ -118,9 +118,11 @@ def test_the_frontier_is_everywhere():
     a, b = tree.add(0, Step("a", entropy=0.1)), tree.add(0, Step("b", entropy=0.9))
     assert frontier()(tree) == [b]
     c = tree.add(b, Step("c", entropy=0.1))
-    mean_backup(tree, c, -5.0)  # the value of its parent is low now
+    assert frontier()(tree) == [c]  # deeper
+    tree.nodes[b].visits, tree.nodes[b].total = 1, -5.0  # and now behind a bad step
     assert frontier()(tree) == [a]
-    assert frontier(max_depth=1)(tree) == [a]
+    assert frontier(max_depth=2)(tree) == [a]
+    assert frontier(max_depth=1)(tree) == []
 
 
 def test_the_budget_of_tokens_ends_a_search():
