@@ -211,7 +211,7 @@ def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(repla
     ]
 
     def sample_run(config, *, prompts, count, checkpoint):
-        assert config.env.name == "nim"
+        assert config.data.env == "nim"
         return [{"prompt": "6*7?", "completion": "", "turns": said, "length": 5}]
 
     replace("jrl.evaluate", sample_run=sample_run)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,12 +43,15 @@ class McpServer:
         mcp = need("mcp", "mcp", "an MCP server")
         if not hasattr(mcp, "Client"):
             raise UserError("an MCP server needs mcp 2 or newer; pip install -U mcp")
-        self._name, self._client, self._target = server, mcp.Client, server
+        self._name, self._client = server, mcp.Client
+        self._connect = lambda: server
         if not isinstance(server, str):
-            command, *arguments = server
-            self._target = mcp.StdioServerParameters(
-                command=command, args=arguments, env=dict(variables or {}) or None
+            stdio = need("mcp.client.stdio", "mcp", "an MCP server")
+            told = mcp.StdioServerParameters(
+                command=server[0], args=list(server[1:]), env=dict(variables or {}) or None
             )
+            # What it writes to its standard error is not the run's.
+            self._connect = lambda: stdio.stdio_client(told, errlog=subprocess.DEVNULL)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jrl-mcp", daemon=True)
         self._thread.start()
@@ -138,7 +142,7 @@ class McpServer:
         """Opens a connection and answers requests at a time; ends with the connection."""
         waiting: set[asyncio.Task[None]] = set()
         try:
-            async with self._client(self._target) as client:
+            async with self._client(self._connect()) as client:
                 while (request := await requests.get()) is not None:
                     task = asyncio.create_task(_answer(client, *request, requests))
                     waiting.add(task)
@@ -164,7 +168,7 @@ async def _answer(
     except BaseException as error:
         if not answer.done():
             answer.set_exception(ConnectionError(_words(error)))
-        if not isinstance(error, asyncio.CancelledError) and type(error).__name__ != "MCPError":
+        if not isinstance(error, asyncio.CancelledError):
             requests.put_nowait(None)  # the connection is broken: the next request opens another
         return
     if not answer.done():

@@ -7,7 +7,9 @@ Another model is a ``Speaker``, any function from messages to text, sync or asyn
 
 from __future__ import annotations
 
+import contextvars
 import json
+import random
 import re
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 from jrl.envs.calls import run_either
 from jrl.envs.chat import Message
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.envs.tools import Tool, tool_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 
@@ -231,3 +234,150 @@ def expert_env(*, patches: int = 2, turns: int = 16) -> HostEnv:
     if patches < 0:
         raise UserError(f"patches = {patches}; must be at least 0")
     return HostEnv(init, step, limits=Limits(turns=turns))
+
+
+# ---------------------------------------------------------------- a patient
+
+
+class _Case(NamedTuple):
+    prompt: Prompt
+    turns: int
+    messages: tuple[Message, ...] = ()
+    asked: frozenset[str] = frozenset()
+
+
+UNKNOWN = "I do not know."
+"""What a patient answers who cannot tell."""
+
+
+def consultation_env(
+    patient: Speaker, examiner: Judge, *, turns: tuple[int, int] = (2, 10)
+) -> HostEnv:
+    """A doctor questions a patient, and gives a diagnosis before the turns are used up.
+
+    The environment of "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System
+    for Multi-Turn Clinical Dialogue" (arXiv:2505.19630), which trains with ``grpo``. A turn is
+    "Question: ..." or "Diagnosis: ..."; it is worth
+
+        1 for a question that the patient can answer, -1 for one that it cannot
+        -2 for a question asked before, -2 for a turn that is neither, -5 for the last turn
+        without a diagnosis, and for a diagnosis what the examiner says, 0 to 10
+
+    An episode may take a number of turns drawn from the group's seed, which the doctor is told.
+    A diagnosis worth half the points or more is a success.
+
+    Args:
+      patient: answers as "assistant"; ``UNKNOWN`` where it cannot tell. It is told the case in a
+        system message, the problem's answer.
+      examiner: (problem, diagnosis) -> 0 to 10 points, for diagnosis and recommendation.
+      turns: the least and the most of an episode.
+    """
+    least, most = turns
+
+    async def init(prompt: Prompt, seed: int) -> tuple[_Case, list[Message]]:
+        given = least + seed % (most - least + 1)
+        told = f"You have {given} turns. Each is one line, Question: ... or Diagnosis: ..."
+        return _Case(prompt, given), [_user(f"{prompt.text}\n{told}")]
+
+    async def step(case: _Case, reply: Reply) -> tuple[_Case, Feedback]:
+        kind, _, said = (part.strip() for part in reply.text.strip().partition(":"))
+        if kind.lower() == "diagnosis":
+            points = float(await run_either(examiner, case.prompt, said))
+            return case, Feedback((), points, True, points >= 5)
+        if reply.turn + 1 >= case.turns:
+            return case, Feedback((), -5.0, True)
+        if kind.lower() != "question" or not said:
+            return case, Feedback([_user("Write Question: ... or Diagnosis: ...")], -2.0)
+        if said.lower() in case.asked:
+            return case, Feedback([_user("You have asked that.")], -2.0)
+        system = {"role": "system", "content": str(case.prompt.answer)}
+        messages = (*case.messages, _user(said))
+        answer = await _said(patient, [system, *messages])
+        case = case._replace(
+            messages=(*messages, {"role": "assistant", "content": answer}),
+            asked=case.asked | {said.lower()},
+        )
+        return case, Feedback([_user(answer)], -1.0 if answer.strip() == UNKNOWN else 1.0)
+
+    if not 1 <= least <= most:
+        raise UserError(f"turns = {turns}; give the least, at least 1, and the most")
+    return HostEnv(init, step, limits=Limits(turns=most))
+
+
+# ---------------------------------------------------------------- a search that another model plays
+
+
+def noise_chance(progress: float, start: float, end: float, base: float = 4.0) -> float:
+    """How often a simulated search misleads, after a share ``progress`` of the training.
+
+    The curriculum of "ZeroSearch: Incentivize the Search Capability of LLMs without Searching"
+    (arXiv:2505.04588):
+
+        p = start + (base^progress - 1) / (base - 1) (end - start)
+
+    >>> noise_chance(0.0, 0.25, 0.5), noise_chance(0.5, 0.0, 0.75), noise_chance(1.0, 0.25, 0.5)
+    (0.25, 0.25, 0.5)
+    """
+    return start + (base ** min(progress, 1.0) - 1) / (base - 1) * (end - start)
+
+
+_DOCUMENTS = (
+    "You are a search engine. The user wants to answer: {question}\nThe answer is: {answer}\n"
+    "Write five documents of about 30 words for the query below, one a line, with {kind} "
+    "information.\nQuery: {query}"
+)
+
+
+def zero_search_env(
+    other: Speaker,
+    parser: Any,
+    reward: Callable[[Prompt, Reply], Any],
+    limits: Limits,
+    *,
+    episodes: int,
+    start: float = 0.0,
+    end: float = 0.5,
+) -> HostEnv:
+    """Questions with a search that another model plays, at first well and later worse.
+
+    ZeroSearch's environment (see ``noise_chance``), for any policy gradient: the paper trains with
+    ``reinforce_plus_plus``, ``grpo`` and ``ppo``. Whether a result is useful or noise is drawn from
+    the group's seed, so that members of a group that ask alike are answered alike.
+
+    Args:
+      other: writes the documents.
+      parser: of tool calls, of the policy's family.
+      reward: judges the last turn; the paper takes the F1 of the answer.
+      limits: of an episode.
+      episodes: of the whole run; progress is the share of them that has begun.
+      start: chance of noise at first.
+      end: chance of noise in the end.
+    """
+    begun = [0]
+    current: contextvars.ContextVar[tuple[Prompt, random.Random]] = contextvars.ContextVar("now")
+
+    async def search(query: str) -> str:
+        prompt, rng = current.get()
+        chance = noise_chance(begun[0] / max(episodes, 1), start, end)
+        kind = "noisy, useless" if rng.random() < chance else "useful"
+        asked = _DOCUMENTS.format(
+            question=prompt.text, answer=prompt.answer, query=query, kind=kind
+        )
+        return await _said(other, [_user(asked)])
+
+    query = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+    tool = Tool("search", "Searches the web.", query, search, limits.call_seconds)
+    env = tool_env([tool], parser, reward, limits)
+
+    async def init(prompt: Prompt, seed: int) -> tuple[Any, list[Message]]:
+        begun[0] += 1
+        session, messages = await env.init(prompt, seed)
+        return (session, random.Random(seed)), messages
+
+    async def step(state: Any, reply: Reply) -> tuple[Any, Feedback]:
+        session, rng = state
+        current.set((session.prompt, rng))
+        session, feedback = await env.step(session, reply)
+        return (session, rng), feedback
+
+    return env._replace(init=init, step=step)

@@ -20,6 +20,7 @@ needs_mcp = pytest.mark.skipif(not HERE, reason="mcp is not installed")
 SERVER = '''
 import os
 from mcp.server import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("sums")
 
@@ -28,7 +29,7 @@ server = MCPServer("sums")
 def add(a: int, b: int) -> int:
     """Adds two numbers."""
     if a == 13:
-        raise ValueError("not 13")
+        raise ToolError("not 13")
     if a == 99:
         os._exit(3)
     return a + b
@@ -75,7 +76,7 @@ def test_errors_are_told_to_the_policy_and_a_dead_server_is_started_again(server
 
     def said(**arguments):
         async def turn():
-            text = parser.render([Call("add", arguments)])
+            text = parser.render(Call("add", arguments))
             state, _ = await env.init(prompt, 0)
             return await env.step(state, Reply(text, text, np.zeros(1, np.int32), 0, False))
 

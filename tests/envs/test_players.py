@@ -9,13 +9,18 @@ import numpy as np
 import pytest
 
 from jrl.envs.host import EnvError, Feedback, Limits, Reply, check_env, check_feedback
+from jrl.envs.parsers import Call, get_parser
 from jrl.envs.players import (
+    UNKNOWN,
+    consultation_env,
     dialogue_env,
     discussion_env,
     endpoint,
     expert_env,
     guided_env,
+    noise_chance,
     pair_env,
+    zero_search_env,
 )
 from jrl.errors import UserError
 from jrl.types import Prompt
@@ -155,3 +160,50 @@ def test_an_endpoint_is_asked_as_openai_writes_it():
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
     assert (body["model"], body["max_tokens"], body["temperature"]) == ("some", 7, 0.5)
     assert body["messages"][0]["content"].endswith("Multiply.")
+
+
+def test_a_consultation_pays_turn_by_turn():
+    def patient(messages):
+        assert messages[0] == {"role": "system", "content": "flu"}
+        return UNKNOWN if "blood" in messages[-1]["content"] else "Yes, a fever."
+
+    def examiner(prompt, diagnosis):
+        return 8.0 if prompt.answer in diagnosis else 1.0
+
+    prompt = Prompt(0, "I feel ill.", np.zeros(0, np.int32), "flu")
+    env = consultation_env(patient, examiner, turns=(6, 6))
+    said = ["Question: fever?", "Question: blood?", "question: FEVER?", "Hm", "Diagnosis: flu"]
+    opening, *feedbacks = talk(env, said, prompt)
+    assert "You have 6 turns." in opening[0]["content"]
+    assert [f.reward[0] for f in feedbacks] == [1.0, -1.0, -2.0, -2.0, 8.0]
+    assert feedbacks[-1].done
+    assert feedbacks[-1].success
+    late = talk(consultation_env(patient, examiner, turns=(1, 1)), ["Question: fever?"], prompt)
+    assert (late[-1].reward, late[-1].done) == ((-5.0,), True)
+    with pytest.raises(UserError, match="turns = \\(3, 2\\)"):
+        consultation_env(patient, examiner, turns=(3, 2))
+
+
+def test_a_simulated_search_misleads_more_and_more():
+    asked = []
+
+    def other(messages):
+        asked.append(messages[0]["content"])
+        return "documents"
+
+    parser = get_parser("hermes")
+    env = zero_search_env(
+        other, parser, lambda p, r: float(p.answer in r.text), Limits(), episodes=40, end=1.0
+    )
+    text = parser.render(Call("search", {"query": "seven"}))
+    for _ in range(20):
+        _, told, end = talk(env, [text, "42"])
+        assert "documents" in told.messages[0]["content"]
+        assert end.success
+    early, late = asked[:20], []
+    for _ in range(40):
+        talk(env, [text])
+    late = asked[-20:]
+    assert sum("useless" in a for a in early) < sum("useless" in a for a in late) == 20
+    assert "The answer is: 42" in asked[0]
+    assert [noise_chance(x, 0.0, 0.75) for x in (0.0, 0.5, 1.0, 2.0)] == [0.0, 0.25, 0.75, 0.75]

@@ -34,7 +34,7 @@ def problem(answer):
 
 
 def call(name, **arguments):
-    return get_parser("hermes").render([Call(name, arguments)])
+    return get_parser("hermes").render(Call(name, arguments))
 
 
 def test_python_computes_and_the_number_is_judged():
