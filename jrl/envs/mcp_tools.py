@@ -144,35 +144,41 @@ class McpServer:
         try:
             async with self._client(self._connect()) as client:
                 while (request := await requests.get()) is not None:
-                    task = asyncio.create_task(_answer(client, *request, requests))
+                    task = asyncio.create_task(self._answer(client, *request, requests))
                     waiting.add(task)
                     task.add_done_callback(waiting.discard)
         except BaseException as error:
             _refuse(requests, error)
         finally:
-            self._requests = None
+            self._leave(requests)
             _refuse(requests, ConnectionError("the connection has ended"))
             for task in waiting:
                 task.cancel()
 
+    async def _answer(
+        self,
+        client: Any,
+        method: str,
+        arguments: tuple[Any, ...],
+        answer: concurrent.futures.Future[Any],
+        requests: asyncio.Queue[Any],
+    ) -> None:
+        try:
+            result = await getattr(client, method)(*arguments)
+        except BaseException as error:
+            if not answer.done():
+                answer.set_exception(ConnectionError(_words(error)))
+            if not isinstance(error, asyncio.CancelledError):
+                self._leave(requests)
+        else:
+            if not answer.done():
+                answer.set_result(result)
 
-async def _answer(
-    client: Any,
-    method: str,
-    arguments: tuple[Any, ...],
-    answer: concurrent.futures.Future[Any],
-    requests: asyncio.Queue[Any],
-) -> None:
-    try:
-        result = await getattr(client, method)(*arguments)
-    except BaseException as error:
-        if not answer.done():
-            answer.set_exception(ConnectionError(_words(error)))
-        if not isinstance(error, asyncio.CancelledError):
-            requests.put_nowait(None)  # the connection is broken: the next request opens another
-        return
-    if not answer.done():
-        answer.set_result(result)
+    def _leave(self, requests: asyncio.Queue[Any]) -> None:
+        """Ends a connection; the next request opens another."""
+        if self._requests is requests:
+            self._requests = None
+            requests.put_nowait(None)
 
 
 def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:
