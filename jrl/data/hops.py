@@ -90,4 +90,4 @@ def main(directory: str, held_out: int = 40) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -144,7 +144,9 @@ class McpServer:
         try:
             async with self._client(self._connect()) as client:
                 while (request := await requests.get()) is not None:
-                    task = asyncio.create_task(self._answer(client, *request, requests))
+                    method, arguments, answer = request
+                    asked = self._answer(client, method, arguments, answer, requests)
+                    task = asyncio.create_task(asked)
                     waiting.add(task)
                     task.add_done_callback(waiting.discard)
         except BaseException as error:

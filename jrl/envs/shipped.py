@@ -51,8 +51,8 @@ def python_math(
     for name in tools:
         if name not in TOOLS:
             raise choose("tools", name, TOOLS)
-        limits = SandboxLimits(seconds=seconds)
-        made.append(python_tool(Sandbox(limits)) if name == "python" else calculator_tool())
+        box = SandboxLimits(seconds=seconds)
+        made.append(python_tool(Sandbox(box)) if name == "python" else calculator_tool())
 
     def reward(prompt: Prompt, reply: Reply) -> float:
         return exact_reward([Sample(prompt, reply.text, reply.tokens, "stop_token")])[0]

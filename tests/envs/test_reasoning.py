@@ -19,6 +19,7 @@ def reply(text, turn=0):
 
 
 @pytest.mark.skipif(not HERE, reason="reasoning-gym is not installed")
+@pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_a_problem_is_answered_in_two_attempts():
     env = check_env(from_reasoning_gym("leg_counting", attempts=2))
     state, messages = env.init(PROMPT, 2**40 + 7)
