@@ -493,7 +493,10 @@ def mcts_dpo(base: Method, beta: Positive) -> Method:
         return pairs.logistic(beta * chosen.log_ratio, beta * rejected.log_ratio, 1 - chosen.weight)
 
     surrogate = pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
-    return base.with_(surrogate=surrogate).before(trust_by_visits())
+    return base.with_(
+        surrogate=surrogate,
+        unsupported="groups of siblings in a search tree: they are draws, or lists of the data",
+    ).before(trust_by_visits())
 
 
 @variant(dpo)
@@ -510,4 +513,4 @@ def step_q(base: Method) -> Method:
     is taken: ``envs.tree.best_action``. Not known: beta, and whether the log-ratio is divided
     by the action's length (here it is not). ``envs.tree.siblings`` makes such groups.
     """
-    return base
+    return base.with_(unsupported="choosing among another policy's draws as an episode is played")

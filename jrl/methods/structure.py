@@ -265,7 +265,11 @@ def supo(base: Method) -> Method:
     alike), and whether the statistics count unfinished episodes (here they do).
     """
     advantage = per_episode(base.objective.advantage)
-    return base.with_(advantage=advantage, aggregate=token_mean)
+    return base.with_(
+        advantage=advantage,
+        aggregate=token_mean,
+        unsupported="episodes that go on from a summary: the turns of an episode are one row",
+    )
 
 
 # ---------------------------------------------------------------- strata
@@ -425,5 +429,8 @@ def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Me
     Not known: eps_q (``width``) and q_max (``bound``), which the released code takes from a
     configuration that is not released; its mean is over the leaves, without a deviation, as here.
     """
-    advantage = node_advantages(width, bound)
-    return base.with_(advantage=advantage, aggregate=token_mean)
+    return base.with_(
+        advantage=node_advantages(width, bound),
+        aggregate=token_mean,
+        unsupported="groups drawn by a search: without one their members are drawn apart",
+    )

@@ -183,7 +183,11 @@ def bfs_prover(
     from time to time starts anew from the first weights on those that the current expert finds
     again. Not known: the band; a tenth at either end is a guess.
     """
-    return base.with_(draw=Draw(), advantage=middle_steps(low, high, success))
+    return base.with_(
+        draw=Draw(),
+        advantage=middle_steps(low, high, success),
+        unsupported="groups drawn by a search, a prover, and starting anew",
+    )
 
 
 def tree_targets(correct: float) -> Transform:
@@ -228,4 +232,5 @@ def alphamath(base: Method, beta: Positive = 0.1, correct: Positive = 0.5) -> Me
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
+        unsupported="groups drawn by a search: without one their members are drawn apart",
     )
