@@ -224,17 +224,22 @@ def sample(
         typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
+    env: Annotated[
+        str | None, typer.Option("--env", help="Environment to watch it play in; else the run's.")
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Sample completions from a policy and print them.
+
+    An episode is printed turn by turn. --env NAME is short for data.env=NAME.
 
     The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...), and
     each prompt gets sampling.group completions.
 
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
-    chosen = _read(target, overrides)
+    chosen = _read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
     _prepare_jax()
     from jrl.evaluate import sample_run
 
