@@ -27,6 +27,7 @@ import numpy as np
 from jrl.compiles import enable_compile_cache
 from jrl.config import Config
 from jrl.config_io import as_tree, build_config
+from jrl.envs import KNOWN
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
 from jrl.sampling.params import make_sampling_params
@@ -119,7 +120,8 @@ def compare(
       config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. The first seed
         is ``config.seed``.
       methods: by name, with default coefficients.
-      tasks: procedural tasks, NAME or NAME:DIFFICULTY.
+      tasks: procedural tasks, NAME or NAME:DIFFICULTY, and environments, by name. That of
+        ``config`` keeps its options.
       seeds: runs of each method on each task.
       out: a new directory.
       echo: receives lines of progress.
@@ -174,7 +176,7 @@ def _runs(
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
         if config.task is None or config.task.name != name or difficulty:
-            tree["data"] = {"task": name}
+            tree["data"] = {"env" if name in KNOWN else "task": name}
         if difficulty:
             tree["data"]["difficulty"] = int(difficulty)
         tree["train"] |= {"mode": "compiled"}

@@ -151,6 +151,6 @@ def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
     run = CliRunner().invoke(
         app, ["compare", "configs/tiny.toml", "--out", str(out), "data.task=", "data.difficulty="]
     )
-    assert "data.task is missing; name procedural tasks with --task" in run.output
+    assert "data.task is missing; name tasks or environments with --task" in run.output
     run = CliRunner().invoke(app, ["compare", "configs/tiny.toml", "--out", str(out)])
     assert "already holds a comparison; name a new directory" in run.output
