@@ -100,6 +100,7 @@ def test_all_methods_begin_at_one_warm_start_and_see_the_same_problems(small):
     assert rows[0]["reward"][1] != rows[2]["reward"][1]
 
 
+@pytest.mark.slow
 def test_environments_are_compared_with_their_turns(tmp_path):
     changes = ["data={env='guess_number', numbers=4, turns=3}", "rewards={}", "warmup.steps=0"]
     compare(

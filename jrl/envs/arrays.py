@@ -135,7 +135,7 @@ def array_env(
 
     def step(playing: Playing, tokens: Array, length: Array, key: Array) -> tuple[Playing, Turn]:
         of_step, of_others = jax.random.split(key)
-        player = game.player(playing.state).astype(jnp.int32)
+        player = game.player(playing.state).astype(jnp.int32) if game.players > 1 else jnp.int32(0)
         letters = tokens - 2 - len(symbols)
         action = letters[0] if width == 1 else letters[0] * len(LETTERS) + letters[1]
         valid = jnp.all((letters >= 0) & (letters < len(LETTERS))) & (action < game.actions)

@@ -71,7 +71,8 @@ def turns_of(env, split, seed, letters="ABC"):
     while len(taken) < env.turns:
         letter = str(rng.choice(list(letters)))
         tokens = jnp.array(env.tokenizer.encode(letter))
-        state, turn = jax.device_get(step(state, tokens, jnp.int32(1), jax.random.key(len(taken))))
+        key = jax.random.key(100 * seed + len(taken))
+        state, turn = jax.device_get(step(state, tokens, jnp.int32(1), key))
         taken.append((letter, turn))
         if turn.done:
             break

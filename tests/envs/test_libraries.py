@@ -25,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 @pytest.fixture
 def library(request):
     """A library of the extra "games"; its own warnings on import are none of ours."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), jax.numpy_rank_promotion("allow"):
         warnings.simplefilter("ignore")
-        return pytest.importorskip(request.param)
+        yield pytest.importorskip(request.param)
 
 
 def uses(name):

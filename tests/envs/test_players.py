@@ -187,8 +187,9 @@ def test_an_evaluation_plays_one_side_against_a_perfect_player(params):
 
 def test_the_solution_plays_both_sides_to_the_end():
     start = ENV.generate(jax.random.key(1), "train")
-    tokens, length, log = jax.device_get(scripted(KEY, start, env=ENV))
-    players = np.asarray(log.players)[0][: int(log.count)]
+    tokens, length, rows = jax.device_get(scripted(KEY, start, env=ENV))
+    log = jax.tree.map(lambda x: x[0], rows)
+    players = np.asarray(log.players)[: int(log.count)]
     assert players.tolist() == [i % 2 for i in range(len(players))]
     assert log.points.sum() == 1
     assert log.success.sum() == 1
