@@ -147,8 +147,8 @@ def play(
         rollout = with_routing(rollout, of_prompts, results.experts)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
     paid = jnp.where(mask, tokens["paid"], 0.0)
-    ids = tokens["turn"], tokens["state"], tokens["role"]
-    return Episodes(rollout, *ids, paid, success, turns), steps.sum()
+    labels = tokens["turn"], tokens["state"], tokens["role"]
+    return Episodes(rollout, *labels, paid, success, turns), steps.sum()
 
 
 def check_room(env: Env, network: Network) -> None:
