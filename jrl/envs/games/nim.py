@@ -15,7 +15,7 @@ from flax import struct
 
 from jrl.data.tasks.base import check_range
 from jrl.envs.base import Env, Turn
-from jrl.errors import choose
+from jrl.errors import UserError, choose
 from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
 
@@ -32,7 +32,7 @@ class Board(struct.PyTreeNode):
     perfect: Array
 
 
-def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect") -> Env:
+def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float = 0.0) -> Env:
     """A point for the player that takes the last object; an illegal move loses.
 
     The policy moves first, from heaps of 1 to ``most`` objects each, all equally likely in both
@@ -45,6 +45,8 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect") -> Env:
       opponent: "perfect" leaves an exclusive or of 0 where it can, and takes one object from the
         largest heap where it cannot; "random" draws one of the legal moves; "self" is the policy,
         which then is paid for both players, and meets a perfect player in the split "eval".
+      illegal: points for an illegal move, 0 or less. Against a perfect player, weights at random
+        never win; that a legal move is better than none then has to be learned first.
 
     Returns:
       The Env. The identity of a state is its heaps. With "self" every reply begins with the heaps
@@ -57,8 +59,10 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect") -> Env:
     check_range("data.most", most, 1, 9)
     if opponent not in OPPONENTS:
         raise choose("data.opponent", opponent, OPPONENTS)
+    if not isinstance(illegal, int | float) or illegal > 0:
+        raise UserError(f"data.illegal = {illegal!r}; give points, 0 or less")
     if opponent == "self":
-        return _against_itself(heaps, most)
+        return _against_itself(heaps, most, illegal)
     base = (most + 1) ** jnp.arange(heaps)
 
     def init(key: Array, split: str) -> tuple[Array, Array, Array]:
@@ -75,7 +79,7 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect") -> Env:
         return after, Turn(
             reply=shown.astype(jnp.int32),
             count=jnp.int32(heaps + 2),
-            reward=won.astype(jnp.float32),
+            reward=jnp.where(legal, won, illegal).astype(jnp.float32),
             done=~legal | won | (after.sum() == 0),
             success=won,
             state_id=jnp.sum(left * base).astype(jnp.int32),
@@ -108,7 +112,7 @@ def _after_turn(left: Array, tokens: Array) -> tuple[Array, Array]:
     return jnp.where(legal, left.at[heap].add(-taken, mode="drop"), left), legal
 
 
-def _against_itself(heaps: int, most: int) -> Env:
+def _against_itself(heaps: int, most: int, illegal: float) -> Env:
     """``nim`` with the policy as both players."""
     single = nim(heaps, most, "perfect")
     base = (most + 1) ** jnp.arange(heaps)
@@ -127,6 +131,7 @@ def _against_itself(heaps: int, most: int) -> Env:
         winner = jnp.where(legal & (mine.sum() == 0), board.player, other)
         done = ended | lost
         won = done & (jnp.arange(2) == winner)
+        failed = ~legal & (jnp.arange(2) == board.player)
         move = jnp.stack([theirs + HEAP_A, number + DIGIT_0])
         return Board(
             left=jnp.where(board.perfect, answered, mine),
@@ -135,7 +140,7 @@ def _against_itself(heaps: int, most: int) -> Env:
         ), Turn(
             reply=jnp.concatenate([mine + DIGIT_0, move, answered + DIGIT_0]).astype(jnp.int32),
             count=jnp.where(board.perfect, 2 * heaps + 2, heaps).astype(jnp.int32),
-            reward=won.astype(jnp.float32),
+            reward=jnp.where(failed, illegal, won).astype(jnp.float32),
             done=done,
             success=won,
             state_id=jnp.sum(board.left * base).astype(jnp.int32),
