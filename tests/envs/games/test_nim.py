@@ -109,7 +109,7 @@ def test_an_illegal_move_may_cost_points(opponent):
     env = get_env("nim", heaps=2, most=3, opponent=opponent, illegal=-0.5)
     state = env.generate(jax.random.key(0), "train").state
     tokens = jnp.array(env.tokenizer.encode("c1"))
-    after, turn = jit(env.step)(state, tokens, jnp.int32(2), jax.random.key(0))
+    _, turn = jit(env.step)(state, tokens, jnp.int32(2), jax.random.key(0))
     assert bool(turn.done)
     assert np.asarray(turn.reward).tolist() == (-0.5 if opponent == "perfect" else [-0.5, 1.0])
     assert not np.asarray(turn.success).ravel()[0]
