@@ -52,6 +52,13 @@ class RunTable(Table):
         " holds a run; must: refuse one that does not",
     )
 
+    @field_validator("dir")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError("must be a path; `run.dir=` on the command line removes the key")
+        return value
+
 
 # ---------------------------------------------------------------- the policy
 
@@ -138,7 +145,7 @@ Size = Annotated[int, AfterValidator(_size)]
 class SamplingTable(Table):
     """How completions are drawn."""
 
-    group: int = key(8, "completions per prompt", ge=1)
+    group: int = key(8, "completions per prompt", ge=1, le=1_000_000)
     temperature: float = key(1.0, "softmax temperature; 0 takes the likeliest token", ge=0)
     top_k: int = key(0, "keep the k likeliest tokens; 0 keeps all", ge=0)
     top_p: float = key(1.0, "keep the smallest set with this probability", gt=0, le=1)
@@ -195,7 +202,7 @@ class RewardTable(Table):
 class RewardPoolTable(Table):
     """The processes that run reward functions."""
 
-    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0)
+    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0, le=1024)
     timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
         4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
@@ -274,6 +281,11 @@ class EvalTable(Table):
         1, "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it", ge=1
     )
     temperature: float = key(0.0, "softmax temperature in evaluation", ge=0)
+    dtype: DType | None = key(
+        None,
+        "type of activations in evaluation, by default model.dtype; with 16-bit weights float32"
+        " makes results depend least on batch, mesh and device (docs/runs.md)",
+    )
 
     @property
     def pass_k(self) -> tuple[int, ...]:
@@ -303,6 +315,13 @@ class CheckpointTable(Table):
         " before it, such as -loss, the least is best",
     )
 
+    @field_validator("best")
+    @classmethod
+    def _names_a_metric(cls, value: str | None) -> str | None:
+        if value is not None and not value.removeprefix("-").strip():
+            raise ValueError("must be a metric's name, such as eval/accuracy or -loss")
+        return value
+
 
 class WatchTable(Table):
     """A limit on a metric, and what happens where it is broken."""
@@ -323,6 +342,11 @@ class WatchTable(Table):
             raise ValueError(
                 'action = "skip" looks at each step alone, inside the training step: it takes above'
                 " and below; leave steps, grows and falls out"
+            )
+        if self.above is not None and self.below is not None and self.above < self.below:
+            raise ValueError(
+                f"above = {self.above:g} is less than below = {self.below:g}: every value breaks"
+                " one of them; above is the largest value allowed, below the least"
             )
         return self
 
@@ -372,10 +396,12 @@ class LogTable(Table):
     """What is kept of a run besides metrics.jsonl."""
 
     KEPT: ClassVar[int] = 8
-    """Rollouts kept each time."""
+    """As many whole groups are kept each time as have this many members."""
 
     samples_every: int = key(
-        10, "training steps between the rollouts kept in samples.jsonl, 8 each time; 0: none", ge=0
+        10,
+        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
+        ge=0,
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],

@@ -19,7 +19,7 @@ import numpy as np
 from jrl.envs.calls import Answer, Calls
 from jrl.envs.chat import Format
 from jrl.envs.episode import Episode, call_init, call_step, shared_start
-from jrl.envs.host import Feedback, HostEnv
+from jrl.envs.host import EnvError, Feedback, HostEnv
 from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows, More, Start
@@ -322,7 +322,11 @@ class _Game:
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
     ) -> None:
         """Pays the turn, and ends the episode or lets it go on behind the answer."""
-        episode.pay(feedback)
+        try:
+            episode.pay(feedback)
+        except EnvError as error:
+            self._fail(episode, str(error))
+            return
         if episode.last == StopReason.LENGTH and episode.length >= episode.room:
             self._end(episode, StopReason.LENGTH)
         elif feedback.done:

@@ -406,12 +406,13 @@ def _after_step(
     cursor: int,
 ) -> None:
     """Writes, says and saves what is due after a step on the host."""
+    shown = metrics.pop("advantages", None)
     with waiting("training", of=f"step {done}", limited=False):
         record = records.after_step(done, state, metrics | groups.counts, cursor)
     progress.step(done, record)
     for line in records.check(done, record):
         progress.note(f"warning: {line}")
-    records.write_samples_if_due(done, groups)
+    records.write_samples_if_due(done, groups, shown)
     if not records.rolls_back:
         records.save_if_due(done, state)
     records.end_if_broken(state)
@@ -447,11 +448,14 @@ def _compiled_loop(
             until = min(e * (done // e + 1) for e in stops)
             steps = min(until - done, config.train.steps - done, SEGMENT)
             if steps not in compiled:
-                compiled[steps] = jax.jit(
+                segment = jax.jit(
                     partial(iterate, iteration, steps=steps),
                     out_shardings=(shardings, replicated(run.mesh)),
                     donate_argnums=0,
                 )
+                # Before the clock runs, so that the steps' time is their own.
+                compiled[steps] = segment.lower(state, sampling_params).compile()
+                records.start_clock()
             state, curves = compiled[steps](state, sampling_params)
             with waiting("training", of=f"steps {done + 1} to {done + steps}", limited=False):
                 curves = jax.device_get(curves)

@@ -372,13 +372,20 @@ class RunRecords:
         self.checkpoints.wait()
         raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
 
-    def write_samples_if_due(self, done: int, groups: Groups) -> None:
-        """Some of a step's completions, for people to read."""
+    def write_samples_if_due(self, done: int, groups: Groups, advantages: Any = None) -> None:
+        """Some of a step's completions, for people to read.
+
+        Args:
+          done: steps done.
+          groups: of the step.
+          advantages: [groups, G, T] float32 of the first groups, if they are known.
+        """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
             task = None if run.data.judged else run.task
             names = run.rewards.weights
-            records = samples_of(groups, run.tokenizer, task, names, log.KEPT)
+            known = None if advantages is None else jax.device_get(advantages)
+            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
@@ -446,7 +453,9 @@ class RunRecords:
         metrics: dict[str, float] = {}
         if self._evaluator.available and not trains_reward(self.config):
             found = self._evaluator(state.key, policy_of(state, self.run.network))
-            self._writer.write_samples(int(state.step), found.samples[: self.config.log.KEPT])
+            groups = -(-self.config.log.KEPT // self.config.eval.samples)  # whole ones
+            kept = found.samples[: groups * self.config.eval.samples]
+            self._writer.write_samples(int(state.step), kept)
             metrics |= found.metrics
         return metrics if self._judged is None else metrics | self._judged(state)
 

@@ -79,6 +79,7 @@ def make_step(
     router: RouterLosses = NO_LOSSES,
     replay_routing: bool = False,
     skip: Callable[[Metrics], Array] | None = None,
+    shown: int = 0,
 ) -> Step:
     """A training step as a pure function of (state, batch, distribution).
 
@@ -101,6 +102,8 @@ def make_step(
         the policy's tokens there in training, too.
       skip: the step's metrics -> [] bool, whether to leave the whole update out, such as
         ``watch.skip_rule``; counted in ``skipped_steps``.
+      shown: first groups whose advantages are returned too, for people: "advantages" [shown, G, T]
+        float32; 0 for none.
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
@@ -166,7 +169,7 @@ def make_step(
         )
         if "ref" in state.frozen:
             state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
-        return state, metrics
+        return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
     return step
 

@@ -212,6 +212,12 @@ def evaluation(config):
     return found.metrics, len(found.samples)
 
 
+def evaluated_in(config):
+    """The dtype of an evaluation's activations."""
+    network = Evaluator(build.setup(config), None).run.network
+    return [str(x.dtype) for x in jax.tree.leaves(network.init_cache(1, 8))]
+
+
 def judge(config):
     """The reward part that accuracy is measured by."""
     return (build.setup(config).rewards.judge,)
@@ -289,6 +295,7 @@ ON_TASK = {
     "eval.every": (whole_run, "eval.every=2", COLD),
     "eval.problems": (evaluation, "eval.problems=4"),
     "eval.samples": (evaluation, "eval.samples=3", *EVALS),
+    "eval.dtype": (evaluated_in, "eval.dtype=bfloat16"),
     "eval.temperature": (eval_sampling_params, "eval.temperature=2.0", *EVALS),
     "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),

@@ -1,5 +1,6 @@
 """`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
 
+import importlib.util
 import json
 import re
 import signal
@@ -21,7 +22,8 @@ from jrl.models.transformer import transformer
 from jrl.train import loop
 from jrl.train.loop import train
 
-GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k.toml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+GSM8K = CONFIGS / "gsm8k.toml"
 CHAT = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -179,6 +181,68 @@ def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     assert found["turns"] == 1
     assert found["success"] == pytest.approx(found["accuracy"])
     assert found["failed"] == 0
+
+
+def shipped(place, run, name, *more):
+    """A configuration that is shipped, with the tiny model and one step."""
+    return load_config(
+        CONFIGS / f"{name}.toml",
+        [
+            f"run.dir={json.dumps(str(run))}",
+            f"model.path={json.dumps(str(place / 'model'))}",
+            "model.dtype=float32",
+            "model.remat=none",
+            "data.max_prompt_tokens=160",
+            "sampling.group=2",
+            "sampling.max_new_tokens=90",
+            "optimizer.warmup_steps=0",
+            "train.prompts=2",
+            "train.steps=1",
+            "train.microbatches=1",
+            "mesh.fsdp=1",
+            "eval.problems=2",
+            "eval.samples=1",
+            *more,
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("search", ["data.options.system=", "data.options.turn_tokens=20"]),
+        pytest.param(
+            "gsm8k_python",
+            ["data.options.turn_tokens=20", "data.train={train}", "data.eval={eval}"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "textarena",
+            ["data.options.turn_tokens=8", "data.max_prompt_tokens=250", "data.options.turns=2"],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("textarena") is None, reason="it is not installed"
+                ),
+            ],
+        ),
+    ],
+)
+def test_shipped_configurations_of_environments_take_a_step(
+    place, tmp_path, monkeypatch, name, more
+):
+    monkeypatch.chdir(CONFIGS.parent)
+    files = {n: json.dumps(str(place / f"{n}.jsonl")) for n in ("train", "eval")}
+    more = [m.format(**files) if "=" in m and "{" in m else m for m in more]
+    config = shipped(place, tmp_path / "run", name, *more)
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(tmp_path / "run")
+    assert record["episodes"] == 4
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    found = evaluate_run(config)
+    assert {"success", "turns", "failed"} <= found.keys()
+    if name != "textarena":
+        assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
 
 
 @pytest.mark.slow
