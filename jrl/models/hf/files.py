@@ -195,7 +195,7 @@ def load(
             for name, tensor in wanted.items():
                 if found[name].file == path:
                     value = file.get_tensor(name)
-                    if not _finite(value):
+                    if not is_finite(value):
                         raise UserError(
                             f"{path}: tensor {name!r} holds numbers that are not finite; the "
                             "checkpoint is damaged, or of a run that diverged"
@@ -211,7 +211,7 @@ def load(
     return config, params
 
 
-def _finite(value: np.ndarray) -> bool:
+def is_finite(value: np.ndarray) -> bool:
     """Whether no number is NaN or infinite: such have all bits of the exponent set.
 
     On the bits, because NumPy has to convert 16-bit floats one by one to look at them.
