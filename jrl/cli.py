@@ -59,8 +59,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            end_within(60)  # whatever thread of a reward function still holds the process
+        if isinstance(end.code, int) and end.code:
+            end_within(60, end.code)  # whatever thread of a reward still holds the process
         raise
 
 
@@ -224,17 +224,22 @@ def sample(
         typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
+    env: Annotated[
+        str | None, typer.Option("--env", help="Environment to watch it play in; else the run's.")
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Sample completions from a policy and print them.
+
+    An episode is printed turn by turn. --env NAME is short for data.env=NAME.
 
     The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...), and
     each prompt gets sampling.group completions.
 
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
-    chosen = _read(target, overrides)
+    chosen = _read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
     _prepare_jax()
     from jrl.evaluate import sample_run
 
@@ -336,19 +341,25 @@ def convert(
     typer.echo(str(directory))
 
 
-@app.command(short_help="Plot a run, and write its HTML page.", no_args_is_help=True)
+@app.command(short_help="Write the page of a run, or of several.", no_args_is_help=True)
 def report(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run directories, of finished or running runs."),
     ],
 ) -> None:
-    """Plot a run, and write one self-contained HTML page with its curves and samples.
+    """Plot a run, and write one self-contained HTML page with its health, curves and samples.
 
-    The page is RUN/report/index.html; it needs no network and can be shared as one file.
+    The page is RUN/report/index.html; it needs no network and can be shared as one file. Of several
+    runs it is report/overlay.html of the first: curves over each other, runs that differ by their
+    seed alone as a mean with an interval, and where the configurations differ.
+
+    Example: jrl report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1
     """
+    from jrl.overlay import write_overlay
     from jrl.report import write_report
 
-    typer.echo(str(write_report(run)))
+    typer.echo(str(write_report(runs[0]) if len(runs) == 1 else write_overlay(runs)))
 
 
 @app.command(short_help="List training methods.")
@@ -501,11 +512,13 @@ def compare(
     steps: Annotated[int | None, typer.Option(help="Training steps.", min=1)] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Procedural tasks, comma-separated: NAME or NAME:DIFFICULTY."),
+        typer.Option(
+            help="Tasks, comma-separated: NAME or NAME:DIFFICULTY, or an environment's NAME."
+        ),
     ] = None,
     out: Annotated[str, typer.Option(help="New directory to write to.")] = "comparison",
 ) -> None:
-    """Train methods on procedural tasks with several seeds each, and compare their accuracy.
+    """Train methods on tasks or environments, several seeds each, and compare their accuracy.
 
     The seeds of a method run in one program, and all methods start from the same warm start. Writes
     results.jsonl, comparison.md, .json and .png: interquartile means with bootstrap intervals.
@@ -516,7 +529,7 @@ def compare(
     chosen = _read(config, changes)
     tasks = task or (chosen.task and chosen.task.name)
     if not tasks:
-        raise UserError("data.task is missing; name procedural tasks with --task")
+        raise UserError("data.task is missing; name tasks or environments with --task")
     from jrl.compare import compare as run_comparison
 
     names = [name.strip() for name in methods.split(",")]

@@ -4,7 +4,8 @@ Reports as "Deep Reinforcement Learning at the Edge of the Statistical Precipice
 (arXiv:2108.13264) advises: the interquartile mean over all runs of all tasks, with confidence
 intervals from a bootstrap that resamples the runs of each task.
 
-    results.jsonl    a line for each task, method and seed: accuracies, and the reward of each step
+    results.jsonl    a line for each task, method and seed: accuracies (in an environment turns,
+                     too), and the reward of each step
     comparison.json  the table's numbers and the configuration
     comparison.md    the table
     comparison.png   intervals, and rewards over steps (with the extra plot)
@@ -27,8 +28,10 @@ import numpy as np
 from jrl.compiles import enable_compile_cache
 from jrl.config import Config
 from jrl.config_io import as_tree, build_config
+from jrl.envs import KNOWN, Env
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
+from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.build import Run
@@ -119,7 +122,8 @@ def compare(
       config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. The first seed
         is ``config.seed``.
       methods: by name, with default coefficients.
-      tasks: procedural tasks, NAME or NAME:DIFFICULTY.
+      tasks: procedural tasks, NAME or NAME:DIFFICULTY, and environments, by name. That of
+        ``config`` keeps its options.
       seeds: runs of each method on each task.
       out: a new directory.
       echo: receives lines of progress.
@@ -142,7 +146,7 @@ def compare(
     results: list[dict[str, Any]] = []
     for task in tasks:
         start = _Start(runs[task, methods[0]], keys)
-        echo(f"{task}: accuracy {float(start.accuracy.mean()):.3f} after the warm start")
+        echo(f"{task}: accuracy {float(start.found['accuracy'].mean()):.3f} before")
         for method in methods:
             began = time.perf_counter()
             rows = _train(runs[task, method], keys, start)
@@ -174,7 +178,7 @@ def _runs(
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
         if config.task is None or config.task.name != name or difficulty:
-            tree["data"] = {"task": name}
+            tree["data"] = {"env" if name in KNOWN else "task": name}
         if difficulty:
             tree["data"]["difficulty"] = int(difficulty)
         tree["train"] |= {"mode": "compiled"}
@@ -195,11 +199,11 @@ class _Start:
 
     def __init__(self, run: Run, keys: Array) -> None:
         make, _ = programs.state_layout(run)
-        warmup, task = run.config.warmup, run.task
+        warmup, task, given = run.config.warmup, run.task, hf.in_memory(run.params)
         assert task is not None
 
         def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, run.params, {})
+            state = make(key, given, {})
             policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(
@@ -225,12 +229,14 @@ class _Start:
             samples=table.samples,
         )
 
-        def accuracy(key: Array, policy: Params) -> Array:
-            return evaluate(key, policy).rewards[..., 0].mean()
+        def measured(key: Array, policy: Params) -> dict[str, Array]:
+            groups = evaluate(key, policy)
+            turns = {"turns": groups.ids["stratum"].mean()} if isinstance(task, Env) else {}
+            return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
-        self.measure = jax.jit(jax.vmap(accuracy))
+        self.measure = jax.jit(jax.vmap(measured))
         self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)
-        self.accuracy = np.asarray(self.measure(self.roots, self.policies))
+        self.found = jax.device_get(self.measure(self.roots, self.policies))
 
 
 def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
@@ -245,16 +251,16 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
         return policy_of(state, run.network), curves
 
     policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
-    after = np.asarray(start.measure(start.roots, policies))
+    after = jax.device_get(start.measure(start.roots, policies))
     rewards, skipped = np.asarray(curves["reward"]), np.asarray(curves["skipped_updates"]).sum(1)
     return [
         {
-            "accuracy_before": float(start.accuracy[i]),
-            "accuracy_after": float(after[i]),
+            **{f"{name}_before": float(x[i]) for name, x in start.found.items()},
+            **{f"{name}_after": float(x[i]) for name, x in after.items()},
             "skipped_updates": int(skipped[i]),
             "reward": [round(float(x), 4) for x in rewards[i]],
         }
-        for i in range(len(after))
+        for i in range(len(keys))
     ]
 
 
@@ -273,22 +279,26 @@ def write_comparison(
 
     Returns:
       The content of comparison.json: "methods" by name, best first, each with an ``Interval`` of
-      the held-out accuracy for each task and for "all".
+      the held-out accuracy for each task and for "all", and of an environment's turns.
     """
     tasks = list(dict.fromkeys(row["task"] for row in results))
     methods = list(dict.fromkeys(row["method"] for row in results))
-    found = {}
-    for method in methods:
+    played = [row["task"] for row in results if "turns_after" in row]  # in environments
+
+    def interval(method: str, figure: str, *of: str) -> dict[str, float]:
         columns = [
-            [r["accuracy_after"] for r in results if (r["task"], r["method"]) == (task, method)]
-            for task in tasks
+            [r[figure] for r in results if (r["task"], r["method"]) == (task, method)]
+            for task in of
         ]
         scores = np.array(columns, np.float64).T
-        each = {
-            task: stratified_interval(scores[:, i : i + 1], seed=config.seed)._asdict()
-            for i, task in enumerate(tasks)
-        }
-        found[method] = {"all": stratified_interval(scores, seed=config.seed)._asdict()} | each
+        return stratified_interval(scores, seed=config.seed)._asdict()
+
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for method in methods:
+        found[method] = {"all": interval(method, "accuracy_after", *tasks)}
+        found[method] |= {task: interval(method, "accuracy_after", task) for task in tasks}
+        turns = [task for task in tasks if task in played]
+        found[method] |= {f"{task}, turns": interval(method, "turns_after", task) for task in turns}
     found = dict(sorted(found.items(), key=lambda item: -item[1]["all"]["value"]))
     before = {
         task: float(np.mean([r["accuracy_before"] for r in results if r["task"] == task]))
@@ -303,29 +313,34 @@ def write_comparison(
         "config": as_tree(config),
     }
     write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
-    write_atomic(out / "comparison.md", _markdown(table, tasks))
+    write_atomic(out / "comparison.md", _markdown(table))
     if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
         _draw(out / "comparison.png", results, found, tasks)
     return table
 
 
-def _markdown(table: Mapping[str, Any], tasks: Sequence[str]) -> str:
+def _markdown(table: Mapping[str, Any]) -> str:
     def cell(interval: Mapping[str, float]) -> str:
         return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
     starts = ", ".join(f"{task} {x:.3f}" for task, x in table["accuracy_before"].items())
+    columns = [*next(iter(table["methods"].values()))]
     lines = [
         f"Held-out accuracy after {table['steps']} steps, {table['seeds']} seeds: interquartile",
         "mean and 95 % stratified bootstrap interval (arXiv:2108.13264). All methods start from",
-        f"the same warm start: {starts}.",
+        f"the same policy: {starts}.",
         "",
-        "| " + " | ".join(["method", "all", *tasks]) + " |",
-        "| --- " * (len(tasks) + 2) + "|",
+        "| " + " | ".join(["method", *columns]) + " |",
+        "| --- " * (len(columns) + 1) + "|",
     ]
     for name, intervals in table["methods"].items():
-        cells = [name, *(cell(intervals[column]) for column in ("all", *tasks))]
+        cells = [name, *(cell(intervals[column]) for column in columns)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+FEW = 8
+"""Methods up to which their rewards are lines of their own; more are rows of a picture."""
 
 
 def _draw(
@@ -334,32 +349,64 @@ def _draw(
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
     tasks: Sequence[str],
 ) -> None:
-    """Intervals on the left, rewards of each task on the right."""
+    """Intervals on the left, best method on top; rewards of each task on the right.
+
+    The rewards of many methods are rows in the order of the intervals, since no eye tells some two
+    dozen lines and colours apart.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    names = list(found)
-    palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
-    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
-    figure = Figure(figsize=(4.6 * (1 + len(tasks)), 1.6 + 0.3 * len(names)), layout="constrained")
+    names, few = list(found), len(found) <= FEW
+    size = (4.6 + 4.2 * len(tasks), max(3.0, 1.4 + 0.27 * len(names)))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
-    for y, name in enumerate(reversed(names)):
-        every = found[name]["all"]
-        width = every["high"] - every["low"]
-        axes[0].barh(y, width, left=every["low"], height=0.6, color=colours[name], alpha=0.7)
-        axes[0].plot([every["value"]] * 2, [y - 0.3, y + 0.3], color="black", lw=1.5)
-    axes[0].set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
-    axes[0].set_title("Accuracy, all tasks: IQM, 95 %", fontsize=10, loc="left")
+    palette = matplotlib.colormaps["Dark2" if few else "viridis"]
+    colours = {name: palette(i) if few else palette(0.35) for i, name in enumerate(names)}
+    _draw_intervals(axes[0], {name: found[name]["all"] for name in names}, colours)
     for axis, task in zip(axes[1:], tasks, strict=True):
-        for name in names:
-            rows = [r["reward"] for r in results if (r["task"], r["method"]) == (task, name)]
-            curve = interquartile_mean(np.array(rows).T)
-            axis.plot(np.arange(1, len(curve) + 1), curve, color=colours[name], lw=1.2, label=name)
         axis.set_title(f"{task}: reward (IQM over seeds)", fontsize=10, loc="left")
-        axis.set_xlabel("step", fontsize=8)
-    axes[-1].legend(fontsize=7, loc="lower right")
-    for axis in axes:
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=90)
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=9)
+        curves = {name: _reward_curve(results, task, name) for name in names}
+        if few:
+            for name, curve in curves.items():
+                axis.plot(np.arange(1, len(curve) + 1), curve, color=colours[name], label=name)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        else:
+            _draw_rows(figure, axis, list(curves.values()))
+    if few:
+        axes[-1].legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _reward_curve(results: Sequence[Mapping[str, Any]], task: str, method: str) -> np.ndarray:
+    rows = [r["reward"] for r in results if (r["task"], r["method"]) == (task, method)]
+    return interquartile_mean(np.array(rows).T)
+
+
+def _draw_intervals(
+    axis: Any, intervals: Mapping[str, Mapping[str, float]], colours: Mapping[str, Any]
+) -> None:
+    """A bar and a number for each method, the first one on top."""
+    for y, (name, every) in enumerate(intervals.items()):
+        width = every["high"] - every["low"]
+        axis.barh(y, width, left=every["low"], height=0.6, color=colours[name], alpha=0.6)
+        axis.plot([every["value"]] * 2, [y - 0.3, y + 0.3], color="black", lw=1.5)
+        place = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 8}
+        axis.annotate(f"{every['value']:.3f}", (1.01, y), **place)
+    axis.set_yticks(range(len(intervals)), list(intervals), fontsize=9)
+    axis.set_ylim(len(intervals) - 0.5, -0.5)
+    axis.set_title("Accuracy, all tasks: IQM, 95 %", fontsize=10, loc="left")
+    axis.tick_params(labelsize=9)
+    axis.grid(alpha=0.25, axis="x")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_rows(figure: Any, axis: Any, curves: Sequence[np.ndarray]) -> None:
+    """A row for each method, brighter where the reward is higher; in the intervals' order."""
+    extent = (0.5, len(curves[0]) + 0.5, len(curves), 0)
+    picture = axis.imshow(np.array(curves), aspect="auto", interpolation="nearest", extent=extent)
+    axis.set_yticks([])
+    figure.colorbar(picture, ax=axis, pad=0.02).ax.tick_params(labelsize=8)

@@ -242,6 +242,13 @@ class TrainTable(Table):
         " compiled: the whole run of a procedural task or environment is one program",
     )
 
+    wait_seconds: float = key(
+        3600.0,
+        "longest wait without progress for rewards, environments, rollout devices, other processes"
+        " or saving; beyond it the run saves what it can and ends",
+        gt=0,
+    )
+
     @model_validator(mode="after")
     def _packs_whole_batches(self) -> Self:
         if self.mode == "packed" and self.minibatches > 1:
@@ -321,13 +328,21 @@ class WatchTable(Table):
 
     above: float | None = None
     below: float | None = None
+    grows: float | None = Field(default=None, gt=1)
+    falls: float | None = Field(default=None, gt=0, le=1)
     steps: int = Field(1, ge=1)
-    action: Literal["warn", "stop", "none"] = "warn"
+    action: Literal["warn", "skip", "rollback", "stop", "none"] = "warn"
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
-        if self.above is None and self.below is None and self.action != "none":
-            raise ValueError("a table of [watch] needs above, below, or both")
+        fixed, relative = (self.above, self.below), (self.grows, self.falls)
+        if {*fixed, *relative} == {None} and self.action != "none":
+            raise ValueError("a table of [watch] needs above, below, grows or falls")
+        if self.action == "skip" and (self.steps > 1 or {*relative} != {None}):
+            raise ValueError(
+                'action = "skip" looks at each step alone, inside the training step: it takes above'
+                " and below; leave steps, grows and falls out"
+            )
         if self.above is not None and self.below is not None and self.above < self.below:
             raise ValueError(
                 f"above = {self.above:g} is less than below = {self.below:g}: every value breaks"
@@ -381,10 +396,12 @@ class LogTable(Table):
     """What is kept of a run besides metrics.jsonl."""
 
     KEPT: ClassVar[int] = 8
-    """Rollouts kept each time."""
+    """As many whole groups are kept each time as have this many members."""
 
     samples_every: int = key(
-        10, "training steps between the rollouts kept in samples.jsonl, 8 each time; 0: none", ge=0
+        10,
+        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
+        ge=0,
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
@@ -445,11 +462,13 @@ class Config(Table):
     log: LogTable = key(LogTable(), "")
     watch: dict[str, WatchTable] = key(
         {},
-        "limits by metric, such as entropy or logprob_diff, or host_memory_bytes. Each a table with"
-        " above and below, steps (broken so many in a row, 1 when not set) and action (warn: say"
-        " so; stop: save and end; none). Without being asked for, a run stops at a step of which an"
-        " update was not finite (skipped_updates) and at 3 in a row in which all rewards failed"
-        " (reward_failures)",
+        "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
+        " (more than so many times its mean over the first 10 steps), falls (by more than this"
+        " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
+        " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
+        " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
+        " stop: save and end; none). configs/README.md lists those that hold without being asked"
+        " for",
     )
 
     @property

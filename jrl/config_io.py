@@ -237,7 +237,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_FREE = ("train.steps", "eval.every", "model.attention", "watch")
+_FREE = ("train.steps", "eval.every", "model.attention", "train.wait_seconds", "watch")
 
 
 def may_differ(key: str) -> bool:

@@ -66,11 +66,18 @@ def print_drift(found: Mapping[str, Any]) -> None:
 
 
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Prompts with their completions, each followed by a line of its other fields."""
+    """Prompts with their completions, each followed by a line of its other fields.
+
+    An episode is shown turn by turn: who speaks, and what the environment paid for it.
+    """
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        details = {k: v for k, v in item.items() if k not in ("prompt", "completion")}
-        typer.echo(item["completion"])
+        details = {k: v for k, v in item.items() if k not in ("prompt", "completion", "turns")}
+        if "turns" not in item:
+            typer.echo(item["completion"])
+        for turn in item.get("turns", ()):
+            paid = f", paid {_cell(turn['paid'])}" if turn["paid"] else ""
+            typer.echo(f"[{turn['by']}{paid}] {turn['text'].strip()}")
         typer.echo("    " + "  ".join(f"{name} {_cell(value)}" for name, value in details.items()))
 
 

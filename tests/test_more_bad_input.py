@@ -17,6 +17,7 @@ from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
+from jrl.models.hf.stored import in_memory
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -202,11 +203,11 @@ TENSORS = {
 def test_weights(name, place):
     change, said = TENSORS[name]
     weights(place / "model" / "model.safetensors", change)
-    refused(said, setup, place)
+    refused(said, lambda: in_memory(hf.load(place / "model")[1]))
 
 
 def test_finite_weights_of_every_type_are_taken():
-    from jrl.models.hf.files import is_finite
+    from jrl.models.hf.stored import is_finite
 
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         import ml_dtypes

@@ -121,7 +121,7 @@ def _params(
         )
         return restore_policy(config, network, layout, checkpoint=checkpoint)[0]
     if config.model.path is not None:
-        _, params = hf.load(config.model.path, dtype=config.model.param_dtype)
+        _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
         return put_policy(network, start_params(config, shape, network, params), where)
     return jax.jit(network.init, out_shardings=where)(jax.random.key(config.seed))
 

@@ -13,7 +13,7 @@ import pytest
 from jrl.config_io import describe, load_config
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator, load_policy
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -229,7 +229,7 @@ def whole_run(config):
     summary = train(config, echo=lines.append)
     directory = pathlib.Path(config.run.dir)
     records = read_jsonl(directory / "metrics.jsonl")[1:]
-    clock = {"seconds", "rollout_seconds", "reward_seconds", "tokens_per_second"}
+    clock = CLOCKS - {"compiles"}
     return {
         "records": [{k: v for k, v in r.items() if k not in clock} for r in records],
         "samples": [(s["step"], s["prompt"]) for s in read_jsonl(directory / "samples.jsonl")],
@@ -369,6 +369,9 @@ ELSEWHERE = {
     ),
     "checkpoint.keep_every": "train/test_records.py::test_the_best_step_outlives_the_newest",
     "checkpoint.best": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "train.wait_seconds": (
+        "train/test_interrupts.py::test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run"
+    ),
     "watch": "train/test_records.py::test_a_limit_of_ones_own_saves_and_stops",
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
