@@ -12,7 +12,7 @@ import pytest
 
 from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.loop import train
 
@@ -23,11 +23,6 @@ RUN = (
     "warmup={steps=60, batch=32, learning_rate=1e-2}",  # groups whose rewards differ
     *("eval.problems=4", "train.steps=6", "checkpoint.every=3", "log.samples_every=2"),
 )
-CLOCKS = {
-    *("seconds", "rollout_seconds", "reward_seconds", "tokens_per_second"),
-    *("compiles", "new_compiles", "host_memory_bytes"),
-}
-"""Metrics read from the clock, or that tell what this process compiled and holds (docs/runs.md)."""
 
 
 @pytest.fixture(autouse=True)
