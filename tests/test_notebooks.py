@@ -283,7 +283,7 @@ def test_sampling_and_slots(monkeypatch, tmp_path):
 def test_a_whole_run_as_one_program(monkeypatch, tmp_path):
     seen = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
     assert "16 runs of 20 steps" in seen["stdout"]
-    assert len(re.findall(r"^ +[1-9]e-0\d ", seen["stdout"], flags=re.MULTILINE)) == 8
+    assert len(re.findall(r"^ +[1-9]e-0\d ", seen["stdout"], flags=re.MULTILINE)) == 16
     assert seen["plots"] == 1
     assert not seen["stderr"]
 
