@@ -160,6 +160,13 @@ def episode_metrics(groups: Groups) -> dict[str, float]:
     return {"success": success, "reward": reward, "turns": float(taken.mean())}
 
 
+def environment_metrics(groups: Groups) -> dict[str, float]:
+    """What an environment on the host counted, such as tool errors, an episode on average."""
+    episodes = max(groups.counts.get("episodes", 0.0), 1.0)
+    found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
+    return {name: float(value) / episodes for name, value in sorted(found.items())}
+
+
 def samples_of(
     groups: Groups,
     tokenizer: Any,
@@ -217,7 +224,10 @@ def samples_of(
 def transcript(
     rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
+    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
+
+    What the policy said is trained on, what the environment said is masked.
+    """
     length = int(rollout.lengths[here])
     turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
     tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
@@ -227,7 +237,8 @@ def transcript(
             of = part & (turn == number)
             if of.any():
                 text = tokenizer.decode(tokens[of].tolist())
-                said.append({"by": by, "text": text, "paid": float(paid[of].sum())})
+                size, points = int(of.sum()), float(paid[of].sum())
+                said.append({"by": by, "text": text, "tokens": size, "paid": points})
     return said
 
 
@@ -244,7 +255,8 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
-        self.run, self.pool = run, pool
+        self.run = run = programs.as_evaluated(run)
+        self.pool = pool
         table, sampling = run.config.eval, run.config.sampling
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
@@ -305,6 +317,7 @@ class Evaluator:
             metrics |= episode_metrics(groups)
         if self._episodes is not None:
             metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
+            metrics |= environment_metrics(groups)
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:
@@ -326,11 +339,14 @@ class Evaluator:
             for start in range(0, total, size)
         ]
         join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
+        counts: collections.Counter[str] = collections.Counter()
+        for drawn in draws:
+            counts.update(drawn.counts)
         return Groups(
             jax.tree.map(join, *(d.rollout for d in draws)),
             join(*(d.rewards for d in draws)),
             [prompt for d in draws for prompt in d.subject][:total],
-            {},
+            dict(counts),
             jax.tree.map(join, *(d.ids for d in draws)),
             jax.tree.map(join, *(d.stats for d in draws)),
         )

@@ -13,6 +13,7 @@ from typer.main import get_command
 from jrl.cli import app
 from jrl.config_io import build_config, load_config
 from jrl.methods import list_methods
+from jrl.metrics import CLOCKS
 from jrl.models.hf.parse import FAMILIES
 from jrl.rewards.columns import form_of
 from jrl.train import loop
@@ -67,8 +68,13 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     # metrics.jsonl has the reward parts by name, and the accuracies in summary.json
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
     assert set(curves) - unnamed <= named
-    written_by_the_loop = {"kl", "seconds", "tokens_per_second", "prompts", "compiles"}
-    written_by_the_loop |= {"rollout_seconds", "reward_seconds", "reward_failures"}
+    written_by_the_loop = {
+        "kl",
+        "prompts",
+        "reward_failures",
+        "skipped_steps",
+        "rollbacks",
+    } | CLOCKS
     assert named - set(curves) == written_by_the_loop
 
 

@@ -148,10 +148,11 @@ def serve_openai(
             tokenizer=tokenizer,
             chunk=options.chunk or None,
             biases=True,
+            reports=True,
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding
         engine.compile(refresh=False)
-    worker = Worker(engine, network=policy.network, tokenizer=tokenizer, mesh=policy.mesh)
+    worker = Worker(engine, tokenizer=tokenizer, mesh=policy.mesh)
     service = http.Service(
         worker,
         tokenizer,

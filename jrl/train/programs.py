@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,11 +20,11 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
-from jrl.train.adapters import put_policy
-from jrl.train.build import Run, sampler_of
+from jrl.train.adapters import put_policy, trained_network
+from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
-from jrl.train.episodes import check_members, eval_parts, rollout_of
+from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
@@ -39,6 +40,7 @@ from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
+from jrl.train.watch import skip_rule
 from jrl.types import Network, Params, TrainState
 
 
@@ -52,6 +54,7 @@ def check_trainable(run: Run) -> None:
     if isinstance(run.task, Env):
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
+        check_players(run.task, run.method.groups)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:
@@ -320,6 +323,16 @@ def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: 
     return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
 
 
+def as_evaluated(run: Run) -> Run:
+    """The run with its policy as it is evaluated: with activations of ``eval.dtype``."""
+    dtype, model = run.config.eval.dtype, run.model
+    if dtype is None or model is None or dtype == model.dtype:
+        return run
+    model = dataclasses.replace(model, dtype=dtype)
+    network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
+    return run._replace(model=model, network=network)
+
+
 def evaluated(run: Run) -> Network:
     """The policy as it is evaluated, on the mesh that it samples on."""
     return network_on(run, sampler_mesh(run.config, run.mesh))
@@ -365,6 +378,7 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
         microbatches=train.microbatches,
         router=router_losses(run.config),
         replay_routing=train.replay_routing,
+        skip=skip_rule(run.config.watch),
         shown=shown,
         **run.method.schedule._asdict(),
     )

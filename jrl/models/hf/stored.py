@@ -101,6 +101,11 @@ class Stored:
             else:
                 left, right = _Axes(spans[:1], sizes[:1]), _Axes(spans[1:], sizes[1:])
                 part = found[left.read, right.read]
+        if not _finite(part):
+            raise UserError(
+                f"{piece.file}: tensor {piece.name!r} holds numbers that are not finite; the "
+                "checkpoint is damaged, or of a run that diverged"
+            )
         target[...] = part.reshape(*left.shape, *right.shape)[left.keep + right.keep]
 
 
@@ -127,6 +132,22 @@ def _axes_of(size: int, sizes: Sequence[int]) -> int:
         product *= sizes[count]
         count += 1
     return count
+
+
+def _finite(value: np.ndarray) -> bool:
+    """Whether no number is NaN or infinite: such have all bits of the exponent set.
+
+    On the bits, because NumPy has to convert 16-bit floats one by one to look at them.
+    """
+    mask = {"float32": 0x7F80_0000, "bfloat16": 0x7F80, "float16": 0x7C00}.get(value.dtype.name)
+    if mask is None:
+        return bool(np.isfinite(value).all())
+    kind = np.uint32 if value.itemsize == 4 else np.uint16
+    bits: Any = np.ascontiguousarray(value).view(kind).reshape(-1)
+    some = 1 << 24  # numbers at a time, so that little memory is needed
+    return not any(
+        ((bits[i : i + some] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, some)
+    )
 
 
 @contextlib.contextmanager
