@@ -53,7 +53,10 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f" {task.name!r}, which sets its own limit; remove it"
         )
     if config.episodes:
-        for name in sorted(config.data.model_fields_set & {"system", "template"}):
+        keys = type(config.data).model_fields
+        for name in ("system", "template"):
+            if getattr(config.data, name) == keys[name].default:
+                continue  # as in a configuration with every key written out
             yield (
                 f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
                 " own first messages; remove it"

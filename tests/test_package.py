@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "models": {*BASE, "hub", "mesh"},
     "data": {*BASE, "extras", "hub", "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
-    "envs": {*BASE, "data", "extras", "mesh", "models", "own", "sampling"},
+    "envs": {*BASE, "data", "extras", "mesh", "models", "own", "rewards", "sampling"},
     "methods": {*BASE, "objectives", "own"},
 }
 """Area -> the other areas it may import. What is not here lies above and may import anything but

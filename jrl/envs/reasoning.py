@@ -23,7 +23,7 @@ def from_reasoning_gym(
     options: Mapping[str, Any] = NOTHING,
     attempts: int = 1,
     problems: int = 100_000,
-    seed: int = 0,
+    seed: int,
     ask: str = _ASK,
 ) -> HostEnv:
     """A task as an environment; needs the extra ``reasoning_gym``.
