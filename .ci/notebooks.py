@@ -56,7 +56,9 @@ def execute(path: pathlib.Path) -> None:
 
 def is_kept(output: dict) -> bool:
     """Whether an output is for a reader."""
-    return output["output_type"] == "display_data" or output.get("name") == "stdout"
+    if output["output_type"] == "display_data":
+        return "image/png" in output["data"]
+    return output.get("name") == "stdout"
 
 
 def kept(output: dict) -> dict:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,17 +20,17 @@ from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
-from jrl.sample_tokens import MOST, training_view
+from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.adapters import restore_policy
 from jrl.train.build import Run
-from jrl.train.collect import Groups, TextSource, compiled_stream, external
+from jrl.train.collect import Groups, TextSource, compiled_stream
 from jrl.train.compiled import held_out
 from jrl.train.episodes import eval_parts
 from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.train.resharding import free
-from jrl.types import Array, Params, Prompt, Rollout, StopReason
+from jrl.types import Array, Params, Prompt, StopReason
 
 
 class Evaluation(NamedTuple):
@@ -165,81 +164,6 @@ def environment_metrics(groups: Groups) -> dict[str, float]:
     episodes = max(groups.counts.get("episodes", 0.0), 1.0)
     found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
     return {name: float(value) / episodes for name, value in sorted(found.items())}
-
-
-def samples_of(
-    groups: Groups,
-    tokenizer: Any,
-    task: Task | Env | None,
-    weights: Mapping[str, float],
-    count: int,
-    advantages: np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-    """The first groups, whole, as records for people, with the reward parts by name.
-
-    Args:
-      groups: from a draw.
-      tokenizer: turns tokens into text.
-      task: the procedural task or environment, or None for prompts in text.
-      weights: reward part -> weight, in the order of the rewards.
-      count: as many groups are taken as have this many members.
-      advantages: [groups, G, T] float32 of those groups, where they were trained on; then the
-        records say what each token was, too, up to ``sample_tokens.MOST`` tokens in all.
-    """
-    rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
-    ids, stats = jax.device_get((groups.ids, groups.stats))
-    n, g, _ = rollout.tokens.shape
-    records, spent = [], 0
-    for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
-        if task is not None:
-            prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
-        else:
-            prompt, answer = subject[row].text, str(subject[row].answer)
-        length = int(rollout.lengths[row, member])
-        parts = dict(zip(weights, rewards[row, member].tolist(), strict=True))
-        records.append(
-            {
-                "prompt": prompt,
-                "completion": tokenizer.decode(rollout.tokens[row, member, :length].tolist()),
-                "answer": answer,
-                "rewards": parts,
-                "reward": sum(weights[name] * points for name, points in parts.items()),
-                "stop": StopReason(int(rollout.stop[row, member])).name.lower(),
-                "length": length,
-                "group": row,
-                "member": member,
-                "baseline": bool(rollout.baseline[row, member]),
-                "demonstration": bool(external(rollout)[row, member].any()),
-            }
-        )
-        if "turn" in groups.ids:
-            records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
-        spent += length
-        if advantages is not None and row < len(advantages):
-            here = (row, member, slice(length))
-            records[-1] |= training_view(rollout, here, advantages, tokenizer, spent <= MOST)
-    return records
-
-
-def transcript(
-    rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
-) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
-
-    What the policy said is trained on, what the environment said is masked.
-    """
-    length = int(rollout.lengths[here])
-    turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
-    tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
-    said = []
-    for number in range(int(turn.max(initial=-1)) + 1):
-        for by, part in (("policy", drawn), ("environment", ~drawn)):
-            of = part & (turn == number)
-            if of.any():
-                text = tokenizer.decode(tokens[of].tolist())
-                size, points = int(of.sum()), float(paid[of].sum())
-                said.append({"by": by, "text": text, "tokens": size, "paid": points})
-    return said
 
 
 # ---------------------------------------------------------------- evaluating a policy

@@ -1,5 +1,6 @@
 """Comparisons: the statistics against known numbers, and one small comparison from end to end."""
 
+import itertools
 import json
 
 import numpy as np
@@ -182,3 +183,35 @@ def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
     assert "data.task is missing; name tasks or environments with --task" in run.output
     run = CliRunner().invoke(app, ["compare", "configs/tiny.toml", "--out", str(out)])
     assert "already holds a comparison; name a new directory" in run.output
+
+
+def test_the_plot_of_many_methods_can_be_read(tmp_path, monkeypatch):
+    """27 names that do not overlap, and rewards as rows: no legend of 27 colours."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    rng, names = np.random.default_rng(0), [f"a_rather_long_method_name_{i}" for i in range(27)]
+    results = [
+        {"task": task, "method": name, "seed": seed, "accuracy_before": 0.3}
+        | {"accuracy_after": i / 30, "reward": rng.random(20).tolist(), "skipped_updates": 0}
+        for task in ("sorting", "chain")
+        for i, name in enumerate(names)
+        for seed in range(2)
+    ]
+    config = load_config(None, TINY)
+    write_comparison(tmp_path, results, config)
+    write_comparison(tmp_path, [r for r in results if r["method"] in names[:5]], config)
+    many, few = drawn
+    many.canvas.draw()
+    labels = many.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == names[::-1]  # the best on top
+    boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
+    assert all(a.y1 <= b.y0 + 1 for a, b in itertools.pairwise(boxes))
+    assert not any(axis.get_legend() for axis in many.axes)
+    pictures = [axis.images[0].get_array().shape for axis in many.axes if axis.images]
+    assert pictures == [(27, 20), (27, 20)]
+    # a legend for few, and lines
+    assert [len(axis.lines) for axis in few.axes[1:]] == [5, 5]
+    assert len(few.axes[-1].get_legend().get_texts()) == 5

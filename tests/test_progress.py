@@ -48,6 +48,25 @@ def test_time_left_ignores_the_first_step_which_compiles():
         assert progress.seconds_left() == 960.0
 
 
+def test_time_left_ignores_every_step_that_compiles():
+    clock = Clock()
+    with Progress("train", total=100, file=io.StringIO(), clock=clock) as progress:
+        for step in range(1, 11):
+            compiles = 5 if step < 6 else 6  # a new shape at step 6
+            clock.now += 60.0 if step in (1, 6) else 2.0
+            progress.step(step, {"compiles": compiles, "seconds": 1.0})
+    assert progress.seconds_left() == 180.0  # the clock's two seconds: evaluations count
+
+
+def test_steps_told_of_in_one_go_say_their_own_time():
+    clock = Clock()
+    with Progress("train", total=300, file=io.StringIO(), clock=clock) as progress:
+        clock.now = 90.0  # compiling, and a hundred steps
+        for step in range(1, 101):
+            progress.step(step, {"compiles": 4, "seconds": 0.5})
+        assert progress.seconds_left() == 100.0
+
+
 def test_a_resumed_run_counts_its_own_steps_only():
     clock = Clock()
     with Progress("train", total=100, start=50, file=io.StringIO(), clock=clock) as progress:

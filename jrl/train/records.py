@@ -15,12 +15,13 @@ import jax
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, choose
-from jrl.evaluate import Evaluator, samples_of
+from jrl.evaluate import Evaluator
 from jrl.integrity import first_nonfinite
 from jrl.metrics import RunWriter, check_run_dir
 from jrl.processes import first_says
 from jrl.rewards.pool import RewardPool
 from jrl.run_lock import run_lock
+from jrl.samples import samples_of
 from jrl.signals import Stopping
 from jrl.step_files import what_is_saved
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base

@@ -108,6 +108,27 @@ def test_samples_are_kept_when_they_are_asked_for(host):
     assert all(s["rewards"].keys() == {"verify"} for s in held_out)
 
 
+def test_samples_are_whole_groups_with_the_advantages_that_were_trained_on(host):
+    trained = [s for s in host.samples if "split" not in s]
+    groups = {}
+    for s in trained:
+        groups.setdefault((s["step"], s["group"]), []).append(s)
+    assert sorted(groups) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    for members in groups.values():
+        assert [s["member"] for s in members] == list(range(host.config.sampling.group))
+        rewards = np.array([s["reward"] for s in members])
+        advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        assert [s["advantage"] for s in members] == pytest.approx(advantages, abs=1e-4)
+        for s in members:
+            tokens = s["tokens"]
+            assert "".join(tokens["text"]).removesuffix("<stop>") == s["completion"]
+            assert len(tokens["text"]) == len(tokens["logprobs"]) == s["length"]
+            assert all(x <= 0 for x in tokens["logprobs"])
+            assert tokens["advantages"] == pytest.approx(s["advantage"], rel=1e-3, abs=1e-4)
+    assert any(s["advantage"] > 0.1 for s in trained)
+    assert not any("tokens" in s for s in host.samples if "split" in s)
+
+
 def test_an_evaluation_is_in_the_record_of_its_step(host):
     assert [r["step"] for r in host.records if "eval/accuracy" in r] == [2]
     assert host.records[1]["eval/problems"] == 8
