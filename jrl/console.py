@@ -53,6 +53,18 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
         typer.echo(f"  {name.replace('_', ' '):<{width}}  {_cell(value)}")
 
 
+def print_drift(found: Mapping[str, Any]) -> None:
+    """What ``drift.measure_drift`` found, as two tables."""
+    for kind in ("greedy", "sampled"):
+        typer.echo(f"{kind} completions of {found['problems']} problems, step {found['step']}")
+        header = [name.replace("_", " ") for name in found[kind][0]]
+        rows = [header, *([_cell(value) for value in row.values()] for row in found[kind])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            typer.echo("  " + "  ".join(cells).rstrip())
+
+
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """Prompts with their completions, each followed by a line of its other fields.
 

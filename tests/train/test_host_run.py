@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.train import loop
 from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -144,6 +146,33 @@ def test_a_run_of_many_turns(place, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
+    """Four steps at once, and as many with a signal after the second."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    more = ("data.options={turns=2}", "data.eval=", "train.steps=4", "optimizer.schedule=constant")
+    train(settings(place, tmp_path / "whole", "talk", *more), echo=lambda line: None)
+    broken = settings(place, tmp_path / "broken", "talk", *more)
+    with monkeypatch.context() as patch:
+        step = loop.Progress.step
+
+        def stop(self, done, record):
+            step(self, done, record)
+            if done == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr(loop.Progress, "step", stop)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
+            train(broken, echo=lambda line: None)
+    train(broken, echo=lambda line: None)
+    mine, theirs = (
+        [{k: v for k, v in r.items() if k not in CLOCKS} for r in records_of(tmp_path / name)]
+        for name in ("broken", "whole")
+    )
+    assert mine == theirs
+    assert [r["step"] for r in mine] == [1, 2, 3, 4]
+    assert len({r["loss"] for r in mine}) == 4
+
+
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.options={turns=1}")
     assert train(config, echo=lambda line: None)["steps"] == 2
