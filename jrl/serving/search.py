@@ -122,7 +122,7 @@ def search(
     slots. A path is computed anew for each expansion; its cost is reported.
 
     Args:
-      engine: idle, with room for a prompt and ``max_tokens`` in its prompts.
+      engine: idle. A path ends where it is too long to be one of its prompts.
       prompts: ids.
       plan: such as ``named_search`` returns.
       score: judges paths.
@@ -167,7 +167,9 @@ def search(
             ids, logprob = np.asarray(done.tokens, np.int32), float(np.sum(done.logprobs))
             whole = np.concatenate([*path, ids])
             ended = bool(done.stop == StopReason.STOP_TOKEN and ids[-1] in ends)
-            ended = ended or len(whole) >= max_tokens
+            # Where nothing can follow, a path has ended.
+            follows = len(prompts[i]) + len(whole) <= engine.limits.prompt_tokens
+            ended = ended or len(whole) >= max_tokens or not (follows or plan.whole)
             mean = logprob / max(len(ids), 1)
             points = score(i, whole, _mean_logprob(trees[i], path, logprob, len(ids)), ended)
             step = Step(ids, len(ids), logprob, -mean, ended, points)
