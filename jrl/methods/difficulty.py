@@ -102,10 +102,10 @@ def seed_grpo(
 
     Departures: shares are counted; the paper also allows sums of likelihoods. Answers are equal
     when their labels "answer" are, which episodes on the host record (final answers as text), or,
-    where nobody recorded labels, when all reward parts are; nothing is guessed from tokens. f is held at 0 from below. Not known: alpha (``strength``) and
-    the f of the paper's runs; its repository holds no code. A reimplementation that follows it
-    takes 1 / (1 + x) with alpha 0.0417 and Shannon's entropy; at alpha 1 the linear f takes away
-    groups of which no two answers agree.
+    where nobody recorded labels, when all reward parts are; nothing is guessed from tokens. f is
+    held at 0 from below. Not known: alpha (``strength``) and the f of the paper's runs; its
+    repository holds no code. A reimplementation that follows it takes 1 / (1 + x) with alpha 0.0417
+    and Shannon's entropy; at alpha 1 the linear f takes away groups of which no two answers agree.
     """
     scale = scale_by_answer_entropy(strength, shape, power)
     return base.with_(

@@ -308,7 +308,7 @@ def stratified_grpo(base: Method, eps: Positive, ddof: Ddof, blend: Fraction = 0
         A = alpha A_san + (1 - alpha) (r - mean of the group) / (its deviation + eps)
 
     A stratum holds the completions of a prompt with, say, one number of search calls: the label
-    "stratum", in environments the number of turns taken; without it a group is one stratum. Not known,
+    "stratum", in environments the number of turns; without it a group is one stratum. Not known,
     as no code has been released that we could find: alpha (``blend``, here one half) and what
     becomes of a completion that is alone in its stratum (here A_san is 0).
     """
