@@ -124,7 +124,7 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
 
 
 def _kept(scores: Array) -> Array:
-    """1 for members that are imitated, so that ``ratios.reinforce`` is their likelihood; NaN shows."""
+    """1 for members that are imitated: ``ratios.reinforce`` is then their likelihood. NaN shows."""
     return jnp.where(jnp.isnan(scores), scores, 1)
 
 
