@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "models": {*BASE, "hub", "mesh"},
     "data": {*BASE, "extras", "hub", "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
-    "envs": {*BASE, "data", "extras", "mesh", "models", "own", "sampling"},
+    "envs": {*BASE, "data", "extras", "mesh", "models", "own", "rewards", "sampling"},
     "methods": {*BASE, "objectives", "own"},
 }
 """Area -> the other areas it may import. What is not here lies above and may import anything but
@@ -51,7 +51,7 @@ HEAVY = {
     *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
     "huggingface_hub",
-    *("jsonschema", "gymnasium"),
+    *("jsonschema", "gymnasium", "textarena", "reasoning_gym", "openenv", "mcp"),
 }
 """Loaded by what needs them, when it runs."""
 
