@@ -1,6 +1,6 @@
 """Tree search with an engine: best of N, beams, diverse verifier tree search, MCTS.
 
-    found = search(engine, prompts, named_search("beam", 4), score, end_tokens=(2,), ...)
+    found = search(engine, prompts, named_search("beam", 4), score, end_tokens=(2,), seed=0, ...)
     print(found[0].tokens, found[0].cost)
 
 A step is what is drawn up to a stop token or string, or a limit of tokens. All is done in token
@@ -113,7 +113,7 @@ def search(
     max_tokens: int,
     step_stops: Sequence[int] = (),
     stop_strings: tuple[str, ...] = (),
-    seed: int = 0,
+    seed: int,
     temperature: float = 1.0,
 ) -> list[Found]:
     """Searches for a completion of each prompt, all side by side.

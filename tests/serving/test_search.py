@@ -27,7 +27,7 @@ NETWORK = transformer(CONFIG)
 PROMPTS = ((1, 2), (3,))
 END, STEP = 5, 7
 jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-LIMITS = {"end_tokens": (END,), "step_stops": (STEP,), "step_tokens": 3, "max_tokens": 9}
+LIMITS = {"end_tokens": (END,), "step_stops": (STEP,), "step_tokens": 3, "max_tokens": 9, "seed": 0}
 
 
 @cache
