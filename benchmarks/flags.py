@@ -37,6 +37,10 @@ def parser(about: str) -> argparse.ArgumentParser:
     work.add_argument("--micro", type=int, default=0, help="prompts a microbatch (0: all)")
     work.add_argument("--prompt-len", type=int, default=64, help="tokens, the first one included")
     work.add_argument("--gen-len", type=int, default=64, help="most new tokens")
+    work.add_argument("--turns", type=int, default=12, help="most turns of an episode")
+    work.add_argument(
+        "--concurrency", type=int, default=64, help="episodes that a peer plays at a time"
+    )
     work.add_argument("--steps", type=int, default=8)
     work.add_argument("--beta", type=float, default=0.04, help="KL weight; 0: no reference")
     work.add_argument("--temperature", type=float, default=1.0)

@@ -527,11 +527,13 @@ def compare(
     steps: Annotated[int | None, typer.Option(help="Training steps.", min=1)] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Procedural tasks, comma-separated: NAME or NAME:DIFFICULTY."),
+        typer.Option(
+            help="Tasks, comma-separated: NAME or NAME:DIFFICULTY, or an environment's NAME."
+        ),
     ] = None,
     out: Annotated[str, typer.Option(help="New directory to write to.")] = "comparison",
 ) -> None:
-    """Train methods on procedural tasks with several seeds each, and compare their accuracy.
+    """Train methods on tasks or environments, several seeds each, and compare their accuracy.
 
     The seeds of a method run in one program, and all methods start from the same warm start. Writes
     results.jsonl, comparison.md, .json and .png: interquartile means with bootstrap intervals.
@@ -542,7 +544,7 @@ def compare(
     chosen = _read(config, changes)
     tasks = task or (chosen.task and chosen.task.name)
     if not tasks:
-        raise UserError("data.task is missing; name procedural tasks with --task")
+        raise UserError("data.task is missing; name tasks or environments with --task")
     from jrl.compare import compare as run_comparison
 
     names = [name.strip() for name in methods.split(",")]

@@ -4,7 +4,8 @@ Reports as "Deep Reinforcement Learning at the Edge of the Statistical Precipice
 (arXiv:2108.13264) advises: the interquartile mean over all runs of all tasks, with confidence
 intervals from a bootstrap that resamples the runs of each task.
 
-    results.jsonl    a line for each task, method and seed: accuracies, and the reward of each step
+    results.jsonl    a line for each task, method and seed: accuracies (in an environment turns,
+                     too), and the reward of each step
     comparison.json  the table's numbers and the configuration
     comparison.md    the table
     comparison.png   intervals, and rewards over steps (with the extra plot)
@@ -27,6 +28,7 @@ import numpy as np
 from jrl.compiles import enable_compile_cache
 from jrl.config import Config
 from jrl.config_io import as_tree, build_config
+from jrl.envs import KNOWN, Env
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
 from jrl.models import hf
@@ -120,7 +122,8 @@ def compare(
       config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. The first seed
         is ``config.seed``.
       methods: by name, with default coefficients.
-      tasks: procedural tasks, NAME or NAME:DIFFICULTY.
+      tasks: procedural tasks, NAME or NAME:DIFFICULTY, and environments, by name. That of
+        ``config`` keeps its options.
       seeds: runs of each method on each task.
       out: a new directory.
       echo: receives lines of progress.
@@ -143,7 +146,7 @@ def compare(
     results: list[dict[str, Any]] = []
     for task in tasks:
         start = _Start(runs[task, methods[0]], keys)
-        echo(f"{task}: accuracy {float(start.accuracy.mean()):.3f} after the warm start")
+        echo(f"{task}: accuracy {float(start.found['accuracy'].mean()):.3f} before")
         for method in methods:
             began = time.perf_counter()
             rows = _train(runs[task, method], keys, start)
@@ -175,7 +178,7 @@ def _runs(
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
         if config.task is None or config.task.name != name or difficulty:
-            tree["data"] = {"task": name}
+            tree["data"] = {"env" if name in KNOWN else "task": name}
         if difficulty:
             tree["data"]["difficulty"] = int(difficulty)
         tree["train"] |= {"mode": "compiled"}
@@ -226,12 +229,14 @@ class _Start:
             samples=table.samples,
         )
 
-        def accuracy(key: Array, policy: Params) -> Array:
-            return evaluate(key, policy).rewards[..., 0].mean()
+        def measured(key: Array, policy: Params) -> dict[str, Array]:
+            groups = evaluate(key, policy)
+            turns = {"turns": groups.ids["stratum"].mean()} if isinstance(task, Env) else {}
+            return {"accuracy": groups.rewards[..., 0].mean()} | turns
 
-        self.measure = jax.jit(jax.vmap(accuracy))
+        self.measure = jax.jit(jax.vmap(measured))
         self.roots, self.policies = jax.jit(jax.vmap(begin))(keys)
-        self.accuracy = np.asarray(self.measure(self.roots, self.policies))
+        self.found = jax.device_get(self.measure(self.roots, self.policies))
 
 
 def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
@@ -246,16 +251,16 @@ def _train(run: Run, keys: Array, start: _Start) -> list[dict[str, Any]]:
         return policy_of(state, run.network), curves
 
     policies, curves = jax.jit(jax.vmap(train))(keys, start.policies)
-    after = np.asarray(start.measure(start.roots, policies))
+    after = jax.device_get(start.measure(start.roots, policies))
     rewards, skipped = np.asarray(curves["reward"]), np.asarray(curves["skipped_updates"]).sum(1)
     return [
         {
-            "accuracy_before": float(start.accuracy[i]),
-            "accuracy_after": float(after[i]),
+            **{f"{name}_before": float(x[i]) for name, x in start.found.items()},
+            **{f"{name}_after": float(x[i]) for name, x in after.items()},
             "skipped_updates": int(skipped[i]),
             "reward": [round(float(x), 4) for x in rewards[i]],
         }
-        for i in range(len(after))
+        for i in range(len(keys))
     ]
 
 
@@ -274,22 +279,26 @@ def write_comparison(
 
     Returns:
       The content of comparison.json: "methods" by name, best first, each with an ``Interval`` of
-      the held-out accuracy for each task and for "all".
+      the held-out accuracy for each task and for "all", and of an environment's turns.
     """
     tasks = list(dict.fromkeys(row["task"] for row in results))
     methods = list(dict.fromkeys(row["method"] for row in results))
-    found = {}
-    for method in methods:
+    played = [row["task"] for row in results if "turns_after" in row]  # in environments
+
+    def interval(method: str, figure: str, *of: str) -> dict[str, float]:
         columns = [
-            [r["accuracy_after"] for r in results if (r["task"], r["method"]) == (task, method)]
-            for task in tasks
+            [r[figure] for r in results if (r["task"], r["method"]) == (task, method)]
+            for task in of
         ]
         scores = np.array(columns, np.float64).T
-        each = {
-            task: stratified_interval(scores[:, i : i + 1], seed=config.seed)._asdict()
-            for i, task in enumerate(tasks)
-        }
-        found[method] = {"all": stratified_interval(scores, seed=config.seed)._asdict()} | each
+        return stratified_interval(scores, seed=config.seed)._asdict()
+
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for method in methods:
+        found[method] = {"all": interval(method, "accuracy_after", *tasks)}
+        found[method] |= {task: interval(method, "accuracy_after", task) for task in tasks}
+        turns = [task for task in tasks if task in played]
+        found[method] |= {f"{task}, turns": interval(method, "turns_after", task) for task in turns}
     found = dict(sorted(found.items(), key=lambda item: -item[1]["all"]["value"]))
     before = {
         task: float(np.mean([r["accuracy_before"] for r in results if r["task"] == task]))
@@ -304,27 +313,28 @@ def write_comparison(
         "config": as_tree(config),
     }
     write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
-    write_atomic(out / "comparison.md", _markdown(table, tasks))
+    write_atomic(out / "comparison.md", _markdown(table))
     if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
         _draw(out / "comparison.png", results, found, tasks)
     return table
 
 
-def _markdown(table: Mapping[str, Any], tasks: Sequence[str]) -> str:
+def _markdown(table: Mapping[str, Any]) -> str:
     def cell(interval: Mapping[str, float]) -> str:
         return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
     starts = ", ".join(f"{task} {x:.3f}" for task, x in table["accuracy_before"].items())
+    columns = [*next(iter(table["methods"].values()))]
     lines = [
         f"Held-out accuracy after {table['steps']} steps, {table['seeds']} seeds: interquartile",
         "mean and 95 % stratified bootstrap interval (arXiv:2108.13264). All methods start from",
-        f"the same warm start: {starts}.",
+        f"the same policy: {starts}.",
         "",
-        "| " + " | ".join(["method", "all", *tasks]) + " |",
-        "| --- " * (len(tasks) + 2) + "|",
+        "| " + " | ".join(["method", *columns]) + " |",
+        "| --- " * (len(columns) + 1) + "|",
     ]
     for name, intervals in table["methods"].items():
-        cells = [name, *(cell(intervals[column]) for column in ("all", *tasks))]
+        cells = [name, *(cell(intervals[column]) for column in columns)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -53,10 +53,10 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f" {task.name!r}, which sets its own limit; remove it"
         )
     if config.episodes:
+        keys = type(config.data).model_fields
         for name in ("system", "template"):
-            # A configuration that was written out names the defaults, too.
-            if getattr(config.data, name) == type(config.data).model_fields[name].default:
-                continue
+            if getattr(config.data, name) == keys[name].default:
+                continue  # as in a configuration with every key written out
             yield (
                 f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
                 " own first messages; remove it"

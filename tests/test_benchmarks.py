@@ -10,13 +10,17 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import flags, floor, gpu, rollout, runs, sampler_drift, step, work
+from benchmarks import episodes, flags, floor, gpu, rollout, runs, sampler_drift, step, work
 from benchmarks.peers import __main__ as peers
+from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
 from jrl.config_io import load_config
+from jrl.envs import get_env
+from jrl.envs.games.gridworld import Grid
 from jrl.models.config import ModelConfig
 from jrl.types import Rollout, StopReason
 
@@ -31,6 +35,16 @@ FIGURES = {
     *("step_s", "rollout_s", "prefill_s", "decode_s", "reference_s", "train_s", "rollout_tok_s"),
     *("slot_use", "first_step_s", "compiles", "late_compiles", "max_rss_mb"),
 }
+
+
+@pytest.mark.slow
+def test_episodes_print_every_figure(capsys):
+    episodes.main([*TINY, "--turns", "3"])
+    found = json.loads(capsys.readouterr().out)
+    assert 1 <= found["turns"] <= 3
+    drawn = 4 * found["turns"]
+    assert found["env_steps_s"] == pytest.approx(drawn / found["step_s"], rel=2e-3)
+    assert found["first_step_s"] > found["step_s"] > 0
 
 
 @pytest.mark.slow
@@ -322,6 +336,27 @@ def test_peers_scripts_take_the_same_flags(peer, checkout):
     compile(source, peer, "exec")
     assert "flags.parser(" in source
     assert "flags.write(" in source
+
+
+def test_the_peers_game_is_the_environment():
+    env = get_env("gridworld", start="anywhere")
+    step, tokens = jax.jit(env.step), env.tokenizer.encode
+    for place in frozenlake.STARTS:
+        tiles = frozenlake.prompt(place)
+        state = Grid(jnp.array(tokens(tiles[:-2])), jnp.int32(place))
+        for letter in "ldrusg":
+            _, turn = step(state, jnp.array(tokens(letter)), jnp.int32(1), jax.random.key(0))
+            after, reward, done = frozenlake.move(place, letter)
+            reply = env.tokenizer.decode(turn.reply.tolist())
+            assert (reply, float(turn.reward), bool(turn.done)) == (
+                frozenlake.shown(after),
+                reward,
+                done,
+            )
+    keys = jax.random.split(jax.random.key(0), 300)
+    starts = jax.device_get(jax.jit(jax.vmap(lambda key: env.generate(key, "train")))(keys))
+    texts = {env.tokenizer.decode(row) for row in starts.tokens.tolist()}
+    assert texts == {frozenlake.prompt(place) for place in frozenlake.STARTS}
 
 
 def test_a_wrong_flag_is_named_before_anything_runs(checkout):

@@ -100,6 +100,34 @@ def test_all_methods_begin_at_one_warm_start_and_see_the_same_problems(small):
     assert rows[0]["reward"][1] != rows[2]["reward"][1]
 
 
+@pytest.mark.slow
+def test_environments_are_compared_with_their_turns(tmp_path):
+    changes = ["data={env='guess_number', numbers=4, turns=3}", "rewards={}", "warmup.steps=0"]
+    compare(
+        load_config(None, [*TINY, *changes]),
+        methods=["gigpo", "ppo"],
+        tasks=["guess_number", "bandit"],
+        seeds=2,
+        out=tmp_path / "out",
+        echo=lambda line: None,
+    )
+    rows = read_jsonl(tmp_path / "out" / "results.jsonl")
+    assert len(rows) == 8
+    for row in rows:
+        most = 3 if row["task"] == "guess_number" else 10  # options are those of the configuration
+        assert 1 <= row["turns_after"] <= most
+        assert 0 <= row["accuracy_after"] <= 1
+    table = json.loads((tmp_path / "out" / "comparison.json").read_text())["methods"]
+    for name, intervals in table.items():
+        assert intervals["bandit, turns"] == {"value": 10, "low": 10, "high": 10}
+        turns = [
+            r["turns_after"] for r in rows if (r["task"], r["method"]) == ("guess_number", name)
+        ]
+        assert intervals["guess_number, turns"]["value"] == pytest.approx(np.mean(turns))
+    text = (tmp_path / "out" / "comparison.md").read_text()
+    assert "| method | all | guess_number | bandit | guess_number, turns | bandit, turns |" in text
+
+
 def test_the_table_is_sorted_with_the_best_first(small, tmp_path):
     config = small[0]
     rows = [
@@ -151,6 +179,6 @@ def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
     run = CliRunner().invoke(
         app, ["compare", "configs/tiny.toml", "--out", str(out), "data.task=", "data.difficulty="]
     )
-    assert "data.task is missing; name procedural tasks with --task" in run.output
+    assert "data.task is missing; name tasks or environments with --task" in run.output
     run = CliRunner().invoke(app, ["compare", "configs/tiny.toml", "--out", str(out)])
     assert "already holds a comparison; name a new directory" in run.output

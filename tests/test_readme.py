@@ -21,11 +21,11 @@ from jrl.train import loop
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
-OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON = (
+OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON, ENVIRONMENTS = (
     (ROOT / "docs" / f"{name}.md").read_text()
-    for name in ("own", "runs", "data", "python", "howto", "comparison")
+    for name in ("own", "runs", "data", "python", "howto", "comparison", "environments")
 )
-PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON + HOWTO + COMPARISON
+PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON + HOWTO + COMPARISON + ENVIRONMENTS
 
 
 def blocks(text):
@@ -111,7 +111,7 @@ def test_links_lead_somewhere():
 
 def test_every_page_of_the_docs_is_read_by_these_tests():
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} == {
-        *("own", "runs", "data", "python", "howto", "comparison")
+        *("own", "runs", "data", "python", "howto", "comparison", "environments")
     }
 
 

@@ -35,6 +35,7 @@ class Peer(NamedTuple):
 
 PEERS = {
     "tunix": Peer("tunix_grpo.py", "benchmarks.step"),
+    "tunix-episodes": Peer("tunix_episodes.py", "benchmarks.episodes"),
     "trl": Peer("trl_grpo.py", "benchmarks.step"),
     "transformers": Peer("transformers_generate.py", "benchmarks.rollout"),
 }
@@ -66,8 +67,9 @@ def ratios(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     for name in FASTER:
         if own.get(name) and other.get(name):
             out[name] = other[name] / own[name]
-    if own.get("rollout_tok_s") and other.get("rollout_tok_s"):
-        out["rollout_tok_s"] = own["rollout_tok_s"] / other["rollout_tok_s"]
+    for name in ("rollout_tok_s", "env_steps_s"):
+        if own.get(name) and other.get(name):
+            out[name] = own[name] / other[name]
     for name in LESS:
         if own.get(name) and other.get(name):
             out[name] = own[name] / other[name]

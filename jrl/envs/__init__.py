@@ -13,6 +13,7 @@ from jrl.envs.games.guess import guess_number
 from jrl.envs.games.lookup import lookup
 from jrl.envs.games.nim import nim
 from jrl.envs.games.wordle import wordle
+from jrl.envs.libraries import LIBRARIES
 from jrl.errors import UserError, choose
 from jrl.own import FORMS, check_options, load
 
@@ -26,13 +27,15 @@ ENVS: dict[str, Callable[..., Env]] = {
     "wordle": wordle,
 }
 """Constructors of environments by name; each takes options of its own."""
+KNOWN = ENVS | LIBRARIES
+"""With those of other libraries, which take one of their names as ``id``."""
 
 
 def get_env(name: str, **options: Any) -> Env:
     """The environment of that name, checked.
 
     Args:
-      name: a key of ``ENVS``, or a function of one's own as ``FILE.py:function`` or
+      name: a key of ``KNOWN``, or a function of one's own as ``FILE.py:function`` or
         ``module:function``.
       **options: arguments of its constructor.
 
@@ -40,9 +43,9 @@ def get_env(name: str, **options: Any) -> Env:
       UserError: there is none of that name, an option is unknown or out of range, or what a
         function of one's own returned does not fit together.
     """
-    if ":" not in name and name not in ENVS:
-        raise UserError(f"{choose('data.env', name, ENVS)}, {FORMS}")
-    make = load(name, "data.env") if ":" in name else ENVS[name]
+    if ":" not in name and name not in KNOWN:
+        raise UserError(f"{choose('data.env', name, KNOWN)}, {FORMS}")
+    make = load(name, "data.env") if ":" in name else KNOWN[name]
     check_options(make, options, "data")
     env = make(**options)
     if not isinstance(env, Env):
@@ -50,4 +53,4 @@ def get_env(name: str, **options: Any) -> Env:
     return env.check()
 
 
-__all__ = ["ENVS", "Env", "Start", "Turn", "get_env", "task_env"]
+__all__ = ["ENVS", "KNOWN", "Env", "Start", "Turn", "get_env", "task_env"]

@@ -26,11 +26,13 @@ class Turn(struct.PyTreeNode):
     Attributes:
       reply: [Q] int32, what the policy reads next, from column 0; not read after the last turn.
       count: [] int32, tokens of the reply, 0 to Q.
-      reward: [] float32, points paid for the turn.
+      reward: [] float32, points paid for the turn; [R] where the policy plays R players, points for
+        each of them. Those of a player that does not move stand at its last turn.
       done: [] bool, whether the episode ends here.
-      success: [] bool, whether it ends well.
+      success: [] bool, whether it ends well; [R] for several players.
       state_id: [] int32, the identity of the state in which the turn was taken: equal ids within a
         group mean that the policy had the same choice.
+      player: [] int32, which player took the turn, from 0.
     """
 
     reply: Array
@@ -39,6 +41,7 @@ class Turn(struct.PyTreeNode):
     done: Array
     success: Array
     state_id: Array
+    player: Array | int = 0
 
 
 class Start(struct.PyTreeNode):
@@ -74,6 +77,8 @@ class Env(NamedTuple):
       tokenizer: of prompts, turns and replies.
       solution: (state) -> (tokens [A] int32, length [] int32), a good turn in this state, for a
         warm start; None where nobody wrote one.
+      players: R, that the policy plays against each other in training. In the split "eval" it plays
+        player 0 alone, and the environment the others.
     """
 
     name: str
@@ -87,6 +92,7 @@ class Env(NamedTuple):
     stop_id: int
     tokenizer: Any
     solution: Callable[[Any], tuple[Array, Array]] | None = None
+    players: int = 1
 
     @property
     def completion_tokens(self) -> int:
@@ -110,7 +116,7 @@ class Env(NamedTuple):
           UserError: naming the function or limit, its value and what would do.
         """
         said = f"environment {self.name!r}"
-        for name, least in (("turns", 1), ("prompt_tokens", 1), ("turn_tokens", 1)):
+        for name, least in (("turns", 1), ("prompt_tokens", 1), ("turn_tokens", 1), ("players", 1)):
             _check_limit(f"{said}: {name}", getattr(self, name), least)
         _check_limit(f"{said}: reply_tokens", self.reply_tokens, 0)
         for name in ("init", "step"):
@@ -128,9 +134,10 @@ class Env(NamedTuple):
         state, turn = jax.eval_shape(self.step, *turn_of)
         if not isinstance(turn, Turn):
             raise UserError(f"{said}: step returned {turn!r:.40}; return (state, jrl.envs.Turn)")
-        flag = ((), jnp.bool_)
+        each = (self.players,) if self.players > 1 else ()
         expected: dict[str, Any] = {"reply": ((self.reply_tokens,), jnp.int32), "count": scalar}
-        expected |= {"reward": ((), jnp.float32), "done": flag, "success": flag, "state_id": scalar}
+        expected |= {"reward": (each, jnp.float32), "success": (each, jnp.bool_)}
+        expected |= {"done": ((), jnp.bool_), "state_id": scalar, "player": scalar}
         _check_arrays(f"{said}: step", vars(turn), expected)
         before, after = (jax.tree.map(_typed, tree) for tree in (start.state, state))
         if before != after:
@@ -207,14 +214,17 @@ class TurnLog(struct.PyTreeNode):
       starts: [B, K] int32, the column of each turn's first token; T where there is no turn.
       ends: [B, K] int32, the column after its last one; the reply follows.
       states: [B, K] int32, ``Turn.state_id``.
-      points: [B, K] float32, ``Turn.reward``.
-      success: [B] bool.
+      players: [B, K] int32, ``Turn.player``.
+      points: [B, K] float32, ``Turn.reward`` of the player who took the turn, and what it was paid
+        for turns of others until its next one.
+      success: [B] bool, or [B, R].
     """
 
     count: Array
     starts: Array
     ends: Array
     states: Array
+    players: Array
     points: Array
     success: Array
 
@@ -222,7 +232,8 @@ class TurnLog(struct.PyTreeNode):
         """Arrays [B, T] by name, which mean nothing past an episode's end.
 
         Returns:
-          "turn" and "state" of each token, int32, a reply's being those of the turn before it;
+          "turn", "state" and "role" (the player) of each token, int32, a reply's being those of the
+          turn before it;
           "drawn", True at a turn's own tokens; "paid", its points at the last one of them, float32.
         """
         column = jnp.arange(width)[None]
@@ -231,16 +242,41 @@ class TurnLog(struct.PyTreeNode):
         at = lambda x: jnp.take_along_axis(x, turn, axis=1)  # noqa: E731
         end = at(self.ends)
         paid = jnp.where(column == end - 1, at(self.points), 0.0)
-        return {"turn": turn, "state": at(self.states), "drawn": column < end, "paid": paid}
+        states, roles = at(self.states), at(self.players)
+        drawn = column < end
+        return {"turn": turn, "state": states, "role": roles, "drawn": drawn, "paid": paid}
 
 
-def empty_log(rows: int, turns: int, width: int) -> TurnLog:
-    """The record of ``rows`` episodes of up to ``turns`` turns and ``width`` tokens, at first."""
+def empty_log(env: Env, rows: int) -> TurnLog:
+    """The record of ``rows`` episodes, at first."""
+    turns, width = env.turns, env.completion_tokens
     return TurnLog(
         count=jnp.zeros(rows, jnp.int32),
         starts=jnp.full((rows, turns), width, jnp.int32),
         ends=jnp.zeros((rows, turns), jnp.int32),
         states=jnp.zeros((rows, turns), jnp.int32),
+        players=jnp.zeros((rows, turns), jnp.int32),
         points=jnp.zeros((rows, turns), jnp.float32),
-        success=jnp.zeros(rows, bool),
+        success=jnp.zeros((rows, env.players) if env.players > 1 else rows, bool),
     )
+
+
+def paid_points(points: Array, players: Array, turn: Array, reward: Array) -> Array:
+    """[K] float32: the points of ONE episode's turns after turn number ``turn`` was paid for.
+
+    Args:
+      points: [K] float32, before.
+      players: [K] int32, who took each turn, this one included.
+      turn: [] int32.
+      reward: [] float32, for the player who took it; or [R], for each player at its last turn. A
+        player that had none yet gets nothing.
+
+    >>> paid_points(jnp.zeros(4), jnp.array([0, 1, 0, 0]), 2, jnp.array([1.0, -1.0])).tolist()
+    [0.0, -1.0, 1.0, 0.0]
+    """
+    if reward.ndim == 0:
+        return points.at[turn].add(reward, mode="drop")
+    number, nobody = jnp.arange(points.shape[0])[None], points.shape[0]
+    own = (players[None] == jnp.arange(reward.shape[0])[:, None]) & (number <= turn)
+    last = jnp.where(own.any(1), jnp.where(own, number, -1).max(1), nobody)
+    return points.at[last].add(reward, mode="drop")

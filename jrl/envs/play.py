@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jrl.envs.base import Env, Start, TurnLog, empty_log
+from jrl.envs.base import Env, Start, TurnLog, empty_log, paid_points
 from jrl.errors import UserError
 from jrl.mesh import divided
 from jrl.sampling.cache import pick
@@ -43,14 +43,16 @@ class Episodes(NamedTuple):
       rollout: replies are completion tokens outside ``mask``.
       turn: [N, G, T] int32, the number of the turn that a token belongs to, its reply's included.
       state: [N, G, T] int32, ``Turn.state_id`` of that turn.
+      role: [N, G, T] int32, the player who took that turn.
       paid: [N, G, T] float32, points, at the last token of the turn that earned them.
-      success: [N, G] bool.
+      success: [N, G] bool; [N, G, R] where the policy plays R players.
       turns: [N, G] int32, turns taken.
     """
 
     rollout: Rollout
     turn: Array
     state: Array
+    role: Array
     paid: Array
     success: Array
     turns: Array
@@ -143,9 +145,10 @@ def play(
     ).check()
     if of_prompts is not None and results.experts is not None:
         rollout = with_routing(rollout, of_prompts, results.experts)
-    success, turns = log.success.reshape(n, g), log.count.reshape(n, g)
+    success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
     paid = jnp.where(mask, tokens["paid"], 0.0)
-    return Episodes(rollout, tokens["turn"], tokens["state"], paid, success, turns), steps.sum()
+    labels = tokens["turn"], tokens["state"], tokens["role"]
+    return Episodes(rollout, *labels, paid, success, turns), steps.sum()
 
 
 def check_room(env: Env, network: Network) -> None:
@@ -185,7 +188,7 @@ def _play(
         state=pick(starts.state, jnp.arange(rows) // sum(members)),
         keys=sequences.keys,
         begin=jnp.zeros(rows, jnp.int32),
-        log=empty_log(rows, env.turns, width),
+        log=empty_log(env, rows),
     )
     # Rows reach their own columns at their own time, once replies differ in length.
     queue = queue.replace(extra=table, slots=queue.slots.replace(aligned=env.turns == 1))
@@ -263,6 +266,7 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
     log = mine.log
     put = lambda x, new: jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(x, at, new)  # noqa: E731
+    players = put(log.players, jnp.broadcast_to(made.player, at.shape))
     after = mine.replace(
         state=state,
         begin=begin,
@@ -271,7 +275,8 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
             starts=put(log.starts, mine.begin),
             ends=put(log.ends, begin - count),
             states=put(log.states, made.state_id),
-            points=put(log.points, made.reward),
+            players=players,
+            points=jax.vmap(paid_points)(log.points, players, at, made.reward),
             success=made.success,
         ),
     )
@@ -313,14 +318,19 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         tokens = put(tokens, begin, drawn, size)
         end = begin + size
         tokens = put(tokens, end, made.reply, count)
-        row = (live, jnp.where(live, begin, width), end, made.state_id, made.reward, made.success)
-        carry = (after, tokens, end + count, live & ~over)
-        return carry, row
+        who = jnp.int32(made.player)
+        row = (live, jnp.where(live, begin, width), end, made.state_id, who, made.reward)
+        return (after, tokens, end + count, live & ~over), (*row, made.success)
 
     first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))
     (_, tokens, length, _), rows = jax.lax.scan(turn, first, jnp.arange(env.turns))
-    live, *columns, success = rows
-    starts, ends, states, points = columns
-    taken, won = live.sum(dtype=jnp.int32), (live & success).any()
-    log = TurnLog(taken, starts, ends, states, points, won)
+    live, starts, ends, states, players, rewards, success = rows
+    rewards = jnp.where(live.reshape(-1, *(1,) * (rewards.ndim - 1)), rewards, 0.0)
+    points, _ = jax.lax.scan(
+        lambda points, turn: (paid_points(points, players, *turn), None),
+        jnp.zeros(env.turns, jnp.float32),
+        (jnp.where(live, jnp.arange(env.turns), env.turns), rewards),
+    )
+    taken, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
+    log = TurnLog(taken, starts, ends, states, players, points, success[last])
     return tokens, length, jax.tree.map(lambda x: x[None], log)

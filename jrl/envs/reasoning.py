@@ -21,9 +21,9 @@ def from_reasoning_gym(
     task: str,
     *,
     options: Mapping[str, Any] = NOTHING,
-    seed: int,
     attempts: int = 1,
     problems: int = 100_000,
+    seed: int,
     ask: str = _ASK,
 ) -> HostEnv:
     """A task as an environment; needs the extra ``reasoning_gym``.
@@ -35,9 +35,9 @@ def from_reasoning_gym(
     Args:
       task: a data set that ``reasoning_gym.create_dataset`` knows, such as "leg_counting".
       options: of the data set.
-      seed: of the data set.
       attempts: how often the policy may answer; after a wrong answer it is told so.
       problems: how many there are.
+      seed: of the data set.
       ask: stands after the question; the last answer within the tags is taken, else all text.
 
     Raises:

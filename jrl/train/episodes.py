@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from jrl.data.tasks import Task
-from jrl.envs import Env
-from jrl.envs.play import check_room, play, scripted
+from jrl.envs import Env, Start
+from jrl.envs.play import Episodes, check_room, play, scripted
+from jrl.envs.self_play import rows_of_players
 from jrl.errors import UserError, choose
+from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import check_fits
 from jrl.train.collect import Groups, task_rollout
@@ -82,8 +84,9 @@ def episode_rollout(
 
     Returns:
       The groups; their subject is the ``Start`` of each. ``ids`` holds "turn", "step" (here the
-      same) and "state" [N, G, T], and "stratum" [N, G], the turns taken; ``stats`` the weighted
-      points "paid" [N, G, T].
+      same), "state" and "role" [N, G, T], and "stratum" [N, G], the turns taken; ``stats`` the
+      weighted points "paid" [N, G, T]. Where the policy plays R players, training gets N * R
+      groups, a player of a start each (``rows_of_players``).
     """
     check_members(task, group, demonstrations)
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
@@ -103,6 +106,8 @@ def episode_rollout(
         slots=slots,
         chunk=chunk,
     )
+    if task.players > 1:
+        played, starts, ids = _by_role(played, starts, ids, task, split)
     points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
     for part in parts:
         if part not in points:
@@ -117,10 +122,21 @@ def episode_rollout(
             "turn": played.turn,
             "step": played.turn,
             "state": played.state,
+            "role": played.role,
             "stratum": played.turns,
         },
         stats={"paid": parts.get("reward", 0.0) * played.paid},
     )
+
+
+def _by_role(
+    played: Episodes, starts: Start, ids: Array, env: Env, split: str
+) -> tuple[Episodes, Start, Array]:
+    """Training: a group for each player of each start. Evaluation: player 0, the policy."""
+    if split == "eval":
+        return played._replace(success=played.success[:, :, 0]), starts, ids
+    starts, ids = jax.tree.map(lambda x: jnp.repeat(x, env.players, axis=0), (starts, ids))
+    return rows_of_players(played, env.players), starts, ids
 
 
 def check_members(env: Env, group: int, demonstrations: int) -> None:
@@ -129,6 +145,15 @@ def check_members(env: Env, group: int, demonstrations: int) -> None:
         raise UserError(
             f"data.env: the method learns from demonstrations, and the environment {env.name!r} has"
             " none; choose a method that draws its own completions, or a procedural task"
+        )
+
+
+def check_players(env: Env, editor: GroupEditor) -> None:
+    """Raises UserError where groups are dropped or redrawn that hold one player of an episode."""
+    if env.players > 1 and editor.keep is not keep_all:
+        raise UserError(
+            f"data.env: the method keeps some groups and drops others, and of {env.name!r} each "
+            f"start makes {env.players}, one for a player; choose a method that keeps every group"
         )
 
 

@@ -24,7 +24,7 @@ from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
-from jrl.train.episodes import check_members, eval_parts, rollout_of
+from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
@@ -54,6 +54,7 @@ def check_trainable(run: Run) -> None:
     if isinstance(run.task, Env):
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
+        check_players(run.task, run.method.groups)
     check_frozen(run.method.objective, run.networks, config.method)
     check_named(config, run.method.objective.frozen)
     if config.sampling.temperature == 0:

@@ -21,7 +21,7 @@ def reply(text, turn=0):
 @pytest.mark.skipif(not HERE, reason="reasoning-gym is not installed")
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
 def test_a_problem_is_answered_in_two_attempts():
-    env = check_env(from_reasoning_gym("leg_counting", seed=0, attempts=2))
+    env = check_env(from_reasoning_gym("leg_counting", attempts=2, seed=0))
     state, messages = env.init(PROMPT, 2**40 + 7)
     assert state.entry["question"] in messages[0]["content"]
     state, first = env.step(state, reply("<answer>none</answer>"))

@@ -17,7 +17,7 @@ from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import collect, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
-from jrl.train.episodes import episode_rollout
+from jrl.train.episodes import check_players, episode_rollout
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -239,6 +239,17 @@ def test_methods_with_demonstrations_are_refused(network):
             group=2,
             demonstrations=1,
         )
+
+
+def test_a_method_that_drops_groups_cannot_have_players_in_them():
+    dapo, grpo = get_method("dapo", max_tokens=9).groups, get_method("grpo").groups
+    both = get_env("nim", opponent="self")
+    with pytest.raises(
+        UserError, match="data.env: the method keeps some groups.*'nim' each start m"
+    ):
+        check_players(both, dapo)
+    check_players(both, grpo)
+    check_players(get_env("nim"), dapo)
 
 
 def test_samples_are_transcripts_by_turn(groups):

@@ -104,9 +104,21 @@ def test_against_a_perfect_player_the_solution_wins_what_can_be_won():
     assert 0.5 < np.mean(expected) < 1
 
 
+@pytest.mark.parametrize("opponent", ["perfect", "self"])
+def test_an_illegal_move_may_cost_points(opponent):
+    env = get_env("nim", heaps=2, most=3, opponent=opponent, illegal=-0.5)
+    state = env.generate(jax.random.key(0), "train").state
+    tokens = jnp.array(env.tokenizer.encode("c1"))
+    _, turn = jit(env.step)(state, tokens, jnp.int32(2), jax.random.key(0))
+    assert bool(turn.done)
+    assert np.asarray(turn.reward).tolist() == (-0.5 if opponent == "perfect" else [-0.5, 1.0])
+    assert not np.asarray(turn.success).ravel()[0]
+
+
 def test_bad_options():
     for options, says in (
         ({"heaps": 5}, "data.heaps = 5; choose an integer from 1 to 4"),
+        ({"illegal": 0.5}, "data.illegal = 0.5; give points, 0 or less"),
         ({"most": 0}, "data.most = 0; choose an integer from 1 to 9"),
         ({"opponent": "perfct"}, "data.opponent = 'perfct'; did you mean 'perfect'"),
     ):
