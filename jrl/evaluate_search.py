@@ -70,7 +70,7 @@ def search_run(
         engine = Engine(
             run.network,
             params,
-            slots=_SLOTS,
+            slots=max(_SLOTS, width),
             prompt_tokens=longest
             if plan.whole
             else min(longest + most, run.network.max_length - size),

@@ -77,14 +77,14 @@ def test_steps_end_where_they_should_and_costs_add_up(name, more):
 
 
 def test_best_of_n_is_n_whole_completions():
-    for each in found("best_of_n", 5):
-        assert (each.cost.expansions, each.cost.steps) == (1, 5)
+    for each in found("best_of_n", 4):
+        assert (each.cost.expansions, each.cost.steps) == (1, 4)
         assert all(n.done for n in each.tree.nodes[1:])
         assert each.points == max(n.step.points for n in each.tree.nodes[1:])
 
 
 def test_draws_do_not_depend_on_slots():
-    for one, other in zip(found("beam"), found("beam", slots=2), strict=True):
+    for one, other in zip(found("beam"), found("beam", slots=3), strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.cost == other.cost
 
@@ -120,5 +120,7 @@ def test_what_is_wrong_is_named():
         named_search("baem", 2)
     with pytest.raises(UserError, match="width = 0"):
         named_search("beam", 0)
+    with pytest.raises(UserError, match="width = 5 and the engine has 4 slots; draw fewer"):
+        found("beam", 5)
     with pytest.raises(UserError, match="step_tokens = 12; give 1 to max_tokens = 9"):
         search(engine(), PROMPTS, named_search("beam", 2), **{**LIMITS, "step_tokens": 12})
