@@ -76,7 +76,7 @@ def search_run(
             else min(longest + most, run.network.max_length - size),
             max_new_tokens=size,
             stop_tokens=run.tokenizer.stop_ids,
-            tokenizer=run.tokenizer,
+            tokenizer=None if run.task else run.tokenizer,  # steps of a text end with a line
         )
         found = search(
             engine,

@@ -141,8 +141,8 @@ def search(
         raise UserError(f"step_tokens = {step_tokens}; give 1 to max_tokens = {max_tokens}")
     if plan.width > engine.limits.slots:
         raise UserError(
-            f"search: width = {plan.width} and the engine has {engine.limits.slots} slots; draw fewer"
-            " steps from a node, or give it more slots"
+            f"search: width = {plan.width} and the engine has {engine.limits.slots} slots; draw"
+            " fewer steps from a node, or give it more slots"
         )
     trees, ends, read = [Tree() for _ in prompts], set(end_tokens), [0] * len(prompts)
     stops = (*end_tokens, *(() if plan.whole else step_stops))
