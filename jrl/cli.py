@@ -151,10 +151,17 @@ def _train(
 def evaluate(
     target: Target,
     overrides: Overrides = None,
+    search: Annotated[
+        str | None, typer.Option(help="Search for answers: best_of_n, beam, dvts or mcts.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Width of the search.", min=1)] = 4,
+    step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
+
+    With --search also what the search took of each problem: steps, tokens drawn, tokens read again.
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
@@ -162,6 +169,14 @@ def evaluate(
     """
     chosen = _read(target, overrides)
     _prepare_jax()
+    if search is not None:
+        from jrl.evaluate_search import search_run
+
+        result = search_run(
+            chosen, search, width=width, step_tokens=step_tokens, checkpoint=checkpoint
+        )
+        print_result("evaluation", result, as_json)
+        return
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)
