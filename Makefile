@@ -22,7 +22,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address site install dev demo test test-all lint format types wheel-test ci clean
+.PHONY: help address notebooks site install dev demo test test-all lint format types wheel-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -90,6 +90,9 @@ ci: ## everything a commit must pass
 site: $(DEV_STAMP) ## the documentation as a site, in build/docs/site; needs the extra docs
 	$(BIN)/python $(PIP_INSTALL) -e '.[docs]'
 	$(BIN)/python .ci/site.py
+
+notebooks: $(DEV_STAMP) ## execute the notebooks and keep their outputs: ARGS="3 5" for some
+	$(BIN)/python .ci/notebooks.py $(ARGS)
 
 address: ## write the repository's address where it is needed: make address URL=https://...
 	$(PYTHON) .ci/address.py "$(URL)"

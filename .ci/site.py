@@ -1,11 +1,13 @@
 """Builds the documentation as a site with mkdocs: make site.
 
-Pages are README.md, docs/, the guides of configs/ and benchmarks/, and two that are generated: the
-catalogue of methods and the configuration keys. A link that leads nowhere is an error.
+Pages are README.md, docs/, the guides of configs/ and benchmarks/, and three that are generated:
+the catalogue of methods, the configuration keys and the Python reference. A link that leads nowhere
+is an error.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import pathlib
@@ -22,6 +24,8 @@ PAGES = {
     "own.md": "docs/own.md",
     "data.md": "docs/data.md",
     "runs.md": "docs/runs.md",
+    "howto.md": "docs/howto.md",
+    "comparison.md": "docs/comparison.md",
     "environments.md": "docs/environments.md",
     "configs.md": "configs/README.md",
     "pods.md": "tpu_scripts/README.md",
@@ -33,11 +37,14 @@ NAV = [
     {"From Python": "python.md"},
     {"Functions of your own": "own.md"},
     {"What a run leaves": "runs.md"},
+    {"Memory, compiling, collapse": "howto.md"},
     {"Environments in one program": "environments.md"},
     {"Meshes, adapters, serving": "configs.md"},
     {"Pods": "pods.md"},
     {"Methods": "methods.md"},
     {"Configuration keys": "keys.md"},
+    {"Python reference": "api.md"},
+    {"Beside other libraries": "comparison.md"},
     {"Benchmarks": "benchmarks.md"},
 ]
 
@@ -52,6 +59,7 @@ def write_pages(target: pathlib.Path) -> None:
         shutil.copy(picture, target / picture.name)
     (target / "methods.md").write_text(methods_page(), encoding="utf-8")
     (target / "keys.md").write_text(keys_page(), encoding="utf-8")
+    (target / "api.md").write_text(api_page(), encoding="utf-8")
 
 
 def relinked(text: str, source: str) -> str:
@@ -109,6 +117,35 @@ def keys_page() -> str:
         cells = (f"`{key.name}`", key.kind, default, key.text + only)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def api_page() -> str:
+    """Every name of ``jrl`` itself, with its signature and its docstring."""
+    import jrl
+
+    lines = [
+        "# Python reference",
+        "",
+        "What `from jrl import ...` gives, by name. Records and further",
+    ]
+    lines += ["functions have their documentation in the source: `help(jrl.types)`.", ""]
+    for name in sorted(set(jrl.__all__) - {"__version__"}, key=str.lower):
+        value = getattr(jrl, name)
+        lines += [f"## {name}", "", f"    {signature(name, value)}", ""]
+        lines += ["```text", (inspect.getdoc(value) or "").strip(), "```", ""]
+    return "\n".join(lines)
+
+
+def signature(name: str, value: object) -> str:
+    """How a name is called, without the types; of a record its fields."""
+    if inspect.isclass(value) and hasattr(value, "model_fields"):
+        return f"{name}(**tables)"
+    if inspect.isclass(value) and issubclass(value, Exception):
+        return f"{name}(message)"
+    parameters = inspect.signature(value).parameters.values()
+    empty = inspect.Parameter.empty
+    shown = [p.replace(annotation=empty) for p in parameters if p.name != "self"]
+    return f"{name}{inspect.Signature(shown)}"
 
 
 def settings(target: pathlib.Path) -> dict:

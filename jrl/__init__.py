@@ -27,6 +27,7 @@ _HOME = {
     "TrainState": "jrl.types",
     "UserError": "jrl.errors",
     "ValueNetwork": "jrl.types",
+    "compile_run": "jrl.compile_notes",
     "compute_advantages": "jrl.objectives.policy",
     "fit": "jrl.entry",
     "generate": "jrl.sampling.generate",

@@ -23,6 +23,7 @@ import numpy as np
 from jrl.errors import StorageError, UserError
 from jrl.step_contents import contents, read_contents
 from jrl.step_files import readable, write_record
+from jrl.waits import waiting
 
 STEP_DIGITS = 8
 
@@ -124,13 +125,14 @@ class Checkpoints:
             for old in sorted(self._damaged & set(self.steps())):
                 writer.delete(old)
             self._writing = step
-            writer.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
-                ),
-                force=True,
-            )
+            with waiting(f"saving of step {step}"):
+                writer.save(
+                    step,
+                    args=ocp.args.Composite(
+                        state=ocp.args.PyTreeSave(arrays), meta=ocp.args.JsonSave(meta)
+                    ),
+                    force=True,
+                )
         except (OSError, ValueError) as error:
             raise self._not_written(step, error) from error
         self._damaged.clear()
@@ -175,7 +177,8 @@ class Checkpoints:
             return
         try:
             if wait:
-                self._writer.wait_until_finished()
+                with waiting(f"saving of step {self._writing}"):
+                    self._writer.wait_until_finished()
             self._writer.check_for_errors()
         except (OSError, ValueError) as error:
             raise self._not_written(self._newest, error) from error
@@ -324,7 +327,8 @@ def _all_processes(ok: bool) -> bool:
         return ok
     from jax.experimental import multihost_utils
 
-    return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
+    with waiting("other processes"):
+        return bool(np.all(multihost_utils.process_allgather(np.asarray(ok))))
 
 
 def _short(error: Exception | None) -> str:

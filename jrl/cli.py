@@ -14,6 +14,7 @@ from jrl.commands import Main, WithKeys
 from jrl.config import Config
 from jrl.config_io import as_tree, describe, dump, load_config
 from jrl.console import (
+    print_drift,
     print_method,
     print_methods,
     print_result,
@@ -58,8 +59,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code == INTERRUPTED:
-            end_within(60)  # whatever thread of a reward function still holds the process
+        if isinstance(end.code, int) and end.code:
+            end_within(60, end.code)  # whatever thread of a reward still holds the process
         raise
 
 
@@ -167,6 +168,53 @@ def evaluate(
     print_result("evaluation", result, as_json)
 
 
+@app.command(
+    short_help="Measure how results move with batch, mesh and dtype.", no_args_is_help=True
+)
+def drift(
+    target: Target,
+    overrides: Overrides = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Completions decoded at once (repeatable).", min=1)
+    ] = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(help="Mesh, such as tensor=2 (repeatable); by default the run's."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Type of activations (repeatable); by default the run's and float32."),
+    ] = None,
+    problems: Annotated[int, typer.Option(help="Held-out problems, at most.", min=1)] = 32,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far results move with what should not matter: batch, mesh and dtype.
+
+    Held-out problems are completed under every combination, greedily and sampled with fixed seeds.
+    Printed are deviations of accuracy, length, probabilities and log-probabilities, and where
+    completions first differ, as in "Give Me FP32 or Give Me Death?" (arXiv:2506.09501).
+
+    Example: jrl drift runs/gsm8k --batch 1 --batch 8 --dtype bfloat16 --dtype float32
+    """
+    chosen = _read(target, overrides)
+    _prepare_jax()
+    from jrl.drift import measure_drift
+
+    found = measure_drift(
+        chosen,
+        batches=batch or (1, 8),
+        meshes=mesh or (),
+        dtypes=dtype or (),
+        problems=problems,
+        checkpoint=checkpoint,
+    )
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        print_drift(found)
+
+
 @app.command(short_help="Sample completions from a policy.", no_args_is_help=True)
 def sample(
     target: Target,
@@ -176,17 +224,22 @@ def sample(
         typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
+    env: Annotated[
+        str | None, typer.Option("--env", help="Environment to watch it play in; else the run's.")
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Sample completions from a policy and print them.
+
+    An episode is printed turn by turn. --env NAME is short for data.env=NAME.
 
     The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...), and
     each prompt gets sampling.group completions.
 
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
-    chosen = _read(target, overrides)
+    chosen = _read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
     _prepare_jax()
     from jrl.evaluate import sample_run
 
@@ -288,19 +341,25 @@ def convert(
     typer.echo(str(directory))
 
 
-@app.command(short_help="Plot a run, and write its HTML page.", no_args_is_help=True)
+@app.command(short_help="Write the page of a run, or of several.", no_args_is_help=True)
 def report(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run directory, of a finished or running run.")
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run directories, of finished or running runs."),
     ],
 ) -> None:
-    """Plot a run, and write one self-contained HTML page with its curves and samples.
+    """Plot a run, and write one self-contained HTML page with its health, curves and samples.
 
-    The page is RUN/report/index.html; it needs no network and can be shared as one file.
+    The page is RUN/report/index.html; it needs no network and can be shared as one file. Of several
+    runs it is report/overlay.html of the first: curves over each other, runs that differ by their
+    seed alone as a mean with an interval, and where the configurations differ.
+
+    Example: jrl report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1
     """
+    from jrl.overlay import write_overlay
     from jrl.report import write_report
 
-    typer.echo(str(write_report(run)))
+    typer.echo(str(write_report(runs[0]) if len(runs) == 1 else write_overlay(runs)))
 
 
 @app.command(short_help="List training methods.")

@@ -31,6 +31,7 @@ from jrl.config_io import as_tree, build_config
 from jrl.envs import KNOWN, Env
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic
+from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.build import Run
@@ -198,11 +199,11 @@ class _Start:
 
     def __init__(self, run: Run, keys: Array) -> None:
         make, _ = programs.state_layout(run)
-        warmup, task = run.config.warmup, run.task
+        warmup, task, given = run.config.warmup, run.task, hf.in_memory(run.params)
         assert task is not None
 
         def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, run.params, {})
+            state = make(key, given, {})
             policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(
@@ -338,38 +339,74 @@ def _markdown(table: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+FEW = 8
+"""Methods up to which their rewards are lines of their own; more are rows of a picture."""
+
+
 def _draw(
     path: Path,
     results: Sequence[Mapping[str, Any]],
     found: Mapping[str, Mapping[str, Mapping[str, float]]],
     tasks: Sequence[str],
 ) -> None:
-    """Intervals on the left, rewards of each task on the right."""
+    """Intervals on the left, best method on top; rewards of each task on the right.
+
+    The rewards of many methods are rows in the order of the intervals, since no eye tells some two
+    dozen lines and colours apart.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
-    names = list(found)
-    palette = matplotlib.colormaps["tab20"].colors  # type: ignore[attr-defined]
-    colours = {name: palette[i % len(palette)] for i, name in enumerate(names)}
-    figure = Figure(figsize=(4.6 * (1 + len(tasks)), 1.6 + 0.3 * len(names)), layout="constrained")
+    names, few = list(found), len(found) <= FEW
+    size = (4.6 + 4.2 * len(tasks), max(3.0, 1.4 + 0.27 * len(names)))
+    figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
-    for y, name in enumerate(reversed(names)):
-        every = found[name]["all"]
-        width = every["high"] - every["low"]
-        axes[0].barh(y, width, left=every["low"], height=0.6, color=colours[name], alpha=0.7)
-        axes[0].plot([every["value"]] * 2, [y - 0.3, y + 0.3], color="black", lw=1.5)
-    axes[0].set_yticks(range(len(names)), list(reversed(names)), fontsize=8)
-    axes[0].set_title("Accuracy, all tasks: IQM, 95 %", fontsize=10, loc="left")
+    palette = matplotlib.colormaps["Dark2" if few else "viridis"]
+    colours = {name: palette(i) if few else palette(0.35) for i, name in enumerate(names)}
+    _draw_intervals(axes[0], {name: found[name]["all"] for name in names}, colours)
     for axis, task in zip(axes[1:], tasks, strict=True):
-        for name in names:
-            rows = [r["reward"] for r in results if (r["task"], r["method"]) == (task, name)]
-            curve = interquartile_mean(np.array(rows).T)
-            axis.plot(np.arange(1, len(curve) + 1), curve, color=colours[name], lw=1.2, label=name)
         axis.set_title(f"{task}: reward (IQM over seeds)", fontsize=10, loc="left")
-        axis.set_xlabel("step", fontsize=8)
-    axes[-1].legend(fontsize=7, loc="lower right")
-    for axis in axes:
-        axis.tick_params(labelsize=8)
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=90)
+        axis.set_xlabel("step", fontsize=9)
+        axis.tick_params(labelsize=9)
+        curves = {name: _reward_curve(results, task, name) for name in names}
+        if few:
+            for name, curve in curves.items():
+                axis.plot(np.arange(1, len(curve) + 1), curve, color=colours[name], label=name)
+            axis.grid(alpha=0.25)
+            axis.spines[["top", "right"]].set_visible(False)
+        else:
+            _draw_rows(figure, axis, list(curves.values()))
+    if few:
+        axes[-1].legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _reward_curve(results: Sequence[Mapping[str, Any]], task: str, method: str) -> np.ndarray:
+    rows = [r["reward"] for r in results if (r["task"], r["method"]) == (task, method)]
+    return interquartile_mean(np.array(rows).T)
+
+
+def _draw_intervals(
+    axis: Any, intervals: Mapping[str, Mapping[str, float]], colours: Mapping[str, Any]
+) -> None:
+    """A bar and a number for each method, the first one on top."""
+    for y, (name, every) in enumerate(intervals.items()):
+        width = every["high"] - every["low"]
+        axis.barh(y, width, left=every["low"], height=0.6, color=colours[name], alpha=0.6)
+        axis.plot([every["value"]] * 2, [y - 0.3, y + 0.3], color="black", lw=1.5)
+        place = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": 8}
+        axis.annotate(f"{every['value']:.3f}", (1.01, y), **place)
+    axis.set_yticks(range(len(intervals)), list(intervals), fontsize=9)
+    axis.set_ylim(len(intervals) - 0.5, -0.5)
+    axis.set_title("Accuracy, all tasks: IQM, 95 %", fontsize=10, loc="left")
+    axis.tick_params(labelsize=9)
+    axis.grid(alpha=0.25, axis="x")
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_rows(figure: Any, axis: Any, curves: Sequence[np.ndarray]) -> None:
+    """A row for each method, brighter where the reward is higher; in the intervals' order."""
+    extent = (0.5, len(curves[0]) + 0.5, len(curves), 0)
+    picture = axis.imshow(np.array(curves), aspect="auto", interpolation="nearest", extent=extent)
+    axis.set_yticks([])
+    figure.colorbar(picture, ax=axis, pad=0.02).ax.tick_params(labelsize=8)

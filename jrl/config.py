@@ -52,6 +52,13 @@ class RunTable(Table):
         " holds a run; must: refuse one that does not",
     )
 
+    @field_validator("dir")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError("must be a path; `run.dir=` on the command line removes the key")
+        return value
+
 
 # ---------------------------------------------------------------- the policy
 
@@ -138,7 +145,7 @@ Size = Annotated[int, AfterValidator(_size)]
 class SamplingTable(Table):
     """How completions are drawn."""
 
-    group: int = key(8, "completions per prompt", ge=1)
+    group: int = key(8, "completions per prompt", ge=1, le=1_000_000)
     temperature: float = key(1.0, "softmax temperature; 0 takes the likeliest token", ge=0)
     top_k: int = key(0, "keep the k likeliest tokens; 0 keeps all", ge=0)
     top_p: float = key(1.0, "keep the smallest set with this probability", gt=0, le=1)
@@ -195,7 +202,7 @@ class RewardTable(Table):
 class RewardPoolTable(Table):
     """The processes that run reward functions."""
 
-    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0)
+    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0, le=1024)
     timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
         4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
@@ -235,6 +242,13 @@ class TrainTable(Table):
         " compiled: the whole run of a procedural task or environment is one program",
     )
 
+    wait_seconds: float = key(
+        3600.0,
+        "longest wait without progress for rewards, environments, rollout devices, other processes"
+        " or saving; beyond it the run saves what it can and ends",
+        gt=0,
+    )
+
     @model_validator(mode="after")
     def _packs_whole_batches(self) -> Self:
         if self.mode == "packed" and self.minibatches > 1:
@@ -267,6 +281,11 @@ class EvalTable(Table):
         1, "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it", ge=1
     )
     temperature: float = key(0.0, "softmax temperature in evaluation", ge=0)
+    dtype: DType | None = key(
+        None,
+        "type of activations in evaluation, by default model.dtype; with 16-bit weights float32"
+        " makes results depend least on batch, mesh and device (docs/runs.md)",
+    )
 
     @property
     def pass_k(self) -> tuple[int, ...]:
@@ -296,19 +315,39 @@ class CheckpointTable(Table):
         " before it, such as -loss, the least is best",
     )
 
+    @field_validator("best")
+    @classmethod
+    def _names_a_metric(cls, value: str | None) -> str | None:
+        if value is not None and not value.removeprefix("-").strip():
+            raise ValueError("must be a metric's name, such as eval/accuracy or -loss")
+        return value
+
 
 class WatchTable(Table):
     """A limit on a metric, and what happens where it is broken."""
 
     above: float | None = None
     below: float | None = None
+    grows: float | None = Field(default=None, gt=1)
+    falls: float | None = Field(default=None, gt=0, le=1)
     steps: int = Field(1, ge=1)
-    action: Literal["warn", "stop", "none"] = "warn"
+    action: Literal["warn", "skip", "rollback", "stop", "none"] = "warn"
 
     @model_validator(mode="after")
     def _has_a_limit(self) -> Self:
-        if self.above is None and self.below is None and self.action != "none":
-            raise ValueError("a table of [watch] needs above, below, or both")
+        fixed, relative = (self.above, self.below), (self.grows, self.falls)
+        if {*fixed, *relative} == {None} and self.action != "none":
+            raise ValueError("a table of [watch] needs above, below, grows or falls")
+        if self.action == "skip" and (self.steps > 1 or {*relative} != {None}):
+            raise ValueError(
+                'action = "skip" looks at each step alone, inside the training step: it takes above'
+                " and below; leave steps, grows and falls out"
+            )
+        if self.above is not None and self.below is not None and self.above < self.below:
+            raise ValueError(
+                f"above = {self.above:g} is less than below = {self.below:g}: every value breaks"
+                " one of them; above is the largest value allowed, below the least"
+            )
         return self
 
 
@@ -357,10 +396,12 @@ class LogTable(Table):
     """What is kept of a run besides metrics.jsonl."""
 
     KEPT: ClassVar[int] = 8
-    """Rollouts kept each time."""
+    """As many whole groups are kept each time as have this many members."""
 
     samples_every: int = key(
-        10, "training steps between the rollouts kept in samples.jsonl, 8 each time; 0: none", ge=0
+        10,
+        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
+        ge=0,
     )
     to: Annotated[
         tuple[Annotated[str, AfterValidator(_log_target)], ...],
@@ -421,11 +462,13 @@ class Config(Table):
     log: LogTable = key(LogTable(), "")
     watch: dict[str, WatchTable] = key(
         {},
-        "limits by metric, such as entropy or logprob_diff, or host_memory_bytes. Each a table with"
-        " above and below, steps (broken so many in a row, 1 when not set) and action (warn: say"
-        " so; stop: save and end; none). Without being asked for, a run stops at a step of which an"
-        " update was not finite (skipped_updates) and at 3 in a row in which all rewards failed"
-        " (reward_failures)",
+        "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
+        " (more than so many times its mean over the first 10 steps), falls (by more than this"
+        " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
+        " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
+        " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
+        " stop: save and end; none). configs/README.md lists those that hold without being asked"
+        " for",
     )
 
     @property

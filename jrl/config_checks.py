@@ -38,6 +38,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     if model.network is not None:
         given = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
         given["train.replay_routing"] = train.replay_routing
+        given["eval.dtype"] = config.eval.dtype is not None
         for key in (key for key, is_given in given.items() if is_given):
             yield f"model.network = {model.network!r} and {key} are both given; remove one"
     if config.lora is not None and config.lora.path is not None and model.path is None:
@@ -52,7 +53,10 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f" {task.name!r}, which sets its own limit; remove it"
         )
     if config.episodes:
-        for name in sorted(config.data.model_fields_set & {"system", "template"}):
+        keys = type(config.data).model_fields
+        for name in ("system", "template"):
+            if getattr(config.data, name) == keys[name].default:
+                continue  # as in a configuration with every key written out
             yield (
                 f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
                 " own first messages; remove it"

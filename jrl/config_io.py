@@ -190,20 +190,27 @@ def build_config(tree: Mapping[str, Any]) -> Config:
         lines += [_explain(item) for item in items if item["loc"][-2:] != ("train", "str")]
     else:
         lines += _of_other_kinds(config)
-        lines += [f"{k} = None; TOML has no null: leave it out" for k in _nulls(as_tree(config))]
+        lines += _unwritable(as_tree(config), config.model_dump())
     if lines:
         raise UserError("\n".join(lines))
     return config
 
 
-def _nulls(value: object, key: str = "") -> Iterator[str]:
-    """The dotted keys of what is None in options, which may be anything."""
+def _unwritable(value: object, given: Any, key: str = "") -> Iterator[str]:
+    """A line for each None, NaN and infinity in options, which may be anything.
+
+    Args:
+      value: as JSON, which has neither NaN nor infinity, only null.
+      given: the same as it was given.
+      key: of the two.
+    """
     if value is None:
-        yield key
+        said = "TOML has no null: leave it out" if given is None else "must be finite"
+        yield f"{key} = {given}; {said}"
     inside = enumerate(value) if isinstance(value, list) else ()
     items = value.items() if isinstance(value, Mapping) else inside
     for name, item in items:
-        yield from _nulls(item, f"{key}.{name}" if key else str(name))
+        yield from _unwritable(item, given[name], f"{key}.{name}" if key else str(name))
 
 
 def dump(config: Config) -> str:
@@ -230,7 +237,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
-_FREE = ("train.steps", "eval.every", "model.attention", "watch")
+_FREE = ("train.steps", "eval.every", "model.attention", "train.wait_seconds", "watch")
 
 
 def may_differ(key: str) -> bool:
@@ -252,8 +259,12 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: is not a file; name a TOML file or a run directory")
     try:
-        return _toml(path.read_text(encoding="utf-8"))
+        if path.exists() and path.stat().st_size > _LARGEST:
+            raise UserError(f"{path}: larger than {_LARGEST} bytes, so no configuration")
+        return _toml(path.read_text(encoding="utf-8-sig"))  # some editors begin with its mark
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
     except UnicodeDecodeError as error:
@@ -266,6 +277,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
+_LARGEST = 10_000_000
+"""Bytes of a configuration file."""
 _DEEPEST = 50
 """Tables and lists inside each other."""
 

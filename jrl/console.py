@@ -53,12 +53,31 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
         typer.echo(f"  {name.replace('_', ' '):<{width}}  {_cell(value)}")
 
 
+def print_drift(found: Mapping[str, Any]) -> None:
+    """What ``drift.measure_drift`` found, as two tables."""
+    for kind in ("greedy", "sampled"):
+        typer.echo(f"{kind} completions of {found['problems']} problems, step {found['step']}")
+        header = [name.replace("_", " ") for name in found[kind][0]]
+        rows = [header, *([_cell(value) for value in row.values()] for row in found[kind])]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+            typer.echo("  " + "  ".join(cells).rstrip())
+
+
 def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
-    """Prompts with their completions, each followed by a line of its other fields."""
+    """Prompts with their completions, each followed by a line of its other fields.
+
+    An episode is shown turn by turn: who speaks, and what the environment paid for it.
+    """
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        details = {k: v for k, v in item.items() if k not in ("prompt", "completion")}
-        typer.echo(item["completion"])
+        details = {k: v for k, v in item.items() if k not in ("prompt", "completion", "turns")}
+        if "turns" not in item:
+            typer.echo(item["completion"])
+        for turn in item.get("turns", ()):
+            paid = f", paid {_cell(turn['paid'])}" if turn["paid"] else ""
+            typer.echo(f"[{turn['by']}{paid}] {turn['text'].strip()}")
         typer.echo("    " + "  ".join(f"{name} {_cell(value)}" for name, value in details.items()))
 
 

@@ -25,6 +25,10 @@ class RunStopped(UserError):
     exit_code = 3
 
 
+class Overdue(RunStopped):
+    """A wait on the host took longer than ``train.wait_seconds``."""
+
+
 class StorageError(UserError):
     """What a run writes cannot be written: the disk is full, read-only or gone."""
 

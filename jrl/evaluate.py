@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
+from jrl.sample_tokens import MOST, training_view
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.adapters import restore_policy
@@ -158,33 +160,37 @@ def episode_metrics(groups: Groups) -> dict[str, float]:
     return {"success": success, "reward": reward, "turns": float(taken.mean())}
 
 
+def environment_metrics(groups: Groups) -> dict[str, float]:
+    """What an environment on the host counted, such as tool errors, an episode on average."""
+    episodes = max(groups.counts.get("episodes", 0.0), 1.0)
+    found = {k.removeprefix("env/"): v for k, v in groups.counts.items() if k.startswith("env/")}
+    return {name: float(value) / episodes for name, value in sorted(found.items())}
+
+
 def samples_of(
     groups: Groups,
     tokenizer: Any,
     task: Task | Env | None,
     weights: Mapping[str, float],
     count: int,
+    advantages: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """Some completions of several prompts as records for people, with the reward parts by name.
-
-    At least two members a prompt where there are, from the first to the last, so that a greedy
-    baseline or a demonstration is among them.
+    """The first groups, whole, as records for people, with the reward parts by name.
 
     Args:
       groups: from a draw.
       tokenizer: turns tokens into text.
       task: the procedural task or environment, or None for prompts in text.
       weights: reward part -> weight, in the order of the rewards.
-      count: the most records.
+      count: as many groups are taken as have this many members.
+      advantages: [groups, G, T] float32 of those groups, where they were trained on; then the
+        records say what each token was, too, up to ``sample_tokens.MOST`` tokens in all.
     """
     rollout, rewards, subject = jax.device_get((groups.rollout, groups.rewards, groups.subject))
     ids, stats = jax.device_get((groups.ids, groups.stats))
     n, g, _ = rollout.tokens.shape
-    each = min(g, max(2, -(-count // n)))
-    members = np.linspace(0, g - 1, each).round().astype(int).tolist()
-    picked = [(row, member) for row in range(n) for member in members]
-    records = []
-    for row, member in picked[:count]:
+    records, spent = [], 0
+    for row, member in itertools.product(range(min(n, -(-count // g))), range(g)):
         if task is not None:
             prompt, answer = task.render(jax.tree.map(lambda x, row=row: x[row], subject))
         else:
@@ -200,6 +206,7 @@ def samples_of(
                 "reward": sum(weights[name] * points for name, points in parts.items()),
                 "stop": StopReason(int(rollout.stop[row, member])).name.lower(),
                 "length": length,
+                "group": row,
                 "member": member,
                 "baseline": bool(rollout.baseline[row, member]),
                 "demonstration": bool(external(rollout)[row, member].any()),
@@ -207,13 +214,20 @@ def samples_of(
         )
         if "turn" in groups.ids:
             records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
+        spent += length
+        if advantages is not None and row < len(advantages):
+            here = (row, member, slice(length))
+            records[-1] |= training_view(rollout, here, advantages, tokenizer, spent <= MOST)
     return records
 
 
 def transcript(
     rollout: Rollout, ids: Any, stats: Any, here: tuple[int, int], tokenizer: Any
 ) -> list[dict[str, Any]]:
-    """One episode as what was said by turns: by whom, the text, and the weighted points paid."""
+    """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
+
+    What the policy said is trained on, what the environment said is masked.
+    """
     length = int(rollout.lengths[here])
     turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
     tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
@@ -223,7 +237,8 @@ def transcript(
             of = part & (turn == number)
             if of.any():
                 text = tokenizer.decode(tokens[of].tolist())
-                said.append({"by": by, "text": text, "paid": float(paid[of].sum())})
+                size, points = int(of.sum()), float(paid[of].sum())
+                said.append({"by": by, "text": text, "tokens": size, "paid": points})
     return said
 
 
@@ -240,7 +255,8 @@ class Evaluator:
     """
 
     def __init__(self, run: Run, pool: RewardPool | None) -> None:
-        self.run, self.pool = run, pool
+        self.run = run = programs.as_evaluated(run)
+        self.pool = pool
         table, sampling = run.config.eval, run.config.sampling
         sampling_params = make_sampling_params(
             table.temperature, sampling.top_k, sampling.top_p, sampling.min_p
@@ -301,6 +317,7 @@ class Evaluator:
             metrics |= episode_metrics(groups)
         if self._episodes is not None:
             metrics["failed"] = float((groups.rollout.stop >= StopReason.FAILED).mean())
+            metrics |= environment_metrics(groups)
         return Evaluation(metrics, [r | {"split": "eval"} for r in records])
 
     def _task(self, key: Array, params: Params) -> Groups:
@@ -322,11 +339,14 @@ class Evaluator:
             for start in range(0, total, size)
         ]
         join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
+        counts: collections.Counter[str] = collections.Counter()
+        for drawn in draws:
+            counts.update(drawn.counts)
         return Groups(
             jax.tree.map(join, *(d.rollout for d in draws)),
             join(*(d.rewards for d in draws)),
             [prompt for d in draws for prompt in d.subject][:total],
-            {},
+            dict(counts),
             jax.tree.map(join, *(d.ids for d in draws)),
             jax.tree.map(join, *(d.stats for d in draws)),
         )

@@ -47,6 +47,15 @@ _PACKAGES = (
 )
 _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 
+CLOCKS = frozenset(
+    {
+        *("seconds", "tokens_per_second", "rollout_seconds", "reward_seconds", "waited_seconds"),
+        *("compiles", "new_compiles", "host_memory_bytes"),
+    }
+)
+"""Metrics of the machine and not of the training. No two runs have the same, so they are no part of
+what is compared where runs shall be equal, such as a resumed one and an unbroken one."""
+
 
 def plain(tree: Any) -> Any:
     """A tree of arrays and numbers as strict JSON values; device arrays are fetched together.

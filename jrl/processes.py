@@ -17,6 +17,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.signals import Stopping
+from jrl.waits import waiting
 
 COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DETECT = "JRL_DISTRIBUTED"
@@ -125,10 +126,11 @@ def _everyone_says(text: str) -> list[str]:
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = data
-    gathered = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    with waiting("other processes"):
+        sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: len(data)] = data
+        gathered = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
     return [bytes(row[:n]).decode() for row, n in zip(gathered, sizes, strict=True)]
 
 
@@ -186,7 +188,13 @@ def _hosts_say(name: str, text: str) -> list[str]:
     _turns[name] += 1
     folder = f"jrl/{name}/{turn}"
     client.key_value_set_bytes(f"{folder}/{jax.process_index():08d}", text.encode())
-    client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
+
+    def missing() -> str:
+        here = {int(key[-8:]) for key, _ in client.key_value_dir_get_bytes(f"{folder}/")}
+        return f"not here: {', '.join(map(str, sorted({*range(jax.process_count())} - here)))}"
+
+    with waiting(f"other processes ({name})", missing):
+        client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
     texts = sorted(client.key_value_dir_get_bytes(f"{folder}/"))
     if jax.process_index() == 0 and turn:
         client.key_value_delete(f"jrl/{name}/{turn - 1}/")  # everybody is past it
@@ -199,7 +207,8 @@ def any_says(mine: bool) -> bool:
         return mine
     from jax.experimental import multihost_utils
 
-    return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
+    with waiting("other processes"):
+        return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
 
 
 # ---------------------------------------------------------------- being asked to stop

@@ -52,7 +52,8 @@ class Progress:
         self._label, self._total, self._done = label, total, start
         self._clock = clock
         self._console = Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
-        self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._spent: deque[float] = deque(maxlen=_WINDOW)
+        self._before: tuple[int, float, Any] | None = None
         self._printed = float("-inf")
         self._live: RichProgress | None = None
         if self._console.is_terminal:
@@ -86,11 +87,11 @@ class Progress:
         Args:
           done: steps done, including the earlier run's.
           metrics: ``reward`` (or ``accuracy``, or ``loss``) and ``tokens_per_second`` are shown if
-            present and not None.
+            present and not None; ``seconds`` and ``compiles`` serve the time left.
         """
         now = self._clock()
         self._done = done
-        self._times.append((done, now))
+        self._note_time(done, now, metrics)
         line = self._line(metrics)
         if self._live is not None:
             self._live.update(self._task, completed=done, line=line)
@@ -105,14 +106,22 @@ class Progress:
     def seconds_left(self) -> float | None:
         """Seconds until the last step at the recent rate, or None before the second step.
 
-        The first step of this call does not count, because it waits for the compilations.
+        Steps in which something was compiled do not count; the first one of this call never does.
         """
-        if not self._times:
+        if not self._spent:
             return None
-        (first, began), (last, ended) = self._times[0], self._times[-1]
-        if last <= first:
-            return None
-        return (self._total - last) * (ended - began) / (last - first)
+        return (self._total - self._done) * sum(self._spent) / len(self._spent)
+
+    def _note_time(self, done: int, now: float, metrics: Mapping[str, Any]) -> None:
+        """Notes what a step took, evaluations and saving included, where nothing was compiled.
+
+        Steps that are told of in one go, as those of a compiled run are, say their own time.
+        """
+        before, compiles = self._before, metrics.get("compiles")
+        self._before = (done, now, compiles)
+        if before is not None and done > before[0] and compiles == before[2]:
+            took = (now - before[1]) / (done - before[0])
+            self._spent.append(max(took, float(metrics.get("seconds") or 0.0)))
 
     def _line(self, metrics: Mapping[str, Any]) -> str:
         parts = [f"step {self._done}/{self._total}"]

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl, write_atomic
+from jrl.report_health import findings
+from jrl.report_samples import spread, thin_samples
 
 MAX_POINTS = 1500
 """The most points of a curve in the page; longer curves are thinned evenly, ends kept."""
-
-MAX_SAMPLES = 2000
-"""The most samples in the page; more are thinned evenly."""
 
 
 class Panel(NamedTuple):
@@ -92,26 +91,55 @@ def write_report(run_dir: str | Path) -> Path:
       UserError: there is no run, or the report cannot be written.
     """
     run = Path(run_dir)
-    if not (run / "metrics.jsonl").exists():
-        raise UserError(f"{run} is not a run directory: it has no metrics.jsonl")
-    records = read_jsonl(run / "metrics.jsonl")
-    header = records.pop(0) if records and "versions" in records[0] else {}
-    summary = _read_summary(run)
-    main, others = find_curves([*records, *_ends(summary)])
+    found = read_run(run)
     out = run / "report"
     try:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
         if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
-            _draw_plots(out, main)
-        write_atomic(
-            out / "index.html",
-            _page(run, header, summary or _latest(records), [*main, *others], len(main)),
-        )
+            _draw_plots(out, found.main)
+        write_atomic(out / "index.html", _page(run, found))
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error}") from None
     return out / "index.html"
+
+
+class RunFiles(NamedTuple):
+    """What a report reads of a run directory.
+
+    Attributes:
+      header: the first record of metrics.jsonl; {} without one.
+      summary: of a finished run, else the newest value of each main metric.
+      main: curves of the panels.
+      others: all other curves.
+    """
+
+    header: dict[str, Any]
+    summary: dict[str, Any]
+    main: list[Curve]
+    others: list[Curve]
+
+    @property
+    def quiet(self) -> frozenset[str]:
+        """The metrics of panels that hold rounding alone."""
+        names = {panel.name for panel in PANELS}
+        return frozenset(curve.name for curve in self.others if curve.name in names)
+
+
+def read_run(run: Path) -> RunFiles:
+    """Reads a run directory.
+
+    Raises:
+      UserError: it holds no run.
+    """
+    if not (run / "metrics.jsonl").exists():
+        raise UserError(f"{run} is not a run directory: it has no metrics.jsonl")
+    records = read_jsonl(run / "metrics.jsonl")
+    header = records.pop(0) if records and "versions" in records[0] else {}
+    summary = _read_summary(run)
+    main, others = find_curves([*records, *_ends(summary)])
+    return RunFiles(header, summary or _latest(records), main, others)
 
 
 def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list[Curve]]:
@@ -235,25 +263,27 @@ def _draw(axis: Any, curve: Curve) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def _page(
-    run: Path,
-    header: Mapping[str, Any],
-    summary: Mapping[str, Any],
-    curves: Sequence[Curve],
-    main: int,
-) -> str:
+def _page(run: Path, found: RunFiles) -> str:
     samples = read_jsonl(run / "samples.jsonl")
-    data = {
-        "name": run.resolve().name,
-        "header": header,
-        "config": _read_text(run / "config.toml"),
-        "summary": {k: v for k, v in summary.items() if not isinstance(v, dict)},
-        "finished": (run / "summary.json").exists(),
-        "curves": [_thin_curve(curve)._asdict() for curve in curves],
-        "main": main,
-        "samples": _thin(samples, MAX_SAMPLES),
-        "samples_total": len(samples),
-    }
+    curves = [*found.main, *found.others]
+    return as_page(
+        {
+            "name": run.resolve().name,
+            "header": found.header,
+            "config": _read_text(run / "config.toml"),
+            "summary": {k: v for k, v in found.summary.items() if not isinstance(v, dict)},
+            "finished": (run / "summary.json").exists(),
+            "health": [finding._asdict() for finding in findings(curves, found.quiet)],
+            "curves": [thin_curve(curve)._asdict() for curve in curves],
+            "main": len(found.main),
+            "samples": thin_samples(samples),
+            "samples_total": len(samples),
+        }
+    )
+
+
+def as_page(data: Mapping[str, Any]) -> str:
+    """The page that shows the data: one self-contained HTML file."""
     # "<" is the only character that could end the script element early
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
     template = importlib.resources.files("jrl").joinpath("report.html").read_text("utf-8")
@@ -287,15 +317,15 @@ def _latest(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: last[name] for name in names if name in last}
 
 
-def _thin_curve(curve: Curve) -> Curve:
-    steps, values, low, high = (_thin(items, MAX_POINTS) for items in curve[2:])
+def thin_curve(curve: Curve) -> Curve:
+    """The curve with at most ``MAX_POINTS`` points, taken evenly."""
+    picked = spread(len(curve.steps), MAX_POINTS)
+    steps = [curve.steps[i] for i in picked]
+    values, low, high = (
+        [items[i] for i in picked] if items else []
+        for items in (curve.values, curve.low, curve.high)
+    )
     return Curve(curve.name, curve.title, steps, values, low, high)
-
-
-def _thin(items: list[Any], limit: int) -> list[Any]:
-    if len(items) <= limit:
-        return items
-    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def _read_text(path: Path) -> str:

@@ -7,7 +7,8 @@ Free of JAX, so that the command line can listen before it imports anything.
     training step, saving               ends first
     whatever else                       END_SECONDS after the signal the process ends
 
-A second SIGINT ends the run without saving. SIGHUP stays ignored under ``nohup``.
+A second SIGINT ends the run without saving. SIGHUP stays ignored under ``nohup``. A wait that takes
+too long (``overdue``) ends a run in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Self
 
-from jrl.errors import INTERRUPTED
+from jrl.errors import INTERRUPTED, Overdue
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEP_SECONDS = 10.0
@@ -40,7 +41,8 @@ class Stopping:
         self._patient = patient
         self._asked = threading.Event()
         self._expired = self._interruptible = self._at_once = False
-        self._insisted = self._closed = False
+        self._insisted = self._closed = self._poked = False
+        self._overdue = ""
         self._timers: list[threading.Timer] = []
         self._before: dict[signal.Signals, Any] = {}
 
@@ -85,19 +87,47 @@ class Stopping:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, KeyboardInterrupt is raised STEP_SECONDS after the signal."""
+        """Inside, KeyboardInterrupt is raised STEP_SECONDS after the signal.
+
+        Raises:
+          Overdue: instead, where a wait took too long.
+        """
         self._interruptible = True
         try:
             if self._expired:
                 raise KeyboardInterrupt
             yield
+        except KeyboardInterrupt:
+            if self._overdue and not self.is_set():
+                raise Overdue(self._overdue) from None
+            raise
         finally:
             self._interruptible = False
 
+    def overdue(self, said: str) -> None:
+        """Ends the run, because a wait took too long; called by another thread than the main one.
+
+        What may be interrupted is. Where nothing is, or saving afterwards waits as well, the
+        process ends END_SECONDS later, as it does after a signal.
+
+        Args:
+          said: what was waited for, a line.
+        """
+        if not self._before:
+            return  # in a thread of somebody's program, which is not to be ended
+        self._overdue = said
+        self._start_timer(END_SECONDS, lambda: _exit(f"error: {said}", Overdue.exit_code))
+        if not self._patient:
+            self._give_up()
+
     def _hear(self, number: int, frame: Any) -> None:
-        if not self.is_set():
+        if self._poked:  # by ``_give_up``
+            self._poked = False
+        elif not self.is_set():
             self._asked.set()
-            self._start_timer(END_SECONDS, lambda: _end(number, END_SECONDS))
+            name = signal.Signals(number).name
+            late = f"still not stopped {END_SECONDS:.0f} s after {name}"
+            self._start_timer(END_SECONDS, lambda: _exit(late, INTERRUPTED))
             if not self._patient:
                 self._start_timer(STEP_SECONDS, self._give_up)
         elif number == signal.SIGINT:
@@ -117,7 +147,8 @@ class Stopping:
         self._expired = True
         if self._closed:
             return
-        if self._interruptible:
+        if self._interruptible and self._before:
+            self._poked = True
             # A real signal, because it ends a wait that the main thread is in.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
         self._start_timer(1.0, self._give_up)
@@ -144,9 +175,9 @@ def end_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def end_within(seconds: float) -> None:
-    """Ends the process with the code of an interrupted run if it is still there by then."""
-    timer = threading.Timer(seconds, os._exit, [INTERRUPTED])
+def end_within(seconds: float, code: int = INTERRUPTED) -> None:
+    """Ends the process with a code if it is still there by then."""
+    timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 
@@ -159,9 +190,8 @@ def _listen(handler: Any) -> dict[signal.Signals, Any]:
     return {number: signal.signal(number, handler) for number in heard}
 
 
-def _end(number: int, seconds: float) -> None:
-    name = signal.Signals(number).name
-    text = f"jrl: still not stopped {seconds:.0f} s after {name}; ended without saving\n"
+def _exit(said: str, code: int) -> None:
+    text = f"jrl: {said}; ended without saving\n"
     with contextlib.suppress(OSError):
         os.write(2, text.encode())
-    os._exit(INTERRUPTED)
+    os._exit(code)

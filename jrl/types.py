@@ -63,6 +63,8 @@ STATISTICS: Mapping[str, str] = {
     "positive": "weight of a good completion's token in a likelihood term, written by a transform",
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
+    "node_value": "points that a search expects from the tree node of the token",
+    "visits": "how often a search went through the member's node",
     "paid": "points that the environment paid at the token, times the weight of that reward part",
 }
 """What a per-token statistic means. All in nats, except values and returns, in points, and

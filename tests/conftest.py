@@ -63,6 +63,20 @@ def few_programs():
         jax.clear_caches()
 
 
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests of ``slow.txt`` as slow."""
+    lines = (CHECKOUT / "tests" / "slow.txt").read_text().splitlines()
+    left = {f"tests/{line}": False for line in lines if line and not line.startswith("#")}
+    for item in items:
+        for name in (item.nodeid, item.nodeid.partition("[")[0]):
+            if name in left:
+                left[name] = True
+                item.add_marker(pytest.mark.slow)
+    if not config.option.file_or_dir and not all(left.values()):
+        stale = ", ".join(name for name, found in left.items() if not found)
+        raise pytest.UsageError(f"tests/slow.txt names what is no test: {stale}")
+
+
 BEGIN = time.monotonic()
 
 

@@ -203,6 +203,28 @@ def test_sample_prints_prompts_completions_and_rewards(replace):
     assert result.stdout.splitlines() == ["--- 2+2?", "4 [b]", "    rewards math 1  length 2"]
 
 
+def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(replace):
+    said = [
+        {"by": "policy", "text": "call", "tokens": 2, "paid": 0.0},
+        {"by": "environment", "text": " 42 ", "tokens": 1, "paid": 0.0},
+        {"by": "policy", "text": "42", "tokens": 2, "paid": 1.0},
+    ]
+
+    def sample_run(config, *, prompts, count, checkpoint):
+        assert config.data.env == "nim"
+        return [{"prompt": "6*7?", "completion": "", "turns": said, "length": 5}]
+
+    replace("jrl.evaluate", sample_run=sample_run)
+    result = jrl("sample", "seed=1", "--env", "nim")
+    assert result.stdout.splitlines() == [
+        "--- 6*7?",
+        "[policy] call",
+        "[environment] 42",
+        "[policy, paid 1] 42",
+        "    length 5",
+    ]
+
+
 def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
     def export_run(config, directory, *, checkpoint, adapters):
         return directory / f"{config.seed}-{checkpoint}-{adapters}"

@@ -74,19 +74,37 @@ def execute(path, folder, monkeypatch):
     return streams | {"plots": sum("image/png" in o.get("data", {}) for o in outputs)}
 
 
-def test_both_notebooks_are_looked_at():
-    assert [path.stem for path in NOTEBOOKS] == ["1_an_objective_by_hand", "2_grpo_on_cpu"]
+def test_all_notebooks_are_looked_at():
+    assert [path.stem for path in NOTEBOOKS] == [
+        "1_an_objective_by_hand",
+        "2_grpo_on_cpu",
+        "3_sampling_and_slots",
+        "4_a_whole_run_as_one_program",
+        "5_lora_on_a_checkpoint",
+        "6_a_multi_turn_tool_user",
+        "7_from_one_chip_to_a_pod",
+    ]
+
+
+MOST_BYTES = 200_000
+"""Of a notebook with its outputs: pictures stay small."""
 
 
 @by_name
-def test_git_holds_no_outputs(path):
+def test_git_holds_small_outputs_of_one_run_from_first_to_last(path):
     notebook = read(path)
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
     assert notebook.metadata.kernelspec.name == "python3"
-    for cell in notebook.cells:
-        assert not cell.metadata
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+    assert path.stat().st_size < MOST_BYTES
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.metadata for cell in notebook.cells)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data"}
+    assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
+    assert any("image/png" in output.get("data", {}) for output in outputs) or "7_" in path.name
+    for word in ("/tmp/", "/home/", "/root/", "site-packages"):  # of the machine they ran on
+        assert not any(word in str(output) for output in outputs), word
 
 
 @by_name
@@ -247,6 +265,52 @@ def test_grpo_on_cpu(monkeypatch, tmp_path):
     assert seen["plots"] == 2  # the live curve is drawn over, and the eight runs
     assert "accuracy_after" in seen["stdout"]
     assert not seen["stderr"]
+
+
+@pytest.mark.slow
+def test_sampling_and_slots(monkeypatch, tmp_path):
+    seen = execute(NOTEBOOKS[2], tmp_path, monkeypatch)
+    same, other = re.findall(r"scored at temperature [\d.]+: +(\S+) nats", seen["stdout"])
+    assert float(same) < 1e-4 < 0.1 < float(other)
+    shares = [int(x) for x in re.findall(r"slots: +(\d+)% of", seen["stdout"])]
+    assert shares == sorted(shares)
+    assert shares[-1] > shares[0]
+    assert seen["plots"] == 2
+    assert not seen["stderr"]
+
+
+@pytest.mark.slow
+def test_a_whole_run_as_one_program(monkeypatch, tmp_path):
+    seen = execute(NOTEBOOKS[3], tmp_path, monkeypatch)
+    assert "16 runs of 20 steps" in seen["stdout"]
+    assert len(re.findall(r"^ +[1-9]e-0\d ", seen["stdout"], flags=re.MULTILINE)) == 8
+    assert seen["plots"] == 1
+    assert not seen["stderr"]
+
+
+@pytest.mark.slow
+def test_lora_on_a_checkpoint(monkeypatch, tmp_path):
+    seen = execute(NOTEBOOKS[4], tmp_path, monkeypatch)
+    assert "adapter_model.safetensors" in seen["stdout"]
+    assert float(re.search(r"difference of a logit: (\S+)", seen["stdout"])[1]) < 1e-3
+    assert float(re.search(r"difference from transformers: (\S+)", seen["stdout"])[1]) < 1e-3
+    assert seen["plots"] == 1
+
+
+@pytest.mark.slow
+def test_a_multi_turn_tool_user(monkeypatch, tmp_path):
+    seen = execute(NOTEBOOKS[5], tmp_path, monkeypatch)
+    before, after = re.search(r"success ([\d.]+) before, ([\d.]+) after", seen["stdout"]).groups()
+    assert float(after) > float(before) + 0.1
+    assert "environment" in seen["stdout"]
+    assert not seen["stderr"]
+
+
+@pytest.mark.slow
+def test_from_one_chip_to_a_pod(monkeypatch, tmp_path):
+    seen = execute(NOTEBOOKS[6], tmp_path, monkeypatch)
+    assert "8 devices" in seen["stdout"]
+    assert len(re.findall(r"fsdp 4 x tensor 2 +0\.", seen["stdout"])) == 1
 
 
 @pytest.mark.slow

@@ -13,16 +13,19 @@ from typer.main import get_command
 from jrl.cli import app
 from jrl.config_io import build_config, load_config
 from jrl.methods import list_methods
+from jrl.metrics import CLOCKS
+from jrl.models.hf.parse import FAMILIES
 from jrl.rewards.columns import form_of
 from jrl.train import loop
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 GUIDE = (ROOT / "configs" / "README.md").read_text()
-OWN, RUNS, DATA, PYTHON = (
-    (ROOT / "docs" / f"{name}.md").read_text() for name in ("own", "runs", "data", "python")
+OWN, RUNS, DATA, PYTHON, HOWTO, COMPARISON, ENVIRONMENTS = (
+    (ROOT / "docs" / f"{name}.md").read_text()
+    for name in ("own", "runs", "data", "python", "howto", "comparison", "environments")
 )
-PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON
+PAGES = README + GUIDE + OWN + RUNS + DATA + PYTHON + HOWTO + COMPARISON + ENVIRONMENTS
 
 
 def blocks(text):
@@ -65,8 +68,13 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     # metrics.jsonl has the reward parts by name, and the accuracies in summary.json
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
     assert set(curves) - unnamed <= named
-    written_by_the_loop = {"kl", "seconds", "tokens_per_second", "prompts", "compiles"}
-    written_by_the_loop |= {"rollout_seconds", "reward_seconds", "reward_failures"}
+    written_by_the_loop = {
+        "kl",
+        "prompts",
+        "reward_failures",
+        "skipped_steps",
+        "rollbacks",
+    } | CLOCKS
     assert named - set(curves) == written_by_the_loop
 
 
@@ -99,6 +107,30 @@ def test_links_lead_somewhere():
     targets = re.findall(r"\]\(([^)#]+)\)", README)
     assert "docs/own.md" in targets
     assert all((ROOT / target).exists() for target in targets), targets
+
+
+def test_every_page_of_the_docs_is_read_by_these_tests():
+    assert {path.stem for path in (ROOT / "docs").glob("*.md")} == {
+        *("own", "runs", "data", "python", "howto", "comparison", "environments")
+    }
+
+
+def test_tables_of_the_how_to_are_configurations():
+    tables = re.findall(r"^    (\[.*\]\n(?:    .*\n)+)", HOWTO, flags=re.MULTILINE)
+    assert len(tables) == 1
+    for table in tables:
+        tree = tomllib.loads(table)
+        assert build_config(tree).watch["entropy"].action == "stop"
+
+
+def test_the_comparison_says_what_is_true_of_this_library():
+    assert f"| {len(list_methods())}, each with paper and departures" in COMPARISON
+    assert "| 56, 690 MB |" in COMPARISON
+    assert "56 packages and 690 MB" in README
+    ahead, behind = COMPARISON.partition("## Where this one is")[::2]
+    rows = [text.count("\n| ") for text in (ahead, behind)]
+    assert min(rows) >= 8, "rows both ways"
+    assert f"| {len(FAMILIES)} decoders with text" in COMPARISON
 
 
 def test_it_is_one_screen_of_why_and_short_examples():

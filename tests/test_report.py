@@ -9,7 +9,8 @@ import pytest
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
-from jrl.report import MAX_POINTS, MAX_SAMPLES, find_curves, smooth, write_report
+from jrl.report import MAX_POINTS, find_curves, smooth, write_report
+from jrl.report_samples import MAX_SAMPLES
 
 PNG = b"\x89PNG\r\n\x1a\n"
 HOSTILE = "</script><script>document.title='x'</script><!-- <b>é & \u2028"
@@ -95,6 +96,11 @@ def test_a_finished_run(tmp_path):
     assert curves["eval/accuracy"]["values"][-1] == 0.9  # the last evaluation replaces the step's
     assert curves["eval/accuracy"]["low"][0] == 0.05
     assert curves["extra"]["values"] == [2.0] * 60
+    health = {found["name"]: (found["note"], found["level"]) for found in data["health"]}
+    assert health == {
+        "reward": ("rises", "good"),
+        "eval/accuracy": ("better than at the start", "good"),
+    }
     assert "kl" not in curves
     assert len(data["samples"]) == data["samples_total"] == 60
     assert data["samples"][0]["prompt"] == HOSTILE

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+import jrl
 from jrl.config_io import describe
-from jrl.methods import all_methods
+from jrl.methods import all_methods, list_methods
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -52,6 +53,48 @@ def test_generated_pages_hold_every_method_and_every_key(pages):
     methods, keys = (pages / "methods.md").read_text(), (pages / "keys.md").read_text()
     assert all(f"| `{name}` |" in methods for name in all_methods())
     assert all(f"| `{key.name}` |" in keys for key in describe())
+
+
+def test_the_reference_holds_every_name_with_its_signature(pages):
+    text = (pages / "api.md").read_text()
+    names = set(jrl.__all__) - {"__version__"}
+    assert set(re.findall(r"^## (.*)$", text, flags=re.MULTILINE)) == names
+    assert "    get_method(name, **coefficients)" in text
+    assert "    make_mesh(sizes=None, devices=None, *, slices=0" in text
+    blocks = re.findall(r"^```text\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == len(names)
+    assert all(len(block) > 30 for block in blocks)
+
+
+def test_keys_that_pages_name_are_keys():
+    """In code, a table and a name in it; coefficients of methods and metrics stand beside them."""
+    keys = {key.name for key in describe()}
+    tables = {key.partition(".")[0] for key in keys if "." in key} - {
+        "objective",
+        "watch",
+        "frozen",
+    }
+    coefficients = {c["name"] for method in list_methods() for c in method["coefficients"]}
+    found = 0
+    for page in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        for code in re.findall(r"`([^`\n]+)`", page.read_text()):
+            for table, name in re.findall(r"(?<![\w/.])([a-z_]+)\.([a-z_0-9]+)\b", code):
+                if table == "objective":
+                    assert name in coefficients | {"router_balance", "router_z"}, f"{page}: {code}"
+                elif table in tables and name not in FILES:
+                    known = f"{table}.{name}" in keys
+                    prefix = any(key.startswith(f"{table}.{name}.") for key in keys)
+                    assert known or prefix or is_open(table), f"{page}: {code}"
+                    found += 1
+    assert found > 40
+
+
+FILES = ("csv", "json", "jsonl", "md", "parquet", "py", "toml")
+
+
+def is_open(table):
+    """Tables whose keys a user names, or that pages use as a name of their own."""
+    return table in ("rewards", "data", "run")
 
 
 @pytest.mark.slow

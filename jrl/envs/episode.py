@@ -83,9 +83,24 @@ class Episode:
         return tokens
 
     def pay(self, feedback: Feedback) -> None:
-        """Puts the turn's reward at its last token, and adds up the metrics."""
+        """Puts the turn's reward at its last token, and adds up the metrics.
+
+        Points for earlier turns are added at theirs.
+
+        Raises:
+          EnvError: there are points for more turns than were taken before this one.
+        """
         assert isinstance(feedback.reward, tuple)
         self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward)
+        places = [i for i, segment in enumerate(self._segments[:-1]) if segment.drawn]
+        if len(feedback.earlier) > len(places):
+            said = f"points for {len(feedback.earlier)} earlier turns"
+            raise EnvError(f"{said}; {len(places)} were taken before this one")
+        for i, points in zip(places, feedback.earlier, strict=False):
+            before = self._segments[i].reward or (0.0,) * len(feedback.reward)
+            assert isinstance(points, tuple)
+            total = tuple(a + b for a, b in zip(before, points, strict=True))
+            self._segments[i] = self._segments[i]._replace(reward=total)
         for name, value in feedback.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         self._metrics["success"] = float(feedback.success)

@@ -93,6 +93,8 @@ class Feedback(NamedTuple):
       state_key: names the state that the environment is in now, for methods that compare the turns
         taken in one state; None for the text of ``messages``.
       metrics: numbers to add up over the episode, by name.
+      earlier: points, as ``reward`` is, for the turns before this one, from the first on: what is
+        known of them only now.
     """
 
     messages: Sequence[Message] = ()
@@ -101,6 +103,7 @@ class Feedback(NamedTuple):
     success: bool = False
     state_key: Any = None
     metrics: Mapping[str, float] = NOTHING
+    earlier: Sequence[float | Sequence[float]] = ()
 
 
 def nothing(state: Any) -> None:
@@ -201,16 +204,24 @@ def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
         value = Feedback(**value)
     if not isinstance(value, Feedback):
         raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
-    given = value.reward if isinstance(value.reward, list | tuple) else [value.reward]
-    if len(given) != parts:
-        raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
-    reward = tuple(_number(x, "reward") for x in given)
+    reward = _points(value.reward, parts)
+    if not isinstance(value.earlier, list | tuple):
+        raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of points")
+    earlier = tuple(_points(points, parts) for points in value.earlier)
     if not isinstance(value.metrics, Mapping):
         raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
-    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics)
+    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics, earlier)
+
+
+def _points(given: Any, parts: int) -> tuple[float, ...]:
+    """The reward of one turn."""
+    given = given if isinstance(given, list | tuple) else [given]
+    if len(given) != parts:
+        raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
+    return tuple(_number(x, "reward") for x in given)
 
 
 def _number(value: Any, name: str) -> float:

@@ -93,6 +93,10 @@ def main() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(_DIES_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
+    # Python puts this file's directory first; an environment that imports gymnasium must not find
+    # the file of that name beside this one.
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
     given = json.loads(sys.argv[1])
     if given["memory_bytes"]:
         resource.setrlimit(resource.RLIMIT_AS, (given["memory_bytes"], given["memory_bytes"]))

@@ -5,11 +5,13 @@ Relatives of ``ppo`` inherit its coefficients. Departures of ``ppo`` hold for al
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
@@ -25,10 +27,28 @@ from jrl.methods.domains import (
     Positive,
     is_zero,
 )
-from jrl.objectives import aggregates, normalizers, ratios, regularizers, transforms
+from jrl.objectives import (
+    advantages,
+    aggregates,
+    normalizers,
+    ratios,
+    regularizers,
+    segments,
+    transforms,
+)
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.kl import AdaptiveCoef
-from jrl.types import Array, Batch, Objective, Statistic, Stats, Surrogate, Transform
+from jrl.types import (
+    Array,
+    Batch,
+    Objective,
+    Regularizer,
+    Rollout,
+    Statistic,
+    Stats,
+    Surrogate,
+    Transform,
+)
 
 CORRECTION = ("correction", "correction_cap", "correction_low")
 RATIO = ("clip_low", "clip_high", "dual_clip", *CORRECTION)
@@ -36,13 +56,19 @@ RATIO = ("clip_low", "clip_high", "dual_clip", *CORRECTION)
 
 
 def credited(
-    estimates: Transform, whiten: bool, kl_coef: float, kl_kind: str, kl_target: float | None
+    estimates: Transform,
+    whiten: bool,
+    kl_coef: float,
+    kl_kind: str,
+    kl_target: float | None,
+    rewards: Transform | None = None,
 ) -> Transform:
     """Advantages by token: rewards where they were paid, less the divergence, estimate, whitening.
 
-    The coefficients are those of ``ppo``; ``estimates`` goes from rewards to advantages.
+    The coefficients are those of ``ppo``; ``estimates`` goes from rewards to advantages, and
+    ``rewards`` from scores to rewards by token, ``transforms.paid`` unless given.
     """
-    steps = [transforms.paid()]
+    steps = [transforms.paid() if rewards is None else rewards]
     if not is_zero(kl_coef):
         coef = kl_coef if kl_target is None else AdaptiveCoef(kl_coef, kl_target)
         steps.append(transforms.kl_in_reward(kl_kind, coef))
@@ -303,3 +329,268 @@ def nlpo(
         schedule=base.schedule._replace(refresh_ref=sync_steps),
         unsupported="a sampler that draws within the nucleus of another policy",
     ).before(keep_nucleus(statistics))
+
+
+# ---------------------------------------------------------------- agents
+
+
+@variant(ppo, gae_lambda=1.0, kl_coef=0.01)
+def meow_tea_taro(base: Method) -> Method:
+    """PPO on episodes whose every turn is paid: the recipe for agents in text games.
+
+    The recipe of "A Practitioner's Guide to Multi-turn Agentic Reinforcement Learning"
+    (arXiv:2510.01132): a few demonstrations first (``warmup``), simple environments before complex
+    ones, and dense rewards by turn, each at the last token that the policy drew in the turn:
+
+        A_t = GAE(1, 1) over drawn tokens, the loss of ``ppo``
+
+    The discount and the penalty of 0.01 a nat in the reward are the authors' script's; lambda 1 is
+    the default of the trainer that it calls.
+    """
+    return base
+
+
+@variant(ppo)
+def retool(base: Method, correct: Positive = 1.0) -> Method:
+    """PPO on reasoning that runs code: 1 point for a right answer, -1 for any other.
+
+    "ReTool: Reinforcement Learning for Strategic Tool Use in LLMs" (arXiv:2504.11536):
+
+        r = 1 where the final answer is right, else -1
+
+    with PPO's loss on drawn tokens alone: what the interpreter printed is read and not trained on.
+    An answer is right where the first reward part reaches ``correct`` points. The paper starts from
+    supervised training on traces with code. ``configs/gsm8k_python.toml`` has the tool.
+    """
+
+    def outcome(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+        first = np.where(rewards[..., :1] >= correct, 1.0, -1.0)
+        first = np.where(np.isnan(rewards[..., :1]), np.nan, first)
+        return np.concatenate([first, rewards[..., 1:]], -1).astype(np.float32)
+
+    return base.with_(rewards=outcome)
+
+
+@variant(ppo, kl_coef=0.1, kl_target=0.2)
+def dsp(base: Method) -> Method:
+    """PPO on a hint that another model reads: the points are those of the other model's answer.
+
+    "Guiding Large Language Models via Directional Stimulus Prompting" (arXiv:2302.11520), z being a
+    hint, written by a small policy and put into the prompt of a model that is not trained:
+
+        r = metric(answer of the other model to (x, z)) - beta log(pi(z | x) / pi_0(z | x))
+
+    with beta steered to ``kl_target`` nats a token, and PPO's loss; ``nlpo`` is the paper's other
+    choice. ``envs.players.guided_env`` has the other model answer. Not known: the first beta; the
+    target is that of ``nlpo``, whose released code the paper builds on.
+    """
+    return base
+
+
+def shared_by_steps() -> Transform:
+    """The whole score at the last token of every step, [N, G, T]: all players get the team's."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        seg = segments.steps(batch)
+        column = jnp.broadcast_to(jnp.arange(batch.mask.shape[2]) * 1.0, batch.mask.shape)
+        last = seg.live & (segments.maximum(column, seg) == column)
+        return jnp.where(last, jnp.expand_dims(values, 2), 0), batch
+
+    return transforms.stateless(apply)
+
+
+def first_and_rest(discount: float, decay: float) -> Transform:
+    """Generalised estimates of the first step and of the others, each as an episode of its own."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        steps, live = segments.step_ids(batch), transforms.trained(batch)
+        first = steps == jnp.min(steps, axis=2, where=live, initial=2**30, keepdims=True)
+        total, targets = jnp.zeros_like(values), jnp.zeros_like(values)
+        for part in (live & first, live & ~first):
+            one = partial(advantages.gae, discount=discount, decay=decay)
+            found = jax.vmap(jax.vmap(one))(values, batch.stats["rollout_values"], part)
+            total, targets = total + found[0], targets + found[1]
+        return total, batch.replace(stats={**batch.stats, "returns": targets})
+
+    return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+@variant(ppo, kl_coef=0.1)
+def cory(
+    base: Method,
+    discount: Fraction,
+    gae_lambda: Fraction,
+    whiten: Flag,
+    kl_coef: NonNegative,
+    kl_kind: KlInReward,
+    kl_target: Positive | None,
+) -> Method:
+    """PPO for two players, one of whom sees the other's answer first; both get both rewards.
+
+    "Coevolving with the Other You: Fine-Tuning LLM with Sequential Cooperative Multi-Agent
+    Reinforcement Learning" (arXiv:2410.06101). A pioneer answers y1 ~ pi(. | x), an observer
+    y2 ~ pi(. | x, y1), and
+
+        r = r(x, y1) + r(x, y2) - beta KL to the reference     for each of them
+
+    with PPO's estimates and loss, each player's answer being an episode of its own. The first step
+    of an episode is the pioneer's, the rest the observer's; ``envs.players.pair_env`` has them
+    play. Departures: one policy plays both, so that there is nothing to swap. Not known to us: the
+    paper's beta; 0.1 is a guess.
+    """
+    estimates = first_and_rest(discount, gae_lambda)
+    team = shared_by_steps()
+    return base.with_(
+        advantage=credited(estimates, whiten, kl_coef, kl_kind, kl_target, team),
+        unsupported="a second set of weights: the policy plays pioneer and observer",
+    )
+
+
+def value_by_step(batch: Batch) -> tuple[Array, Array]:
+    """[N, G, T]: the probability of success before each token's step, and before the next one.
+
+    The value network's number is a logit. After the last step it is 0.
+    """
+    live, steps = transforms.trained(batch), segments.step_ids(batch)
+    chance = jax.nn.sigmoid(batch.stats["rollout_values"])
+    here = jax.vmap(jax.vmap(segments.at_step_start))(chance, steps, live)
+    return here, jax.vmap(jax.vmap(segments.at_next_step))(here, steps, live)
+
+
+def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
+    """Points of each token's step [N, G, T], scores [N, G], and success as "returns"."""
+    rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
+    score = jnp.where(transforms.trained(batch), rewards, 0).sum(axis=2)
+    won = jnp.where(jnp.isnan(score), score, score > 0)
+    returns = transforms.per_token(won, batch)
+    batch = batch.replace(stats={**batch.stats, "returns": returns})
+    return segments.total(rewards, segments.steps(batch)), score, batch
+
+
+def success_loss(coef: float) -> Regularizer:
+    """``coef`` times the cross-entropy of the value network's logit against success, "returns"."""
+
+    def value(stats: Stats, mask: Array) -> Array:
+        return jax.nn.softplus(stats["values"]) - stats["returns"] * stats["values"]
+
+    needs = frozenset({"values", "returns"})
+    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+
+
+def better_steps(decay: float, keep: float, threshold: float) -> Transform:
+    """``digirl``'s weights [N, G, T], 1 for the steps that are imitated and 0 for the others."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live, steps = transforms.trained(batch), segments.step_ids(batch)
+        earned, score, batch = outcomes(values, batch)
+        here, following = value_by_step(batch)
+        starts = jax.vmap(jax.vmap(segments.step_starts))(steps, live)
+        left = starts.sum(axis=2, keepdims=True) - jnp.cumsum(starts, axis=2)
+        share = jnp.float32(decay) ** left
+        gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - here)
+        # Before the first token the value knows the instruction alone.
+        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), here, 0).sum(axis=2)
+        surprise = batch.stats["returns"][:, :, 0] - first
+        members = live.any(axis=2)
+        bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
+        chosen = (gain > threshold) & jnp.expand_dims(members & (surprise >= bound), 2)
+        return jnp.where(jnp.isnan(gain), gain, chosen), batch
+
+    return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+@published
+def digirl(
+    decay: Fraction = 0.5,
+    keep: Fraction = 0.1,
+    threshold: NonNegative = 0.05,
+    value_coef: Positive = 1.0,
+) -> Method:
+    """Imitation of steps that did better than the value network expected, in surprising episodes.
+
+    "DigiRL: Training In-The-Wild Device-Control Agents with Autonomous Reinforcement Learning"
+    (arXiv:2406.11896). With V the probability of success, R the episode's score, H its last step:
+
+        A_h = lambda^(H - h) R + (1 - lambda^(H - h)) (V(s_(h+1)) + r_h - V(s_h))
+        loss = -mean over episodes of sum_h 1[A_h > threshold] log pi(a_h | s_h)
+               + c * cross-entropy of V against success, score > 0
+
+    over the ``keep`` of the batch's episodes that surprise most, success - V(instruction). Steps
+    are ``ids["step"]``; the value network's number is V's logit. ``keep`` and ``threshold`` are the
+    released code's, which replaces the mixture by V' - V + r + return. Departures: one network for
+    V of instructions and of states, where the code has two, the latter twin; it learns at every
+    token; the batch at hand in place of a replay buffer; the mean is over all episodes, also those
+    not kept. Not known: lambda (``decay``).
+    """
+    return Method(
+        Objective(
+            better_steps(decay, keep, threshold),
+            ratios.reinforce(),
+            aggregates.sequence_sum,
+            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+        )
+    )
+
+
+def blended_steps(blend: float) -> Transform:
+    """``webrl``'s advantage of each step, [N, G, T]; writes "step" for ``step_regression``."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        earned, score, batch = outcomes(values, batch)
+        here, following = value_by_step(batch)
+        final = jnp.expand_dims(score, 2) - here
+        gain = blend * (earned + following - here) + (1 - blend) * final
+        steps = segments.step_ids(batch).astype(jnp.float32)
+        return gain, batch.replace(stats={**batch.stats, "step": steps})
+
+    return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+def step_regression(beta: float) -> Surrogate:
+    """(beta log(pi / pi_ref) of a step - its advantage)^2, at the step's first token."""
+
+    def apply(stats: Stats, gains: Array, mask: Array) -> tuple[Array, Stats]:
+        chex.assert_rank([gains, mask], 1)
+        drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
+        steps = stats["step"].astype(jnp.int32)
+        total = segments.total(drift, segments.segments(mask, steps))
+        error = beta * total - gains
+        return jnp.where(segments.step_starts(steps, mask), jnp.square(error), 0), {}
+
+    return Surrogate(apply, frozenset({"ref_logprobs", "step"}))
+
+
+@published
+def webrl(
+    beta: Positive = 1.0,
+    blend: Fraction = 0.5,
+    value_coef: Positive = 1.0,
+    phase_steps: Count = 100,
+) -> Method:
+    """Log-ratios of steps to the last phase's policy, fitted to the steps' advantages.
+
+    "WebRL: Training LLM Web Agents via Self-Evolving Online Curriculum Reinforcement Learning"
+    (arXiv:2411.02337), with V the probability of success and R the episode's score:
+
+        A(s, a) = lambda (r + V(s') - V(s)) + (1 - lambda) (R - V(s))
+        loss = mean over episodes of sum over steps of (beta log(pi(a | s) / pi_ref(a | s)) - A)^2
+               + c * cross-entropy of V against success, score > 0
+
+    pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
+    ``ids["step"]``; the value network's number is V's logit. Departures: the released code has twin
+    networks, gains held to 1 and -0.6, those below 0 left out, and a Huber loss with beta between 1
+    and 5; here is the paper's formula. Not known: beta and lambda of the paper's runs, the length
+    of a phase.
+    """
+    return Method(
+        Objective(
+            blended_steps(blend),
+            step_regression(beta),
+            aggregates.sequence_sum,
+            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+        ),
+        schedule=Schedule(refresh_ref=phase_steps),
+        unsupported="tasks written from failed ones, and a replay of earlier successes whose "
+        "perplexity is in a band",
+    )

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import numpy as np
+
+from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Method, against_others, kl_term, normalised, refill
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
@@ -29,6 +32,7 @@ from jrl.methods.domains import (
 from jrl.objectives import aggregates, normalizers, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clip, ratio_loss, token
+from jrl.types import Rollout
 
 
 @published
@@ -159,3 +163,65 @@ def gdpo(base: Method, eps: Positive, ddof: Ddof) -> Method:
     """
     parts = normalizers.decoupled_parts(eps=eps, ddof=ddof)
     return base.with_(advantage=transforms.chain(parts, transforms.whiten("sequences", ddof=ddof)))
+
+
+# ---------------------------------------------------------------- rewards of agents
+
+
+def _parts(method: str, rewards: np.ndarray, count: int, names: str) -> tuple[np.ndarray, ...]:
+    """The reward parts [N, G] one by one."""
+    if rewards.shape[2] != count:
+        raise UserError(f"{method} with {rewards.shape[2]} reward parts; give {count}: {names}")
+    return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
+
+
+def _first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
+    """Parts [N, G, R]: the score, then zeros."""
+    return np.stack([score, *[np.zeros_like(score)] * (like.shape[2] - 1)], axis=2)
+
+
+@variant(grpo)
+def car(base: Method) -> Method:
+    """GRPO of answers with a stated confidence, which pays for being right and for knowing it.
+
+    CAR of "The Confidence Dichotomy: Analyzing and Mitigating Miscalibration in Tool-Use Agents"
+    (arXiv:2601.07264), c being 1 for a right answer and p the confidence that stands beside it:
+
+        r = c - (c - p)^2
+
+    Two reward parts are read, c and p, in that order; the reward function "confidence" gives p.
+    Give the first a weight of 1. Departures: this is the quadratic score, one of the rewards that
+    the paper compares; its own, which separates the ranges of right and wrong answers, is not known
+    to us.
+    """
+
+    def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+        right, stated = _parts("car", rewards, 2, "right, confidence")
+        return _first(right - np.square(right - stated), rewards)
+
+    return base.with_(rewards=calibrated)
+
+
+@variant(grpo)
+def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
+    """GRPO of answers found with several tools, paid in the order form, answer, use of tools.
+
+    "Tool-Star: Empowering LLM-Brained Multi-Tool Reasoner via Reinforcement Learning"
+    (arXiv:2505.16410), three reward parts being the form (1 or 0), the answer's score and whether
+    both tools were called:
+
+        r = -1 where the form is broken, else 0 where the answer's score is 0,
+            else score + 0.1 where all tools were used, else score
+
+    as the released code has it. What tools return is read and not trained on. The paper starts from
+    supervised training, and ends with DPO on pairs of the policy's own (``online_iterative_dpo``).
+    """
+
+    def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
+        form, score, used = _parts("tool_star", rewards, 3, "form, answer, tools used")
+        good = np.where(score > 0, score + bonus * (used > 0), score * 0)
+        return _first(
+            np.where(form > 0, good, np.where(np.isnan(form + score), np.nan, -1)), rewards
+        )
+
+    return base.with_(rewards=ordered)

@@ -450,3 +450,67 @@ def goal_conditioned(
         aiming(pair["chosen_score"], "chosen", "rejected"),
         aiming(pair["rejected_score"], "rejected", "chosen"),
     )
+
+
+# ---------------------------------------------------------------- siblings in a search tree
+
+
+def trust_by_visits() -> Transform:
+    """Writes "pair_weight", the visits of the better member among those of the pair, at least 1/2.
+
+    Without the statistic "visits" a pair is trusted whole.
+    """
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        if "visits" not in batch.stats:
+            return scores, write(batch, "pair_weight", jnp.ones(()))
+        visits = jnp.max(batch.stats["visits"], axis=2, where=batch.mask, initial=0)
+        best, worst = (
+            jnp.where(one, visits, 0).sum(axis=1, keepdims=True) for one in extremes(scores, batch)
+        )
+        share = jnp.maximum(best, 1) / (jnp.maximum(best, 1) + worst)
+        return scores, write(batch, "pair_weight", jnp.maximum(share, 0.5))
+
+    return stateless(apply)
+
+
+@variant(dpo, without=("loss", "label_smoothing"), refresh_ref=0)
+def mcts_dpo(base: Method, beta: Positive) -> Method:
+    """DPO on siblings of a search tree, trusted by how often the search went through each.
+
+    "Monte Carlo Tree Search Boosts Reasoning via Iterative Preference Learning" (arXiv:2405.00451).
+    A group holds the children of one node: the prompt is the path that they share, a completion is
+    a step, its reward Q; y_w is the child of the greatest Q and y_l that of the least, N visits:
+
+        alpha = 1 / (N(y_w) / N(y_l) + 1), at most 1/2
+        loss = -(1 - alpha) log sigmoid(a - b) - alpha log sigmoid(b - a)
+
+    Visits are the statistic "visits"; without it alpha is 0. N(y_w) counts at least once, and alpha
+    is held at 1/2, as in the released code. ``envs.tree.siblings`` makes such groups.
+    """
+
+    def loss(chosen: Side, rejected: Side) -> Array:
+        return pairs.logistic(beta * chosen.log_ratio, beta * rejected.log_ratio, 1 - chosen.weight)
+
+    surrogate = pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
+    return base.with_(
+        surrogate=surrogate,
+        unsupported="groups of siblings in a search tree: they are draws, or lists of the data",
+    ).before(trust_by_visits())
+
+
+@variant(dpo)
+def step_q(base: Method) -> Method:
+    """DPO on actions: what it learns is the Q of an action, beta times its log-ratio.
+
+    "Enhancing Decision-Making for LLM Agents via Step-Level Q-Value Models" (arXiv:2409.09345). A
+    group holds actions that were tried at one history, their rewards the Q that a tree search in
+    the environment found; the best is preferred to the worst:
+
+        loss = -log sigmoid(a - b),   Q(s, y) = beta h(y)
+
+    At inference another policy, which is not trained, draws n actions and the one of the greatest Q
+    is taken: ``envs.tree.best_action``. Not known: beta, and whether the log-ratio is divided
+    by the action's length (here it is not). ``envs.tree.siblings`` makes such groups.
+    """
+    return base.with_(unsupported="choosing among another policy's draws as an episode is played")

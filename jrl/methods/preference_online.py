@@ -353,6 +353,24 @@ def online_iterative_dpo(base: Method, length_penalty: NonNegative = 0.0) -> Met
     return base.before(length_cost(length_penalty))
 
 
+@variant(online_iterative_dpo, without=("length_penalty",), refresh_ref=100)
+def matryoshka(base: Method) -> Method:
+    """Iterated DPO on guidance for another model: what led it to a right answer is preferred.
+
+    "Matryoshka: Learning to Drive Black-Box LLMs with LLMs" (arXiv:2410.20749): the policy writes
+    intermediate guidance, over several turns, for a model that is not trained; the other model's
+    final output is judged, and
+
+        loss = -log sigmoid(beta h(g_w) - beta h(g_l))
+
+    with g_w guidance that led to a better output than g_l did, drawn anew by the policy as it is.
+    ``envs.players.guided_env`` has the other model act. Departures: pairs are the extremes of a
+    group, where the paper pairs any guidance that succeeded with any that failed. Not known: beta,
+    and whether the reference is renewed (here every ``refresh_ref`` steps).
+    """
+    return base
+
+
 @variant(dpo, refresh_ref=100)
 def rlaif_v(base: Method) -> Method:
     """Iterated DPO on pairs that differ in how many of their claims an open judge rejects.

@@ -26,11 +26,11 @@ from jrl.methods.domains import (
 )
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
-from jrl.objectives import advantages, aggregates, normalizers, transforms
+from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
-from jrl.types import Array, Batch, Objective
+from jrl.types import Array, Batch, Objective, Transform
 
 
 @published
@@ -214,3 +214,55 @@ def maxrl(base: Method) -> Method:
     """
     compare = transforms.per_group(advantages.mean_scaled)
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)
+
+
+# ---------------------------------------------------------------- agents
+
+
+@variant(grpo, without=("eps", "ddof"))
+def loop(base: Method) -> Method:
+    """PPO's clip with the leave-one-out baseline: a policy gradient for long episodes, no critic.
+
+    LOOP of "Reinforcement Learning for Long-Horizon Interactive LLM Agents" (arXiv:2502.01600), K
+    episodes to a task:
+
+        A_k = R_k - mean of R_j over j != k = K / (K - 1) (R_k - mean(R))
+        loss = -mean over episodes of the mean over drawn tokens of
+               min(rho_t A_k, clip(rho_t, 1 - eps, 1 + eps) A_k)
+
+    with ratios by token, of the paper's three the best; ``epochs`` goes over a batch several times.
+    Not known: the paper's clip (0.2 is PPO's) and number of passes; whether its mean is over each
+    episode's tokens first, as here.
+    """
+    return base.with_(advantage=transforms.per_group(advantages.leave_one_out))
+
+
+def own_steps() -> Transform:
+    """Each token gets what was paid for its own step alone, [N, G, T]: nothing flows between steps.
+
+    Steps are ``ids["step"]``; what was paid for no step counts for the last one.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
+        return segments.total(rewards, segments.steps(batch)), batch
+
+    return transforms.stateless(apply)
+
+
+@variant(reinforce_plus_plus, without=("kl_coef", "kl_kind", "discount"))
+def comas(base: Method) -> Method:
+    """REINFORCE++ on messages: each is worth what the discussion itself found it worth.
+
+    "CoMAS: Co-Evolving Multi-Agent Systems via Interaction Rewards" (arXiv:2510.08529). A solution
+    is proposed, evaluated and given a score s of 1, 2 or 3:
+
+        r = (s - 1) / 2 for the solution, 1 - (s - 1) / 2 for the evaluation, 0 for the score
+        r = 0, 0 and -1 where the score cannot be read
+        A = (r - mean) / std over the batch's tokens, at the tokens of the message alone
+
+    then PPO's clipped loss. A message is a step; ``envs.players.discussion_env`` plays the roles
+    and pays so, as the authors' code does. Departures: one policy plays all agents, where theirs
+    each have weights of their own; no penalty for the divergence.
+    """
+    return base.with_(advantage=transforms.chain(own_steps(), transforms.whiten("tokens")))

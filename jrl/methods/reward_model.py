@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import Method
-from jrl.methods.definition import published
+from jrl.methods.definition import published, variant
 from jrl.methods.domains import NonNegative, Positive
-from jrl.objectives import aggregates, comparisons, lists
+from jrl.objectives import aggregates, comparisons, lists, segments
 from jrl.objectives.members import GroupLoss, Members, over_group, spoilt
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless, trained
@@ -165,3 +165,64 @@ def prm() -> Method:
         Objective(step_ends(), step_cross_entropy(), aggregates.token_mean),
         unsupported="recorded steps and their labels; without them it is an outcome reward model",
     )
+
+
+def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
+    """[T]: ``rest_mcts``' value after each token's step of ONE sequence, from process rewards."""
+    starts = segments.step_starts(steps, mask)
+    left = starts.sum() - jnp.cumsum(starts)  # steps after this one
+
+    def on(value: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
+        reward, start, distance = now
+        moved = jnp.maximum(value + (1 - value) / (distance + 1) * reward, 0)
+        value = jnp.where(start, moved, value)
+        return value, value
+
+    first = segments.at_step_start(rewards, steps, mask)
+    values: Array
+    _, values = jax.lax.scan(on, jnp.zeros(()), (first, starts, left * 1.0))
+    return jnp.where(mask, values, 0)
+
+
+def step_qualities() -> Transform:
+    """``step_ends``, with the labels r turned into ``quality_values`` of 2 r - 1."""
+    ends = step_ends()
+
+    def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
+        labels, edited, state = ends.apply(scores, batch, state)
+        live, steps = trained(batch), segments.step_ids(batch)
+        last = jnp.where(trained(edited), labels, 0)
+        label = segments.total(last, segments.steps(batch))  # from the step's end to its tokens
+        values = jax.vmap(jax.vmap(quality_values))(2 * label - 1, steps, live)
+        return values, edited, state
+
+    return ends._replace(apply=apply)
+
+
+def step_squares() -> Surrogate:
+    """The squared error of each token's value; the advantages are the targets."""
+
+    def apply(stats: Stats, targets: Array, mask: Array) -> tuple[Array, Stats]:
+        return jnp.square(stats["values"] - targets), {"target": targets}
+
+    return Surrogate(apply, frozenset({"values"}))
+
+
+@variant(prm)
+def rest_mcts(base: Method) -> Method:
+    """A value model of partial solutions: how far along the right way each step is.
+
+    The value model of "ReST-MCTS*: LLM Self-Training via Process Reward Guided Tree Search"
+    (arXiv:2406.03816). With m_k the steps left after step k and r_k its process reward, 1 for a
+    right step and -1 for a wrong one:
+
+        v_k = max(v_(k-1) + (1 - v_(k-1)) / (m_k + 1) r_k, 0),   v_0 = 0
+        loss = mean over steps of (V_k - v_k)^2
+
+    so that a right solution of K steps is worth k / K after step k. r_k is 2 z - 1 of ``prm``'s
+    label z; the paper writes 1 - 2 r for r the chance of an error, and its code takes
+    max(0, v + (1 - v) r / m) as here. Departures: m_k is what the path itself has left, where the
+    paper takes the shortest right path of a search tree. The policy is trained on traces of high
+    value by ``filtered_bc``.
+    """
+    return base.with_(advantage=step_qualities(), surrogate=step_squares())

@@ -1,4 +1,4 @@
-"""Relatives of GRPO that know how completions are built: of steps, in strata, as a tree.
+"""Methods that know how completions are built: of steps, rows, in strata, as a tree.
 
 Each function says its paper's formula with r the reward of a completion. All else is as in
 ``grpo``.
@@ -18,8 +18,10 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Ddof, Flag, Fraction, NonNegative, Positive
 from jrl.methods.group_relative import grpo
+from jrl.methods.reinforce import reinforce
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
+from jrl.objectives.aggregates import token_mean
 from jrl.objectives.segments import Segments, at_step_start, step_ids, step_starts
 from jrl.objectives.transforms import (
     paid_rewards,
@@ -33,7 +35,9 @@ from jrl.types import Array, Batch, Transform
 # ---------------------------------------------------------------- steps
 
 
-def step_returns(rewards: Array, steps: Array, mask: Array, discount: float) -> Array:
+def step_returns(
+    rewards: Array, steps: Array, mask: Array, discount: float, joined: Array | None = None
+) -> Array:
     """[T] points: the discounted reward from each token's step to the end of ONE sequence.
 
         R_k = sum over later steps l >= k of discount^(l - k) r_l
@@ -43,6 +47,8 @@ def step_returns(rewards: Array, steps: Array, mask: Array, discount: float) -> 
       steps: [T] int32.
       mask: [T] bool.
       discount: the factor for one STEP, in [0, 1].
+      joined: [T] bool, False at the tokens of a step that stands alone: nothing later counts for it
+        and it counts for nothing earlier. None where all are joined.
 
     >>> steps, mask = jnp.array([0, 0, 1, 2]), jnp.ones(4, bool)
     >>> step_returns(jnp.array([1.0, 0.0, 0.0, 4.0]), steps, mask, 0.5).tolist()
@@ -50,18 +56,24 @@ def step_returns(rewards: Array, steps: Array, mask: Array, discount: float) -> 
     """
     chex.assert_equal_shape([rewards, steps, mask])
     starts = step_starts(steps, mask)
+    joined = jnp.ones_like(mask) if joined is None else joined
 
-    def back(later: tuple[Array, Array], now: tuple[Array, Array, Array]) -> tuple:
-        total, crossed = later
-        reward, start, live = now
-        here = reward + jnp.where(crossed, discount * total, total)
-        total = jnp.where(live, here, total)
-        return (total, jnp.where(live, start, crossed)), total
+    def back(later: tuple[Array, Array, Array], now: tuple[Array, ...]) -> tuple:
+        total, crossed, linked = later
+        reward, start, join, live = now
+        carried = jnp.where(join & linked, discount * total, 0)
+        total = jnp.where(live, reward + jnp.where(crossed, carried, total), total)
+        after = (total, jnp.where(live, start, crossed), jnp.where(live, join, linked))
+        return after, total
 
-    nothing = (jnp.zeros((), rewards.dtype), jnp.zeros((), bool))
+    nothing = (jnp.zeros((), rewards.dtype), jnp.zeros((), bool), jnp.zeros((), bool))
     returns: Array
-    _, returns = jax.lax.scan(back, nothing, (rewards, starts, mask), reverse=True)
+    _, returns = jax.lax.scan(back, nothing, (rewards, starts, joined, mask), reverse=True)
     return at_step_start(returns, steps, mask)
+
+
+def _discounted(rewards: Array, steps: Array, mask: Array, joined: Array, discount: float) -> Array:
+    return step_returns(rewards, steps, mask, discount, joined)
 
 
 def group_in_group(
@@ -70,12 +82,23 @@ def group_in_group(
     eps: float = 1e-6,
     ddof: int = 1,
     normalise: bool = True,
+    among: str = "state",
+    matched: float | None = None,
 ) -> Transform:
     """Each episode against its group, and each step against those taken in the same state: GiGPO.
 
+    Args:
+      weight: of the steps' part.
+      discount: the factor for one step.
+      eps: points, added to deviations.
+      ddof: of the deviations.
+      normalise: False to leave deviations out.
+      among: the label that the steps compared share, "state" or "step".
+      matched: points; a step that earned fewer stands alone in the returns. None to join all.
+
     Returns:
-      A transform from [N, G], or from per-token rewards [N, G, T], to [N, G, T]. Without
-      ``ids["state"]`` every state counts as seen once.
+      A transform from [N, G], or from per-token rewards [N, G, T], to [N, G, T]. Without the label
+      every state counts as seen once.
     """
 
     def each(one: Callable[..., Array], *arrays: Array) -> Array:
@@ -87,13 +110,17 @@ def group_in_group(
         score = values if values.ndim == 2 else rewards.sum(axis=2)
         compare = partial(group_mean_std, eps=eps, ddof=ddof) if normalise else mean_centred
         episode = per_token(jax.vmap(compare)(score, batch.members), batch)
-        if "state" not in batch.ids:
+        if among not in batch.ids:
             return episode, batch
 
-        returns = each(partial(step_returns, discount=discount), rewards, steps, live)
+        joined = jnp.ones_like(live)
+        if matched is not None:
+            joined = segments.total(rewards, segments.steps(batch)) >= matched
+        one = partial(_discounted, discount=discount)
+        returns = each(one, rewards, steps, live, joined)
         starts = each(step_starts, steps, live)  # a step counts once, however long it is
         groups = jnp.arange(live.shape[0])[:, None, None]
-        seg = segments.segments(starts, groups, batch.ids["state"])
+        seg = segments.segments(starts, groups, batch.ids[among])
         gain = jnp.where(starts, returns - segments.mean(returns, seg), 0)
         if normalise:
             gain = gain / (segments.std(returns, seg, ddof=ddof) + eps)
@@ -127,6 +154,122 @@ def gigpo(
     which record neither steps nor states, it is GRPO.
     """
     return base.with_(advantage=group_in_group(omega, discount, eps, ddof, normalise))
+
+
+@variant(gigpo, discount=0.5, normalise=False)
+def ui_s1(
+    base: Method,
+    eps: Positive,
+    ddof: Ddof,
+    omega: NonNegative,
+    discount: Fraction,
+    normalise: Flag,
+    matched: NonNegative = 1.0,
+) -> Method:
+    """GRPO over episodes along an expert's trajectory, plus each step against the same step's.
+
+    Semi-online RL of "UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning"
+    (arXiv:2509.11543): where an action is not the expert's, the expert's is put in its place, and
+    the episode goes on:
+
+        A = A_E + omega A_S
+        A_E = R - mean(R) over the episodes of the group
+        A_S = R_t - mean(R_t) over the group's steps of number t
+        R_t = r_t + discount R_(t+1) while steps t and t + 1 are the expert's, else r_t
+
+    A step is the expert's when it earned ``matched`` points (``envs.players.expert_env`` pays 1).
+    ``normalise`` divides both by their deviations. omega, no deviation and the discount are the
+    authors' code's and configuration's. Departures: the episode's mean counts each episode once,
+    where the code counts it once a step; the expert's action reaches the policy as the
+    environment's answer, where the paper rewrites the policy's own turn.
+    """
+    return base.with_(
+        advantage=group_in_group(omega, discount, eps, ddof, normalise, "step", matched)
+    )
+
+
+def turn_returns(discount: float) -> Transform:
+    """The return of each token's step over the step's tokens, from rewards by turn, [N, G, T]."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live, steps = trained(batch), step_ids(batch)
+        rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
+        one = partial(step_returns, discount=discount)
+        returns = jax.vmap(jax.vmap(one))(rewards, steps, live)
+        return returns / jnp.maximum(segments.count(segments.steps(batch)), 1), batch
+
+    return stateless(apply)
+
+
+@variant(reinforce, without=("baseline",))
+def epo_strategy(base: Method, discount: Fraction = 1.0) -> Method:
+    """REINFORCE on turns: each turn's mean log-probability, weighted by what followed it.
+
+    "EPO: Explicit Policy Optimization for Strategic Reasoning in LLMs via Reinforcement Learning"
+    (arXiv:2502.12486), a turn a_t being the strategy that another model acts on:
+
+        A_t = sum over k >= t of discount^(k - t) r_k
+        loss = -mean over episodes of sum_t A_t 1/|a_t| sum_i log pi(a_t,i | history)
+
+    Turns are ``ids["step"]``, r_k what the environment paid for a turn, process and outcome alike.
+    ``envs.players.guided_env`` has the other model act. Not known: the paper's discount (here 1),
+    and whether returns are normalised (here they are not).
+    """
+    return base.with_(advantage=turn_returns(discount))
+
+
+# ---------------------------------------------------------------- episodes of several rows
+
+
+def per_episode(inner: Transform) -> Transform:
+    """A transform of whole groups, with the rows of one episode as one member.
+
+    Rows of a group belong together where ``ids["episode"]`` is equal. The episode's score is the
+    sum over its rows, and all of them get its advantage; an episode of which a limit ended a row is
+    not trained on.
+
+    Args:
+      inner: [N, G] -> [N, G].
+    """
+
+    def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
+        chex.assert_rank(values, 2)
+        n, g = values.shape
+        column = jnp.broadcast_to(jnp.arange(g)[None], (n, g))
+        label = batch.ids.get("episode", column)
+        seg = segments.segments(batch.members, jnp.arange(n)[:, None], label)
+        first = batch.members & (segments.minimum(column * 1.0, seg) == column)
+        whole = jnp.where(first, segments.total(values, seg), 0)
+        shared, _, state = inner.apply(whole, batch.replace(members=first), state)
+        shared = segments.total(jnp.where(first, shared, 0), seg)
+        over = segments.total(batch.truncated * 1.0, seg) > 0
+        return shared, batch.replace(mask=batch.mask & ~jnp.expand_dims(over, 2)), state
+
+    return inner._replace(apply=apply)
+
+
+@variant(grpo)
+def supo(base: Method) -> Method:
+    """GRPO over episodes that continue from their own summaries: the rows share one advantage.
+
+    "Scaling LLM Multi-turn RL with End-to-end Summarization-based Context Management"
+    (arXiv:2510.06727): where the context is full the policy writes a summary, and goes on from
+    prompt and summary in a new row:
+
+        A_i = (r_i - mean(r)) / std(r) over the group's episodes, at every token that was drawn in
+              any row of episode i, summaries included
+        loss = mean over tokens of the clipped loss of GRPO
+
+    and episodes that reached a limit unfinished are left out of the loss. Rows of one episode have
+    one ``ids["episode"]``. Not known: how the paper weighs tokens of long and short rows (here all
+    alike), and whether the statistics count unfinished episodes (here they do).
+    """
+    advantage = per_episode(base.objective.advantage)
+    return base.with_(
+        advantage=advantage,
+        aggregate=token_mean,
+        unsupported="episodes that go on from a summary: the turns of an episode are one row",
+    )
 
 
 # ---------------------------------------------------------------- strata
@@ -243,3 +386,51 @@ def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
         return jnp.expand_dims(values, 2) + td_coef * steps, batch
 
     return base.after(stateless(apply))
+
+
+# ---------------------------------------------------------------- nodes of a search
+
+
+def node_advantages(width: float, bound: float) -> Transform:
+    """Each node's value, held softly within bounds, less the mean score of its tree's leaves."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        chex.assert_rank(values, 2)
+        live = trained(batch)
+        mean = values - jax.vmap(mean_centred)(values, batch.members)
+        score = per_token(values, batch)
+        node = jnp.where(live, batch.stats.get("node_value", score), 0)
+        last = batch.ids.get("node", jnp.zeros(live.shape, jnp.int32))
+        leaf = jnp.expand_dims(jax.vmap(jax.vmap(_last_label))(last, live), 2)
+        soft = jnp.where(last == leaf, score, jnp.tanh(node / width) * bound)
+        return soft - jnp.expand_dims(mean, 2), batch
+
+    return stateless(apply)
+
+
+def _last_label(labels: Array, mask: Array) -> Array:
+    """[]: the label of the last live token of ONE sequence."""
+    return labels[jnp.max(jnp.arange(mask.size), where=mask, initial=0)]
+
+
+@variant(grpo, without=("eps", "ddof"), clip_high=0.28)
+def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Method:
+    """GRPO on the leaves of a tree search, with the search's own values at the nodes before them.
+
+    "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte
+    Carlo Tree Search" (arXiv:2509.25454), q(s_j) being the value of node s_j after the search:
+
+        q' = tanh(q / eps_q) q_max between root and leaf, the leaf's reward at the leaf
+        A(token of s_j) = q'(s_j) - mean reward of the tree's leaves
+
+    then the loss of GRPO with a higher upper bound. A group is a tree, a member one of its leaves;
+    nodes are ``ids["node"]``, their values the statistic "node_value" (points, as
+    ``envs.tree.constrained`` backs them up); without it a leaf's reward stands at all its nodes.
+    Not known: eps_q (``width``) and q_max (``bound``), which the released code takes from a
+    configuration that is not released; its mean is over the leaves, without a deviation, as here.
+    """
+    return base.with_(
+        advantage=node_advantages(width, bound),
+        aggregate=token_mean,
+        unsupported="groups drawn by a search: without one their members are drawn apart",
+    )

@@ -1,4 +1,4 @@
-"""Learning from given completions: each is a demonstration, the only member of its group."""
+"""Maximum likelihood: of given completions, or of the best that the policy drew itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Draw, Method
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, Positive, Range
-from jrl.objectives import aggregates, distill, ratios, transforms
-from jrl.types import Array, Objective, Statistic, Stats, Surrogate
+from jrl.methods.domains import Choice, Fraction, Positive, Range
+from jrl.objectives import aggregates, distill, ratios, segments, transforms
+from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 Weigh = Annotated[str, Choice(("tokens", "sequences"))]
 BelowOne = Annotated[float, Range(-10.0, 0.999)]
@@ -118,3 +118,119 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
     """
     rollout = one_token_rollout(beta, temperature)
     return base.with_(surrogate=distill.minimise(rollout, "one_token_loss"))
+
+
+# ---------------------------------------------------------------- the policy's own best
+
+
+def best_of_batch(keep: float) -> Transform:
+    """Trains on the members whose score is in the top ``keep`` of the batch alone; ties pass."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        seg = segments.segments(batch.members)
+        high = ~(scores < segments.quantile(scores, seg, 1 - keep))  # a NaN shows
+        return scores, batch.replace(mask=batch.mask & jnp.expand_dims(high, 2))
+
+    return transforms.stateless(apply)
+
+
+@variant(sft)
+def filtered_bc(base: Method, keep: Fraction = 0.1) -> Method:
+    """Maximum likelihood of the episodes whose returns are the batch's best.
+
+    The filtered behaviour cloning of "LMRL Gym: Benchmarks for Multi-Turn Reinforcement Learning
+    with Language Models" (arXiv:2311.18232):
+
+        loss = -mean over the drawn tokens of the kept episodes of log pi_t
+
+    ``keep`` is the released code's of ``digirl``, which has it as a baseline too. Departures: the
+    episodes are the policy's own of this step, where the paper clones a data set.
+    """
+    return base.with_(draw=Draw(), advantage=best_of_batch(keep))
+
+
+def middle_steps(low: float, high: float, success: float) -> Transform:
+    """Trains on steps of successful members whose perplexity is between two of its quantiles."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        won = batch.mask & jnp.expand_dims(~(scores < success), 2)
+        batch = batch.replace(mask=won)
+        live = transforms.trained(batch)
+        doubt = -segments.mean(batch.stats["sampler_logprobs"], segments.steps(batch))
+        starts = jax.vmap(jax.vmap(segments.step_starts))(segments.step_ids(batch), live)
+        each = segments.segments(starts)  # a step counts once, however long it is
+        bounds = [jnp.max(segments.quantile(doubt, each, q)) for q in (low, high)]
+        inside = (doubt >= bounds[0]) & (doubt <= bounds[1])
+        return scores, batch.replace(mask=won & inside)
+
+    return transforms.stateless(apply, frozenset({"sampler_logprobs"}))
+
+
+@variant(sft)
+def bfs_prover(
+    base: Method, low: Fraction = 0.1, high: Fraction = 0.9, success: Positive = 1.0
+) -> Method:
+    """Expert iteration on the steps of successful episodes that are neither easy nor noise.
+
+    The training of "Scaling up Multi-Turn Off-Policy RL and Multi-Agent Tree Search for LLM
+    Step-Provers" (arXiv:2509.06493), BFS-Prover-V2:
+
+        loss = -mean over tokens of log pi_t, of steps in episodes of ``success`` points or more
+        whose perplexity is between two quantiles of the batch's steps
+
+    Steps are ``ids["step"]``, perplexities those of the policy that drew them. Best-first search is
+    ``envs.tree.best_first``. Departures: the paper iterates over all proofs found so far, and
+    from time to time starts anew from the first weights on those that the current expert finds
+    again. Not known: the band; a tenth at either end is a guess.
+    """
+    return base.with_(
+        draw=Draw(),
+        advantage=middle_steps(low, high, success),
+        unsupported="groups drawn by a search, a prover, and starting anew",
+    )
+
+
+def tree_targets(correct: float) -> Transform:
+    """1 for members that are right and 0 for others; writes the values' targets, "returns"."""
+
+    def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
+        right = scores >= correct
+        outcome = transforms.per_token(jnp.where(right, 1.0, -1.0), batch)
+        returns = batch.stats.get("node_value", outcome)
+        batch = batch.replace(stats={**batch.stats, "returns": returns})
+        return jnp.where(jnp.isnan(scores), scores, right), batch
+
+    return transforms.stateless(apply)
+
+
+def bounded_value_loss(coef: float) -> Regularizer:
+    """``coef`` times the squared error of tanh of the value network's number."""
+
+    def value(stats: Stats, mask: Array) -> Array:
+        return jnp.square(jnp.tanh(stats["values"]) - stats["returns"])
+
+    needs = frozenset({"values", "returns"})
+    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+
+
+@variant(sft)
+def alphamath(base: Method, beta: Positive = 0.1, correct: Positive = 0.5) -> Method:
+    """Right paths of a search tree are imitated, and values fitted to the tree's on all paths.
+
+    "AlphaMath Almost Zero: process Supervision without process" (arXiv:2405.03553), V being tanh of
+    the value head and Q the mean outcome, 1 or -1, below a node:
+
+        loss = -mean over tokens of 1[right] log pi_t + beta mean over tokens of (V_t - Q_t)^2
+
+    Q is the statistic "node_value" (``envs.tree.backed_up``); without it the path's own outcome.
+    The search selects by ``envs.tree.puct``, and at inference takes the best of a step-level
+    beam. Departures: every token of a step is fitted, where the paper fits its end. Not known:
+    beta.
+    """
+    return base.with_(
+        draw=Draw(),
+        advantage=tree_targets(correct),
+        surrogate=ratios.reinforce(),
+        regularizers=(bounded_value_loss(beta),),
+        unsupported="groups drawn by a search: without one their members are drawn apart",
+    )

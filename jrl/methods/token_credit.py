@@ -126,15 +126,13 @@ def empg(
 
         A_k = A exp(-k h_k) / mean(exp(-k h)) + zeta exp(-k' h_(k+1)),   less the batch's mean
 
-    then the clipped loss of GRPO. Steps are ``ids["step"]``; a completion without them is one.
+    then the clipped loss of GRPO. Steps are ``ids["step"]``, turns in an environment; a completion
+    without them is one.
     k (``sharpness``), k' (``clarity``) and zeta (``bonus``) are those of the authors' page. Means
     are over steps, each counted once, and the last step of an episode gets no bonus, as there; H is
     the policy's at the start of the training step.
     """
-    return base.after(modulate_by_step(sharpness, clarity, bonus)).with_(
-        unsupported="environments that record the steps of an episode; until then a completion is "
-        "one"
-    )
+    return base.after(modulate_by_step(sharpness, clarity, bonus))
 
 
 # ---------------------------------------------------------------- DeGRPO

@@ -10,6 +10,7 @@ import datetime
 import functools
 import json
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,12 +24,28 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 10_000_000
 """Of a conversation; the longest contexts hold fewer."""
 
+MOST_IN_ALL = 1_000_000_000
+"""Characters and items that all steps of one conversation make; most are made to be joined."""
+
+MOST_ITEMS = 100_000
+"""Of a list, as Jinja's own range allows."""
+
+MOST_WORKED = 1_000_000
+"""Characters of a text that a filter takes apart or rewrites letter by letter."""
+
+MOST_INDENT = 16
+"""Characters that tojson puts before each level."""
+
 MOST_SECONDS = 5.0
 """Of one conversation; usual ones take a thousandth of a second."""
 
 
 class _Beyond(Exception):
     """A template exceeds a limit."""
+
+
+_made = threading.local()
+"""``total``: characters and items that this thread's conversation has made so far."""
 
 
 def find_templates(directory: Path, configured: Any) -> dict[str, str]:
@@ -87,6 +104,7 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
     """
     import jinja2
 
+    _made.total = 0
     try:
         return _limited(_compiled(template), variables)
     except jinja2.TemplateSyntaxError as error:
@@ -117,26 +135,62 @@ def _limited(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     sys.settrace(on_call)
     try:
         for piece in template.generate(**variables):
-            size += _bounded(len(piece) + size) - size
+            size += len(piece)
+            if size > MOST_CHARACTERS:
+                raise _Beyond(_TOO_LONG)
             pieces.append(piece)
     finally:
         sys.settrace(before)
     return "".join(pieces)
 
 
-def _bounded(size: float) -> int:
-    if size > MOST_CHARACTERS:
-        raise _Beyond(f"it writes more than {MOST_CHARACTERS} characters; write the messages only")
-    return int(size)
+_TOO_LONG = f"it writes more than {MOST_CHARACTERS} characters; write the messages only"
+
+
+def _bounded(size: float) -> None:
+    """Raises where one step makes more than this, or all steps together make too much."""
+    _made.total = getattr(_made, "total", 0) + size
+    if size > MOST_CHARACTERS or _made.total > MOST_IN_ALL:
+        raise _Beyond(_TOO_LONG)
+
+
+def _bounded_list(items: float) -> None:
+    """Raises where one step makes a longer list than that."""
+    if items > MOST_ITEMS:
+        raise _Beyond(
+            f"it makes a list of more than {MOST_ITEMS} items; loop over the messages only"
+        )
+    _bounded(items)
 
 
 def _size(value: Any) -> int:
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
 
 
+def _flat(value: Any) -> list[Any]:
+    """What a value holds, at any depth; of a table its values."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [inner for each in value[:1000] for inner in _flat(each)]
+    return [value]
+
+
 def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
     """Refuses what a method or filter would make longer than a conversation may be."""
-    numbers = [abs(a) for a in arguments if isinstance(a, int)]
+    numbers = [abs(a) for a in _flat(arguments) if isinstance(a, int)]
+    if name in ("batch", "slice"):
+        _bounded_list(max(numbers, default=0))
+    if name == "list":
+        _bounded_list(_size(value))
+    if name in ("split", "rsplit", "splitlines") or name in LETTERWISE:
+        if _size(value) > MOST_WORKED:
+            raise _Beyond(f"{name} of a text of {_size(value)} characters; at most {MOST_WORKED}")
+        _bounded(_size(value))
+    if name == "sum" and any(not isinstance(a, int | float | str) for a in arguments):
+        raise _Beyond("sum of what are no numbers")
+    if name == "translate":
+        _bounded(_size(value) * max(map(_size, _flat(arguments)), default=0))
     text = [len(a) for a in arguments if isinstance(a, str)]
     if not isinstance(value, str):
         if isinstance(value, list | tuple) and name == "join" and len(value) < MOST_CHARACTERS:
@@ -148,6 +202,13 @@ def _check_result(name: str, value: Any, arguments: tuple[Any, ...]) -> None:
         _bounded(len(value) + (value.count(arguments[0]) if text[0] else len(value)) * text[-1])
     if name in ("format", "%"):
         _bounded(max((int(n) for n in _digits(value)), default=0) + max(numbers, default=0))
+
+
+LETTERWISE = (
+    *("e", "escape", "forceescape", "sort", "striptags", "title", "unique", "urlencode"),
+    *("urlize", "wordcount", "xmlattr"),
+)
+"""Filters that take long on long texts and lists."""
 
 
 def _digits(text: str) -> list[str]:
@@ -177,11 +238,12 @@ def _compiled(template: str) -> jinja2.Template:
         intercepted_binops = frozenset({"+", "*", "**", "%"})
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            bound = _bounded_list if isinstance(left, list) or isinstance(right, list) else _bounded
             if operator == "+":
-                _bounded(_size(left) + _size(right))
+                bound(_size(left) + _size(right))
             elif operator == "*" and (_size(left) or _size(right)):
                 number, other = (left, right) if isinstance(left, int) else (right, left)
-                _bounded(_size(other) * (number if isinstance(number, int) else 1))
+                bound(_size(other) * (number if isinstance(number, int) else 1))
             elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
                 factor = right if operator == "**" else 1
                 _bounded(left.bit_length() * max(factor, 1) + right.bit_length())
@@ -211,14 +273,18 @@ def _compiled(template: str) -> jinja2.Template:
         return datetime.datetime.now().strftime(form)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
+            raise _Beyond(f"tojson(indent={indent}); an indent of at most {MOST_INDENT} is read")
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = Bounded(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
-    for name in ("center", "indent", "replace", "format", "join", "wordwrap"):
+    padding = ("batch", "center", "indent", "replace", "format", "join", "slice", "wordwrap")
+    for name in (*padding, *LETTERWISE, "list", "sum"):
         environment.filters[name] = _checked_filter(name, environment.filters[name])
     environment.filters["tojson"] = tojson
+    del environment.globals["lipsum"]  # writes as much as it is asked to, for as long
     environment.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
     compiled = environment.from_string(template)
     compiled.root_render_func.__globals__["str_join"] = joined

@@ -136,6 +136,7 @@ class ModelConfig:
         """Checks every field; raises ``UserError`` naming the first that cannot be."""
         for field in dataclasses.fields(self):
             _check_type(field.name, getattr(self, field.name), str(field.type))
+        _require("layers", self.layers, self.layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
         for name in ("rope_pattern", "window_pattern", "expert_pattern"):
             object.__setattr__(self, name, _pattern(name, getattr(self, name), self.layers))
         for name in _COUNTS:
@@ -153,11 +154,11 @@ class ModelConfig:
             ordered = self.rope_high_freq_factor > self.rope_low_freq_factor
             low = f"above model.rope_low_freq_factor = {self.rope_low_freq_factor}"
             _require("rope_high_freq_factor", self.rope_high_freq_factor, ordered, low)
+        _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
         if self.experts:
             k = self.experts_per_token
             _require("experts_per_token", k, 1 <= k <= self.experts, f"1 to {self.experts}")
             _require("expert_mlp_dim", self.expert_mlp_dim, self.expert_mlp_dim >= 1, "at least 1")
-        _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
         for name in ("windows", "ropes", "sparse"):
             getattr(self, name)  # found once, here, and read by every trace
 
@@ -198,6 +199,8 @@ class ModelConfig:
         return _cycle(self.expert_pattern, self.layers)
 
 
+MOST_LAYERS = 10_000
+"""More are a mistake, and patterns over them would fill the memory."""
 _COUNTS = (
     *("vocab_size", "layers", "embed_dim", "heads", "kv_heads", "head_dim", "mlp_dim"),
     *("max_length", "rope_original_length"),

@@ -62,13 +62,18 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     feed-forward part; a tied output matrix is transposed once. The matrices of dense layers, and
     the output matrix, are as ``matmul.prepare_weight`` returns them.
 
+    Weights are rounded to the dtype of activations. Those stored in a shorter one stay in it, and
+    products widen them: float32 activations on 16-bit weights, the LayerCast of "Give Me FP32 or
+    Give Me Death? Challenges and Solutions for Reproducible Reasoning" (arXiv:2506.09501). XLA may
+    widen them before a loop instead of in it, as its CPU backend does.
+
     Args:
       params: the network's parameters.
       config: the model.
       gather: whether every device gets all the numbers of its part of a matrix that the mesh's
         fsdp axis divides: they are sent once here, instead of once for every token.
     """
-    dtype = jnp.dtype(config.dtype)
+    dtype = stored_dtype(config)
 
     def lay(w: Array, *axes: str | None) -> Array:
         return constrain(w, *("act_embed" if gather and a == "embed" else a for a in axes))
@@ -89,9 +94,14 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     }
 
 
+def stored_dtype(config: ModelConfig) -> Any:
+    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
+    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
+
+
 def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to the dtype of activations rounded already."""
-    dtype = jnp.dtype(config.dtype)
+    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
+    dtype = stored_dtype(config)
 
     def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
         name = path[-1].key
@@ -113,7 +123,7 @@ def output_matrix(
       lay: (matrix, its logical axes) -> the matrix, as the mesh divides it.
     """
     head = params["embed"].T if config.tied_embeddings else params["head"]
-    return prepare_weight(lay(head.astype(jnp.dtype(config.dtype)), "embed", "vocab"), 1)
+    return prepare_weight(lay(head.astype(stored_dtype(config)), "embed", "vocab"), 1)
 
 
 def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Params:
@@ -122,7 +132,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     Each key-value head is next to the query heads that read it, [D, K, H / K + 2, h], so that a
     device that has some of the heads has them all: first the queries', then key and value.
     """
-    dtype = jnp.dtype(config.dtype)
+    dtype = stored_dtype(config)
 
     def ready(name: str, w: Array) -> Array | Factored:
         return prepare_weight(w, INPUTS[name])

@@ -25,7 +25,7 @@ from flax import struct
 from jrl.errors import UserError, choose
 from jrl.mesh import constrain
 from jrl.models.config import ModelConfig
-from jrl.models.decode import output_matrix
+from jrl.models.decode import output_matrix, stored_dtype
 from jrl.models.layers import layer_weights
 from jrl.models.matmul import matmul
 from jrl.models.quant import (
@@ -74,6 +74,11 @@ class Lora(NamedTuple):
             raise UserError(f"lora.alpha = {self.alpha}; must be above 0")
         if self.base not in BASES:
             raise choose("lora.base", self.base, BASES)
+        if self.rank > config.embed_dim:
+            raise UserError(
+                f"lora.rank = {self.rank}; the model's matrices have {config.embed_dim} rows, and "
+                f"adapters of that rank are no smaller; lower it"
+            )
         check_targets(self.targets)
         ahead = sorted(set(self.targets) & set(FEED_FORWARD))
         if ahead and any(config.sparse):
@@ -91,7 +96,9 @@ def check_targets(targets: tuple[str, ...]) -> None:
     """Raises UserError for a name that is no projection with adapters, or no name at all."""
     if not targets:
         raise UserError(f"lora.targets = []; name one or more of {', '.join(TARGETS)}")
-    for name in targets:
+    for i, name in enumerate(targets):
+        if name in targets[:i]:
+            raise UserError(f"lora.targets names {name!r} twice; remove one")
         if name in ("embed", "head"):
             raise UserError(
                 f"lora.targets has {name!r}: the products with the vocabulary have no adapters; "
@@ -245,8 +252,9 @@ def with_adapters(
 
     Its parameters are those of ``network`` with ``Adapted`` weights; its functions take the base
     alone too, which is the policy with adapters off. ``prepare`` adds the adapters into float
-    matrices where activations are float32, and keeps them separate otherwise: rounding W + B A to a
-    shorter dtype would lose small adapters, and sample from another distribution than is trained.
+    matrices where weights and activations are float32, and keeps them separate otherwise: rounding
+    W + B A to a shorter dtype would lose small adapters, and sample from another distribution than
+    is trained.
 
     Args:
       network: the built-in decoder of ``config``.
@@ -274,7 +282,7 @@ def with_adapters(
         return joined(adapter_axes(config, lora), base)
 
     def prepare(params: Params) -> Any:
-        exact = lora.base == "float" and config.dtype == "float32"
+        exact = lora.base == "float" and config.dtype == config.param_dtype == "float32"
         if exact or not _factored(params):
             return network.prepare(merge(params, config=config))
         names = axes() if split(params)[0] else split(axes())[1]
@@ -312,13 +320,13 @@ def _prepare_separate(params: Params, config: ModelConfig, axes: Any, gather: bo
       axes: the logical axes of its layers.
       gather: whether fsdp's parts are sent now, once for many tokens.
     """
-    dtype, small = jnp.dtype(config.dtype), {"attention_norm", "mlp_norm"}
+    dtype, small = stored_dtype(config), {"attention_norm", "mlp_norm"}
     small |= {"attention_post_norm", "mlp_post_norm", "q_norm", "k_norm", "router"}
 
     def lay(path: tuple, names: tuple, w: Array) -> Array:
         name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
         if not (w.dtype == jnp.int8 or _is_scale(path) or name in small or name.endswith("_bias")):
-            w = w.astype(dtype)
+            w = w.astype(config.dtype if _is_adapter(path) else dtype)
         return constrain(w, *("act_embed" if gather and n == "embed" else n for n in names[1:]))
 
     def lay_layer(i: int) -> Params:
@@ -333,6 +341,10 @@ def _prepare_separate(params: Params, config: ModelConfig, axes: Any, gather: bo
         "layers": tuple(map(lay_layer, range(config.layers))),
         "final_norm": params["final_norm"],
     }
+
+
+def _is_adapter(path: tuple) -> bool:
+    return isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name in ("a", "b")
 
 
 def _is_scale(path: tuple) -> bool:

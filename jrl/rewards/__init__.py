@@ -11,11 +11,12 @@ from jrl.own import FORMS, GIVEN, check_options, load
 from jrl.rewards.base import RewardFn, Sample, over_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
-from jrl.rewards.format import format_reward
+from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.math import math_reward
 
 REWARDS: dict[str, Callable[..., list[float]]] = {
     "exact": exact_reward,
+    "confidence": confidence,
     "format": format_reward,
     "math": math_reward,
 }
@@ -80,6 +81,7 @@ __all__ = [
     "RewardFn",
     "Sample",
     "UserReward",
+    "confidence",
     "exact_reward",
     "format_reward",
     "make_reward",

@@ -1,4 +1,4 @@
-r"""A reward for the format of a completion: a boxed answer, tags, or a pattern."""
+r"""Rewards for the form of a completion: a boxed answer, tags, a pattern; a stated confidence."""
 
 from __future__ import annotations
 
@@ -37,6 +37,25 @@ def format_reward(
     except re.error as error:
         raise UserError(f"rewards.format.pattern = {pattern!r}; not a pattern: {error}") from None
     return [float(form.fullmatch(sample.completion.strip()) is not None) for sample in samples]
+
+
+_STATED = re.compile(r"confidence\W{0,12}(\d+(?:\.\d+)?|\.\d+)\s*(%?)", re.IGNORECASE)
+
+
+def confidence(samples: list[Sample]) -> list[float]:
+    """The confidence that each completion states last, such as "Confidence: 80%" or "0.8".
+
+    Returns:
+      A number in [0, 1] for each sample; numbers above 1 are read as percent. 1 where none is
+      stated, so that silence is no way out of being judged (``car``).
+    """
+    found = [_STATED.findall(sample.completion) for sample in samples]
+    return [_share(*stated[-1]) if stated else 1.0 for stated in found]
+
+
+def _share(number: str, percent: str) -> float:
+    value = float(number)
+    return min(value / 100 if percent or value > 1 else value, 1.0)
 
 
 def _tag_pattern(tags: Sequence[str]) -> str:

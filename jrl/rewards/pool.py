@@ -28,6 +28,7 @@ from jrl.rewards import kill
 from jrl.rewards.base import RewardFn, Sample
 from jrl.rewards.call import Failure, call
 from jrl.rewards.worker import Lost, Worker, attribute, pickled_call
+from jrl.waits import waiting
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
 
@@ -122,8 +123,19 @@ class RewardPool:
         ]
         points = np.zeros((len(samples), len(self.functions)), np.float32)
         counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
-        with self._turn, contextlib.closing(self._results(calls, samples)) as results:
+        ended: list[str] = []
+
+        def left() -> str:
+            loading = "" if self._workers is None else self._workers.loading()
+            return f"{len(calls) - len(ended)} of {len(calls)} calls left{loading}"
+
+        with (
+            self._turn,
+            waiting("rewards", left, seconds=self.timeout_seconds if self._workers else 0),
+            contextlib.closing(self._results(calls, samples)) as results,
+        ):
             for (column, name, members, _), result in results:
+                ended.append(name)
                 if not isinstance(result, Failure):
                     points[members, column] = result
                     continue
@@ -373,6 +385,11 @@ class _Workers:
         self._living.remove(worker)
         worker.kill()
         self._tell_warden(-worker.pid)
+
+    def loading(self) -> str:
+        """How many processes are still loading the functions, to be said after a number."""
+        count = sum(not worker.ready for worker in list(self._living))
+        return f", {count} of {len(self._living)} workers loading" if count else ""
 
     def stop(self) -> None:
         """Ends all processes."""

@@ -20,6 +20,7 @@ from jrl.errors import UserError
 from jrl.models.decode import put_columns
 from jrl.sampling.cache import pick, share, take
 from jrl.sampling.params import SamplingParams, at_most, per_row, sample
+from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
 
 _PIECE, _MOST_PIECES = 64, 8
@@ -42,6 +43,7 @@ class Slots(struct.PyTreeNode):
       stop: [S] int32, a ``StopReason``; decoding moves the rows that are RUNNING.
       keys: [S] PRNG keys; the draw of token t uses ``fold_in(key, t)``.
       sampling_params: one value a row.
+      report: what a reply tells of the tokens of one call of ``decode``; None for nothing.
       aligned: static, whether all running rows have the same number of own tokens, so that they
         write one column together.
     """
@@ -58,6 +60,7 @@ class Slots(struct.PyTreeNode):
     stop: Array
     keys: Array
     sampling_params: SamplingParams
+    report: TokenReport | None = None
     aligned: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -267,6 +270,9 @@ def _one_token(
         # in which rows get their slots changes what is drawn.
         uniform = _uniforms(slots.keys, slots.lengths)
         token, logprob = sample(uniform, logits, slots.sampling_params)
+    report = slots.report
+    if report is not None:
+        report = report.with_step(i, logits, token, slots.sampling_params)
     lengths = slots.lengths + runs
     at_limit = jnp.where(lengths >= slots.limits, StopReason.LENGTH, StopReason.RUNNING)
     stopped = jnp.any(token[:, None] == stops, axis=1)
@@ -286,6 +292,7 @@ def _one_token(
         logprobs=put(slots.logprobs, logprob),
         versions=put(slots.versions, version),
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
+        report=report,
     )
     return i + 1, slots
 

@@ -16,6 +16,7 @@ from flax import struct
 
 from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.report import TokenReport
 from jrl.sampling.slots import Slots, decode, pieces_of, prefill, refresh
 from jrl.serving.request import Limits, PartialCompletion, Request
 from jrl.types import Array, Cache, Network, StopReason
@@ -163,6 +164,7 @@ class ChunkOutput(NamedTuple):
       counts: [S] int32, new tokens.
       stop: [S] int32, a ``StopReason``.
       steps: [] int32, decode steps taken.
+      report: for the rows that asked for one; its columns are those of ``tokens``.
     """
 
     tokens: Array
@@ -170,6 +172,7 @@ class ChunkOutput(NamedTuple):
     counts: Array
     stop: Array
     steps: Array
+    report: TokenReport | None = None
 
 
 def empty_batch(
@@ -254,9 +257,11 @@ def decode_chunk(
     version: Array,
     halted: Array,
     steps: Array,
+    wanted: Array | None = None,
     *,
     network: Network,
     width: int,
+    top: int = 0,
 ) -> tuple[DecodeBatch, ChunkOutput]:
     """The batch after up to ``steps`` more tokens in every running row, and those tokens.
 
@@ -266,8 +271,11 @@ def decode_chunk(
       version: [] int32, of the policy.
       halted: [S] int32, a ``StopReason`` for rows to stop first; RUNNING leaves a row as it is.
       steps: [] int32, decode steps, at most ``width``.
+      wanted: [S] int32, alternatives reported with each token of a row; -1 for no report. None
+        where no row may ask for one, which costs nothing.
       network: the policy.
       width: W, columns of the output.
+      top: K, the most alternatives reported.
     """
     stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
@@ -283,9 +291,12 @@ def decode_chunk(
         floors=True,
         greedy=True,
     )
+    report = None
+    if wanted is not None:
+        report = TokenReport.empty(jnp.where(runs, wanted, -1), width, top)
     slots, count = decode(
         weights,
-        slots.replace(sampling_params=used),
+        slots.replace(sampling_params=used, report=report),
         version,
         network=network,
         steps=steps,
@@ -299,8 +310,9 @@ def decode_chunk(
         counts=slots.lengths - before,
         stop=slots.stop,
         steps=count,
+        report=slots.report,
     )
-    return batch.replace(slots=slots.replace(sampling_params=sampling_params)), out
+    return batch.replace(slots=slots.replace(sampling_params=sampling_params, report=None)), out
 
 
 def recompute(weights: Any, batch: DecodeBatch, *, network: Network) -> DecodeBatch:

@@ -26,10 +26,12 @@ from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
 from jrl.serving.chunk_length import LENGTHS, ChunkLength
 from jrl.serving.request import (
+    TOP_LOGPROBS,
     Limits,
     PartialCompletion,
     QueueFull,
     Request,
+    TokenLogprobs,
     Update,
     check_request,
 )
@@ -57,6 +59,7 @@ class Engine:
       block: slots that share the cache of one prompt and are filled together; divides ``slots``.
         A group of completions reads its prompt once a block.
       biases: whether requests may change logits; costs [slots, V] float32 numbers.
+      reports: whether requests may ask for ``top_logprobs``; costs steps in which one did.
       queue: completions that may wait for a slot; None for any number.
       version: of the parameters, recorded with each token.
 
@@ -84,6 +87,7 @@ class Engine:
         chunk: int | None = None,
         block: int = 1,
         biases: bool = False,
+        reports: bool = False,
         queue: int | None = None,
         version: int = 0,
     ) -> None:
@@ -108,6 +112,7 @@ class Engine:
             max_length=network.max_length,
             stop_tokens=max(_MIN_STOP_TOKENS, len(stop_tokens)),
             biases=biases,
+            reports=reports,
         )
         self._builder = AdmissionBuilder(
             limits=self.limits,
@@ -121,7 +126,12 @@ class Engine:
         self._prepare = jax.jit(network.prepare)
         self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
         self._chunk_program = jax.jit(
-            bind(programs.decode_chunk, network=network, width=chunk or LENGTHS[-1]),
+            bind(
+                programs.decode_chunk,
+                network=network,
+                width=chunk or LENGTHS[-1],
+                top=min(TOP_LOGPROBS, network.vocab_size),
+            ),
             donate_argnums=1,
         )
         self._recompute = jax.jit(bind(programs.recompute, network=network), donate_argnums=1)
@@ -222,6 +232,7 @@ class Engine:
                 out.logprobs[row, :count].tolist(),
                 self.version,
                 StopReason(int(out.stop[row])),
+                _reports(out, row, count, member.request.top_logprobs),
             )
             updates.append(update)
             if update.completion is not None:
@@ -233,13 +244,21 @@ class Engine:
     def _decode(self, steps: int) -> ChunkOutput:
         """Decodes up to this many steps; the output is on the host."""
         version, halted = np.int32(self.version), self._halted
+        wanted = self._wanted() if self.limits.reports else None
         self._batch, out = self._chunk_program(
-            self._weights, self._batch, version, halted, np.int32(steps)
+            self._weights, self._batch, version, halted, np.int32(steps), wanted
         )
         self._halted = np.full_like(halted, StopReason.RUNNING)
+        if wanted is not None and wanted.max() < 0:
+            out = out._replace(report=None)  # nobody reads it, so it stays on the device
         out = jax.device_get(out)
         self.slot_steps += int(out.steps) * len(self._rows)
         return out
+
+    def _wanted(self) -> np.ndarray:
+        """[S] int32, alternatives that each row's request asked for; -1 for no report."""
+        asked = [None if m is None else m.request.top_logprobs for m in self._rows]
+        return np.array([-1 if top is None else top for top in asked], np.int32)
 
     def run(self) -> Iterator[Update]:
         """Steps until nothing waits or runs; requests may be added meanwhile."""
@@ -376,3 +395,14 @@ class Engine:
         """Programs compiled so far, including the one that prepares the weights."""
         jitted: tuple[Any, ...] = (self._prepare, self._admit, self._chunk_program, self._recompute)
         return sum(f._cache_size() for f in jitted)
+
+
+def _reports(out: ChunkOutput, row: int, count: int, top: int | None) -> list[TokenLogprobs]:
+    """What is reported about a row's new tokens; empty where nothing was asked for."""
+    if out.report is None or top is None:
+        return []
+    found = out.report
+    ids, logprobs = (x[row, :count, :top].tolist() for x in (found.top_ids, found.top_logprobs))
+    alternatives = [tuple(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
+    own = found.logprobs[row, :count].tolist()
+    return [TokenLogprobs(*each) for each in zip(own, alternatives, strict=True)]

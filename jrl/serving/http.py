@@ -14,12 +14,12 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.openai_replies import ReplyChoice, Top, reply_head, usage
+from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
 from jrl.serving.openai_requests import (
     ApiError,
     ApiRequest,
@@ -47,14 +47,6 @@ OnUpdate = Callable[[int, Update | Exception], None]
 """Called with a member of a request and its update, or why it failed, from any thread."""
 
 
-class TopFinder(Protocol):
-    """Finds the likeliest tokens at each position of a completion as it grows."""
-
-    def more(self, tokens: Sequence[int]) -> list[Top]:
-        """Alternatives to each of the completion's next tokens."""
-        ...
-
-
 class Sampler(Protocol):
     """The engine as the server uses it; every method may be called from any thread."""
 
@@ -69,10 +61,6 @@ class Sampler(Protocol):
         Raises:
           UserError: the engine cannot serve it.
         """
-        ...
-
-    def alternatives(self, request: EngineRequest, top: int) -> TopFinder:
-        """Finds the ``top`` likeliest tokens at each position of one completion."""
         ...
 
     def abort(self, handle: Any) -> None:
@@ -93,7 +81,6 @@ class Job:
         self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._handles: list[Any] = []
-        self._finders: dict[int, TopFinder] = {}
 
     def start(self) -> None:
         """Submits each prompt to the engine."""
@@ -112,20 +99,6 @@ class Job:
         # In the engine's thread. The event loop may have closed meanwhile; nobody listens then.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._updates.put_nowait, (first + member, update))
-
-    async def _top(self, index: int, update: Update) -> Sequence[Top]:
-        """The alternatives of the new tokens, if requested."""
-        if not self.request.top_logprobs:
-            return ()
-
-        def find() -> list[Top]:
-            if index not in self._finders:
-                request = self.request.requests[index // self.request.n]
-                top = self.request.top_logprobs
-                self._finders[index] = self._sampler.alternatives(request, top)
-            return self._finders[index].more(update.tokens)
-
-        return await asyncio.to_thread(find)
 
     async def pieces(self, gone: asyncio.Future[None]) -> AsyncIterator[Json]:
         """The choices as they grow, until all have ended or ``gone`` is done."""
@@ -149,7 +122,7 @@ class Job:
             if isinstance(update, Exception):
                 message = f"the engine failed: {type(update).__name__}: {update}"
                 raise ApiError(message, status=500) from update
-            piece = self.choices[index].add(update, await self._top(index, update))
+            piece = self.choices[index].add(update)
             if piece is not None:
                 yield piece
 
@@ -349,6 +322,10 @@ async def _read(request: Request, most: int) -> Any:
     if kind != "application/json":
         # Web pages of other origins cannot send this type without a preflight request.
         raise ApiError(f"content-type = {kind!r}; must be 'application/json'", status=415)
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.strip().lower() not in ("", "identity"):
+        said = f"content-encoding = {packed!r:.40} is not read; send the body as it is"
+        raise ApiError(said, status=415)
     data = bytearray()
     try:
         async with asyncio.timeout(READ_SECONDS):

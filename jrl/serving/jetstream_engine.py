@@ -162,11 +162,23 @@ class SlotEngine:
         self._lock = threading.Lock()
         with jax.set_mesh(mesh):
             self._weights = jax.jit(network.prepare)(params)
-        self._prefill = jax.jit(functools.partial(_prefill, network=network))
-        self._insert = jax.jit(_insert, donate_argnums=0)
-        stops = tuple(tokenizer.stop_ids)
-        step = functools.partial(_step, network=network, stop_tokens=stops)
-        self._step = jax.jit(step, donate_argnums=1)
+        bind = functools.partial
+        self._prefill = jax.jit(bind(_prefill, network=network))
+        make = bind(
+            _empty,
+            network=network,
+            slots=slots,
+            prompt_tokens=self._padded,
+            new_tokens=new_tokens,
+        )
+        # Through jit, or arrays of the state may share a buffer, which cannot be donated twice.
+        self._make = jax.jit(make)
+        # The state lies as it did, or what one program returns would compile the others anew. As a
+        # function of this engine: programs of one function are counted together.
+        where = jax.tree.map(lambda x: x.sharding, self.init_decode_state())
+        self._insert = jax.jit(bind(_insert), donate_argnums=0, out_shardings=where)
+        step = bind(_step, network=network, stop_tokens=tuple(tokenizer.stop_ids))
+        self._step = jax.jit(step, donate_argnums=1, out_shardings=(where, None))
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
         """The weights, prepared for decoding."""
@@ -236,12 +248,11 @@ class SlotEngine:
         """Runs every program once, so that no request waits for a compilation."""
         weights, state = self.load_params(), self.init_decode_state()
         widths = [width for width in PREFILL_TOKENS if width <= self._padded]
-        for width in [*widths, *widths]:  # again, on what the programs themselves return
+        for width in widths:
             size = min(width, self.prompt_tokens)
             prompt = {"padded_tokens": np.zeros(width, np.int32), "true_length": size}
             state = self.insert(self.prefill(params=weights, **prompt), state, 0)
-            for _ in range(2):
-                state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
+            state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
         jax.block_until_ready(state)
         self._requests = 0  # the keys of requests are those of an engine that did not do this
         self._occupied.clear()
@@ -272,16 +283,8 @@ class SlotEngine:
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> Slots:
         """Slots in which nothing runs."""
-        make = functools.partial(
-            _empty,
-            network=self._network,
-            slots=self.slots,
-            prompt_tokens=self._padded,
-            new_tokens=self.new_tokens,
-        )
         with jax.set_mesh(self._mesh):
-            # Through jit, or arrays of the state may share a buffer, which cannot be donated twice.
-            return jax.jit(make)(self._weights, self._sampling_params)
+            return self._make(self._weights, self._sampling_params)
 
     def get_prefix_destination_sharding(self) -> Any:
         """None: prefixes stay on the devices that computed them."""
@@ -294,6 +297,12 @@ class SlotEngine:
     def build_tokenizer(self, metadata: Any) -> Any:
         """The policy's tokenizer in JetStream's form."""
         return _tokenizer_class()(self.tokenizer)
+
+    @property
+    def executables(self) -> int:
+        """Programs compiled so far."""
+        jitted: tuple[Any, ...] = (self._make, self._prefill, self._insert, self._step)
+        return sum(f._cache_size() for f in jitted)
 
     @property
     def max_concurrent_decodes(self) -> int:

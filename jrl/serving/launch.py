@@ -121,7 +121,7 @@ def _params(
         )
         return restore_policy(config, network, layout, checkpoint=checkpoint)[0]
     if config.model.path is not None:
-        _, params = hf.load(config.model.path, dtype=config.model.param_dtype)
+        _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
         return put_policy(network, start_params(config, shape, network, params), where)
     return jax.jit(network.init, out_shardings=where)(jax.random.key(config.seed))
 
@@ -148,10 +148,11 @@ def serve_openai(
             tokenizer=tokenizer,
             chunk=options.chunk or None,
             biases=True,
+            reports=True,
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding
         engine.compile(refresh=False)
-    worker = Worker(engine, network=policy.network, tokenizer=tokenizer, mesh=policy.mesh)
+    worker = Worker(engine, tokenizer=tokenizer, mesh=policy.mesh)
     service = http.Service(
         worker,
         tokenizer,

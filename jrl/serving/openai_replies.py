@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.openai_requests import ApiRequest, Json
-from jrl.serving.request import Update
+from jrl.serving.request import TokenLogprobs, Update
 from jrl.types import StopReason
 
 FINISH: Mapping[StopReason, str] = {
@@ -16,10 +16,6 @@ FINISH: Mapping[StopReason, str] = {
     StopReason.ABORTED: "abort",
 }
 """OpenAI's words for why a completion ended, and one of this library's: aborted by the server."""
-
-
-Top = Sequence[tuple[int, float]]
-"""The likeliest ids of one token with their log-probabilities, nats, the likeliest first."""
 
 
 class ReplyChoice:
@@ -33,29 +29,23 @@ class ReplyChoice:
     def __init__(self, request: ApiRequest, index: int, tokenizer: Tokenizer) -> None:
         self._request, self._index, self._tokenizer = request, index, tokenizer
         self._text = ""
-        # Of each token but a stop token: ids, nats, alternatives, and characters up to its end.
+        # Of each token but a stop token: ids, log-probabilities, and characters up to its end.
         self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._top: list[Top] = []
+        self._told: list[TokenLogprobs] = []
         self._ends: list[int] = []
         self._shown = 0  # tokens whose log-probabilities belong to the text so far
         self.sampled = 0
         self.finish: str | None = None
 
-    def add(self, update: Update, top: Sequence[Top] = ()) -> Json | None:
-        """What a client may be sent now, as a choice of a streamed piece; None for nothing yet.
-
-        Args:
-          update: of the completion.
-          top: the likeliest alternatives of each new token, if requested.
-        """
+    def add(self, update: Update) -> Json | None:
+        """What a client may be sent now, as a choice of a streamed piece; None for nothing yet."""
         if self.finish is not None:
             return None
         spoken = len(update.ends)
         self.sampled += len(update.tokens)
         self._tokens += update.tokens[:spoken]
-        self._logprobs += update.logprobs[:spoken]
-        self._top += top[:spoken]
+        if self._request.logprobs:
+            self._told += update.reports[:spoken]
         self._ends += update.ends
         if update.completion is not None:
             self.finish = FINISH[update.completion.stop]
@@ -102,9 +92,8 @@ class ReplyChoice:
 
         content = []
         for i in tokens:
-            top = self._top[i] if self._top else ()
-            alternatives = [entry(token, logprob) for token, logprob in top]
-            chosen = entry(self._tokens[i], self._logprobs[i])
+            alternatives = [entry(token, logprob) for token, logprob in self._told[i].top]
+            chosen = entry(self._tokens[i], self._told[i].logprob)
             content.append(chosen | {"top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
@@ -112,10 +101,10 @@ class ReplyChoice:
         starts = [0, *self._ends]
         top = None
         if self._request.top_logprobs:
-            top = [{self._piece(t): _finite(x) for t, x in self._top[i]} for i in tokens]
+            top = [{self._piece(t): _finite(x) for t, x in self._told[i].top} for i in tokens]
         return {
             "tokens": [self._piece(self._tokens[i]) for i in tokens],
-            "token_logprobs": [_finite(self._logprobs[i]) for i in tokens],
+            "token_logprobs": [_finite(self._told[i].logprob) for i in tokens],
             "top_logprobs": top,
             "text_offset": [starts[i] for i in tokens],
         }
@@ -142,7 +131,7 @@ def usage(request: ApiRequest, choices: Sequence[ReplyChoice]) -> Json:
 
 LOGPROBS_OF = (
     "the distribution sampled from: temperature, logit_bias, top_k, top_p and min_p applied; at "
-    "temperature 0 the sampled token has 0"
+    "temperature 0 the model's own, without any of them"
 )
 """What log-probabilities in a reply are of."""
 

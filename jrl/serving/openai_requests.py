@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
-from jrl.serving.request import Limits, Request
+from jrl.serving.request import TOP_LOGPROBS, Limits, Request
 from jrl.serving.text import check_stop
 
 Json = dict[str, Any]
@@ -56,8 +57,6 @@ KNOWN: Mapping[bool, frozenset[str]] = {
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
-TOP_LOGPROBS = 20
-"""The most alternatives of a token, OpenAI's limit."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a request's prompts; the 64-bit golden ratio spreads them."""
 
@@ -158,6 +157,7 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model:
         min_p=_number(body, "min_p", 0.0, lambda x: 0 <= x < 1, "at least 0, below 1"),
         logit_bias=_logit_bias(body, limits),
         stop_strings=_stop(body, tokenizer),
+        top_logprobs=top if wanted else None,
     )
     return ApiRequest(
         chat=chat,
@@ -418,8 +418,9 @@ def _logit_bias(body: Json, limits: Limits) -> dict[int, float]:
     bias: dict[int, float] = {}
     given = _get(body, "logit_bias", dict, {})
     for key in given:
-        name = f"logit_bias[{key!r}]"
-        if not key.isdecimal() or int(key) >= limits.vocab_size:
+        name = f"logit_bias[{key!r:.40}]"
+        # In digits as JSON writes them: "07" and other scripts' would name one token twice.
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or int(key) >= limits.vocab_size:
             raise ApiError(
                 f"{name}: keys are token ids, 0 to {limits.vocab_size - 1}", param="logit_bias"
             )

@@ -17,6 +17,9 @@ from jrl.sampling.params import make_sampling_params
 from jrl.serving.text import TextStream, check_stop
 from jrl.types import StopReason
 
+TOP_LOGPROBS = 20
+"""The most alternatives of a token that a request may ask for, OpenAI's limit."""
+
 
 class QueueFull(UserError):
     """The engine's queue has no room for the request."""
@@ -38,6 +41,8 @@ class Request:
       stop_tokens: ids that end a completion, and are its last token; None for the engine's.
       stop_strings: texts that end a completion. The tokens that form one are part of the
         completion, its text ends before it.
+      top_logprobs: alternatives reported with each token, at most ``TOP_LOGPROBS``; None for no
+        report.
     """
 
     tokens: Sequence[int]
@@ -52,6 +57,7 @@ class Request:
     allowed: Sequence[int] | None = None
     stop_tokens: tuple[int, ...] | None = None
     stop_strings: tuple[str, ...] = ()
+    top_logprobs: int | None = None
 
     @property
     def biased(self) -> bool:
@@ -113,6 +119,18 @@ class Completion:
     text: str
 
 
+class TokenLogprobs(NamedTuple):
+    """What a reply reports about one token; see ``report.reported_logprobs``.
+
+    Attributes:
+      logprob: of the token, nats.
+      top: the likeliest ids with their log-probabilities, the likeliest first.
+    """
+
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
 class Update(NamedTuple):
     """What one chunk of decoding added to one completion.
 
@@ -125,6 +143,7 @@ class Update(NamedTuple):
       ends: the length of the text, characters, after each new token but a stop token. Characters
         not yet in ``text``, because a stop string may begin with them, are counted.
       completion: the finished completion; None while it runs.
+      reports: one for each new token, where the request asked for them.
     """
 
     request: int
@@ -134,6 +153,7 @@ class Update(NamedTuple):
     text: str
     ends: list[int]
     completion: Completion | None
+    reports: Sequence[TokenLogprobs] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The update as JSON values, for ``from_json``; it must end a completion."""
@@ -178,7 +198,12 @@ class PartialCompletion:
         self._text = TextStream(tokenizer, request.stop_strings) if tokenizer else None
 
     def extend(
-        self, tokens: list[int], logprobs: list[float], version: int, stop: StopReason
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        version: int,
+        stop: StopReason,
+        reports: Sequence[TokenLogprobs] = (),
     ) -> Update:
         """Appends new tokens; those behind a stop string are dropped.
 
@@ -187,6 +212,7 @@ class PartialCompletion:
           logprobs: theirs, nats.
           version: of the policy that sampled them.
           stop: why the sampler ended the completion, or RUNNING.
+          reports: what is reported about them, if requested.
         """
         text, ends = "", []
         if self._text is not None:
@@ -197,6 +223,7 @@ class PartialCompletion:
             ends = self._text.ends[before:]
             if self._text.stopped:
                 tokens, logprobs = tokens[: len(ends)], logprobs[: len(ends)]
+                reports = reports[: len(ends)]
                 stop = StopReason.STOP_STRING
         self._tokens += tokens
         self._logprobs += logprobs
@@ -212,7 +239,7 @@ class PartialCompletion:
                 stop=stop,
                 text=self._text.text if self._text is not None else "",
             )
-        return Update(self.number, self.member, tokens, logprobs, text, ends, done)
+        return Update(self.number, self.member, tokens, logprobs, text, ends, done, reports)
 
     def to_json(self) -> dict[str, Any]:
         """The completion so far as JSON values, for ``from_json``."""
@@ -251,6 +278,7 @@ class Limits:
       max_length: the longest sequence that the network accepts, tokens.
       stop_tokens: the largest number of stop tokens.
       biases: whether requests may change logits.
+      reports: whether requests may ask for ``top_logprobs``.
     """
 
     slots: int
@@ -260,6 +288,7 @@ class Limits:
     max_length: int
     stop_tokens: int
     biases: bool
+    reports: bool = False
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """The longest completion of a prompt of this length, tokens; below 1 for none."""
@@ -293,6 +322,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
             "0 keeps all"
         )
     _check_bias(request, limits)
+    _check_report(request, limits)
     if request.stop_tokens is not None:
         _check_ids("stop_tokens", request.stop_tokens, limits.vocab_size)
         if len(request.stop_tokens) > limits.stop_tokens:
@@ -305,6 +335,17 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
     for stop in request.stop_strings:
         assert tokenizer is not None
         check_stop(tokenizer, stop, "stop_strings")
+
+
+def _check_report(request: Request, limits: Limits) -> None:
+    top = request.top_logprobs
+    if top is None:
+        return
+    if not limits.reports:
+        raise UserError("top_logprobs needs an engine that is built with reports=True")
+    most = min(TOP_LOGPROBS, limits.vocab_size)
+    if not 0 <= top <= most:
+        raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
 
 
 def _check_bias(request: Request, limits: Limits) -> None:

@@ -56,15 +56,14 @@ def start_params(config: Config, model: ModelConfig, network: Network, params: P
     """
     if network.extras.split is None or params is None:
         return params
-    base = network.extras.split.freeze(params)
-    lora = lora_of(config)
+    base, lora = _frozen_base(config, network, params), lora_of(config)
     if lora is None or config.lora is None or config.lora.path is None:
         return base
     return network.extras.split.join(load_adapters(config.lora.path, model, lora=lora), base)
 
 
 def put_policy(network: Network, params: Params, where: Any) -> Params:
-    """A policy on the devices, leaf by leaf: no device ever holds the whole of a model.
+    """A policy on the devices, part by part: no device or host ever holds the whole of a model.
 
     Args:
       network: the policy.
@@ -73,7 +72,7 @@ def put_policy(network: Network, params: Params, where: Any) -> Params:
     """
     if network.extras.split is not None and not network.extras.split.split(params)[0]:
         where = network.extras.split.split(where)[1]
-    return jax.device_put(params, where)
+    return hf.place(params, where)
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -130,11 +129,19 @@ def load_base(config: Config, network: Network, layout: Params) -> Params:
     assert network.extras.split is not None
     if config.model.path is None:
         return Checkpoints(_directory(config), 1).restore({BASE: layout})[0][BASE]
-    _, params = hf.load(config.model.path, dtype=config.model.param_dtype)
-    base = network.extras.split.freeze(params)
+    _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
+    base = _frozen_base(config, network, params)
     if isinstance(jax.tree.leaves(layout)[0], np.ndarray):
-        return base
-    return jax.device_put(base, jax.tree.map(lambda x: x.sharding, layout))
+        return hf.in_memory(base)
+    return hf.place(base, jax.tree.map(lambda x: x.sharding, layout))
+
+
+def _frozen_base(config: Config, network: Network, params: Params) -> Params:
+    """Weights in the form that a frozen base is kept in; for 8 bits they are read first."""
+    assert network.extras.split is not None
+    lora = lora_of(config)
+    in_files = lora is not None and lora.base == "float"
+    return network.extras.split.freeze(params if in_files else hf.in_memory(params))
 
 
 def keep_base(config: Config, base: Params) -> int:

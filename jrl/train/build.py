@@ -90,7 +90,7 @@ class Run(NamedTuple):
       network: the policy.
       value: the value network, or None.
       networks: the frozen policies that the configuration names and the method reads, by name.
-      params: the checkpoint's weights on the host, or None to draw them.
+      params: the checkpoint's weights, on the host or in their files, or None to draw them.
       tokenizer: the model's, or the task's.
       task: the procedural task or the environment, or None.
       data: what was read from files.
@@ -309,7 +309,7 @@ def _model(config: Config, task: Task | Env | None) -> tuple[Any, ModelConfig | 
     check_vocab(tokenizer, shape.vocab_size)
     if (lora := lora_of(config)) is not None:
         lora.check(shape)
-    _, params = hf.load(directory, dtype=choice.param_dtype)
+    _, params = hf.open_checkpoint(directory, dtype=choice.param_dtype)
     return tokenizer, shape, params
 
 

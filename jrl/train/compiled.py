@@ -28,6 +28,7 @@ from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.state import init_state, policy_of
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
@@ -41,7 +42,6 @@ from jrl.types import (
     stream,
 )
 
-Hyperparameters = Mapping[str, Array | float]
 Iterate = Callable[[TrainState, SamplingParams], tuple[TrainState, Metrics]]
 
 
@@ -225,10 +225,10 @@ def held_out(
 
 def make_run(
     *,
-    method: Method,
+    method: Method | Callable[..., Method],
     task: Task | Env,
     network: Network,
-    optimizer: Callable[[Any], optax.GradientTransformation],
+    optimizer: Callable[..., optax.GradientTransformation],
     steps: int,
     prompts: int,
     group: int,
@@ -243,10 +243,12 @@ def make_run(
     """A whole training run as one pure function of (key, hyperparameters).
 
     Args:
-      method: what to train with.
+      method: what to train with; or a function of its coefficients, such as
+        ``find_method("grpo")``, which may be traced.
       task: the procedural task, or the environment.
       network: the policy, whose weights start at random.
-      optimizer: learning rate -> optax transformation; the rate may be traced.
+      optimizer: (learning rate, further numbers by name) -> optax transformation, such as
+        ``optax.adam`` or what ``make_optimizer`` returns; the numbers may be traced.
       steps: iterations.
       prompts: N, per iteration.
       group: G.
@@ -260,10 +262,12 @@ def make_run(
 
     Returns:
       run(key, hyperparameters) -> (final state, curves). Hyperparameters are "learning_rate" and,
-      when wanted, "temperature" (1 otherwise). Curves are every metric of the iterations, [steps],
-      with accuracy_before and accuracy_after, [].
+      when wanted, "temperature" (1 otherwise), "objective.NAME" for coefficients of a method that
+      is a function, and "optimizer.NAME"; ``jax.vmap`` sweeps any of them. Curves are every metric
+      of the iterations, [steps], with accuracy_before and accuracy_after, [].
     """
-    check_value(method.objective, value)
+    if isinstance(method, Method):
+        check_value(method.objective, value)
     accuracy = partial(
         held_out,
         sampling_params=make_sampling_params(0.0),
@@ -272,9 +276,8 @@ def make_run(
         problems=eval_problems,
     )
 
-    def begin(key: Array, rate: optax.GradientTransformation) -> TrainState:
-        objective = method.objective
-        common = {"network": network, "objective": objective, "optimizer": rate}
+    def begin(key: Array, used: Method, rate: optax.GradientTransformation) -> TrainState:
+        common = {"network": network, "objective": used.objective, "optimizer": rate}
         state = init_state(key, **common, value=value, frozen=frozen)
         if warmup is None:
             return state
@@ -282,55 +285,36 @@ def make_run(
         policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
         return with_policy(state, policy, rate, network=network, keep_ref="ref" in frozen)
 
-    def one_step(rate: optax.GradientTransformation) -> Step:
+    def one_step(used: Method, rate: optax.GradientTransformation) -> Step:
         return make_step(
             network=network,
-            objective=method.objective,
+            objective=used.objective,
             optimizer=rate,
             value=value,
             networks=networks,
-            **(method.schedule._asdict() | dict(splits or {})),
+            **(used.schedule._asdict() | dict(splits or {})),
         )
 
     def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
-        learning_rate, sampling_params = _hyperparameters(hyperparameters)
-        rate = optimizer(learning_rate)
-        state = begin(key, rate)
+        chosen = choose_hyperparameters(hyperparameters)
+        used = method_with(method, chosen.objective)
+        rate = optimizer(chosen.learning_rate, **chosen.optimizer)
+        state = begin(key, used, rate)
         before = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         iteration = make_iteration(
-            one_step(rate),
-            method=method,
+            one_step(used, rate),
+            method=used,
             task=task,
             network=network,
             weights=weights,
             prompts=prompts,
             group=group,
         )
-        state, curves = iterate(iteration, state, sampling_params, steps)
+        state, curves = iterate(iteration, state, chosen.sampling_params, steps)
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
-
-
-def _hyperparameters(given: Hyperparameters) -> tuple[Array | float, SamplingParams]:
-    """The learning rate, and the distribution that completions are drawn from.
-
-    Raises:
-      UserError: an unknown name, or no learning rate.
-    """
-    known = ("learning_rate", "temperature")
-    for name in given:
-        if name not in known:
-            raise UserError(f"hyperparameters: {name!r} is unknown; choose from {known}")
-    if "learning_rate" not in given:
-        raise UserError("hyperparameters: learning_rate is missing")
-    sampling_params = make_sampling_params()
-    if "temperature" in given:
-        # Put in afterwards, since it may be traced: a run for each of many temperatures.
-        temperature = jnp.asarray(given["temperature"], jnp.float32)
-        sampling_params = sampling_params.replace(temperature=temperature)
-    return given["learning_rate"], sampling_params
 
 
 def with_policy(

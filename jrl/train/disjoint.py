@@ -19,11 +19,12 @@ Weights move between the two sets of devices with a version and a checksum:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
 from jrl.train.packing import Packer
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
+from jrl.waits import waiting
 
 GroupsOf = Callable[..., StepGroups]
 """(key, params, *, step, version, cursor) -> the groups of a training step."""
@@ -49,9 +51,9 @@ class Ahead:
     """Draws batches in a thread, each with the version of the policy that its step asks for.
 
     Its ``collect`` is what the training loop calls for a batch. Use it in a ``with`` statement: on
-    the way out the thread ends, after the rollout in which it is; what was drawn stays and can be
-    saved. With a staleness of s the rollout devices hold at most s + 1 versions of the weights, and
-    two where drawing keeps up with training.
+    the way out the thread ends, after the rollout in which it is unless that was given up; what was
+    drawn stays and can be saved. With a staleness of s the rollout devices hold at most s + 1
+    versions of the weights, and two where drawing keeps up with training.
 
     Args:
       draw: program 1 and the reward functions, on the rollout mesh.
@@ -79,6 +81,7 @@ class Ahead:
         self._pending: deque[Future[tuple[StepGroups, Batch]]] = deque()
         self._next = self._first = -1
         self._key: Any = None
+        self._given_up = False
         self._thread = ThreadPoolExecutor(1, "rollout")
 
     def collect(
@@ -102,8 +105,8 @@ class Ahead:
           HandoverError: the weights or the tokens were not what the schedule asks for.
           Exception: whatever drawing raised.
         """
-        if self._key is None:  # the state that holds it is donated under the thread
-            self._key = np.asarray(key)
+        if self._next < 0:
+            self._key = np.asarray(key)  # the state that holds it is donated under the thread
             self._pending.extend(self._thread.submit(self._again, d) for d in self._carried)
             self._next, self._first = step + len(self._carried), step
         weights = self._hand_over.send(policy, step)
@@ -112,7 +115,13 @@ class Ahead:
             self._next += 1
         del weights
         began = time.perf_counter()
-        drawn, batch = self._pending.popleft().result()
+        with waiting("rollout devices", of=f"step {step + 1}"):
+            try:
+                drawn, batch = self._pending[0].result()
+            except KeyboardInterrupt:
+                self._given_up = True
+                raise
+        self._pending.popleft()
         waited = {"waited_seconds": time.perf_counter() - began}
         groups = drawn.groups._replace(counts=drawn.groups.counts | waited)
         return batch, groups, drawn.cursor
@@ -125,7 +134,8 @@ class Ahead:
         """Batch number ``number``, drawn by the policy that the schedule says; in the thread."""
         began = time.perf_counter()
         version = max(number - self._staleness, self._first)
-        with jax.set_mesh(self._hand_over.rollout_mesh):
+        where = waiting("rollout", of=f"step {number + 1}", limited=False)
+        with where, jax.set_mesh(self._hand_over.rollout_mesh):
             params = self._hand_over.receive(weights, version)
             drawn = self._draw(self._key, params, step=number, version=version, cursor=self._cursor)
             counts = ages(drawn.groups, number, self._staleness)
@@ -136,15 +146,35 @@ class Ahead:
         groups = drawn.groups._replace(counts=drawn.groups.counts | counts)
         return drawn._replace(groups=groups), batch
 
-    def drawn(self) -> list[StepGroups]:
-        """The groups of the next steps, all of them drawn; waits for the last one.
+    def drawn(self, seconds: float | None = None) -> list[StepGroups]:
+        """The groups of the next steps, in their order, up to the first that could not be drawn.
 
-        Raises:
-          Exception: whatever drawing raised.
+        Args:
+          seconds: how long to wait for a rollout; None until it has ended. One that takes longer is
+            given up, and so it is where ``collect`` was interrupted.
         """
-        if self._key is None:
+        if self._next < 0:
             return self._carried
-        return [job.result()[0] for job in self._pending]
+        found = []
+        for job in self._pending:
+            with contextlib.suppress(Exception, CancelledError):  # ``collect`` says why
+                found.append(job.result(0 if self._given_up else seconds)[0])
+                continue
+            self._given_up = self._given_up or not job.done()
+            break
+        return found
+
+    def forget(self, cursor: int) -> None:
+        """Drops what is drawn ahead; the next batch is drawn by the policy that asks for it.
+
+        Args:
+          cursor: prompts used so far, those of the dropped groups excepted.
+        """
+        jobs, self._pending = list(self._pending), deque()
+        for job in jobs:
+            job.cancel()
+        wait(jobs)
+        self._carried, self._next, self._cursor = [], -1, cursor
 
     def __enter__(self) -> Ahead:
         """Returns itself."""
@@ -157,7 +187,8 @@ class Ahead:
         tb: TracebackType | None,
     ) -> None:
         """Ends the thread; after an error what waits to be drawn is not drawn."""
-        self._thread.shutdown(wait=True, cancel_futures=error is not None)
+        failed = error is not None or self._given_up
+        self._thread.shutdown(wait=not self._given_up, cancel_futures=failed)
 
 
 def ages(groups: Groups, step: int, most: int) -> dict[str, float]:

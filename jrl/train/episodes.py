@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jrl.data.tasks import Task
 from jrl.envs import Env, Start
 from jrl.envs.play import Episodes, check_room, play, scripted
-from jrl.envs.players import rows_of_players
+from jrl.envs.self_play import rows_of_players
 from jrl.errors import UserError, choose
 from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams

@@ -106,19 +106,19 @@ def _shape(directory: str, name: str) -> ModelConfig:
 
 
 def frozen_params(config: Config, name: str) -> Params:
-    """The weights of a frozen policy, on the host, in the run's own type.
+    """The weights of a frozen policy, on the host or in their files, in the run's own type.
 
     A run directory gives its newest checkpoint. Of several directories it is the mean.
     """
     dtype = config.model.param_dtype
     found = [_params(directory, name, dtype) for directory in config.frozen[name]]
-    return found[0] if len(found) == 1 else jax.device_get(average(found))
+    return found[0] if len(found) == 1 else jax.device_get(average([*map(hf.in_memory, found)]))
 
 
 def _params(directory: str, name: str, dtype: str) -> Params:
     path = Path(directory)
     if not _is_run(path, name):
-        return hf.load(path, dtype=dtype)[1]
+        return hf.open_checkpoint(path, dtype=dtype)[1]
     theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
     shape = run_shape(theirs, run_task(theirs))
     network = trained_network(theirs, shape, transformer(shape))

@@ -19,11 +19,12 @@ import numpy as np
 from jrl.envs.calls import Answer, Calls
 from jrl.envs.chat import Format
 from jrl.envs.episode import Episode, call_init, call_step, shared_start
-from jrl.envs.host import Feedback, HostEnv
+from jrl.envs.host import EnvError, Feedback, HostEnv
 from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows, More, Start
 from jrl.types import Params, Prompt, StopReason
+from jrl.waits import waiting
 
 GRACE_SECONDS = 2.0
 """How long after its deadline a call's answer may arrive before its event loop is looked at."""
@@ -111,19 +112,29 @@ class _Game:
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
             for j in range(group)
         ]
-        while any(e.stop is None for e in self.episodes) or self.of_call or self.closing:
-            self._open_ahead()
-            self._seat()
-            runs = any(e is not None and e.call is None for e in self.seated)
-            if runs:
-                self._decode()
-            for answer in self._arrived(wait=not runs):
-                self._take(answer)
-            self._expire()
+        with waiting("environments", self._left, seconds=self.limits.call_seconds):
+            while any(e.stop is None for e in self.episodes) or self.of_call or self.closing:
+                self._open_ahead()
+                self._seat()
+                runs = any(e is not None and e.call is None for e in self.seated)
+                if runs:
+                    self._decode()
+                for answer in self._arrived(wait=not runs):
+                    self._take(answer)
+                self._expire()
         groups = [self._group(i) for i in range(len(prompts))]
         counts = dict.fromkeys(("env_errors", "env_timeouts", "env_close_errors"), 0.0)
         counts |= {"episodes": float(len(self.episodes)), **self.counts}
         return Played([[e.transcript() for e in members] for members in groups], counts)
+
+    def _left(self) -> str:
+        """How far the episodes are; read by another thread."""
+        playing, turns = sum(e.stop is None for e in self.episodes), self.counts.get("turns", 0)
+        asked = len(self.of_call) + len(self.closing)
+        return (
+            f"{playing} of {len(self.episodes)} episodes left, {turns:.0f} turns played, "
+            f"{asked} calls unanswered"
+        )
 
     def _group(self, index: int) -> list[Episode]:
         return self.episodes[index * self.group : (index + 1) * self.group]
@@ -311,7 +322,11 @@ class _Game:
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
     ) -> None:
         """Pays the turn, and ends the episode or lets it go on behind the answer."""
-        episode.pay(feedback)
+        try:
+            episode.pay(feedback)
+        except EnvError as error:
+            self._fail(episode, str(error))
+            return
         if episode.last == StopReason.LENGTH and episode.length >= episode.room:
             self._end(episode, StopReason.LENGTH)
         elif feedback.done:

@@ -8,7 +8,6 @@ for i in range(steps):
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,13 +24,13 @@ from jrl.compiles import (
 from jrl.config import Config
 from jrl.config_io import flatten
 from jrl.devices import find_devices
-from jrl.errors import StorageError, UserError
+from jrl.errors import Overdue, StorageError, UserError
 from jrl.mesh import replicated
 from jrl.processes import check_same, stop_requested
 from jrl.progress import Progress
 from jrl.report import write_report
 from jrl.rewards.pool import RewardPool
-from jrl.signals import Stopping
+from jrl.signals import STEP_SECONDS, Stopping
 from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
@@ -49,6 +48,7 @@ from jrl.train.reward_text import check_reward_columns, reward_text
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
+from jrl.waits import Waits, waiting
 
 Collect = Callable[..., tuple[Batch, Groups, int]]
 """(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""
@@ -150,6 +150,7 @@ def run_config(
     with contextlib.ExitStack() as stack:
         # Processes stop together: none may leave a rollout that the others are in.
         stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
+        stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
         with stopping.at_once():
             run, pool = _set_up(config, stack, echo)
             records = stack.enter_context(
@@ -157,12 +158,16 @@ def run_config(
             )
             state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
-            if jax.process_index() == 0:
-                echo(_space(state, records))
+            if said := records.check_space(state):
+                echo(said)
         try:
             return _run(run, state, shardings, records, stopping, pool, echo)
-        except StorageError as error:
-            raise StorageError(f"{error}; {what_is_saved(records.dir)}") from error
+        except (StorageError, Overdue) as error:
+            raise type(error)(f"{error}; {what_is_saved(records.dir)}") from error
+
+
+def _overdue(stopping: Stopping, said: str) -> None:
+    stopping.overdue(f"{said}; train.wait_seconds is the limit")
 
 
 def _set_up(
@@ -183,16 +188,6 @@ def _set_up(
     stack.enter_context(CompileNotes(echo))
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool
-
-
-def _space(state: TrainState, records: RunRecords) -> str:
-    """What the checkpoints will take, and what is there."""
-    each = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    keep = records.config.checkpoint.keep
-    # The newest is written before the oldest goes.
-    needed, free = each * (keep + 1), shutil.disk_usage(records.dir).free
-    text = f"checkpoints: {keep} of {each / 1e6:,.1f} MB each; {free / 1e6:,.0f} MB free"
-    return text if needed <= free else f"{text}, which is too little for {needed / 1e6:,.0f} MB"
 
 
 def _run(
@@ -275,16 +270,22 @@ class BatchSource(NamedTuple):
       collect: as ``fit`` calls it.
       notes: what a checkpoint must hold for the next batch to be the same.
       wait: returns when no device is drawing.
+      forget: drops what is drawn ahead, called with the prompts used up to the last step.
     """
 
     collect: Collect
     notes: Callable[[], dict[str, Any]]
     wait: Callable[[], Any] = lambda: None
+    forget: Callable[[int], Any] = lambda cursor: None
 
 
 @contextlib.contextmanager
 def _batch_source(
-    run: Run, pool: RewardPool | None, cursor: int, notes: Mapping[str, Any]
+    run: Run,
+    pool: RewardPool | None,
+    cursor: int,
+    notes: Mapping[str, Any],
+    stopping: Stopping,
 ) -> Iterator[BatchSource]:
     """Judged completions from files, groups drawn when asked for, or groups drawn ahead.
 
@@ -293,6 +294,7 @@ def _batch_source(
       pool: the reward functions of a run on text.
       cursor: prompts used so far.
       notes: of the source that an earlier call of the run had; {} for a new run.
+      stopping: when set, a rollout that is ahead has as long to end as any other.
     """
     packer = programs.packer(run)
     if packer is not None and "packing" in notes:
@@ -322,7 +324,8 @@ def _batch_source(
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:
 
         def drawn_ahead() -> dict[str, Any]:
-            drawn = ahead.drawn()
+            hurried = stopping.is_set() and jax.process_count() == 1
+            drawn = ahead.drawn(STEP_SECONDS if hurried else None)
             if not drawn:
                 return packing()
             # The policies that drew these are gone by the time the run resumes.
@@ -330,7 +333,7 @@ def _batch_source(
             before = drawn[0].packing
             return kept | ({"packing": before} if before else packing())
 
-        yield BatchSource(ahead.collect, drawn_ahead, ahead.drawn)
+        yield BatchSource(ahead.collect, drawn_ahead, ahead.drawn, ahead.forget)
 
 
 def _host_loop(
@@ -345,7 +348,7 @@ def _host_loop(
     """Two programs a step, with reward functions on the host between them."""
     steps, cursor = run.config.train.steps, records.position.cursor
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(_batch_source(run, pool, cursor, notes))
+        source = stack.enter_context(_batch_source(run, pool, cursor, notes, stopping))
         records.batch_notes = source.notes
         progress = stack.enter_context(Progress("train", total=steps, start=int(state.step)))
         records.start_clock()
@@ -354,40 +357,65 @@ def _host_loop(
 
         last = [state]  # of the last whole step
 
-        def collect(*args: Any, **kwargs: Any) -> tuple[Batch, Groups, int]:
+        def collect(*args: Any, step: int, **kwargs: Any) -> tuple[Batch, Groups, int]:
+            rollout = waiting("rollout", of=f"step {step + 1}", limited=False)
             try:
-                with stopping.interruptible():
-                    return source.collect(*args, **kwargs)
+                with rollout, stopping.interruptible():
+                    return source.collect(*args, step=step, **kwargs)
             except (Exception, KeyboardInterrupt) as error:
                 if _all_heard(error, stopping):
                     records.save_if_whole(last[0])
                 raise
 
-        def on_step(
-            done: int, state: TrainState, metrics: Metrics, groups: Groups, cursor: int
-        ) -> bool:
-            record = records.after_step(done, state, metrics | groups.counts, cursor)
+        def on_step(done: int, state: TrainState, *made: Any) -> bool:
             last[0] = state
-            progress.step(done, record)
-            for line in records.check(done, record):
-                progress.note(f"warning: {line}")
-            records.write_samples_if_due(done, groups)
-            records.save_if_due(done, state)
-            records.end_if_broken(state)
+            _after_step(records, progress, done, state, *made)
             if jax.process_count() > 1:
                 source.wait()  # what all processes do together wants all devices idle
-            return stop_requested(stopping)
+            return stop_requested(stopping) or records.rolls_back
 
-        return fit(
-            state,
-            collect,
-            programs.train_program(run, shardings),
-            jax.device_put(run.sampling_params, replicated(run.mesh)),
-            steps,
-            cursor=cursor,
-            policy=partial(policy_of, network=run.network),
-            on_step=on_step,
-        )
+        train_step = programs.train_program(run, shardings)
+        sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
+        while True:
+            state = fit(
+                state,
+                collect,
+                train_step,
+                sampling_params,
+                steps,
+                cursor=records.position.cursor,
+                policy=partial(policy_of, network=run.network),
+                on_step=on_step,
+            )
+            if not records.rolls_back:
+                break
+            source.forget(records.position.cursor)
+            last[0] = state = records.roll_back(state, progress.note)
+        if stopping.is_set():
+            records.save(state)  # before what is drawn ahead is waited for
+    return state
+
+
+def _after_step(
+    records: RunRecords,
+    progress: Progress,
+    done: int,
+    state: TrainState,
+    metrics: Metrics,
+    groups: Groups,
+    cursor: int,
+) -> None:
+    """Writes, says and saves what is due after a step on the host."""
+    shown = metrics.pop("advantages", None)
+    with waiting("training", of=f"step {done}", limited=False):
+        record = records.after_step(done, state, metrics | groups.counts, cursor)
+    progress.step(done, record)
+    for line in records.check(done, record):
+        progress.note(f"warning: {line}")
+    records.write_samples_if_due(done, groups, shown)
+    if not records.rolls_back:
+        records.save_if_due(done, state)
+    records.end_if_broken(state)
 
 
 def _all_heard(error: BaseException, stopping: Stopping) -> bool:
@@ -420,13 +448,17 @@ def _compiled_loop(
             until = min(e * (done // e + 1) for e in stops)
             steps = min(until - done, config.train.steps - done, SEGMENT)
             if steps not in compiled:
-                compiled[steps] = jax.jit(
+                segment = jax.jit(
                     partial(iterate, iteration, steps=steps),
                     out_shardings=(shardings, replicated(run.mesh)),
                     donate_argnums=0,
                 )
+                # Before the clock runs, so that the steps' time is their own.
+                compiled[steps] = segment.lower(state, sampling_params).compile()
+                records.start_clock()
             state, curves = compiled[steps](state, sampling_params)
-            curves = jax.device_get(curves)
+            with waiting("training", of=f"steps {done + 1} to {done + steps}", limited=False):
+                curves = jax.device_get(curves)
             seconds = records.lap() / steps
             for i in range(steps):
                 metrics = {name: curve[i] for name, curve in curves.items()}
@@ -436,6 +468,8 @@ def _compiled_loop(
                 progress.step(number, record)
                 for line in records.check(number, record):
                     progress.note(f"warning: {line}")
+            if records.rolls_back:
+                state = records.roll_back(state, progress.note)
             records.save_if_due(int(state.step), state)
             records.end_if_broken(state)
     return state

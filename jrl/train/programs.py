@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
+from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
-from jrl.train.adapters import put_policy
-from jrl.train.build import Run, sampler_of
+from jrl.train.adapters import put_policy, trained_network
+from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
@@ -38,6 +40,7 @@ from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
+from jrl.train.watch import skip_rule
 from jrl.types import Network, Params, TrainState
 
 
@@ -139,7 +142,8 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
 
     key = jax.eval_shape(lambda: jax.random.key(run.config.seed))
     frozen = {name: jax.eval_shape(net.init, key) for name, net in run.networks.items()}
-    shapes = jax.eval_shape(make, key, run.params, frozen)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), run.params)
+    shapes = jax.eval_shape(make, key, params, frozen)
     shardings = state_shardings(
         shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
     )
@@ -153,7 +157,7 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     if params is not None:
         params = put_policy(run.network, params, policy_of(shardings, run.network))
     frozen = {
-        name: jax.device_put(frozen_params(run.config, name), shardings.frozen[name])
+        name: hf.place(frozen_params(run.config, name), shardings.frozen[name])
         for name in run.networks
     }
 
@@ -319,6 +323,16 @@ def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: 
     return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
 
 
+def as_evaluated(run: Run) -> Run:
+    """The run with its policy as it is evaluated: with activations of ``eval.dtype``."""
+    dtype, model = run.config.eval.dtype, run.model
+    if dtype is None or model is None or dtype == model.dtype:
+        return run
+    model = dataclasses.replace(model, dtype=dtype)
+    network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
+    return run._replace(model=model, network=network)
+
+
 def evaluated(run: Run) -> Network:
     """The policy as it is evaluated, on the mesh that it samples on."""
     return network_on(run, sampler_mesh(run.config, run.mesh))
@@ -332,7 +346,16 @@ def drawing_mesh(run: Run, split: str = "train") -> Mesh:
 
 def train_program(run: Run, shardings: TrainState) -> Step:
     """Program 2, compiled."""
-    return compile_step(make_train_step(run), shardings, run.mesh)
+    return compile_step(make_train_step(run, shown_groups(run)), shardings, run.mesh)
+
+
+def shown_groups(run: Run) -> int:
+    """Groups of a batch that samples.jsonl keeps, whole: of ``LogTable.KEPT`` members or more."""
+    draw, group = run.method.draw, run.config.sampling.group
+    if run.data.judged or not run.config.log.samples_every:
+        return 0
+    members = (group if draw.own else 0) + draw.baseline_members + draw.demonstrations
+    return min(-(-run.config.log.KEPT // members), run.config.train.prompts)
 
 
 def packer(run: Run) -> Packer | None:
@@ -342,8 +365,8 @@ def packer(run: Run) -> Packer | None:
     return Packer(run.config.train.microbatches, batch_shards(run.mesh))
 
 
-def make_train_step(run: Run) -> Step:
-    """Program 2 as a pure function."""
+def make_train_step(run: Run, shown: int = 0) -> Step:
+    """Program 2 as a pure function; see ``make_step`` for ``shown``."""
     train = run.config.train
     return make_step(
         network=run.network,
@@ -355,6 +378,8 @@ def make_train_step(run: Run) -> Step:
         microbatches=train.microbatches,
         router=router_losses(run.config),
         replay_routing=train.replay_routing,
+        skip=skip_rule(run.config.watch),
+        shown=shown,
         **run.method.schedule._asdict(),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax
 
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter
-from jrl.errors import RunStopped, StorageError, choose
+from jrl.errors import Overdue, RunStopped, StorageError, UserError, choose
 from jrl.evaluate import Evaluator, samples_of
 from jrl.integrity import first_nonfinite
 from jrl.metrics import RunWriter, check_run_dir
@@ -27,10 +28,11 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups
 from jrl.train.pairs import JudgedEvaluator, sizes_of
 from jrl.train.reward_model import trains_reward
-from jrl.train.state import policy_of
+from jrl.train.state import free_memory, policy_of, rolled_back
 from jrl.train.step import with_slot_use
-from jrl.train.watch import MEMORY, NONFINITE, Watch, memory_bytes
+from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
 from jrl.types import TrainState
+from jrl.waits import waiting
 
 
 class Position(NamedTuple):
@@ -43,6 +45,7 @@ class Position(NamedTuple):
       before: the evaluation before the first step.
       base: the checksum of the frozen base, where adapters are trained.
       best: the step whose checkpoint is best by ``checkpoint.best``, and its value.
+      rollbacks: how often the run returned to an earlier checkpoint.
     """
 
     cursor: int = 0
@@ -51,6 +54,7 @@ class Position(NamedTuple):
     before: dict[str, float] | None = None
     base: int | None = None
     best: tuple[int, float] | None = None
+    rollbacks: int = 0
 
 
 class NonFinite(RunStopped):
@@ -86,6 +90,9 @@ class RunRecords:
         self._stopping = stopping
         self._watch = Watch(run.config.watch)
         self._reasons: list[str] = []
+        self._rollback: Broken | None = None
+        self._suspects = False
+        self._compiled = 0  # programs at the last record
         self._record: dict[str, Any] = {}  # of the step done last
         with contextlib.ExitStack() as stack:
             self._open(stack, pool)
@@ -150,6 +157,7 @@ class RunRecords:
             state = with_base(kept, state.frozen["base"])
             state = with_kept_base(self.config, self.run.network, state)
             check_base(self.config, state.frozen["base"], extra["base"])
+        self._compiled = self._compiles.count
         notes: dict[str, Any] = {}
         for name in ("carried", "packing"):
             if name in extra:
@@ -164,6 +172,34 @@ class RunRecords:
             base = keep_base(self.config, state.frozen["base"])
             self.position = self.position._replace(base=base)
         self.position = self.position._replace(before=self.evaluate(state))
+        if self._watch.can_roll_back:
+            self.save(state)
+
+    def check_space(self, state: TrainState) -> str:
+        """What the checkpoints will take and what is free, a line; "" on all processes but one.
+
+        Raises:
+          StorageError: there is no room for the first.
+        """
+        keep, steps = self.config.checkpoint, self.config.train.steps
+        each = sum(leaf.nbytes for leaf in jax.tree.leaves(without_base(state)))
+        written = steps // keep.every + 1 if keep.every else 1
+        count = min(keep.keep + 1, written)  # the newest is written before the oldest goes
+        count += (steps // keep.keep_every if keep.keep_every else 0) + bool(keep.best)
+        free = None
+        if jax.process_index() == 0:
+            free = shutil.disk_usage(self.dir).free
+        free, needed = first_says(free), each * count
+        text = (
+            f"checkpoints: {_size(each)} each, {_size(needed)} for {count} at a time;"
+            f" {_size(free)} free"
+        )
+        if each > free and steps:
+            raise StorageError(f"{text} in {self.dir}, too little for one; free disk space, or set"
+                               " another run.dir")  # fmt: skip
+        if needed > free:
+            text += ", too little for all; lower checkpoint.keep or free disk space"
+        return text if jax.process_index() == 0 else ""
 
     def start_clock(self) -> None:
         """Training time counts from here, and from the end of one step to that of the next."""
@@ -205,17 +241,24 @@ class RunRecords:
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
             "compiles": self._compiles.count,
+            COMPILED: self._compiles.count - self._compiled,
+            MEMORY: memory_bytes(),
             "prompts": cursor,
         }
+        self._compiled = self._compiles.count
+        if self.position.rollbacks:
+            metrics["rollbacks"] = self.position.rollbacks
         if calls := metrics.pop("reward_calls", 0):
             failed = metrics["reward_timeouts"] + metrics["reward_errors"]
             metrics["reward_failures"] = failed / calls
-        if self._watch.wants_memory:
-            metrics[MEMORY] = memory_bytes()
         if self._due(self.config.eval.every, done):
             # One that is given up leaves its numbers out of the record; the step itself is whole.
-            with contextlib.suppress(KeyboardInterrupt), self._stopping.interruptible():
-                metrics |= {f"eval/{name}": x for name, x in self.evaluate(state).items()}
+            try:
+                with contextlib.suppress(KeyboardInterrupt), self._stopping.interruptible():
+                    metrics |= {f"eval/{name}": x for name, x in self.evaluate(state).items()}
+            except Overdue as error:
+                self._reasons.append(str(error))
+            self._compiled = self._compiles.count
         record = self._writer.write(done, metrics)
         self.position = self.position._replace(
             cursor=cursor,
@@ -245,8 +288,10 @@ class RunRecords:
         if jax.process_index() == 0 and not Path(self.dir).is_dir():
             raise StorageError(f"step {done}: run.dir = {self.dir!r} was deleted")
         self.checkpoints.check()
-        warnings, reasons = self._watch(done, record)
-        if NONFINITE in reasons:
+        # The first process speaks for all, as what it measures by itself differs from the others'.
+        broken = Broken(*first_says(self._watch(done, record)))
+        self._suspects = broken.suspects
+        if NONFINITE in broken.stop:
             raise NonFinite(
                 f"step {done}: the gradient is not finite (reward {record.get('reward')}, loss "
                 f"{record['loss']}); its update was left out, and nothing was saved after it; "
@@ -255,12 +300,65 @@ class RunRecords:
                 "another run.dir, or let a few pass with "
                 'watch.skipped_updates={above=0, steps=5, action="stop"}'
             )
-        self._reasons += reasons.values()
+        self._reasons += broken.stop.values()
+        if broken.rollback:
+            self._rollback = self._rollback or broken
         best = (self.config.checkpoint.best or "").removeprefix("-")
         if best and best not in record and not best.startswith("eval/"):
             raise choose("checkpoint.best", best, record)
         self._record = record
-        return list(warnings.values())
+        return list(broken.warn.values())
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether a step since the last call of ``roll_back`` broke a limit that says so."""
+        return self._rollback is not None
+
+    def roll_back(self, state: TrainState, say: Callable[[str], object]) -> TrainState:
+        """The weights of the newest checkpoint from before a limit was broken.
+
+        Step, prompts and the learning rate's schedule stand where they are, so that what follows
+        are the next prompts; that is saved at once.
+
+        Args:
+          state: after the last step; its memory is given back.
+          say: where a line about it goes.
+
+        Raises:
+          RunStopped: there is no such checkpoint, or the run has gone back often enough.
+        """
+        assert self._rollback is not None
+        broken, self._rollback = self._rollback, None
+        reason = next(iter(broken.rollback.values()))
+        self.checkpoints.wait()
+        steps = [step for step in self.checkpoints.steps() if step < broken.since]
+        if self.position.rollbacks == ROLLBACKS or not steps:
+            why = f"after {ROLLBACKS} rollbacks" if steps else "and no checkpoint is from before"
+            raise RunStopped(f"{reason}, {why}; nothing was saved since; {self._kept()}")
+        kept = without_base(state)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), kept
+        )
+        free_memory(kept)
+        good = self._restore_one_of(steps, shapes)
+        self.position = self.position._replace(rollbacks=self.position.rollbacks + 1)
+        say(
+            f"warning: {reason}; back to the weights of step {int(good.step)}, "
+            f"{self.position.rollbacks} of {ROLLBACKS} times"
+        )
+        state = rolled_back(good, state).replace(frozen=state.frozen | good.frozen)
+        self._watch.forget()
+        self._suspects = False
+        self.save(state)
+        self.start_clock()
+        return state
+
+    def _restore_one_of(self, steps: list[int], shapes: TrainState) -> TrainState:
+        """The newest of these steps that is whole."""
+        for step in reversed(steps):
+            with contextlib.suppress(UserError):
+                return self.checkpoints.restore(shapes, step)[0]
+        raise RunStopped(f"every checkpoint up to step {steps[-1]} is damaged; {self._kept()}")
 
     def end_if_broken(self, state: TrainState) -> None:
         """Saves and raises RunStopped when a step since the last call broke a limit that says stop.
@@ -274,18 +372,28 @@ class RunRecords:
         self.checkpoints.wait()
         raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
 
-    def write_samples_if_due(self, done: int, groups: Groups) -> None:
-        """Some of a step's completions, for people to read."""
+    def write_samples_if_due(self, done: int, groups: Groups, advantages: Any = None) -> None:
+        """Some of a step's completions, for people to read.
+
+        Args:
+          done: steps done.
+          groups: of the step.
+          advantages: [groups, G, T] float32 of the first groups, if they are known.
+        """
         run, log = self.run, self.config.log
         if log.samples_every and (done == 1 or done % log.samples_every == 0):
             task = None if run.data.judged else run.task
             names = run.rewards.weights
-            records = samples_of(groups, run.tokenizer, task, names, log.KEPT)
+            known = None if advantages is None else jax.device_get(advantages)
+            records = samples_of(groups, run.tokenizer, task, names, log.KEPT, known)
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
-        """A checkpoint every ``checkpoint.every`` steps; the last step's is written by the end."""
-        if self._due(self.config.checkpoint.every, done):
+        """A checkpoint every ``checkpoint.every`` steps; the last step's is written by the end.
+
+        None while a limit that rolls back is being broken: the newest is one to go back to.
+        """
+        if self._due(self.config.checkpoint.every, done) and not self._suspects:
             self.save(state)
         self.start_clock()  # evaluating and saving is not training time
 
@@ -338,10 +446,16 @@ class RunRecords:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """What the policy can do on held-out prompts or pairs; {} without any."""
+        with waiting("evaluation", of=f"step {int(state.step)}", limited=False):
+            return self._evaluate(state)
+
+    def _evaluate(self, state: TrainState) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if self._evaluator.available and not trains_reward(self.config):
             found = self._evaluator(state.key, policy_of(state, self.run.network))
-            self._writer.write_samples(int(state.step), found.samples[: self.config.log.KEPT])
+            groups = -(-self.config.log.KEPT // self.config.eval.samples)  # whole ones
+            kept = found.samples[: groups * self.config.eval.samples]
+            self._writer.write_samples(int(state.step), kept)
             metrics |= found.metrics
         return metrics if self._judged is None else metrics | self._judged(state)
 
@@ -373,3 +487,8 @@ class RunRecords:
         summary = self._writer.write_summary(summary)
         self._writer.close()
         return summary
+
+
+def _size(count: float) -> str:
+    """Bytes in text."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

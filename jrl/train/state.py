@@ -210,14 +210,35 @@ def check_renewable(refresh_ref: int, ref_decay: float) -> None:
         )
 
 
+def rolled_back(good: TrainState, state: TrainState) -> TrainState:
+    """An earlier state that continues where a later one stands: its step and its schedule."""
+    schedules = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule)
+    kept = iter([node for node in schedules if _is_schedule(node)])
+    opt_state = jax.tree.map(
+        lambda node: next(kept) if _is_schedule(node) else node,
+        good.opt_state,
+        is_leaf=_is_schedule,
+    )
+    return good.replace(step=state.step, opt_state=opt_state)
+
+
+def free_memory(state: TrainState) -> None:
+    """Gives back what a state holds on the devices, all but what ``rolled_back`` reads and keys."""
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule)
+    moments = [node for node in nodes if not _is_schedule(node)]
+    for leaf in jax.tree.leaves((state.params, state.frozen, state.method, moments)):
+        leaf.delete()
+
+
+def _is_schedule(node: Any) -> bool:
+    return isinstance(node, optax.ScaleByScheduleState)
+
+
 def _reset(optimizer: optax.GradientTransformation, state: TrainState, due: Array) -> Any:
     """The optimiser's state, fresh where ``due``; where its schedule stands is not forgotten."""
 
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
     def choose(fresh: Any, old: Any) -> Any:
-        return old if is_schedule(old) else jnp.where(due, fresh, old)
+        return old if _is_schedule(old) else jnp.where(due, fresh, old)
 
     fresh = optimizer.init(state.params)
-    return jax.tree.map(choose, fresh, state.opt_state, is_leaf=is_schedule)
+    return jax.tree.map(choose, fresh, state.opt_state, is_leaf=_is_schedule)

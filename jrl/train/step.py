@@ -78,6 +78,8 @@ def make_step(
     reset_optimizer: bool = False,
     router: RouterLosses = NO_LOSSES,
     replay_routing: bool = False,
+    skip: Callable[[Metrics], Array] | None = None,
+    shown: int = 0,
 ) -> Step:
     """A training step as a pure function of (state, batch, distribution).
 
@@ -98,6 +100,10 @@ def make_step(
       router: losses on the routers of a policy with experts.
       replay_routing: whether batches must say where the sampler sent each token; those that do send
         the policy's tokens there in training, too.
+      skip: the step's metrics -> [] bool, whether to leave the whole update out, such as
+        ``watch.skip_rule``; counted in ``skipped_steps``.
+      shown: first groups whose advantages are returned too, for people: "advantages" [shown, G, T]
+        float32; 0 for none.
 
     Returns:
       The step. It returns scalars by name, means over tokens, sequences or updates as named.
@@ -149,16 +155,21 @@ def make_step(
         # A tracker must not swallow the NaN that an update was left out for.
         method = update_state(objective, method, metrics)
         sound = metrics["skipped_updates"] == 0
-        method = jax.tree.map(lambda new, old: jnp.where(sound, new, old), method, state.method)
+        if skip is not None:
+            left_out = skip(metrics)
+            metrics["skipped_steps"] = left_out.astype(jnp.float32)
+            old = state.params, state.opt_state
+            params, opt_state = _choose(left_out, old, (params, opt_state))
+            sound &= ~left_out
         state = state.replace(
             step=state.step + 1,
             params=params,
             opt_state=opt_state,
-            method=method,
+            method=_choose(sound, method, state.method),
         )
         if "ref" in state.frozen:
             state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
-        return state, metrics
+        return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
     return step
 
@@ -304,6 +315,11 @@ def _apply_gradient(
         "grad_norm": (norm, jnp.float32(1)),
         "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),
     }
+
+
+def _choose(first: Array, one: Any, other: Any) -> Any:
+    """A whole tree or the other."""
+    return jax.tree.map(lambda a, b: jnp.where(first, a, b), one, other)
 
 
 def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:

@@ -5,29 +5,71 @@
     steps = 10
     action = "stop"
 
-ends a run whose policy has collapsed. Two limits hold without being asked for (``LIMITS``).
+ends a run whose policy has collapsed. ``LIMITS`` hold without being asked for.
 """
 
 from __future__ import annotations
 
 import collections
 import resource
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jrl.config import WatchTable
 from jrl.errors import choose
+from jrl.types import Array
 
 NONFINITE = "skipped_updates"
 """The metric that says that a gradient was not finite."""
 
 MEMORY = "host_memory_bytes"
-"""Resident memory of the process; measured where a limit names it."""
+"""Resident memory of the process, of the first one where there are several."""
+
+COMPILED = "new_compiles"
+"""Programs made ready since the record before."""
+
+SKIPPED = "skipped_steps"
+"""1 where a limit left the step's update out."""
 
 LIMITS = {
     NONFINITE: WatchTable(above=0, steps=1, action="stop"),
     "reward_failures": WatchTable(above=0.99, steps=3, action="stop"),
+    SKIPPED: WatchTable(above=0, steps=10, action="stop"),  # or nothing would be trained for ever
+    "logprob_diff": WatchTable(above=0.2, steps=3),
+    "entropy": WatchTable(below=0.005, steps=20),
+    "reward": WatchTable(falls=0.5, steps=10),
+    "ratio": WatchTable(above=5, below=0.2, steps=3),
+    "zero_std_groups": WatchTable(above=0.95, steps=20),
+    "length": WatchTable(grows=4, steps=10),
+    COMPILED: WatchTable(above=0, steps=10),
+    MEMORY: WatchTable(grows=2, steps=10),
 }
+
+ROLLBACKS = 3
+"""How often a run returns to an earlier checkpoint before it stops."""
+
+_WINDOW = 10
+"""Steps whose mean a relative limit compares with."""
+
+
+class Broken(NamedTuple):
+    """The limits that a step has broken for long enough, a line for each by metric.
+
+    Attributes:
+      warn: to be said; a step that was skipped is among them.
+      rollback: why the run should go back.
+      stop: why it should end.
+      since: the first of the steps that are to be gone back for.
+      suspects: whether a limit that rolls back is being broken, if not for long enough yet.
+    """
+
+    warn: dict[str, str]
+    rollback: dict[str, str]
+    stop: dict[str, str]
+    since: int = 0
+    suspects: bool = False
 
 
 class Watch:
@@ -40,36 +82,53 @@ class Watch:
     def __init__(self, limits: Mapping[str, WatchTable]) -> None:
         self._asked = dict(limits)
         self._limits = LIMITS | self._asked
-        self._broken: collections.Counter[str] = collections.Counter()
         self._known: set[str] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, as after a rollback."""
+        self._broken: collections.Counter[str] = collections.Counter()
+        self._past = {
+            name: _Past()
+            for name, limit in self._limits.items()
+            if limit.grows is not None or limit.falls is not None
+        }
 
     @property
-    def wants_memory(self) -> bool:
-        """Whether a limit is on the memory of the process."""
-        return MEMORY in self._asked
+    def can_roll_back(self) -> bool:
+        """Whether a limit says so."""
+        return any(limit.action == "rollback" for limit in self._limits.values())
 
-    def __call__(
-        self, step: int, record: Mapping[str, Any]
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """What to say of a step: (warnings, reasons to stop), a line for each broken limit.
+    def __call__(self, step: int, record: Mapping[str, Any]) -> Broken:
+        """What to say and do about a step.
 
-        A limit warns once, when it has been broken for its number of steps in a row.
+        A limit is named once, when it has been broken for its number of steps in a row; a skipped
+        step each time.
 
         Raises:
           UserError: the run has no such metric.
         """
         self._check_names(record)
-        found: dict[str, dict[str, str]] = {"warn": {}, "stop": {}}
+        found: dict[str, dict[str, str]] = {"warn": {}, "rollback": {}, "stop": {}}
+        since = step
         for name, limit in self._limits.items():
             if limit.action == "none" or name not in record:
                 continue
             value = record[name]
             fault = _fault(value, limit)
+            if name in self._past:
+                fault = self._past[name].fault(value, limit) or fault
             self._broken[name] = self._broken[name] + 1 if fault else 0
-            if fault and self._broken[name] == limit.steps:
+            if fault and (self._broken[name] == limit.steps or limit.action == "skip"):
                 times = f" for {limit.steps} steps in a row" if limit.steps > 1 else ""
-                found[limit.action][name] = f"step {step}: {name} = {_text(value)}, {fault}{times}"
-        return found["warn"], found["stop"]
+                times += "; its update was left out" if limit.action == "skip" else ""
+                line = f"step {step}: {name} = {_text(value)}, {fault}{times}"
+                found["warn" if limit.action == "skip" else limit.action][name] = line
+                if limit.action == "rollback":
+                    since = min(since, step - limit.steps + 1)
+        back = [name for name, limit in self._limits.items() if limit.action == "rollback"]
+        suspects = any(self._broken[name] for name in back)
+        return Broken(**found, since=since, suspects=suspects)
 
     def _check_names(self, record: Mapping[str, Any]) -> None:
         """Raises at the first step; evaluations come later and are not checked."""
@@ -79,6 +138,66 @@ class Watch:
         for name in self._asked:
             if name not in record and not name.startswith("eval/"):
                 raise choose("watch", name, self._known - {"step"})
+
+
+def skip_rule(
+    limits: Mapping[str, WatchTable],
+) -> Callable[[Mapping[str, Array]], Array] | None:
+    """What leaves a step's update out, inside the step; None where no limit says so.
+
+    Args:
+      limits: by metric.
+
+    Returns:
+      (metrics of the step, [] each) -> [] bool, whether one of them is beyond its limit or not
+      finite. It raises UserError for a metric that the training step does not compute itself.
+    """
+    asked = {name: limit for name, limit in limits.items() if limit.action == "skip"}
+    if not asked:
+        return None
+
+    def broken(metrics: Mapping[str, Array]) -> Array:
+        found = jnp.zeros((), bool)
+        for name, limit in asked.items():
+            if name not in metrics or metrics[name].ndim:
+                known = (n for n, x in metrics.items() if x.ndim == 0)
+                raise choose('action = "skip" needs a metric of the step: watch', name, known)
+            value = metrics[name]
+            found |= ~jnp.isfinite(value)
+            if limit.above is not None:
+                found |= value > limit.above
+            if limit.below is not None:
+                found |= value < limit.below
+        return found
+
+    return broken
+
+
+class _Past:
+    """What a relative limit compares with."""
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self._last: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._best: float | None = None
+
+    def fault(self, value: float | None, limit: WatchTable) -> str:
+        """What is wrong with a value; it is remembered."""
+        if value is None:
+            return ""
+        if len(self._first) < _WINDOW:
+            self._first.append(value)
+            self._last.append(value)
+            return ""
+        start = sum(self._first) / _WINDOW
+        self._last.append(value)
+        mean = sum(self._last) / _WINDOW
+        self._best = best = max(start if self._best is None else self._best, mean)
+        if limit.grows is not None and start > 0 and value > limit.grows * start:
+            return f"more than {limit.grows:g} times the {_text(start)} of the first steps"
+        if limit.falls is not None and value < best - limit.falls * abs(best):
+            return f"{limit.falls:.0%} and more below its best, {_text(best)}"
+        return ""
 
 
 def _fault(value: float | None, limit: WatchTable) -> str:

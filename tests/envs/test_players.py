@@ -1,206 +1,209 @@
-"""The policy as both players: who drew what, who is paid for what, and rows by player."""
+"""Episodes with others: who is told what, and who is paid for which turn."""
 
-import itertools
-from functools import partial
+import asyncio
+import http.server
+import json
+import threading
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.envs import get_env
-from jrl.envs.base import paid_points
-from jrl.envs.play import play, scripted
-from jrl.envs.players import rows_of_players
-from jrl.models.config import ModelConfig
-from jrl.models.transformer import transformer
-from jrl.sampling.params import make_sampling_params
-from jrl.train.collect import counted, to_batch
-from jrl.train.compiled import held_out
-from jrl.train.episodes import episode_rollout
-from jrl.train.score import score
-from jrl.types import StopReason
-
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-ENV = get_env("nim", heaps=2, most=3, opponent="self")
-N, G, KEY, SAMPLING = 4, 6, jax.random.key(3), make_sampling_params()
-IDS = jnp.arange(N, dtype=jnp.int32)
-NETWORK = transformer(
-    ModelConfig(
-        vocab_size=ENV.vocab_size,
-        layers=1,
-        embed_dim=16,
-        heads=2,
-        kv_heads=1,
-        head_dim=8,
-        mlp_dim=16,
-        max_length=ENV.prompt_tokens + ENV.completion_tokens,
-    )
+from jrl.envs.host import EnvError, Feedback, Limits, Reply, check_env, check_feedback
+from jrl.envs.parsers import Call, get_parser
+from jrl.envs.players import (
+    UNKNOWN,
+    consultation_env,
+    dialogue_env,
+    discussion_env,
+    endpoint,
+    expert_env,
+    guided_env,
+    noise_chance,
+    pair_env,
+    zero_search_env,
 )
+from jrl.errors import UserError
+from jrl.types import Prompt
+
+PROMPT = Prompt(0, "What is 6 * 7?", np.zeros(0, np.int32), "42")
 
 
-@pytest.fixture(scope="module")
-def params():
-    """Of a policy that always names a heap, then a number, so that games last."""
-    made = jax.device_get(jit(NETWORK.init)(jax.random.key(0)))
-    return jax.tree.map(lambda x: 0.1 * x, made)
+def talk(env, turns, prompt=PROMPT):
+    """What came of each turn: feedbacks, checked as a run checks them."""
+
+    async def play():
+        state, messages = await env.init(prompt, 0)
+        found = [messages]
+        for number, text in enumerate(turns):
+            state, feedback = await env.step(state, Reply(text, text, np.zeros(1), number, False))
+            found.append(check_feedback(feedback, env.limits, len(env.parts)))
+        return found
+
+    return asyncio.run(play())
 
 
-@pytest.fixture(scope="module")
-def played(params):
-    starts = jax.vmap(lambda i: ENV.generate(jax.random.fold_in(KEY, i), "train"))(IDS)
-    ask = jit(partial(play, env=LIKELY, network=NETWORK, group=G))
-    episodes, _ = ask(KEY, params, starts, SAMPLING, jnp.int32(5), IDS)
-    return jax.device_get((episodes, starts))
+def right(prompt, text):
+    return float(prompt.answer in text)
 
 
-def _likely(state, tokens, length, key):
-    """The environment with a legal turn in place of most illegal ones, which still count as drawn.
+def test_guidance_is_read_by_the_other_model_and_its_answers_are_paid():
+    heard = []
 
-    The text says what was drawn, so that only the record of turns is under test.
-    """
-    heap = jnp.argmax(state.left) + 2
-    number = jnp.minimum(tokens[1] % 2 + 1, state.left.max()) + ENV.tokenizer.encode("0")[0]
-    keep = tokens[0] % 4 == 0
-    return ENV.step(state, jnp.where(keep, tokens, jnp.stack([heap, number])), length, key)
+    def other(messages):
+        heard.append([m["content"] for m in messages])
+        return "42" if "harder" in messages[-1]["content"] else "41"
 
-
-LIKELY = ENV._replace(step=_likely).check()
-
-
-def by_hand(row, start, length):
-    """The turns of an episode, walked from its tokens: (begin, end, player, rewards, done)."""
-    state, at, turns = start, 0, []
-    while True:
-        end = at + 1 if row[at] == ENV.stop_id else at + 2
-        drawn = np.zeros(2, np.int32)
-        drawn[: end - at] = row[at:end]
-        state, turn = STEP(state, jnp.asarray(drawn), jnp.int32(end - at), KEY)
-        turns.append((at, end, int(turn.player), np.asarray(turn.reward), bool(turn.done)))
-        if turn.done or len(turns) == ENV.turns:
-            assert end == length
-            return turns
-        at = end + int(turn.count)
+    env = check_env(guided_env(other, right, turns=3, system="Help."))
+    opening, first, second = talk(env, ["Multiply.", "Think harder."])
+    assert [m["role"] for m in opening] == ["system", "user"]
+    assert heard[0] == ["What is 6 * 7?\n\nMultiply."]
+    assert heard[1] == [*heard[0], "41", "Think harder."]
+    assert (first.reward, first.done, first.messages[0]["content"]) == ((0.0,), False, "41")
+    assert (second.reward, second.done, second.success) == ((1.0,), True, True)
+    with pytest.raises(EnvError, match="the other model said None, not text"):
+        talk(guided_env(lambda messages: None, right), ["x"])
 
 
-STEP = jit(_likely)
+def test_a_dialogue_ends_when_the_judge_says_so():
+    async def user(messages):
+        return f"heard {len(messages)}"
+
+    def judge(prompt, messages):
+        said = messages[-1]["content"]
+        return (5.0, True) if said == "diagnosis" else (-2.0 if said == "again" else 1.0)
+
+    _, first, second, third = talk(dialogue_env(user, judge), ["where", "again", "diagnosis"])
+    assert [f.reward for f in (first, second, third)] == [(1.0,), (-2.0,), (5.0,)]
+    assert first.messages[0]["content"] == "heard 1"
+    assert third.done
+    assert third.success
 
 
-def test_turns_alternate_and_both_players_are_paid(played):
-    episodes, starts = played
-    rollout, winners, lengths = episodes.rollout, set(), set()
-    for n, g in itertools.product(range(N), range(G)):
-        start = jax.tree.map(lambda x, n=n: x[n], starts.state)
-        turns = by_hand(rollout.tokens[n, g], start, rollout.lengths[n, g])
-        assert [player for _, _, player, _, _ in turns] == [i % 2 for i in range(len(turns))]
-        assert episodes.turns[n, g] == len(turns)
-        lengths.add(len(turns))
-        rewards = turns[-1][3]
-        assert turns[-1][4]
-        assert sorted(rewards.tolist()) == [0, 1]
-        assert np.array_equal(episodes.success[n, g], rewards == 1)
-        paid = np.zeros(ENV.completion_tokens)
-        for player in range(2):
-            own = [turn for turn in turns if turn[2] == player]
-            if own:
-                paid[own[-1][1] - 1] += rewards[player]
-        assert np.array_equal(episodes.paid[n, g], paid)
-        for begin, end, player, _, _ in turns:
-            assert (episodes.role[n, g, begin:end] == player).all()
-            assert rollout.mask[n, g, begin:end].all()
-        assert rollout.mask[n, g].sum() == sum(end - begin for begin, end, *_ in turns)
-        winners.add(int(np.argmax(rewards)))
-    assert winners == {0, 1}
-    assert len(lengths) > 2
+def test_the_observer_reads_the_pioneers_answer_and_both_are_judged():
+    _, pioneer, observer = talk(pair_env(right), ["41", "42"])
+    assert "another one's" in pioneer.messages[0]["content"]
+    assert (pioneer.reward, pioneer.done) == ((0.0,), False)
+    assert (observer.reward, observer.done, observer.success) == ((1.0,), True, True)
+    assert pioneer.metrics == {"pioneer_reward": 0.0}
 
 
-def test_every_player_is_a_row_in_a_group_of_its_own(played):
-    episodes, _ = played
-    rows = jax.device_get(rows_of_players(episodes, 2))
-    live = np.asarray(counted(rows.rollout))
-    unmoved = 0
-    for n, g in itertools.product(range(N), range(G)):
-        whole = episodes.rollout.mask[n, g]
-        masks = rows.rollout.mask[2 * n : 2 * n + 2, g]
-        assert np.array_equal(masks.sum(0), whole)  # no token is of both, and none of nobody
-        for player in range(2):
-            row, mask = 2 * n + player, masks[player]
-            assert (rows.role[row, g][mask] == player).all()
-            assert rows.rollout.tokens[row, g].tolist() == episodes.rollout.tokens[n, g].tolist()
-            logprobs = np.where(mask, episodes.rollout.sampler_logprobs[n, g], 0)
-            assert np.array_equal(rows.rollout.sampler_logprobs[row, g], logprobs)
-            assert np.array_equal(rows.rollout.versions[row, g], np.where(mask, 5, -1))
-            moved = bool(mask.any())
-            assert live[row, g] == moved
-            unmoved += not moved
-            if moved:
-                assert rows.paid[row, g].sum() == episodes.success[n, g, player]
-                assert rows.success[row, g] == episodes.success[n, g, player]
-            else:
-                assert rows.rollout.stop[row, g] == StopReason.ABORTED
-    assert unmoved  # an illegal first turn leaves the other player without one
+@pytest.mark.parametrize(
+    ("score", "last", "earlier"),
+    [
+        ("<score>3</score>", 0.0, ((1.0,), (0.0,))),
+        ("so <score> 2 </score>", 0.0, ((0.5,), (0.5,))),
+        ("ten out of ten", -1.0, ((0.0,), (0.0,))),
+    ],
+)
+def test_a_discussion_is_paid_by_its_own_score(score, last, earlier):
+    *_, first, end = talk(discussion_env(), ["42", "right", score])
+    assert (first.reward, first.earlier) == ((0.0,), ())
+    assert (end.reward, end.earlier, end.done) == ((last,), earlier, True)
 
 
-def test_the_trainer_scores_each_player_as_it_was_drawn(params):
-    groups = jit(
-        partial(
-            episode_rollout,
-            sampling_params=SAMPLING,
-            task=LIKELY,
-            split="train",
-            parts={"reward": 1.0},
-            network=NETWORK,
-            group=G,
-        )
-    )(KEY, params, jnp.int32(1), IDS)
-    assert groups.rewards.shape == (2 * N, G, 1)
-    assert groups.ids["prompt"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    batch = to_batch(groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats).check()
-    both = np.asarray(groups.rewards)[:, :, 0].reshape(N, 2, G).sum(1)
-    live = np.asarray(batch.members).reshape(N, 2, G).all(1)
-    assert (both[live] == 1).all()  # one of two that moved won
-    assert live.any()
-    scored = jit(partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})))(
-        {"policy": params}, batch, SAMPLING
+def test_an_expert_is_followed_and_mistakes_are_mended():
+    meta = {"actions": ["open", "type", "send"], "observations": ["a form", "text", "sent"]}
+    prompt = Prompt(0, "Send it.", np.zeros(0, np.int32), "", meta)
+    _, first, second, third = talk(expert_env(), ["open", "close", "send"], prompt)
+    assert [f.reward for f in (first, second, third)] == [(1.0,), (0.0,), (1.0,)]
+    assert first.messages[0]["content"] == "a form"
+    assert second.messages[0]["content"] == "The right action was: type\ntext"
+    assert third.done
+    assert not third.success
+    assert [f.state_key for f in (first, second)] == [1, 2]
+    *_, end = talk(expert_env(patches=0), ["close"], prompt)
+    assert end.done
+    assert talk(expert_env(), ["open", "type", "send"], prompt)[-1].success
+    with pytest.raises(EnvError, match='a problem without "actions"'):
+        talk(expert_env(), [])
+    with pytest.raises(UserError, match="patches = -1; must be at least 0"):
+        expert_env(patches=-1)
+
+
+def test_points_of_earlier_turns_are_checked():
+    ok = Feedback((), 1.0, True, earlier=[0.5, (2.0,)])
+    assert check_feedback(ok, Limits(), 1).earlier == ((0.5,), (2.0,))
+    for wrong in (3.0, [float("nan")], [(1.0, 2.0)]):
+        with pytest.raises(EnvError, match="earlier is|not finite|2 reward parts"):
+            check_feedback(Feedback((), 1.0, True, earlier=wrong), Limits(), 1)
+
+
+def test_an_endpoint_is_asked_as_openai_writes_it():
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, self.headers["Authorization"], json.loads(body)))
+            out = json.dumps({"choices": [{"message": {"content": "42"}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(out)))
+            self.end_headers()
+            self.wfile.write(out)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/v1/"
+        speak = endpoint(url, "some", key="k", max_tokens=7, temperature=0.5)
+        _, end = talk(guided_env(speak, right), ["Multiply."])
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert end.success
+    ((path, key, body),) = asked
+    assert (path, key) == ("/v1/chat/completions", "Bearer k")
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("some", 7, 0.5)
+    assert body["messages"][0]["content"].endswith("Multiply.")
+
+
+def test_a_consultation_pays_turn_by_turn():
+    def patient(messages):
+        assert messages[0] == {"role": "system", "content": "flu"}
+        return UNKNOWN if "blood" in messages[-1]["content"] else "Yes, a fever."
+
+    def examiner(prompt, diagnosis):
+        return 8.0 if prompt.answer in diagnosis else 1.0
+
+    prompt = Prompt(0, "I feel ill.", np.zeros(0, np.int32), "flu")
+    env = consultation_env(patient, examiner, turns=(6, 6))
+    said = ["Question: fever?", "Question: blood?", "question: FEVER?", "Hm", "Diagnosis: flu"]
+    opening, *feedbacks = talk(env, said, prompt)
+    assert "You have 6 turns." in opening[0]["content"]
+    assert [f.reward[0] for f in feedbacks] == [1.0, -1.0, -2.0, -2.0, 8.0]
+    assert feedbacks[-1].done
+    assert feedbacks[-1].success
+    late = talk(consultation_env(patient, examiner, turns=(1, 1)), ["Question: fever?"], prompt)
+    assert (late[-1].reward, late[-1].done) == ((-5.0,), True)
+    with pytest.raises(UserError, match="turns = \\(3, 2\\)"):
+        consultation_env(patient, examiner, turns=(3, 2))
+
+
+def test_a_simulated_search_misleads_more_and_more():
+    asked = []
+
+    def other(messages):
+        asked.append(messages[0]["content"])
+        return "documents"
+
+    parser = get_parser("hermes")
+    env = zero_search_env(
+        other, parser, lambda p, r: float(p.answer in r.text), Limits(), episodes=40, end=1.0
     )
-    gap = np.abs(np.asarray(scored["logprobs"] - groups.rollout.sampler_logprobs))
-    assert gap[np.asarray(batch.mask)].max() < 1e-5
-
-
-def test_an_evaluation_plays_one_side_against_a_perfect_player(params):
-    ask = jit(partial(held_out, task=LIKELY, network=NETWORK, problems=N, samples=2))
-    groups = jax.device_get(ask(KEY, params, SAMPLING))
-    assert groups.rewards.shape == (N, 2, 2)
-    assert (groups.ids["role"][groups.rollout.mask] == 0).all()
-    replies = np.asarray(ENV.tokenizer.encode("ab"))
-    tokens, mask = groups.rollout.tokens, groups.rollout.mask
-    said = 0
-    for n, g in itertools.product(range(N), range(2)):
-        turn = groups.ids["turn"][n, g][: groups.rollout.lengths[n, g]]
-        for number in range(turn.max()):
-            reply = tokens[n, g][: len(turn)][(turn == number) & ~mask[n, g][: len(turn)]]
-            assert len(reply) == 6  # heaps, a move, heaps
-            assert reply[2] in replies
-            said += 1
-    assert said
-
-
-def test_the_solution_plays_both_sides_to_the_end():
-    start = ENV.generate(jax.random.key(1), "train")
-    tokens, length, rows = jax.device_get(scripted(KEY, start, env=ENV))
-    log = jax.tree.map(lambda x: x[0], rows)
-    players = np.asarray(log.players)[: int(log.count)]
-    assert players.tolist() == [i % 2 for i in range(len(players))]
-    assert log.points.sum() == 1
-    assert log.success.sum() == 1
-    assert bool(log.success[players[-1]])  # the last turn took the last object
-    assert ENV.tokenizer.decode(tokens[:length].tolist())[2:4] != "00"
-
-
-def test_points_stand_at_the_last_turn_of_their_player():
-    players, points = jnp.array([0, 1, 2, 1, 0, 0]), jnp.zeros(6)
-    reward = jnp.array([1.0, 2.0, 4.0, 8.0])
-    assert paid_points(points, players, jnp.int32(3), reward).tolist() == [1, 0, 4, 2, 0, 0]
-    assert paid_points(points, players, jnp.int32(0), reward).tolist() == [1, 0, 0, 0, 0, 0]
-    one = paid_points(points + 0.5, players, jnp.int32(2), jnp.float32(3.0))
-    assert one.tolist() == [0.5, 0.5, 3.5, 0.5, 0.5, 0.5]
+    text = parser.render(Call("search", {"query": "seven"}))
+    for _ in range(20):
+        _, told, end = talk(env, [text, "42"])
+        assert "documents" in told.messages[0]["content"]
+        assert end.success
+    early, late = asked[:20], []
+    for _ in range(40):
+        talk(env, [text])
+    late = asked[-20:]
+    assert sum("useless" in a for a in early) < sum("useless" in a for a in late) == 20
+    assert "The answer is: 42" in asked[0]
+    assert [noise_chance(x, 0.0, 0.75) for x in (0.0, 0.5, 1.0, 2.0)] == [0.0, 0.25, 0.75, 0.75]

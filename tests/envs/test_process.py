@@ -1,5 +1,6 @@
 """Environments in processes: episodes that hang, die or flood end alone; nothing is left behind."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -167,6 +168,26 @@ def test_what_cannot_start_is_told(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux to end children")
+def test_modules_beside_the_worker_do_not_hide_others(tmp_path):
+    (tmp_path / "env.py").write_text(
+        "import importlib.util, types\n"
+        "def make():\n"
+        "    found = [n for n in ('gymnasium', 'calculator', 'textarena_child')\n"
+        "             if (s := importlib.util.find_spec(n)) and 'jrl' in (s.origin or '')]\n"
+        "    say = lambda prompt, seed: (0, [{'role': 'user', 'content': repr(found)}])\n"
+        "    return types.SimpleNamespace(init=say, step=None)\n"
+    )
+    env = process_env(f"{tmp_path}/env.py:make")
+
+    async def opened():
+        try:
+            return (await env.init(PROMPT, 0))[1]
+        finally:
+            await env.shutdown()
+
+    assert asyncio.run(opened())[0]["content"] == "[]"
+
+
 def test_processes_end_with_a_killed_trainer(tmp_path):
     import subprocess
 

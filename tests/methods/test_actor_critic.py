@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import as_batch, check, numbers, ragged, run, sequences
+from harness import advantages_of, as_batch, check, numbers, ragged, run, sequences
+from steps import earned, episodes, paid, steps_of
 
 from jrl.methods import get_method
 from jrl.methods.actor_critic import in_nucleus, nucleus_statistics
@@ -317,3 +318,135 @@ def test_relatives_of_ppo_inherit_its_coefficients():
         method = get_method(name, correction="tis", epochs=3, **stage)
         assert method.objective.surrogate.parts.correction.kind == "truncate"
         assert method.schedule.epochs == 3
+
+
+# ---------------------------------------------------------------- agents
+
+
+def sure(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def by_step(d, n, i):
+    """(points, success chance before, tokens) of each step, and one more chance of 0 at the end."""
+    steps = steps_of(d, n, i)
+    chance = [sure(d.rollout_values[n, i, tokens[0]]) for _, tokens in steps]
+    return earned(d, n, i), [*chance, 0.0], [tokens for _, tokens in steps]
+
+
+def bce(d, coef):
+    """The cross-entropy of the values against success, over tokens."""
+    every = [
+        np.logaddexp(0, d.values[n, i, t]) - (d.rewards[n, i] > 0) * d.values[n, i, t]
+        for n, i, tokens in sequences(d)
+        for t in tokens
+    ]
+    return coef * sum(every) / max(len(every), 1)
+
+
+def digirl_loss(d, frozen, decay=0.6, keep=0.5, threshold=0.05):
+    rows = episodes(d)
+    surprise = [(d.rewards[n, i] > 0) - by_step(d, n, i)[1][0] for n, i, _ in rows]
+    bound = np.quantile(surprise, 1 - keep) if rows else 0.0
+    total = 0.0
+    for (n, i, _), gap in zip(rows, surprise, strict=True):
+        points, v, steps = by_step(d, n, i)
+        for h, tokens in enumerate(steps):
+            w = decay ** (len(steps) - 1 - h)
+            a = w * d.rewards[n, i] + (1 - w) * (v[h + 1] + points[h] - v[h])
+            if gap >= bound - 1e-9 and a > threshold:
+                total -= sum(d.logprobs[n, i, t] for t in tokens)
+    return total / max(len(rows), 1) + bce(d, 0.7)
+
+
+def test_digirl_is_the_papers():
+    method = get_method("digirl", decay=0.6, keep=0.5, value_coef=0.7)
+    check(method, digirl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
+
+
+def test_digirl_imitates_success_that_nobody_expected():
+    d = ragged(0, 1, 4, 3, ids=("step",))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 3
+    d.live = d.mask
+    d.rewards = np.array([[1.0, 1.0, 0.0, 0.0]])
+    d.rollout_values[0] = [[3.0], [-3.0], [3.0], [-3.0]]  # the second was held to be hopeless
+    a = advantages_of(get_method("digirl", keep=0.25, decay=1.0), d)[0]
+    assert a.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
+
+
+def webrl_loss(d, frozen, beta=0.8, blend=0.3):
+    total = 0.0
+    for n, i, _ in episodes(d):
+        points, v, steps = by_step(d, n, i)
+        for h, tokens in enumerate(steps):
+            a = blend * (points[h] + v[h + 1] - v[h]) + (1 - blend) * (d.rewards[n, i] - v[h])
+            drift = sum(d.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in tokens)
+            total += (beta * drift - a) ** 2
+    return total / max(len(episodes(d)), 1) + bce(d, 0.7)
+
+
+def test_webrl_is_the_papers():
+    method = get_method("webrl", beta=0.8, blend=0.3, value_coef=0.7)
+    check(method, webrl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
+
+
+def cory_loss(d, frozen, beta=0.1, decay=0.9):
+    total = count = 0.0
+    for n, i, steps in episodes(d):
+        for part in (steps[:1], steps[1:]):
+            tokens = [t for _, own in part for t in own]
+            last = {own[-1] for _, own in part}
+            v = [*(d.rollout_values[n, i, t] for t in tokens), 0.0]
+            after = 0.0
+            for k in reversed(range(len(tokens))):
+                t = tokens[k]
+                at = n, i, t
+                r = d.rewards[n, i] * (t in last)
+                r -= beta * (d.sampler_logprobs[at] - d.ref_logprobs[at])
+                after = r + v[k + 1] - v[k] + decay * after
+                rho = np.exp(d.logprobs[at] - d.sampler_logprobs[at])
+                total -= min(rho * after, min(max(rho, 0.8), 1.2) * after)
+                total += 0.25 * (d.values[at] - after - v[k]) ** 2
+                count += 1
+    return total / max(count, 1)
+
+
+def test_cory_is_the_papers():
+    method = get_method("cory", gae_lambda=0.9, whiten=False, value_clip=None)
+    check(method, cory_loss, wrt=("logprobs", "values"), ids=("step",))
+
+
+def test_pioneer_and_observer_both_get_the_sum_and_nothing_flows_between_them():
+    d = ragged(0, 1, 2, 4, ids=("step",))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 4
+    d.live = d.mask
+    d.ids["step"][:] = [0, 0, 1, 1]
+    d.rewards, d.rollout_values = np.array([[2.0, 0.0]]), np.zeros(d.mask.shape)
+    d.ref_logprobs = d.sampler_logprobs
+    d.paid = np.zeros(d.mask.shape)
+    d.paid[0, 0, 1] = 2.0  # the pioneer alone was right
+    a = advantages_of(get_method("cory", whiten=False, gae_lambda=1.0), d)[0]
+    assert a.tolist() == [[2.0] * 4, [0.0] * 4]
+
+
+def test_ppo_of_text_games_pays_at_the_end_of_each_turn():
+    d = ragged(0, 1, 1, 4, ids=("step",))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 4
+    d.live = d.mask
+    d.rewards, d.rollout_values = np.array([[3.0]]), np.zeros(d.mask.shape)
+    d.paid = np.array([[[0.0, 1.0, 0.0, 2.0]]])
+    method = get_method("meow_tea_taro", whiten=False, kl_coef=0.0)
+    assert advantages_of(method, d)[0, 0].tolist() == [3.0, 3.0, 2.0, 2.0]
+
+
+def test_retool_pays_for_right_answers_alone():
+    edit = get_method("retool", correct=0.5).rewards
+    rewards = np.array([[[1.0, 7.0], [0.25, 7.0], [np.nan, 7.0]]], np.float32)
+    np.testing.assert_array_equal(edit(rewards, None), [[[1.0, 7.0], [-1.0, 7.0], [np.nan, 7.0]]])
+
+
+def test_dsp_is_ppo_with_a_steered_penalty():
+    d = ragged(1)
+    value, _ = run(get_method("dsp"), d)
+    assert value == run(get_method("ppo", kl_coef=0.1, kl_target=0.2), d)[0]
+    assert value != run(get_method("ppo"), d)[0]

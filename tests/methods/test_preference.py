@@ -391,3 +391,36 @@ def test_terms_of_a_batch_without_a_pair_are_zero():
     terms, _ = policy_loss(objective, live_statistics(method, d), batch, advantages, state)
     assert [float(x) for x in terms["surrogate"]] == [0, 0]
     assert float(combine_terms(objective, terms, state)) == 0
+
+
+# ---------------------------------------------------------------- siblings in a search tree
+
+
+def visited(d, rng):
+    often = rng.integers(0, 9, d.rewards.shape).astype(np.float64)
+    d.visits = np.broadcast_to(often[..., None], d.mask.shape).copy()
+
+
+def mcts_loss(d, frozen, beta=0.2):
+    def of_pair(w, l):
+        n_w, n_l = (d.visits[s.n, s.i, 0] for s in (w, l))
+        alpha = min(1 / (max(n_w, 1) / n_l + 1) if n_l else 0.0, 0.5)
+        a, b = beta * w.h, beta * l.h
+        return (1 - alpha) * softplus(b - a) + alpha * softplus(a - b)
+
+    found = [of_pair(w, l) for w, l in pairs_of(d)]
+    return sum(found) / max(len(found), 1)
+
+
+def test_mcts_dpo_trusts_a_pair_by_its_visits():
+    check(get_method("mcts_dpo", beta=0.2), mcts_loss, prepare=visited)
+
+
+def test_mcts_dpo_without_visits_and_step_q_are_dpo():
+    d = two(2)
+    expected = run(get_method("dpo"), d)
+    for name in ("mcts_dpo", "step_q", "matryoshka"):
+        value, gradients = run(get_method(name), d)
+        assert value == pytest.approx(expected[0], rel=1e-6), name
+        np.testing.assert_allclose(gradients["logprobs"], expected[1]["logprobs"], atol=1e-7)
+    assert get_method("matryoshka").schedule.refresh_ref > 0

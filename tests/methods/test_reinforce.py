@@ -16,6 +16,7 @@ from harness import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import earned, episodes, paid
 
 from jrl.methods import get_method
 from jrl.objectives import aggregates, ratios
@@ -276,3 +277,46 @@ def test_rloo_is_the_group_mean_baseline_times_g_over_g_less_one():
     centred = advantages_of(get_method("dr_grpo", max_tokens=5), d)
     size = d.members.sum(axis=1)[:, None, None]
     np.testing.assert_allclose(ours, centred * size / np.maximum(size - 1, 1), atol=1e-6)
+
+
+# ---------------------------------------------------------------- agents
+
+
+def test_loop_is_the_papers():
+    def reference(d, frozen):
+        total = 0.0
+        for n, i, tokens in sequences(d):
+            others = [d.rewards[n, j] for j in members_of(d, n) if j != i]
+            a = d.rewards[n, i] - np.mean(others) if others else 0.0
+            total += np.mean([clipped_loss(ratio(d, (n, i, t)), a) for t in tokens])
+        return total / max(len(sequences(d)), 1)
+
+    check(get_method("loop"), reference)
+
+
+def comas_loss(d, frozen):
+    gains = {}
+    for n, i, steps in episodes(d):
+        for points, (_, tokens) in zip(earned(d, n, i), steps, strict=True):
+            gains |= {(n, i, t): points for t in tokens}
+    every = np.array(list(gains.values()))
+    scale = np.sqrt(every.var() + 1e-8)
+    losses = [clipped_loss(ratio(d, at), (a - every.mean()) / scale) for at, a in gains.items()]
+    return sum(losses) / len(losses)
+
+
+def test_comas_is_the_papers():
+    check(get_method("comas"), comas_loss, ids=("step",), prepare=paid)
+
+
+def test_a_message_gets_nothing_of_what_others_earned():
+    d = ragged(0, 1, 2, 6, ids=("step",))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 6
+    d.live = d.mask
+    d.ids["step"][:] = [0, 0, 1, 1, 2, 2]
+    d.rewards = np.array([[1.0, 1.0]])
+    d.paid = np.zeros(d.mask.shape)
+    d.paid[0, 0, 1], d.paid[0, 1, 3] = 1.0, 1.0  # the solution, and the evaluation, to a score
+    first, second = advantages_of(get_method("comas"), d)[0] > 0
+    assert first.tolist() == [True, True, False, False, False, False]
+    assert second.tolist() == [False, False, True, True, False, False]

@@ -1,11 +1,14 @@
 """Reward models and process reward models against float64 loops, and their identities."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import check, members_of, ragged, run, tokens_of
 from preferences import best_and_worst, eligible, softplus
+from steps import episodes
 
 from jrl.methods import get_method
+from jrl.methods.reward_model import quality_values
 
 
 def value_of(d, n, i):
@@ -80,10 +83,11 @@ def process(d, frozen):
     return sum(losses) / max(len(losses), 1)
 
 
-def test_prm_judges_the_end_of_each_step():
-    def labelled(d, rng):
-        d.step_labels = (rng.random(d.mask.shape) < 0.5).astype(np.float64)
+def labelled(d, rng):
+    d.step_labels = (rng.random(d.mask.shape) < 0.5).astype(np.float64)
 
+
+def test_prm_judges_the_end_of_each_step():
     check(get_method("prm"), process, wrt=("values",), ids=("step",), prepare=labelled)
 
 
@@ -124,3 +128,27 @@ def test_past_the_margin_a_ranking_has_no_gradient():
     assert value == 0
     assert not gradients["values"].any()
     assert not gradients["logprobs"].any()
+
+
+def rest_mcts_loss(d, frozen):
+    total = count = 0.0
+    for n, i, steps in episodes(d):
+        v = 0.0
+        for k, (_, tokens) in enumerate(steps):
+            r = 2 * d.step_labels[n, i, tokens[-1]] - 1
+            v = max(v + (1 - v) / (len(steps) - k) * r, 0.0)
+            total += (d.values[n, i, tokens[-1]] - v) ** 2
+            count += 1
+    return total / max(count, 1)
+
+
+def test_rest_mcts_is_the_papers():
+    check(get_method("rest_mcts"), rest_mcts_loss, wrt=("values",), ids=("step",), prepare=labelled)
+
+
+def test_a_right_solution_rises_to_1_in_equal_steps():
+    steps, mask = jnp.array([0, 0, 1, 2, 3]), jnp.ones(5, bool)
+    found = quality_values(jnp.ones(5), steps, mask)
+    np.testing.assert_allclose(found, [0.25, 0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+    wrong = quality_values(jnp.array([1.0, 1.0, -1.0, 1.0, 1.0]), steps, mask)
+    np.testing.assert_allclose(wrong, [0.25, 0.25, 0.0, 0.5, 1.0], atol=1e-6)

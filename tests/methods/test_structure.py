@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from harness import (
+    advantages_of,
     as_batch,
     check,
     clipped_loss,
@@ -15,11 +16,23 @@ from harness import (
     ragged,
     ratio,
     run,
+    sequences,
     standard_score,
 )
+from steps import earned, episodes, paid, steps_of
 
 from jrl.methods.group_relative import grpo
-from jrl.methods.structure import gigpo, prefix_steps, stratified_grpo, tempo
+from jrl.methods.structure import (
+    deepsearch,
+    epo_strategy,
+    gigpo,
+    prefix_steps,
+    step_returns,
+    stratified_grpo,
+    supo,
+    tempo,
+    ui_s1,
+)
 from jrl.objectives import compute_advantages
 from jrl.objectives.transforms import token_rewards
 
@@ -222,3 +235,122 @@ def test_rewards_given_step_by_step_are_read_where_they_stand():
     np.testing.assert_allclose(given[same], whole[same], atol=1e-5)
     assert same.any()
     assert whole[same].any()
+
+
+# ---------------------------------------------------------------- steps of episodes
+
+
+def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2):
+    out = {}
+    for n in range(len(d.rewards)):
+        live = members_of(d, n)
+        # points without a token that they could stand at are not paid
+        scores = [d.rewards[n, i] if steps_of(d, n, i) else 0.0 for i in live]
+        episode = dict(zip(live, normalised(scores, std=False), strict=True))
+        same = {}
+        for i in live:
+            if not (steps := steps_of(d, n, i)):
+                continue
+            points, gains, after = earned(d, n, i), {}, 0.0
+            for k in reversed(range(len(steps))):
+                after = points[k] + discount * after if points[k] >= matched else 0.0
+                gains[k] = after if points[k] >= matched else points[k]
+            for k, (label, tokens) in enumerate(steps):
+                same.setdefault(label, []).append((gains[k], i, tokens))
+        for found in same.values():
+            mean = sum(gain for gain, *_ in found) / len(found)
+            for gain, i, tokens in found:
+                for t in tokens:
+                    out[n, i, t] = episode[i] + omega * (gain - mean)
+    return with_advantages(d, lambda n, i, t: out[n, i, t])
+
+
+def test_ui_s1_is_the_papers():
+    check(ui_s1(omega=0.7, matched=0.2), ui_s1_loss, ids=("step",), prepare=paid)
+
+
+def test_ui_s1_stops_counting_at_an_action_that_was_not_the_experts():
+    rewards, steps = jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.arange(4)
+    joined, mask = rewards >= 1, jnp.ones(4, bool)
+    assert step_returns(rewards, steps, mask, 0.5, joined).tolist() == [1.0, 0.0, 1.5, 1.0]
+    assert step_returns(rewards, steps, mask, 0.5).tolist() == [1.375, 0.75, 1.5, 1.0]
+
+
+def epo_loss(d, frozen, discount=0.8):
+    total = 0.0
+    for n, i, steps in episodes(d):
+        points = earned(d, n, i)
+        for k, (_, tokens) in enumerate(steps):
+            gain = sum(discount ** (j - k) * points[j] for j in range(k, len(steps)))
+            total -= gain * np.mean([d.logprobs[n, i, t] for t in tokens])
+    return total / max(len(episodes(d)), 1)
+
+
+def test_epo_strategy_is_the_papers():
+    check(epo_strategy(discount=0.8), epo_loss, ids=("step",), prepare=paid)
+
+
+def in_rows(d, rng):
+    """Members 0 and 1 of each group are rows of one episode, and so are 2 and 3."""
+    d.ids["episode"] = np.broadcast_to(np.arange(d.rewards.shape[1]) // 2, d.rewards.shape)
+
+
+def supo_loss(d, frozen):
+    total = count = 0.0
+    for n in range(len(d.rewards)):
+        rows = {}
+        for i in members_of(d, n):
+            rows.setdefault(d.ids["episode"][n, i], []).append(i)
+        a = normalised([sum(d.rewards[n, i] for i in row) for row in rows.values()])
+        for gain, row in zip(a, rows.values(), strict=True):
+            if any(d.truncated[n, i] for i in row):
+                continue
+            for i in row:
+                for t in np.flatnonzero(d.live[n, i]):
+                    total += clipped_loss(ratio(d, (n, i, t)), gain)
+                    count += 1
+    return total / max(count, 1)
+
+
+def test_supo_is_the_papers():
+    check(supo(), supo_loss, g=6, prepare=in_rows)
+
+
+def test_the_rows_of_an_episode_share_what_any_of_them_earned():
+    d = ragged(0, 1, 4)
+    d.members[:], d.mask[:], d.truncated[:] = True, True, False
+    d.rewards = np.array([[0.0, 1.0, 0.0, 0.0]])
+    in_rows(d, None)
+    a = advantages_of(supo(), d)[0, :, 0]
+    np.testing.assert_allclose(a, [a[0], a[0], -a[0], -a[0]])
+    assert a[0] > 0
+    d.truncated[0, 3] = True  # its whole episode was never finished
+    assert not advantages_of(supo(), d)[0, 2:].any()
+
+
+# ---------------------------------------------------------------- nodes of a search
+
+
+def with_nodes(d, rng):
+    d.ids["node"] = np.sort(rng.integers(0, 3, d.mask.shape), axis=2)
+    d.node_value = rng.normal(size=d.mask.shape).astype(np.float32).astype(np.float64)
+
+
+def deepsearch_loss(d, frozen, width=0.5, bound=0.8):
+    out = {}
+    for n, i, tokens in sequences(d):
+        mean = np.mean([d.rewards[n, j] for j in members_of(d, n)])
+        leaf = d.ids["node"][n, i, tokens[-1]]
+        for t in tokens:
+            inner = np.tanh(d.node_value[n, i, t] / width) * bound
+            own = d.rewards[n, i] if d.ids["node"][n, i, t] == leaf else inner
+            out[n, i, t] = own - mean
+
+    def of_token(n, i, t):
+        return clipped_loss(ratio(d, (n, i, t)), out[n, i, t], 0.2, 0.28)
+
+    return mean_over(d, of_token, "tokens")
+
+
+def test_deepsearch_is_the_papers():
+    check(deepsearch(width=0.5, bound=0.8), deepsearch_loss, prepare=with_nodes)

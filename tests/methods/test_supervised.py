@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check, ragged, run, sequences
+from harness import check, members_of, ragged, run, sequences
+from steps import episodes
 
 from jrl.methods import get_method
 from jrl.methods.supervised import one_token_rollout
@@ -142,3 +143,79 @@ def test_otr_minimises_its_statistic():
     setattr(d, statistic.name, d.values)
     value, _ = run(method, d, (statistic.name,))
     assert value == pytest.approx(means(d, "sequences", lambda at: d.values[at]), rel=1e-5)
+
+
+# ---------------------------------------------------------------- the policy's own best
+
+
+def filtered_loss(d, frozen, keep=0.4):
+    scores = [d.rewards[n, i] for n in range(len(d.rewards)) for i in members_of(d, n)]
+    bound = np.quantile(scores, 1 - keep)
+    every = [
+        -d.logprobs[n, i, t]
+        for n, i, tokens in sequences(d)
+        if d.rewards[n, i] >= bound - 1e-9
+        for t in tokens
+    ]
+    return sum(every) / max(len(every), 1)
+
+
+def test_filtered_bc_clones_the_best_of_the_batch():
+    check(get_method("filtered_bc", keep=0.4), filtered_loss)
+
+
+def bfs_loss(d, frozen, low=0.2, high=0.7):
+    steps = {
+        (n, i, label): tokens
+        for n, i, rows in episodes(d)
+        if d.rewards[n, i] >= 0.5
+        for label, tokens in rows
+    }
+    doubt = {
+        at: -np.mean([d.sampler_logprobs[at[0], at[1], t] for t in tokens])
+        for at, tokens in steps.items()
+    }
+    if not doubt:
+        return 0.0
+    bounds = np.quantile(list(doubt.values()), [low, high])
+    every = [
+        -d.logprobs[n, i, t]
+        for (n, i, label), tokens in steps.items()
+        if bounds[0] - 1e-6 <= doubt[n, i, label] <= bounds[1] + 1e-6
+        for t in tokens
+    ]
+    return sum(every) / max(len(every), 1)
+
+
+def test_bfs_prover_trains_on_steps_that_are_neither_easy_nor_noise():
+    method = get_method("bfs_prover", low=0.2, high=0.7, success=0.5)
+    check(method, bfs_loss, ids=("step",), binary=True)
+
+
+def with_values(d, rng):
+    d.node_value = rng.uniform(-1, 1, d.mask.shape).astype(np.float32).astype(np.float64)
+
+
+def alphamath_loss(d, frozen, beta=0.3):
+    right = means(d, "tokens", lambda at: -d.logprobs[at] * (d.rewards[at[:2]] >= 0.5))
+    return right + beta * means(
+        d, "tokens", lambda at: (np.tanh(d.values[at]) - d.node_value[at]) ** 2
+    )
+
+
+def test_alphamath_imitates_right_paths_and_fits_the_trees_values():
+    method = get_method("alphamath", beta=0.3)
+    check(method, alphamath_loss, wrt=("logprobs", "values"), prepare=with_values, binary=True)
+
+
+def test_alphamath_without_a_tree_fits_the_outcome():
+    def prepare(d, rng):
+        d.node_value = np.where(d.rewards[..., None] >= 0.5, 1.0, -1.0) + 0 * d.values
+
+    def reference(d, frozen):
+        return alphamath_loss(d, frozen)
+
+    d = ragged(0, binary=True)
+    value, _ = run(get_method("alphamath", beta=0.3), d, ("values",))
+    prepare(d, None)
+    np.testing.assert_allclose(value, reference(d, d), rtol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -211,3 +212,31 @@ def test_rows_that_began_together_continue_apart():
     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
     assert (other.stop == StopReason.RUNNING).all()
     assert not other.aligned
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tied_embeddings": True, "qk_norm": True}], ids=str)
+def test_float32_activations_leave_16_bit_weights_in_16_bits(sizes):
+    """And compute what they do on the same weights in float32, bit for bit."""
+    config = dataclasses.replace(CONFIG, param_dtype="bfloat16", **sizes)
+    whole = dataclasses.replace(config, param_dtype="float32")
+    params = transformer(config).init(jax.random.key(0))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    prompts = jax.random.randint(jax.random.key(1), (4, 8), 0, 64)
+
+    @functools.partial(jax.jit, static_argnames="config")
+    def run(params, config):
+        network = transformer(config)
+        weights = network.prepare(params)
+        cache = network.init_cache(4, 8, weights)
+        place = jnp.broadcast_to(jnp.arange(8), (4, 8))
+        hidden, cache = network.extend(weights, cache, prompts, place, place >= 0)
+        return weights, cache, network.logits(weights, hidden)
+
+    weights, cache, logits = run(params, config)
+    matrices = [x for x in jax.tree.leaves(weights) if x.ndim > 1]
+    assert {x.dtype.name for x in matrices} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(cache)} == {"float32"}
+    assert logits.dtype == jnp.float32
+    np.testing.assert_array_equal(logits, run(wide, whole)[2])
+    rough = run(params, dataclasses.replace(config, dtype="bfloat16"))[2]
+    assert np.abs(logits - rough).max() > 1e-3

@@ -96,6 +96,7 @@ CASES = {
     "merged": ("float32", "float", "same", 1e-5),
     "apart": ("float32", "int8", "same", 1e-5),
     "apart bfloat16": ("bfloat16", "float", "same", 0.1),
+    "apart on 16-bit weights": ("float32", "float", "same", 1e-5),
     "8 bits": ("float32", "float", "int8", 0.15),
 }
 
@@ -105,7 +106,8 @@ CASES = {
 )
 def test_sampling_draws_from_the_policy_with_its_adapters(case):
     dtype, base, weights, most = CASES[case]
-    config = ModelConfig(**{**SIZES, "dtype": dtype})
+    stored = "bfloat16" if "16-bit" in case else "float32"
+    config = ModelConfig(**{**SIZES, "dtype": dtype, "param_dtype": stored})
     network = with_adapters(transformer(config), config, Lora(4, 8.0, base=base))
     drawing = sampler(network, config, weights=weights, cache="same")
     params = noisy(network)

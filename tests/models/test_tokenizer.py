@@ -1,6 +1,9 @@
 """The tokenizers: against transformers on the same files, and each way the files can be wrong."""
 
+import itertools
 import json
+import threading
+import time
 
 import pytest
 
@@ -281,3 +284,34 @@ def test_characters_round_trip():
     assert tokenizer.decode([1, 0, 999], skip_special=False) == "<stop><pad>\ufffd"
     with pytest.raises(UserError, match=r"character 'A' in '3A'"):
         tokenizer.encode("3A")
+
+
+def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
+    """Else a server would not answer anybody while it reads one prompt."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    tokenizer, text = load_tokenizer(tmp_path), "how many sheep are there? " * 20_000
+    spans = []
+
+    def encode():
+        began = time.monotonic()
+        tokenizer.encode(text)
+        spans.append((began, time.monotonic()))
+
+    thread, ticks = threading.Thread(target=encode), []
+    thread.start()
+    while thread.is_alive():
+        ticks.append(time.monotonic())
+        time.sleep(0.002)
+    began, ended = spans[0]
+    seen = [tick for tick in ticks if began < tick < ended]
+    # The ids become a list under the lock, which takes a small part of the time.
+    assert len(seen) >= 5
+    assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)

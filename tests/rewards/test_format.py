@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.rewards import Sample, format_reward
+from jrl.rewards import Sample, confidence, format_reward
 from jrl.types import Prompt
 
 PROMPT = Prompt(0, "?", np.zeros(1, np.int32), "1")
@@ -50,3 +50,19 @@ def test_patterns_match_the_whole_completion():
         judge("a", pattern="(")
     with pytest.raises(UserError, match="both set"):
         judge("a", pattern="a", tags=["b"])
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("Confidence: 80%", 0.8),
+        ("so 7. confidence = 0.25", 0.25),
+        ("confidence: .5 ... Confidence: 90", 0.9),
+        ("<confidence>100%</confidence>", 1.0),
+        ("Confidence: 4000", 1.0),
+        ("42", 1.0),
+    ],
+)
+def test_the_confidence_stated_last_is_read(text, share):
+    sample = Sample(PROMPT, text, PROMPT.tokens, "stop_token")
+    assert confidence([sample]) == [share]

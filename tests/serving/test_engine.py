@@ -1,5 +1,6 @@
 """Requests that come one by one: their draws, their ends, weight updates, suspension, refusals."""
 
+import dataclasses
 import json
 from functools import cache, partial
 
@@ -13,7 +14,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
-from jrl.sampling.params import make_sampling_params
+from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.serving.engine import Engine
 from jrl.serving.request import QueueFull, Request
 from jrl.types import StopReason
@@ -47,7 +48,7 @@ def new_engine(slots=3, **more):
 @pytest.fixture(scope="module")
 def engine():
     """An engine that tests leave idle behind them."""
-    return new_engine(biases=True, tokenizer=TOKENIZER)
+    return new_engine(biases=True, reports=True, tokenizer=TOKENIZER)
 
 
 def requests():
@@ -179,6 +180,49 @@ def test_sampling_parameters_of_other_rows_change_no_bit(engine, alone, distribu
     assert done.logprobs.tolist() == alone[0, 0].logprobs.tolist()
 
 
+def test_reports_are_of_each_rows_own_distribution_and_change_no_bit(engine, alone):
+    """One row asks for alternatives, one for log-probabilities, others for neither."""
+    wanted = {0: 3, 2: 48 // 3, 3: 5, 4: 0, 6: 20}
+    asked = [dataclasses.replace(r, top_logprobs=wanted.get(i)) for i, r in enumerate(requests())]
+    numbers = {engine.submit(r): i for i, r in enumerate(asked)}
+    events = list(engine.run())
+    assert_same(
+        {(numbers[e.request], e.member): e.completion for e in events if e.completion}, alone
+    )
+    for (i, member), whole in alone.items():
+        mine = [e for e in events if (numbers[e.request], e.member) == (i, member)]
+        told = [report for e in mine for report in e.reports]
+        if i not in wanted:
+            assert not told
+            continue
+        assert len(told) == len(whole.tokens)
+        expected = distribution_of(asked[i], whole.tokens)
+        for token, report, row in zip(whole.tokens, told, expected, strict=True):
+            assert report.logprob == pytest.approx(row[token], abs=1e-5)
+            assert len(report.top) == wanted[i]
+            order = np.argsort(-row, kind="stable")[: wanted[i]]
+            np.testing.assert_allclose([x for _, x in report.top], row[order], atol=1e-5)
+            live = [t for t, x in report.top if x > -np.inf]
+            assert live == order[: len(live)].tolist()
+
+
+def distribution_of(request, tokens):
+    """[t, V] log-probabilities that a reply reports, from one forward pass, in float64."""
+    row = np.array([[*request.tokens, *tokens]], np.int32)
+    place = jnp.broadcast_to(jnp.arange(row.shape[1]), row.shape)
+    hidden, _ = NETWORK.hidden(params(), row, place, jnp.ones_like(row))
+    raw = NETWORK.logits(params(), hidden)[0, len(request.tokens) - 1 : -1]
+    if request.temperature == 0:
+        found = np.asarray(raw, np.float64)
+    else:
+        chosen = make_sampling_params(
+            request.temperature, request.top_k, request.top_p, request.min_p
+        )
+        biased = raw + request.bias(NETWORK.vocab_size)
+        found = np.asarray(sampling_logprobs(biased, chosen), np.float64)
+    return found - np.logaddexp.reduce(found, axis=-1, keepdims=True)
+
+
 @pytest.mark.parametrize(
     "shape", [{"slots": 7, "chunk": 3}, {"slots": 4, "block": 2, "chunk": None}], ids=str
 )
@@ -191,11 +235,12 @@ def test_slots_chunks_and_blocks_change_no_completion(alone, shape):
 
 
 def test_nothing_compiles_after_the_warm_up():
-    engine = new_engine(biases=True)
+    engine = new_engine(biases=True, reports=True)
     count = engine.compile()
     cache = jax.tree.leaves(engine._batch.slots.cache)
     assert all(x.is_ready() for x in cache)  # or a request would wait
     outcome(engine, requests())
+    outcome(engine, [dataclasses.replace(r, top_logprobs=7) for r in requests()])
     engine.set_weights(params(), 1, recompute=True)
     engine.submit(requests()[1])
     engine.step()
@@ -351,6 +396,8 @@ FINE = {"tokens": (1, 2), "max_new_tokens": 4}
         ({"logit_bias": {50: 1.0}}, "logit_bias has token 50"),
         ({"logit_bias": {4: np.inf}}, r"logit_bias\[4\] = inf"),
         ({"logit_bias": {4: np.nan}}, r"logit_bias\[4\] = nan"),
+        ({"top_logprobs": 21}, "top_logprobs = 21; must be 0 to 20"),
+        ({"top_logprobs": -1}, "top_logprobs = -1"),
         ({"stop_tokens": (99,)}, "stop_tokens has token 99"),
         ({"stop_tokens": tuple(range(9))}, r"names 9 tokens.*at most 8"),
         ({"stop_strings": ("",)}, "stop_strings = ''"),
@@ -370,6 +417,8 @@ def test_requests_that_the_engine_lacks_options_for():
         engine.submit(Request(**FINE, allowed=(1,)))
     with pytest.raises(UserError, match="tokenizer"):
         engine.submit(Request(**FINE, stop_strings=("x",)))
+    with pytest.raises(UserError, match="reports=True"):
+        engine.submit(Request(**FINE, top_logprobs=0))
     with pytest.raises(UserError, match="chunk = 0"):
         new_engine(chunk=0)
     with pytest.raises(UserError, match="multiple of block = 2"):

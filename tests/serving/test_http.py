@@ -27,7 +27,7 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.serving.engine import Engine
 from jrl.serving.http import Service
-from jrl.serving.request import Limits, PartialCompletion
+from jrl.serving.request import Limits, PartialCompletion, TokenLogprobs
 from jrl.serving.server import HttpServer, run
 from jrl.serving.worker import Worker
 from jrl.types import StopReason
@@ -92,16 +92,13 @@ class Parrot:
                 stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
                 if i + 1 == request.max_new_tokens and token != 1:
                     stop = StopReason.LENGTH
-                update = running[m].extend([token], [-0.5], 0, stop)
+                top = ((token, -0.5), (2, -1.5), (3, float("-inf")))
+                told = [TokenLogprobs(-0.5, top[: request.top_logprobs or 0])]
+                asked = request.top_logprobs is not None
+                update = running[m].extend([token], [-0.5], 0, stop, told if asked else ())
                 on_update(m, update)
                 if update.completion is not None:
                     del running[m]
-
-    def alternatives(self, request, top):
-        def more(tokens):
-            return [[(token, -0.5), (2, -1.5), (3, float("-inf"))][:top] for token in tokens]
-
-        return types.SimpleNamespace(more=more)
 
     def abort(self, handle):
         handle.set()
@@ -708,9 +705,10 @@ def real(**choices):
         stop_tokens=talker.stop_ids,
         tokenizer=talker,
         biases=True,
+        reports=True,
         **sizes | choices,
     )
-    worker = Worker(engine, network=NETWORK, tokenizer=talker, mesh=mesh)
+    worker = Worker(engine, tokenizer=talker, mesh=mesh)
     service = Service(worker, talker, worker.limits, model="tiny", queue=40)
     running = HttpServer(service, "127.0.0.1", 0, 5.0)
     url = running.url + "/v1"
@@ -791,6 +789,28 @@ def test_alternatives_are_of_the_distribution_sampled_from(policy, stream):
         assert math.fsum(map(math.exp, top)) == pytest.approx(1, abs=2e-5)  # top_p keeps no more
         same = [t.logprob for t in token.top_logprobs if t.token == token.token]
         assert same == [pytest.approx(token.logprob, abs=1e-5)]
+
+
+def test_greedy_logprobs_are_the_models_own(policy):
+    """As OpenAI's are: of the logits as they are, bias and truncation aside."""
+    ask = {"temperature": 0, "max_tokens": 9, "logit_bias": {"7": 4}, "extra_body": {"top_k": 3}}
+    made = policy[0].completions.create(model="tiny", prompt="2+2=", logprobs=5, **ask)
+    told = made.choices[0].logprobs
+    assert "the model's own" in made.logprobs_of
+    tokens = Talker().encode("2+2=" + made.choices[0].text)
+    place = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    hidden = NETWORK.hidden(params(), jnp.asarray([tokens]), place, 0 * place + 1)[0]
+    whole = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
+    for i, (found, top) in enumerate(zip(told.token_logprobs, told.top_logprobs, strict=True)):
+        row = whole[3 + i]
+        assert found == pytest.approx(float(row[tokens[4 + i]]), abs=1e-5)
+        likeliest = jnp.argsort(-row)[:5].tolist()
+        assert list(top) == [Talker().decode([t], skip_special=False) for t in likeliest]
+        assert list(top.values()) == [pytest.approx(float(row[t]), abs=1e-5) for t in likeliest]
+    assert len(told.tokens) > 3
+    assert min(told.token_logprobs) < -0.01
+    plain = policy[0].completions.create(model="tiny", prompt="2+2=", **ask)
+    assert plain.choices[0].text == made.choices[0].text
 
 
 def test_sampling_parameters_change_completions(policy):

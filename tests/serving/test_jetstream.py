@@ -160,11 +160,26 @@ def test_nothing_compiles_after_the_warm_up():
         build(sampling_params=make_sampling_params()),
     )
     engine.compile()
-    programs = (engine._prefill, engine._insert, engine._step)
-    before = [p._cache_size() for p in programs]
-    assert min(before) == 1
+    assert engine.executables == 4
     assert drawn_alone((3, 4, 5), 4, engine) == drawn_alone((3, 4, 5), 4, cold)
-    assert [p._cache_size() for p in programs] == before
+    weights, state = engine.load_params(), engine.init_decode_state()
+    for slot in (0, 2, 0, 1):  # one after the other, without a step between, and over another
+        state = engine.insert(engine.prefill(params=weights, **padded([4, 8])), state, slot)
+    for kept in (True, False):
+        state, _ = engine._step_once(weights, state, np.full(SLOTS, kept))
+    state = engine.insert(engine.prefill(params=weights, **padded([9])), state, 1)
+    assert engine.executables == 4
+
+
+@needs
+def test_nothing_compiles_in_the_servers_own_threads():
+    ready = build(jetstream_engine.make_engine)
+    ready.compile()
+    count = ready.executables
+    with serving(ready) as running:
+        for prompt in ("1", "2+2=", "sort 312"):
+            assert ask(running, prompt)[1] == likeliest(TOKENIZER.encode(prompt), NEW)
+    assert ready.executables == count
 
 
 def test_a_prefix_may_be_deleted_once_inserted():

@@ -120,7 +120,9 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     monkeypatch.setenv("JRL_CACHE_DIR", "")
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
     arguments += ["--chunk", "6"]
-    for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, ["--name", "it"])):
+    monkeypatch.setenv("JRL_API_KEY", "sesame")
+    named_ = ["--name", "it", "--api-key", "simsim"]
+    for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, named_)):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
     (name, config, options, first), (_, other, named, second) = seen
@@ -129,6 +131,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     assert (options.grace_seconds, options.host, options.port) == (2.0, "127.0.0.1", 0)
     assert (first["checkpoint"], second["checkpoint"]) == (5, None)
     assert (other.model.path, named.name) == (str(checkpoint_dir), "it")
+    assert (options.api_key, named.api_key) == ("sesame", "simsim")
 
 
 def test_an_unknown_engine_is_named():

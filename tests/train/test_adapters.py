@@ -16,7 +16,7 @@ from jrl.evaluate import evaluate_run, load_policy
 from jrl.export import export_run
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
@@ -261,8 +261,7 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
         config, lines = load_config(None, [*RUN, where, f"train.steps={steps}", *more]), []
         train(config, echo=lines.append)
         records = read_jsonl(tmp_path / name / "metrics.jsonl")[1:]
-        clock = ("seconds", "rollout_seconds", "tokens_per_second", "compiles")
-        return config, lines, [{k: v for k, v in r.items() if k not in clock} for r in records]
+        return config, lines, [{k: v for k, v in r.items() if k not in CLOCKS} for r in records]
 
     config, lines, full = run("whole", 4)
     assert [line for line in lines if "in 8 bits draws from another sampling_params" in line]

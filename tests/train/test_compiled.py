@@ -8,9 +8,10 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.config_unions import AdamW
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
-from jrl.methods import Draw, GroupEditor, get_method
+from jrl.methods import Draw, GroupEditor, find_method, get_method
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import collect, task_rollout
 from jrl.train.compiled import (
@@ -22,6 +23,7 @@ from jrl.train.compiled import (
     warm_start,
     with_policy,
 )
+from jrl.train.optimizer import make_optimizer
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -268,3 +270,67 @@ def test_with_policy_starts_afresh(network):
         policy["embed"].unsafe_buffer_pointer()
     )
     assert_close(out.opt_state, state.opt_state, 0)
+
+
+# ---------------------------------------------------------------- sweeps
+
+
+def test_every_number_can_be_swept_and_means_what_it_means_alone(network, task, quick_jit):
+    """A vmap over numbers of method and optimizer gives the runs with these numbers fixed."""
+    table, steps = AdamW(b2=0.95, clip_norm=0.5), 2
+    common = {
+        **{"task": task, "network": network, "steps": steps, "prompts": PROMPTS},
+        **{"group": GROUP, "weights": WEIGHTS, "eval_problems": 4},
+    }
+    free = make_run(method=find_method("grpo"), optimizer=make_optimizer(table, steps), **common)
+    swept = {
+        "learning_rate": jnp.array([0.05, 0.01]),
+        "objective.clip_high": jnp.array([0.28, 0.01]),
+        "objective.kl_coef": jnp.array([0.0, 0.3]),
+        "optimizer.b1": jnp.array([0.9, 0.5]),
+        "optimizer.weight_decay": jnp.array([0.0, 0.2]),
+        "optimizer.clip_norm": jnp.array([0.5, 0.01]),
+        "optimizer.warmup_steps": jnp.array([0.0, 2.0]),
+    }
+    states, _ = quick_jit(jax.vmap(free, (None, 0)))(KEY, swept)
+    for i in range(2):
+        one = {name: float(values[i]) for name, values in swept.items()}
+        fixed = make_run(
+            method=get_method(
+                "grpo",
+                clip_high=one["objective.clip_high"],
+                kl_coef=one["objective.kl_coef"] or jnp.float32(0.0),
+            ),
+            optimizer=make_optimizer(
+                table.model_copy(
+                    update={
+                        **{name: one[f"optimizer.{name}"] for name in ("b1", "weight_decay")},
+                        "clip_norm": one["optimizer.clip_norm"],
+                        "warmup_steps": int(one["optimizer.warmup_steps"]),
+                    }
+                ),
+                steps,
+            ),
+            **common,
+        )
+        state, _ = quick_jit(fixed)(KEY, {"learning_rate": one["learning_rate"]})
+        mine = jax.tree.map(lambda x, i=i: x[i], states.params)
+        assert_close(mine, state.params, 1e-4)
+    assert not np.allclose(*states.params["policy"]["embed"], atol=1e-3)
+
+
+def test_hyperparameters_that_nothing_reads_are_refused(run, network, task):
+    with pytest.raises(UserError, match=r"objective.clip_high is given, and .* find_method"):
+        run(KEY, {"learning_rate": 0.1, "objective.clip_high": 0.3})
+    free = make_run(
+        method=find_method("grpo"),
+        optimizer=make_optimizer(AdamW(), 1),
+        **{"task": task, "network": network, "steps": 1, "prompts": 2, "group": 2},
+        weights=WEIGHTS,
+    )
+    with pytest.raises(UserError, match="coefficient of grpo = 'clip_hi'; did you mean"):
+        free(KEY, {"learning_rate": 0.1, "objective.clip_hi": 0.3})
+    with pytest.raises(UserError, match="optimizer = 'momentum'; choose from.*b1.*weight_decay"):
+        free(KEY, {"learning_rate": 0.1, "optimizer.momentum": 0.3})
+    with pytest.raises(UserError, match="optimizer.learning_rate' is unknown"):
+        free(KEY, {"learning_rate": 0.1, "optimizer.learning_rate": 0.3})

@@ -13,7 +13,7 @@ import pytest
 from jrl.config_io import describe, load_config
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator, load_policy
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -212,6 +212,12 @@ def evaluation(config):
     return found.metrics, len(found.samples)
 
 
+def evaluated_in(config):
+    """The dtype of an evaluation's activations."""
+    network = Evaluator(build.setup(config), None).run.network
+    return [str(x.dtype) for x in jax.tree.leaves(network.init_cache(1, 8))]
+
+
 def judge(config):
     """The reward part that accuracy is measured by."""
     return (build.setup(config).rewards.judge,)
@@ -223,7 +229,7 @@ def whole_run(config):
     summary = train(config, echo=lines.append)
     directory = pathlib.Path(config.run.dir)
     records = read_jsonl(directory / "metrics.jsonl")[1:]
-    clock = {"seconds", "rollout_seconds", "reward_seconds", "tokens_per_second"}
+    clock = CLOCKS - {"compiles"}
     return {
         "records": [{k: v for k, v in r.items() if k not in clock} for r in records],
         "samples": [(s["step"], s["prompt"]) for s in read_jsonl(directory / "samples.jsonl")],
@@ -289,6 +295,7 @@ ON_TASK = {
     "eval.every": (whole_run, "eval.every=2", COLD),
     "eval.problems": (evaluation, "eval.problems=4"),
     "eval.samples": (evaluation, "eval.samples=3", *EVALS),
+    "eval.dtype": (evaluated_in, "eval.dtype=bfloat16"),
     "eval.temperature": (eval_sampling_params, "eval.temperature=2.0", *EVALS),
     "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
@@ -362,6 +369,9 @@ ELSEWHERE = {
     ),
     "checkpoint.keep_every": "train/test_records.py::test_the_best_step_outlives_the_newest",
     "checkpoint.best": "train/test_records.py::test_the_best_step_outlives_the_newest",
+    "train.wait_seconds": (
+        "train/test_interrupts.py::test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run"
+    ),
     "watch": "train/test_records.py::test_a_limit_of_ones_own_saves_and_stops",
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",

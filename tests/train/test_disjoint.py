@@ -1,8 +1,10 @@
 """Disjoint meshes: what moves between them, who draws what when, and runs that are stopped."""
 
 import json
+import os
 import signal
 import threading
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import build, disjoint, loop
 from jrl.train.collect import Groups, StepGroups
 from jrl.train.disjoint import (
@@ -253,6 +255,58 @@ def test_an_error_while_training_is_not_held_up_by_what_waits_to_be_drawn():
     assert len(drawn) < 50
 
 
+@pytest.fixture
+def stuck():
+    """Something that a drawing thread waits for until the test is over."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(stuck):
+    slow = Loop(2, before_draw=lambda step: stuck.wait() if step == 2 else None)
+    began = time.monotonic()
+    with slow.ahead as ahead:
+        for step in range(2):
+            ahead.collect(np.zeros(2, np.uint32), slow.state(step).params["policy"],
+                          step=step, cursor=step)  # fmt: skip
+        assert ahead.drawn(0.1) == []  # batch 2 is the next, and batch 3 waits for it
+        assert ahead.drawn() == []  # not waited for again
+    assert time.monotonic() - began < 10
+
+
+def test_an_interrupted_wait_for_a_batch_saves_the_batches_before_the_one_that_hangs(stuck):
+    def interrupt(step):
+        if step == 1:
+            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+            stuck.wait()
+
+    hangs = Loop(1, before_draw=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        hangs.run(9)
+    assert [step for step, _ in hangs.steps] == [0]
+    assert hangs.ahead.drawn() == []
+
+
+def test_what_is_drawn_ahead_can_be_forgotten():
+    """The next batch is then drawn by the policy that asks for it, from prompts not yet used."""
+    again = Loop(2)
+    key = np.zeros(2, np.uint32)
+    with again.ahead as ahead:
+        for step in range(3):
+            _, _, cursor = ahead.collect(key, again.state(step).params["policy"], step=step,
+                                         cursor=0)  # fmt: skip
+        assert len(ahead.drawn()) == 2
+        ahead.forget(cursor)
+        assert ahead.drawn() == []
+        for step in range(3, 6):
+            ahead.collect(key, again.state(step + 100).params["policy"], step=step, cursor=0)
+        ahead.drawn()
+    drawn = again.log[5:]
+    assert [(step, cursor) for step, _, _, cursor in drawn] == [(3 + i, 3 + i) for i in range(5)]
+    assert [version for _, _, version, _ in drawn] == [3, 3, 3, 4, 5]
+
+
 def test_tokens_older_than_agreed_are_refused():
     assert ages(groups_of(3), 5, 2) == {"staleness": 2.0, "staleness_max": 2.0}
     with pytest.raises(HandoverError, match=r"step 6: .* drawn by version 3 to 3 .* 4 to 6"):
@@ -310,8 +364,6 @@ POLICIES = {
     "drawn in 8 bits": ("sampling.int8=['weights', 'cache']",),
     "experts": (*EXPERTS, "model.config.expert_mlp_dim=16", "train.replay_routing=true"),
 }
-CLOCKS = {"seconds", "tokens_per_second", "compiles"}
-CLOCKS |= {"rollout_seconds", "reward_seconds", "waited_seconds"}
 
 
 @pytest.fixture(autouse=True)

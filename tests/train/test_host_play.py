@@ -405,6 +405,37 @@ def test_deadlines_of_turns_and_episodes():
     assert whole.counts["env_timeouts"] > 0
 
 
+def paying_late(earlier):
+    """Three turns of up to four tokens, paid with the last one."""
+
+    async def init(prompt, seed):
+        return 0, user(prompt.text)
+
+    async def step(state, reply):
+        if reply.turn < 2:
+            return state, Feedback(user(">"), 0.25)
+        return state, Feedback((), 1.0, True, True, earlier=earlier)
+
+    return HostEnv(init, step, limits=Limits(turns=3, turn_tokens=4))
+
+
+def test_points_for_earlier_turns_stand_at_those_turns():
+    played = play(paying_late([10.0, 20.0]), count=1)
+    (group,) = played.groups
+    for row in group:
+        drawn = [s for s in row.segments if s.drawn]
+        assert [s.reward for s in drawn] == [(10.25,), (20.25,), (1.0,)]
+    found = to_rollout([group], RowShape(4, P, T)).paid
+    assert sorted(found[found > 0].tolist()) == sorted(4 * [1.0, 10.25, 20.25])
+
+
+def test_points_for_turns_that_were_not_taken_fail_the_member():
+    played = play(paying_late([1.0] * 3), count=1, group=2)
+    assert all(row.stop == StopReason.FAILED for row in played.groups[0])
+    assert "points for 3 earlier turns; 2 were taken" in played.groups[0][0].reason
+    assert played.counts["env_errors"] == 2
+
+
 def test_close_may_fail():
     env = counting_env()
 

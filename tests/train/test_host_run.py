@@ -1,7 +1,9 @@
 """`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
 
+import importlib.util
 import json
 import re
+import signal
 import threading
 from pathlib import Path
 
@@ -13,13 +15,15 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.train import loop
 from jrl.train.loop import train
 
-GSM8K = Path(__file__).parents[2] / "configs" / "gsm8k.toml"
+CONFIGS = Path(__file__).parents[2] / "configs"
+GSM8K = CONFIGS / "gsm8k.toml"
 CHAT = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
@@ -142,6 +146,33 @@ def test_a_run_of_many_turns(place, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
+    """Four steps at once, and as many with a signal after the second."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    more = ("data.options={turns=2}", "data.eval=", "train.steps=4", "optimizer.schedule=constant")
+    train(settings(place, tmp_path / "whole", "talk", *more), echo=lambda line: None)
+    broken = settings(place, tmp_path / "broken", "talk", *more)
+    with monkeypatch.context() as patch:
+        step = loop.Progress.step
+
+        def stop(self, done, record):
+            step(self, done, record)
+            if done == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+        patch.setattr(loop.Progress, "step", stop)
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
+            train(broken, echo=lambda line: None)
+    train(broken, echo=lambda line: None)
+    mine, theirs = (
+        [{k: v for k, v in r.items() if k not in CLOCKS} for r in records_of(tmp_path / name)]
+        for name in ("broken", "whole")
+    )
+    assert mine == theirs
+    assert [r["step"] for r in mine] == [1, 2, 3, 4]
+    assert len({r["loss"] for r in mine}) == 4
+
+
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.options={turns=1}")
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -150,6 +181,68 @@ def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     assert found["turns"] == 1
     assert found["success"] == pytest.approx(found["accuracy"])
     assert found["failed"] == 0
+
+
+def shipped(place, run, name, *more):
+    """A configuration that is shipped, with the tiny model and one step."""
+    return load_config(
+        CONFIGS / f"{name}.toml",
+        [
+            f"run.dir={json.dumps(str(run))}",
+            f"model.path={json.dumps(str(place / 'model'))}",
+            "model.dtype=float32",
+            "model.remat=none",
+            "data.max_prompt_tokens=160",
+            "sampling.group=2",
+            "sampling.max_new_tokens=90",
+            "optimizer.warmup_steps=0",
+            "train.prompts=2",
+            "train.steps=1",
+            "train.microbatches=1",
+            "mesh.fsdp=1",
+            "eval.problems=2",
+            "eval.samples=1",
+            *more,
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("search", ["data.options.system=", "data.options.turn_tokens=20"]),
+        pytest.param(
+            "gsm8k_python",
+            ["data.options.turn_tokens=20", "data.train={train}", "data.eval={eval}"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "textarena",
+            ["data.options.turn_tokens=8", "data.max_prompt_tokens=250", "data.options.turns=2"],
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif(
+                    importlib.util.find_spec("textarena") is None, reason="it is not installed"
+                ),
+            ],
+        ),
+    ],
+)
+def test_shipped_configurations_of_environments_take_a_step(
+    place, tmp_path, monkeypatch, name, more
+):
+    monkeypatch.chdir(CONFIGS.parent)
+    files = {n: json.dumps(str(place / f"{n}.jsonl")) for n in ("train", "eval")}
+    more = [m.format(**files) if "=" in m and "{" in m else m for m in more]
+    config = shipped(place, tmp_path / "run", name, *more)
+    assert train(config, echo=lambda line: None)["steps"] == 1
+    (record,) = records_of(tmp_path / "run")
+    assert record["episodes"] == 4
+    assert record["env_errors"] == record["env_timeouts"] == 0
+    found = evaluate_run(config)
+    assert {"success", "turns", "failed"} <= found.keys()
+    if name != "textarena":
+        assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,10 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import signals
+from jrl import signals, waits
 from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
-from jrl.errors import RunStopped, UserError
+from jrl.errors import Overdue, RunStopped, UserError
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -471,3 +472,38 @@ def test_a_signal_while_a_reward_file_is_imported_ends_the_command(text, tmp_pat
     assert child.returncode == 130
     assert time.monotonic() - sent < 20
     assert err == f"jrl: stopped; {tmp_path / 'run'} does not exist\n"
+
+
+def test_a_reward_that_hangs_beyond_the_limit_saves_and_ends_the_run(text, tmp_path, monkeypatch):
+    """In the trainer, where nothing else would end it; and it says what it waits for."""
+    monkeypatch.setattr(waits, "SAY_SECONDS", 1.0)
+    (text / "hang").unlink(missing_ok=True)
+    show = loop.Progress.step
+
+    def told(self, done, record):
+        show(self, done, record)
+        if done == 2:
+            (text / "hang").touch()
+
+    monkeypatch.setattr(loop.Progress, "step", told)
+    run, lines = tmp_path / "run", []
+    more = ("reward_pool.workers=0", "train.wait_seconds=3", ENDLESS)
+    try:
+        with pytest.raises(Overdue) as ended:
+            train(
+                load_config(None, text_settings(text, run, "hangs_when_told", *more)),
+                echo=lines.append,
+            )
+    finally:
+        (text / "hang").unlink()
+    assert re.fullmatch(
+        r"waited too long for the rewards of step 3: \d s, 4 of 4 calls left; "
+        rf"train.wait_seconds is the limit; step 2 is saved; `jrl train {run}` resumes from it",
+        str(ended.value),
+    )
+    assert any(x.startswith("waiting for the rewards of step 3: ") for x in lines)
+    assert checkpoints(run).steps() == [2]
+    assert train(
+        load_config(None, text_settings(text, run, "hangs_when_told", "train.steps=3")),
+        echo=lambda line: None,
+    )["steps"] == 3  # fmt: skip

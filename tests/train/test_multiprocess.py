@@ -141,6 +141,43 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
     assert drawn(one) == drawn(two) != []
 
 
+HALF = """
+import sys
+from jrl.processes import start
+path, folder, port, count, process, steps, *changes = sys.argv[1:]
+if int(count) > 1:
+    start(f"127.0.0.1:{port}", int(count), int(process))
+from jrl.config_io import load_config
+from jrl.train import loop
+loop.write_report = lambda directory: directory
+loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1), (4, 2)], ids=str)
+def test_a_run_resumes_with_another_number_of_processes(counts, config, tmp_path, monkeypatch):
+    """Eight devices throughout, and in the second half of one process a single one."""
+    one, run = tmp_path / "one", tmp_path / "run"
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    loop.train(load_config(config, [f"run.dir={json.dumps(str(one))}"]), echo=lambda line: None)
+    for count, steps in zip(counts, (2, 4), strict=True):
+        alone = steps == 4 and count == 1
+        changes = ("mesh.data=1", "mesh.fsdp=1") if alone else ()
+        port, devices = free_port(), 1 if alone else 8 // count
+        arguments = [[config, run, port, count, i, steps, *changes] for i in range(count)]
+        both = [start(["-c", HALF, *map(str, a)], devices) for a in arguments]
+        for code, output in ended(both):
+            assert code == 0, output
+    header, *resumed = records(run)
+    assert [entry["step"] for entry in header["resumed"]] == [2]
+    assert header["resumed"][0]["device"]["processes"] == counts[1]
+    for mine, theirs in zip(resumed, records(one)[1:], strict=True):
+        for name in ("reward", "loss", "grad_norm", "length", "completion_tokens"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+    assert drawn(run) == drawn(one) != []
+
+
 def test_processes_that_disagree_all_stop_with_one_message(config):
     folder = config.parent / "differ"
     command = ["-m", "jrl", "train", str(config), f"run.dir={folder}"]
@@ -162,6 +199,7 @@ PEER = """
 import sys, time
 import jax
 import numpy as np
+from jrl import waits
 from jrl.errors import UserError
 from jrl.processes import any_says, check_same, deal, first_says, start
 start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
@@ -192,6 +230,16 @@ except UserError as error:
 else:
     raise AssertionError("nobody was told")
 assert deal("work", 2, work)[1] == {"items": 2}
+
+def late(items):
+    time.sleep(1.5 * me)
+    return work(items)
+
+waits.SAY_SECONDS, waits.LOOK_SECONDS, said = 0.2, 0.1, []
+with waits.Waits(60, said.append, said.append):
+    deal("late", 2, late)
+expected = "waiting for the other processes (late): 0 s, not here: 1"
+assert me or said[0] == expected, said
 print("joined", flush=True)
 while True:
     any_says(False)

@@ -1,8 +1,10 @@
 """Broken runs, disks and directories: nothing bad is saved as good, and what was good is kept."""
 
+import collections
 import errno
 import json
 import pathlib
+import re
 import shutil
 import signal
 import time
@@ -233,3 +235,24 @@ def test_checkpoints_that_become_read_only_end_the_run_in_one_line(tmp_path, mon
         go(run, "train.steps=1000", "checkpoint.every=2")
     assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(stopped.value)
     assert "\n" not in str(stopped.value)
+
+
+def test_what_checkpoints_take_is_said_before_training(tmp_path, monkeypatch):
+    """And a run of which not even the first fits does not begin."""
+    more, lines = ("train.steps=1", "checkpoint.keep=3", "checkpoint.every=1"), []
+    config = load_config(None, [*TASK, *more, f"run.dir={json.dumps(str(tmp_path / 'run'))}"])
+    train(config, echo=lines.append)
+    (said,) = [line for line in lines if line.startswith("checkpoints: ")]
+    (stored,) = [p for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()]
+    written = sum(f.stat().st_size for f in (stored / "state").rglob("*") if f.parent.name == "d")
+    each, needed, _ = (float(x) * 1e6 for x in re.findall(r"([\d,.]+) MB", said.replace(",", "")))
+    assert each / 2 - 1e5 < written < 2 * each + 1e5
+    assert needed == pytest.approx(2 * each, abs=1e5)  # the first and the last step's
+    assert "MB for 2 at a time" in said
+
+    Room = collections.namedtuple("Room", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Room(10**9, 10**9, 1000))
+    with pytest.raises(StorageError, match="too little for one; free disk space") as error:
+        go(tmp_path / "full", *more)
+    assert error.value.exit_code == 4
+    assert steps_logged(tmp_path / "full") == []

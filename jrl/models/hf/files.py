@@ -1,22 +1,19 @@
 """Checkpoints in Hugging Face layout: safetensors, one file or many, and ``config.json``.
 
-Tensors are read one by one into stacks allocated once, so loading needs the model's size and one
-tensor more. Everything that can be wrong is found from the files' headers, before that.
+Everything that can be wrong is found from the files' headers, before weights are read. A run reads
+them part by part, where they are to lie (``open_checkpoint`` and ``stored.place``).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError, choose
@@ -26,6 +23,7 @@ from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
 from jrl.models.hf.parse import parse
 from jrl.models.hf.render import render
+from jrl.models.hf.stored import in_memory, open_safetensors, stored_tree
 from jrl.models.weights import weights
 from jrl.types import Params
 
@@ -69,20 +67,6 @@ def read_config(dir: str | os.PathLike[str]) -> ModelConfig:
         raise UserError(f"{path.parent}: {error}") from None
 
 
-@contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
-    """A safetensors file, with its own errors turned into ones that name the file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            yield file
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: truncated or not a safetensors file ({error})") from error
-
-
 def _files(directory: pathlib.Path) -> list[pathlib.Path]:
     if (directory / _FILE).exists():
         return [directory / _FILE]
@@ -112,7 +96,7 @@ class _Found(NamedTuple):
 def _headers(directory: pathlib.Path) -> dict[str, _Found]:
     found = {}
     for path in _files(directory):
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118  not a dict
                 part = file.get_slice(name)
                 if part.get_dtype() not in _FLOATS:
@@ -171,9 +155,28 @@ def load(
       device.
 
     Raises:
+      UserError: as ``open_checkpoint``, or damage inside a file's data.
+    """
+    config, params = open_checkpoint(dir, dtype=dtype)
+    return config, in_memory(params)
+
+
+def open_checkpoint(
+    dir: str | os.PathLike[str], *, dtype: str | None = None
+) -> tuple[ModelConfig, dict[str, Any]]:
+    """A checkpoint directory whose weights stay in their files until they are placed.
+
+    Args:
+      dir: as for ``load``.
+      dtype: as for ``load``.
+
+    Returns:
+      The configuration, and the parameters as ``Stored`` weights, for ``place``.
+
+    Raises:
       UserError: an unsupported architecture or key, a missing or damaged file, tensors that are
         missing, unexpected or of the wrong shape. All but damage inside a file's data is found
-        before weights are read.
+        here, before weights are read.
     """
     directory = model_directory(dir)
     config = read_config(directory)
@@ -189,14 +192,10 @@ def load(
     if kept not in DTYPES:
         kept = "float32"
     config = dataclasses.replace(config, dtype=kept, param_dtype=kept)
-    params = _allocate(config)
-    for path in dict.fromkeys(f.file for f in found.values()):
-        with _open(path) as file:
-            for name, tensor in wanted.items():
-                if found[name].file == path:
-                    _store(params, tensor, file.get_tensor(name))
+    files = {name: found[name].file for name in wanted}
+    params = stored_tree(list(leaves(weights(config))), wanted, files, kept)
     if copy is not None:
-        with _open(copy.file) as file:
+        with open_safetensors(copy.file) as file:
             if not np.array_equal(file.get_tensor("lm_head.weight").astype(kept), params["embed"]):
                 raise UserError(
                     f"{copy.file}: tensor 'lm_head.weight' differs from the embedding although "
@@ -205,28 +204,10 @@ def load(
     return config, params
 
 
-def _allocate(config: ModelConfig) -> dict[str, Any]:
-    params: dict[str, Any] = {}
-    for path, spec in leaves(weights(config)):
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = np.empty(spec.shape, np.dtype(config.param_dtype))
-    return params
-
-
 def _leaf(params: Params, path: tuple[str, ...]) -> Any:
     for key in path:
         params = params[key]
     return params
-
-
-def _store(params: Params, tensor: Tensor, value: np.ndarray) -> None:
-    target = _leaf(params, tensor.path)[tensor.at]
-    if tensor.transposed:
-        target.reshape(tensor.shape[::-1])[...] = value.T
-    else:
-        target.reshape(tensor.shape)[...] = value
 
 
 # ---------------------------------------------------------------- writing

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.errors import UserError
+from jrl.models.config import MOST_LAYERS
 
 _WHOLE = "a whole number of at least 1"
 _COUNT = "a whole number of at least 0"
@@ -20,7 +21,6 @@ _WHOLES = "a list of whole numbers"
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 _LARGEST = 2**31 - 1
-_MOST_LAYERS = 10_000
 
 _NULL = (
     *("num_key_value_heads", "head_dim", "sliding_window", "layer_types", "no_rope_layers"),
@@ -74,8 +74,8 @@ _ROPE_KEYS: Mapping[str, str] = {
 def check_types(raw: Mapping[str, Any]) -> None:
     """Raises a UserError for the first key whose value is of another type than the model reads."""
     _check(raw, _KEYS, "")
-    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > _MOST_LAYERS:
-        raise UserError(f"config.json: num_hidden_layers = {layers}; at most {_MOST_LAYERS}")
+    if isinstance(layers := raw.get("num_hidden_layers"), int) and layers > MOST_LAYERS:
+        raise UserError(f"config.json: num_hidden_layers = {layers}; at most {MOST_LAYERS}")
     for key in ("rope_scaling", "rope_parameters"):
         rope = raw.get(key) or {}
         _check(rope, _ROPE_KEYS, f"{key}.")

@@ -1,0 +1,376 @@
+"""Search trees over steps of text: selection, expansion and backup as values, on the host.
+
+    tree = Tree()
+    cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
+    best = tree.path(max(tree.leaves(), key=lambda i: tree.nodes[i].value))
+
+``expand`` draws steps that continue paths, by whatever engine, and judges them; the rest is here.
+A node is a step, its edge the draw of it; the root is the prompt. Methods read what a search leaves
+behind: values of nodes (``deepsearch``, ``alphamath``), siblings (``mcts_dpo``, ``step_q``,
+``tp_llama``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Step(NamedTuple):
+    """A step that was drawn.
+
+    Attributes:
+      content: what it says; tokens, text, an action.
+      tokens: how many.
+      logprob: nats, the sum over its tokens.
+      entropy: nats a token, the mean.
+      done: whether the path ends with it.
+      points: what the path is worth, known or estimated; None where nobody said.
+    """
+
+    content: Any
+    tokens: int = 1
+    logprob: float = 0.0
+    entropy: float = 0.0
+    done: bool = False
+    points: float | None = None
+
+
+@dataclasses.dataclass
+class Node:
+    """A node and what the search knows of it.
+
+    Attributes:
+      step: that led here; None at the root.
+      parent: number of the node before; -1 at the root.
+      depth: steps from the root.
+      children: their numbers, in the order drawn.
+      visits: backups that went through.
+      total: their sum, points; by ``constrained``, the value itself.
+      expanded: whether steps were drawn from here.
+    """
+
+    step: Step | None = None
+    parent: int = -1
+    depth: int = 0
+    children: list[int] = dataclasses.field(default_factory=list)
+    visits: int = 0
+    total: float = 0.0
+    expanded: bool = False
+
+    @property
+    def value(self) -> float:
+        """Points: the mean of the backups, 0 before the first."""
+        return self.total / self.visits if self.visits else 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether the path ends here."""
+        return self.step is not None and self.step.done
+
+
+class Tree:
+    """The nodes of one search; number 0 is the root."""
+
+    def __init__(self) -> None:
+        self.nodes = [Node()]
+
+    def add(self, parent: int, step: Step) -> int:
+        """Appends a child; its number."""
+        self.nodes[parent].expanded = True
+        self.nodes[parent].children.append(len(self.nodes))
+        self.nodes.append(Node(step, parent, self.nodes[parent].depth + 1))
+        return len(self.nodes) - 1
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first step to this one; without the root."""
+        found = []
+        while node > 0:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
+
+    def open(self) -> list[int]:
+        """Nodes that can be expanded, and have not been."""
+        return [i for i, n in enumerate(self.nodes) if not n.expanded and not n.done]
+
+    def leaves(self) -> list[int]:
+        """Nodes at which a path has ended."""
+        return [i for i, n in enumerate(self.nodes) if n.done]
+
+
+Score = Callable[[Tree, int], float]
+"""(tree, node) -> how much it is wanted."""
+Select = Callable[[Tree], list[int]]
+"""(tree) -> nodes to expand; none to end the search."""
+Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
+"""(contents of the steps of each path) -> the steps drawn to continue each."""
+Backup = Callable[[Tree, int, float], None]
+"""(tree, node, points): writes what a path that ends at the node is worth into those before."""
+
+
+# ---------------------------------------------------------------- selection
+
+
+def uct(c: float = 2.0) -> Score:
+    """The mean value plus c sqrt(ln N(parent) / N), what was never visited first.
+
+    "Finite-time Analysis of the Multiarmed Bandit Problem" (Auer, Cesa-Bianchi and Fischer, 2002)
+    at the nodes of a tree, with the constant of "MedS^3: Towards Medical Small Language Models with
+    Self-Evolved Slow Thinking" (arXiv:2501.12051).
+    """
+
+    def score(tree: Tree, i: int) -> float:
+        node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
+        if not node.visits:
+            return math.inf
+        return node.value + c * math.sqrt(math.log(max(above.visits, 1)) / node.visits)
+
+    return score
+
+
+def puct(c: float = 1.0) -> Score:
+    """The mean value plus c p sqrt(N(parent)) / (1 + N), p the step's probability by token.
+
+    As in "AlphaMath Almost Zero: process Supervision without process" (arXiv:2405.03553); p is
+    exp(logprob / tokens), so that a step is not unlikely for being long.
+    """
+
+    def score(tree: Tree, i: int) -> float:
+        node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
+        assert node.step is not None
+        prior = math.exp(node.step.logprob / max(node.step.tokens, 1))
+        return node.value + c * prior * math.sqrt(above.visits) / (1 + node.visits)
+
+    return score
+
+
+def descend(score: Score) -> Select:
+    """From the root to the child of the best score, until a node that can be expanded."""
+
+    def select(tree: Tree) -> list[int]:
+        alive = _alive(tree)
+        node = 0
+        while tree.nodes[node].expanded:
+            children = [i for i in tree.nodes[node].children if i in alive]
+            if not children:
+                return []
+            node = max(children, key=lambda i: score(tree, i))
+        return [] if tree.nodes[node].done else [node]
+
+    return select
+
+
+def frontier(
+    parent: float = 0.4, entropy: float = 0.4, depth: float = 0.2, *, max_depth: int = 64
+) -> Select:
+    """The one node of all that can be expanded that has the greatest F.
+
+        F = parent tanh(value of the parent) + entropy H + depth sqrt(d / max_depth)
+
+    As in "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via
+    Monte Carlo Tree Search" (arXiv:2509.25454). The weights are ours.
+    """
+
+    def score(tree: Tree, i: int) -> float:
+        node = tree.nodes[i]
+        above = tree.nodes[node.parent].value if i else 0.0
+        unsure = node.step.entropy if node.step else 0.0
+        deep = math.sqrt(node.depth / max_depth)
+        return parent * math.tanh(above) + entropy * unsure + depth * deep
+
+    def select(tree: Tree) -> list[int]:
+        found = [i for i in tree.open() if tree.nodes[i].depth < max_depth]
+        return [max(found, key=lambda i: score(tree, i))] if found else []
+
+    return select
+
+
+def best_first(count: int = 1) -> Select:
+    """The open nodes of the greatest mean log-probability of a token on the way to them.
+
+    The priority of "Scaling up Multi-Turn Off-Policy RL and Multi-Agent Tree Search for LLM
+    Step-Provers" (arXiv:2509.06493).
+    """
+
+    def score(tree: Tree, i: int) -> float:
+        steps = [tree.nodes[j].step for j in tree.path(i)]
+        tokens = sum(step.tokens for step in steps if step)
+        return sum(step.logprob for step in steps if step) / max(tokens, 1)
+
+    return lambda tree: sorted(tree.open(), key=lambda i: -score(tree, i))[:count]
+
+
+def worth(tree: Tree, i: int) -> float:
+    """A step's own points, 0 where nobody said: what beams go by."""
+    step = tree.nodes[i].step
+    return 0.0 if step is None or step.points is None else step.points
+
+
+def beam(width: int, score: Score = worth) -> Select:
+    """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
+
+    def select(tree: Tree) -> list[int]:
+        last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
+        level = [i for i in tree.open() if tree.nodes[i].depth > last]
+        return sorted(level, key=lambda i: -score(tree, i))[:width]
+
+    return select
+
+
+def dvts(score: Score = worth) -> Select:
+    """Diverse verifier tree search: a beam of one in every subtree below the root, side by side.
+
+    As compared in "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time Scaling"
+    (arXiv:2502.06703). The first expansion of the root sets the number of subtrees.
+    """
+
+    def select(tree: Tree) -> list[int]:
+        if not tree.nodes[0].expanded:
+            return [0]
+        best: dict[int, int] = {}
+        for i in tree.open():
+            top = tree.path(i)[0]
+            rival = best.get(top)
+            key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
+            if rival is None or key(i) > key(rival):
+                best[top] = i
+        ended = {tree.path(i)[0] for i in tree.leaves()}
+        return [i for top, i in sorted(best.items()) if top not in ended]
+
+    return select
+
+
+def best_action(log_ratios: Sequence[float]) -> int:
+    """The action of the greatest Q = beta log(pi / pi_ref): ``step_q``'s choice among draws."""
+    return max(range(len(log_ratios)), key=lambda i: log_ratios[i])
+
+
+def _alive(tree: Tree) -> set[int]:
+    """Nodes below which something can still be expanded."""
+    found: set[int] = set()
+    for i in tree.open():
+        found.update(tree.path(i))
+    return found
+
+
+# ---------------------------------------------------------------- backup
+
+
+def mean_backup(tree: Tree, node: int, points: float) -> None:
+    """Adds the points to every node of the path, the root included: values are means."""
+    for i in (*tree.path(node), 0):
+        tree.nodes[i].visits += 1
+        tree.nodes[i].total += points
+
+
+def constrained(least: float = 0.1) -> Backup:
+    """DeepSearch's backup: nodes near the leaf get more, and one on a right path stays positive.
+
+        q(s_i) += max(i / l, least) q(leaf)
+
+    but where the signs differ a right leaf replaces the value, and a wrong one leaves it. ``total``
+    is then q itself, as the authors' code has it, and ``Node.value`` its share of the visits.
+    """
+
+    def backup(tree: Tree, node: int, points: float) -> None:
+        length = tree.nodes[node].depth + 1
+        for i in (*tree.path(node), 0):
+            here = tree.nodes[i]
+            here.visits += 1
+            gain = max((here.depth + 1) / length, least) * points
+            if here.total * points >= 0:
+                here.total += gain
+            elif points > 0:
+                here.total = gain
+
+    return backup
+
+
+# ---------------------------------------------------------------- the search
+
+
+class Cost(NamedTuple):
+    """What a search took.
+
+    Attributes:
+      expansions: of a node.
+      steps: drawn.
+      tokens: drawn.
+    """
+
+    expansions: int
+    steps: int
+    tokens: int
+
+
+def grow(
+    tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
+) -> Cost:
+    """Selects, expands and backs up, until nothing is selected or the budget is spent.
+
+    Args:
+      tree: grown in place.
+      select: nodes to expand in one round; they are expanded together.
+      expand: draws steps.
+      backup: gets every step whose points are known.
+      rounds: at most.
+      tokens: drawn, after which no round begins; 0 for any number.
+    """
+    expansions = steps = drawn = 0
+    for _ in range(rounds):
+        nodes = select(tree)
+        if not nodes or (tokens and drawn >= tokens):
+            break
+        paths = [[_content(tree, i) for i in tree.path(node)] for node in nodes]
+        for node, found in zip(nodes, expand(paths), strict=True):
+            tree.nodes[node].expanded = True
+            expansions += 1
+            for step in found:
+                child = tree.add(node, step)
+                steps, drawn = steps + 1, drawn + step.tokens
+                if step.points is not None:
+                    backup(tree, child, step.points)
+    return Cost(expansions, steps, drawn)
+
+
+def _content(tree: Tree, node: int) -> Any:
+    step = tree.nodes[node].step
+    assert step is not None
+    return step.content
+
+
+def backed_up(tree: Tree, leaf: int) -> list[float]:
+    """The values of the nodes on the way to a leaf, as "node_value" wants them by step."""
+    return [tree.nodes[i].value for i in tree.path(leaf)]
+
+
+class Siblings(NamedTuple):
+    """The children of one node that were visited.
+
+    Attributes:
+      path: contents of the steps that they share.
+      steps: contents of the children.
+      values: Q of each, points.
+      visits: of each.
+    """
+
+    path: list[Any]
+    steps: list[Any]
+    values: list[float]
+    visits: list[int]
+
+
+def siblings(tree: Tree) -> list[Siblings]:
+    """Groups for ``mcts_dpo``, ``step_q`` and ``tp_llama``: children whose values differ."""
+    groups = []
+    for i, node in enumerate(tree.nodes):
+        seen = [j for j in node.children if tree.nodes[j].visits]
+        values = [tree.nodes[j].value for j in seen]
+        if len(set(values)) > 1:
+            path = [_content(tree, j) for j in tree.path(i)]
+            steps = [_content(tree, j) for j in seen]
+            groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
+    return groups

@@ -1,0 +1,89 @@
+"""What a page says of a run's health: of curves that show it, and of noise that does not."""
+
+import math
+import random
+
+import pytest
+
+from jrl.report import PANELS, Curve
+from jrl.report_health import NOTES, findings
+
+STEPS = list(range(1, 201))
+
+
+def curve(name, values, low=(), high=()):
+    return Curve(name, name, STEPS[: len(values)], list(values), list(low), list(high))
+
+
+def noisy(start, end, spread=0.05, seed=0):
+    rng = random.Random(seed)
+    return [start + (end - start) * i / 199 + rng.gauss(0, spread) for i in range(200)]
+
+
+def said(*curves, quiet=frozenset()):
+    return {f.name: (f.note, f.level) for f in findings(curves, quiet)}
+
+
+def test_a_reward_rises_falls_or_is_noise():
+    assert said(curve("reward", noisy(0.2, 0.9)))["reward"] == ("rises", "good")
+    note, level = said(curve("reward", noisy(0.9, 0.2)))["reward"]
+    assert note.startswith("falls")
+    assert level == "look"
+    for seed in range(20):
+        assert said(curve("reward", noisy(0.5, 0.5, seed=seed)))["reward"] == ("", "")
+    assert said(curve("reward/math", noisy(0.2, 0.9)))["reward/math"] == ("rises", "good")
+    few = curve("reward", [0.1, 0.9, 0.5])
+    assert findings([few])[0][2:] == (0.1, 0.5, "", "")  # too few to say anything
+
+
+def test_accuracy_is_judged_by_its_own_intervals():
+    def accuracy(last):
+        values = [0.3, 0.5, last]
+        return curve("eval/accuracy", values, [v - 0.1 for v in values], [v + 0.1 for v in values])
+
+    assert said(accuracy(0.8))["eval/accuracy"] == ("better than at the start", "good")
+    assert said(accuracy(0.4))["eval/accuracy"] == ("no clear change", "")
+    assert said(accuracy(0.05))["eval/accuracy"] == ("fell below its start", "look")
+
+
+@pytest.mark.parametrize(
+    ("name", "sound", "broken", "words"),
+    [
+        ("zero_std_groups", 0.3, 0.8, "most groups teach nothing"),
+        ("truncated", 0.02, 0.4, "raise sampling.max_new_tokens"),
+        ("clip_fraction_high", 0.05, 0.5, "lower optimizer.learning_rate"),
+        ("clip_fraction_low", 0.05, 0.5, "lower optimizer.learning_rate"),
+        ("logprob_diff", 0.001, 0.1, "sampler and trainer disagree"),
+        ("skipped_updates", 0.0, 1.0, "not finite"),
+        ("reward_failures", 0.0, 0.2, "fail"),
+    ],
+)
+def test_limits(name, sound, broken, words):
+    assert said(curve(name, [sound] * 50))[name] == ("", "")
+    note, level = said(curve(name, [sound] * 25 + [broken] * 25))[name]
+    assert words in note
+    assert level == "look"
+
+
+def test_entropy_that_goes_and_lengths_that_double():
+    gone = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
+    assert "nearly gone" in said(gone)["entropy"][0]
+    assert "doubled" in said(curve("entropy", noisy(1, 3)))["entropy"][0]
+    assert said(curve("length", noisy(100, 300, 5)))["length"][0] == "doubled"
+    assert said(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
+    # where nearly everything is solved, both are as they should be
+    solved = curve("eval/accuracy", [0.3, 0.97], [0.2, 0.95], [0.4, 0.99])
+    found = said(solved, gone, curve("zero_std_groups", [0.9] * 50))
+    assert found["entropy"][1] == found["zero_std_groups"][1] == ""
+
+
+def test_what_only_rounds_says_so_in_its_note():
+    rounds = curve("logprob_diff", [1e-7] * 50)._replace(title="Difference: only rounding, or none")
+    (found,) = findings([rounds], frozenset({"logprob_diff"}))
+    assert (found.title, found.note, found.level) == ("Difference", "only rounding, or none", "")
+
+
+def test_every_note_is_about_a_metric_that_runs_have():
+    known = {panel.name for panel in PANELS} | {"skipped_updates", "reward_failures"}
+    assert set(NOTES) <= known
+    assert findings([curve("somebody_s_own", [1.0])]) == []
