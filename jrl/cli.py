@@ -371,8 +371,8 @@ def report(
 
     Example: jrl report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1
     """
-    from jrl.overlay import write_overlay
-    from jrl.report import write_report
+    from jrl.report.overlay import write_overlay
+    from jrl.report.page import write_report
 
     typer.echo(str(write_report(runs[0]) if len(runs) == 1 else write_overlay(runs)))
 

@@ -147,7 +147,7 @@ ROWS = {
     ),
     22: (
         "train/test_text_run.py::test_samples_keep_the_reward_parts",
-        "test_report.py::test_a_finished_run",
+        "report/test_page.py::test_a_finished_run",
     ),
     23: (
         "test_readme.py::test_the_example_trains_with_a_method_from_a_file",

@@ -28,7 +28,7 @@ from jrl.errors import Overdue, StorageError, UserError
 from jrl.mesh import replicated
 from jrl.processes import check_same, stop_requested
 from jrl.progress import Progress
-from jrl.report import write_report
+from jrl.report.page import write_report
 from jrl.rewards.pool import RewardPool
 from jrl.signals import STEP_SECONDS, Stopping
 from jrl.step_files import what_is_saved

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from jrl.report import PANELS, Curve
-from jrl.report_health import NOTES, findings
+from jrl.report.health import NOTES, findings
+from jrl.report.page import PANELS, Curve
 
 STEPS = list(range(1, 201))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.metrics import write_atomic
-from jrl.report import Curve, as_page, read_run, thin_curve
+from jrl.report.page import Curve, as_page, read_run, thin_curve
 
 IGNORED = ("run.", "log.", "checkpoint.")
 """Keys that change nothing about what is learned."""

@@ -9,8 +9,8 @@ import pytest
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
-from jrl.report import MAX_POINTS, find_curves, smooth, write_report
-from jrl.report_samples import MAX_SAMPLES
+from jrl.report.page import MAX_POINTS, find_curves, smooth, write_report
+from jrl.report.samples import MAX_SAMPLES
 
 PNG = b"\x89PNG\r\n\x1a\n"
 HOSTILE = "</script><script>document.title='x'</script><!-- <b>é & \u2028"

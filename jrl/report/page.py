@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl, write_atomic
-from jrl.report_health import findings
-from jrl.report_samples import spread, thin_samples
+from jrl.report.health import findings
+from jrl.report.samples import spread, thin_samples
 
 MAX_POINTS = 1500
 """The most points of a curve in the page; longer curves are thinned evenly, ends kept."""
@@ -286,7 +286,7 @@ def as_page(data: Mapping[str, Any]) -> str:
     """The page that shows the data: one self-contained HTML file."""
     # "<" is the only character that could end the script element early
     text = json.dumps(data, ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
-    template = importlib.resources.files("jrl").joinpath("report.html").read_text("utf-8")
+    template = importlib.resources.files("jrl.report").joinpath("page.html").read_text("utf-8")
     return template.replace("/*DATA*/", text, 1)
 
 

@@ -3,8 +3,8 @@
 import collections
 import itertools
 
-from jrl import report_samples
-from jrl.report_samples import MAX_SAMPLES, spread, thin_samples
+from jrl.report import samples as report_samples
+from jrl.report.samples import MAX_SAMPLES, spread, thin_samples
 
 
 def group_of(step, group, size=8, **more):

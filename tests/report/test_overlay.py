@@ -10,8 +10,8 @@ import pytest
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
-from jrl.overlay import mean_curve, write_overlay
-from jrl.report import Curve
+from jrl.report.overlay import mean_curve, write_overlay
+from jrl.report.page import Curve
 
 
 def make_run(directory, rewards, *overrides):
