@@ -202,6 +202,7 @@ def soak(server: Server, requests: int, every: int, threads: int) -> dict[str, A
         seconds = time.perf_counter() - began
         time.sleep(1.0)  # what clients left is noticed and ended
         found.append({"requests": numbers[-1] + 1} | server.usage() | {"seconds": seconds})
+        print(json.dumps(found[-1]), file=sys.stderr, flush=True)
     settled = found[1:]
     return {
         "usage": found,

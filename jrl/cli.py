@@ -22,7 +22,7 @@ from jrl.console import (
     print_table,
 )
 from jrl.directories import fresh_dir
-from jrl.errors import INTERRUPTED, UserError, choose
+from jrl.errors import INTERRUPTED, Overdue, UserError, choose
 from jrl.extras import version as installed_version
 from jrl.hub import hub_name
 from jrl.own import remember
@@ -59,8 +59,8 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.code, int) and end.code:
-            end_within(60, end.code)  # whatever thread of a reward still holds the process
+        if end.code in (INTERRUPTED, Overdue.exit_code):
+            end_within(60, end.code)  # whatever thread of a reward function still holds the process
         raise
 
 
@@ -151,10 +151,17 @@ def _train(
 def evaluate(
     target: Target,
     overrides: Overrides = None,
+    search: Annotated[
+        str | None, typer.Option(help="Search for answers: best_of_n, beam, dvts or mcts.")
+    ] = None,
+    width: Annotated[int, typer.Option(help="Width of the search.", min=1)] = 4,
+    step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
+
+    With --search also what the search took of each problem: steps, tokens drawn, tokens read again.
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
@@ -162,6 +169,14 @@ def evaluate(
     """
     chosen = _read(target, overrides)
     _prepare_jax()
+    if search is not None:
+        from jrl.evaluate_search import search_run
+
+        result = search_run(
+            chosen, search, width=width, step_tokens=step_tokens, checkpoint=checkpoint
+        )
+        print_result("evaluation", result, as_json)
+        return
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)

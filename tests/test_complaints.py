@@ -319,7 +319,7 @@ def test_a_group_is_an_axis_that_nothing_can_cut(sample, params):
     _, metrics = jax.eval_shape(step, shapes, batch, make_sampling_params())
     assert {"reward_std", "advantage_std", "zero_std_groups"} <= set(metrics)
     flat = batch.replace(tokens=batch.tokens.reshape(N * G, T))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):
         jax.eval_shape(step, shapes, flat, make_sampling_params())
 
 

@@ -99,7 +99,8 @@ def check_movement(measured, varies, settings):
         exact, rough = (found[varies, dtype] for dtype in ("float32", "bfloat16"))
         assert exact["logprob_most"] < 1e-5
         assert exact["diverged"] == 0
-        assert rough["logprob_std"] > 20 * exact["logprob_std"]
+        if "mesh" in varies:  # parts of a sum that are rounded before they are added
+            assert rough["logprob_std"] > 20 * exact["logprob_std"]
         assert found["dtype", None]["logprob_std"] > 1e-4
         assert all(0 <= row["accuracy"] <= 1 for row in found.values())
     assert len(measured["settings"]) == settings
@@ -109,7 +110,7 @@ SMALL = (*RUN, "model.param_dtype=bfloat16", "model.dtype=bfloat16")
 """Of this run the command's defaults are batches of 1 and 8, in bfloat16 and float32."""
 
 
-def test_float32_moves_far_less_than_16_bits():
+def test_a_run_moves_with_dtype_and_not_with_batch():
     shown = CliRunner().invoke(app, ["drift", *SMALL, "--problems", "3", "--json"])
     assert shown.exit_code == 0, shown.output
     measured = json.loads(shown.output)

@@ -51,7 +51,7 @@ HEAVY = {
     *("torch", "tokenizers", "pyarrow", "math_verify", "sympy", "safetensors"),
     *("jinja2", "tensorboardX", "wandb", "jetstream", "grpc", "starlette", "uvicorn"),
     "huggingface_hub",
-    *("jsonschema", "gymnasium"),
+    *("jsonschema", "gymnasium", "textarena", "reasoning_gym", "openenv", "mcp"),
 }
 """Loaded by what needs them, when it runs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -93,6 +94,7 @@ def build_prompts(
         raise choose("data.overlong", overlong, OVERLONG)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
+    first, different = None, False  # the first question, and whether another one is another text
     bad = BadRows(skip=invalid == "skip")
     with AnswerFinder(answer_pattern) as answers:
         for index in range(len(source)):
@@ -105,6 +107,10 @@ def build_prompts(
                 if not isinstance(question, str):
                     kind = type(question).__name__
                     raise UserError(f"{where}: {question_key} must be text, not {kind}")
+                if question and not question.strip():
+                    raise UserError(f"{where}: {question_key} is blank")
+                different |= question != (first if first is not None else question)
+                first = question if first is None else first
                 answer = None if answer_key is None else _answer(row, answer_key, answers, where)
                 text = _text(question, tokenizer, system, template)
                 ids = tokenizer.encode(text, add_special=template != "chat")
@@ -136,6 +142,15 @@ def build_prompts(
             f"{max_prompt_tokens} (the longest has {longest}); raise it"
             if len(source)
             else "the data has no rows"
+        )
+    if (
+        template == "chat"
+        and different
+        and len({prompt.text for prompt in prompts}) == 1 < len(prompts)
+    ):
+        raise UserError(
+            "the tokenizer's chat template writes the same text for every question, without the "
+            "question; set data.template"
         )
     return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
 
@@ -182,6 +197,8 @@ def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) ->
                 f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
             )
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", found.strip())
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise UserError(f"{where}: {key} is {answer}; a reference answer is finite, or text")
     if answer is None or (isinstance(answer, str) and not answer.strip()):
         raise UserError(f"{where}: {key} is empty; every row needs a reference answer")
     return answer

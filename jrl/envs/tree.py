@@ -319,21 +319,48 @@ def grow(
       rounds: at most.
       tokens: drawn, after which no round begins; 0 for any number.
     """
-    expansions = steps = drawn = 0
+    together: ExpandAll = lambda asked: expand([path for _, path in asked])  # noqa: E731
+    return grow_all([tree], select, together, backup, rounds=rounds, tokens=tokens)[0]
+
+
+ExpandAll = Callable[[list[tuple[int, list[Any]]]], Sequence[Sequence[Step]]]
+"""(tree and contents of the path of each node to expand) -> the steps drawn to continue each."""
+
+
+def grow_all(
+    trees: Sequence[Tree],
+    select: Select,
+    expand: ExpandAll,
+    backup: Backup,
+    *,
+    rounds: int,
+    tokens: int = 0,
+) -> list[Cost]:
+    """``grow`` for several trees side by side: a round expands nodes of all of them together.
+
+    The budget of tokens is each tree's own.
+    """
+    costs = [Cost(0, 0, 0)] * len(trees)
     for _ in range(rounds):
-        nodes = select(tree)
-        if not nodes or (tokens and drawn >= tokens):
+        chosen = [
+            (i, node)
+            for i, tree in enumerate(trees)
+            if not tokens or costs[i].tokens < tokens
+            for node in select(tree)
+        ]
+        if not chosen:
             break
-        paths = [[_content(tree, i) for i in tree.path(node)] for node in nodes]
-        for node, found in zip(nodes, expand(paths), strict=True):
-            tree.nodes[node].expanded = True
-            expansions += 1
+        paths = [(i, [_content(trees[i], j) for j in trees[i].path(n)]) for i, n in chosen]
+        for (i, node), found in zip(chosen, expand(paths), strict=True):
+            trees[i].nodes[node].expanded = True
             for step in found:
-                child = tree.add(node, step)
-                steps, drawn = steps + 1, drawn + step.tokens
+                child = trees[i].add(node, step)
                 if step.points is not None:
-                    backup(tree, child, step.points)
-    return Cost(expansions, steps, drawn)
+                    backup(trees[i], child, step.points)
+            drawn = sum(step.tokens for step in found)
+            more = (1, len(found), drawn)
+            costs[i] = Cost(*(a + b for a, b in zip(costs[i], more, strict=True)))
+    return costs
 
 
 def _content(tree: Tree, node: int) -> Any:

@@ -101,16 +101,17 @@ def seed_grpo(
         A = (r - mean(r)) f(alpha SE / log G),  f(x) = 1 - x, exp(-x) or (1 - x)^power
 
     Departures: shares are counted; the paper also allows sums of likelihoods. Answers are equal
-    when their labels "answer" are, or, where nobody recorded labels, when all reward parts are;
-    nothing is guessed from tokens. f is held at 0 from below. Not known: alpha (``strength``) and
-    the f of the paper's runs; its repository holds no code. A reimplementation that follows it
-    takes 1 / (1 + x) with alpha 0.0417 and Shannon's entropy; at alpha 1 the linear f takes away
-    groups of which no two answers agree.
+    when their labels "answer" are, which episodes on the host record (final answers as text), or,
+    where nobody recorded labels, when all reward parts are; nothing is guessed from tokens. f is
+    held at 0 from below. Not known: alpha (``strength``) and the f of the paper's runs; its
+    repository holds no code. A reimplementation that follows it takes 1 / (1 + x) with alpha 0.0417
+    and Shannon's entropy; at alpha 1 the linear f takes away groups of which no two answers agree.
     """
     scale = scale_by_answer_entropy(strength, shape, power)
     return base.with_(
         advantage=transforms.chain(CENTRED, scale),
-        unsupported="answers recorded as labels; until then those with equal rewards are one",
+        unsupported="labels of answers outside of episodes on the host: there those with equal "
+        "rewards are one",
     )
 
 

@@ -123,13 +123,18 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
 # ---------------------------------------------------------------- the policy's own best
 
 
+def _kept(scores: Array) -> Array:
+    """1 for members that are imitated: ``ratios.reinforce`` is then their likelihood. NaN shows."""
+    return jnp.where(jnp.isnan(scores), scores, 1)
+
+
 def best_of_batch(keep: float) -> Transform:
     """Trains on the members whose score is in the top ``keep`` of the batch alone; ties pass."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         seg = segments.segments(batch.members)
-        high = ~(scores < segments.quantile(scores, seg, 1 - keep))  # a NaN shows
-        return scores, batch.replace(mask=batch.mask & jnp.expand_dims(high, 2))
+        high = ~(scores < segments.quantile(scores, seg, 1 - keep))
+        return _kept(scores), batch.replace(mask=batch.mask & jnp.expand_dims(high, 2))
 
     return transforms.stateless(apply)
 
@@ -146,7 +151,7 @@ def filtered_bc(base: Method, keep: Fraction = 0.1) -> Method:
     ``keep`` is the released code's of ``digirl``, which has it as a baseline too. Departures: the
     episodes are the policy's own of this step, where the paper clones a data set.
     """
-    return base.with_(draw=Draw(), advantage=best_of_batch(keep))
+    return base.with_(draw=Draw(), advantage=best_of_batch(keep), surrogate=ratios.reinforce())
 
 
 def middle_steps(low: float, high: float, success: float) -> Transform:
@@ -161,7 +166,8 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
         each = segments.segments(starts)  # a step counts once, however long it is
         bounds = [jnp.max(segments.quantile(doubt, each, q)) for q in (low, high)]
         inside = (doubt >= bounds[0]) & (doubt <= bounds[1])
-        return scores, batch.replace(mask=won & inside)
+        inside = inside | jnp.expand_dims(jnp.isnan(scores), 2)
+        return _kept(scores), batch.replace(mask=won & inside)
 
     return transforms.stateless(apply, frozenset({"sampler_logprobs"}))
 
@@ -186,6 +192,7 @@ def bfs_prover(
     return base.with_(
         draw=Draw(),
         advantage=middle_steps(low, high, success),
+        surrogate=ratios.reinforce(),
         unsupported="groups drawn by a search, a prover, and starting anew",
     )
 

@@ -106,7 +106,12 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
 
     _made.total = 0
     try:
-        return _limited(_compiled(template), variables)
+        text = _limited(_compiled(template), variables)
+        text.encode()  # half of a character, which no tokenizer takes
+        return text
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        said = f"it writes {half}, half of a character (a lone surrogate)"
     except jinja2.TemplateSyntaxError as error:
         said = f"line {error.lineno}: {error}"
     except (jinja2.TemplateError, _Beyond) as error:

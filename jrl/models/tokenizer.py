@@ -149,6 +149,20 @@ def char_tokenizer(alphabet: str = ALPHABET) -> CharTokenizer:
 # ---------------------------------------------------------------- the tokenizer of a checkpoint
 
 
+def _check_distinct(vocabulary: Mapping[str, int], source: str) -> None:
+    """Raises UserError where two tokens have one id."""
+    if len(set(vocabulary.values())) == len(vocabulary):
+        return
+    seen: dict[int, str] = {}
+    for text, token in vocabulary.items():
+        if token in seen:
+            raise UserError(
+                f"{source}: {seen[token]!r} and {text!r} both have id {token} in the vocabulary; "
+                "the file is damaged"
+            )
+        seen[token] = text
+
+
 _SHORT = 1000
 """Characters; a shorter text is encoded in less than a millisecond."""
 
@@ -182,7 +196,9 @@ class FileTokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values())
         self.longest_token = max(map(len, vocabulary))
-        self.base_vocab_size = 1 + max(backend.get_vocab(with_added_tokens=False).values())
+        base = backend.get_vocab(with_added_tokens=False)
+        self.base_vocab_size = 1 + max(base.values())
+        _check_distinct(base, source)
         self.eos_id = stop_ids[0]
         self.stop_ids = stop_ids
         self.pad_id = pad_id

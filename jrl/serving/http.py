@@ -251,6 +251,7 @@ class Service:
             tokenizer=self.tokenizer,
             limits=self.limits,
             model=self.model_name,
+            most=self.limits.slots + self.queue,
         )
         with contextlib.ExitStack() as stack:
             job = stack.enter_context(self.job(api_request))

@@ -57,6 +57,8 @@ KNOWN: Mapping[bool, frozenset[str]] = {
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
+_LONGEST_STOP = 1000
+"""Characters of a stop string; every token is compared with it."""
 _SEED_STRIDE = 0x9E3779B97F4A7C15
 """Between the seeds of a request's prompts; the 64-bit golden ratio spreads them."""
 
@@ -118,7 +120,15 @@ class ApiRequest:
         return len(self.requests) * self.n
 
 
-def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model: str) -> ApiRequest:
+def parse(
+    body: Any,
+    *,
+    chat: bool,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    model: str,
+    most: int | None = None,
+) -> ApiRequest:
     """The request in a JSON body.
 
     Args:
@@ -127,6 +137,7 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model:
       tokenizer: the model's.
       limits: the engine's.
       model: the name of the model that is served.
+      most: completions of one request; None for any number.
 
     Raises:
       ApiError: names the parameter, the value and what is allowed.
@@ -135,16 +146,25 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model:
         raise ApiError(f"the body must be a JSON object, not {_kind(body)}")
     _check_names(body, chat)
     _check_model(_get(body, "model", str, None), model)
-    prompts = _chat_prompt(body, tokenizer, limits) if chat else _prompts(body, tokenizer, limits)
+    n = _n(body, limits)
+    if chat:
+        prompts = _chat_prompt(body, tokenizer, limits)
+    else:
+        given = body.get("prompt")
+        asked = n * len(given) if isinstance(given, list) and not _ids(given) else n
+        if most is not None and asked > most:  # before any of them is encoded
+            raise ApiError(f"{asked} completions at once; this server takes at most {most}")
+        prompts = _prompts(body, tokenizer, limits)
     longest = _check_prompts(prompts, limits, "messages" if chat else "prompt")
     wanted, top = _logprobs(body, chat, limits)
-    options = _get(body, "stream_options", dict, None) or {}
+    stream = bool(_get(body, "stream", bool, None))
+    options = _stream_options(body, stream)
     seed = _integer(body, "seed", None, -(2**63), 2**63 - 1)
     request = Request(
         tokens=(),
         max_new_tokens=_max_tokens(body, chat, longest, limits),
         seed=secrets.randbits(64) if seed is None else seed,
-        n=_n(body, limits),
+        n=n,
         temperature=_number(
             body,
             "temperature",
@@ -169,7 +189,7 @@ def parse(body: Any, *, chat: bool, tokenizer: Tokenizer, limits: Limits, model:
         ),
         logprobs=wanted,
         top_logprobs=top,
-        stream=bool(_get(body, "stream", bool, None)),
+        stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
     )
 
@@ -286,15 +306,27 @@ def _check_length(prompt: Sequence[int], limits: Limits, name: str) -> None:
         )
 
 
+def _stream_options(body: Json, stream: bool) -> Json:
+    options = _get(body, "stream_options", dict, None)
+    if options is None:
+        return {}
+    if not stream:
+        raise ApiError("stream_options needs stream = true", param="stream_options")
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise ApiError(f"unknown parameter {name!r:.40}", param=f"stream_options.{name:.40}")
+    return options
+
+
+def _ids(x: Any) -> bool:
+    return isinstance(x, list) and all(type(i) is int for i in x)
+
+
 def _prompts(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], ...]:
     prompt = body.get("prompt")
-
-    def ids(x: Any) -> bool:
-        return isinstance(x, list) and all(type(i) is int for i in x)
-
-    if isinstance(prompt, str) or (ids(prompt) and prompt):
+    if isinstance(prompt, str) or (_ids(prompt) and prompt):
         prompt = [prompt]
-    if not isinstance(prompt, list) or not all(isinstance(p, str) or ids(p) for p in prompt):
+    if not isinstance(prompt, list) or not all(isinstance(p, str) or _ids(p) for p in prompt):
         raise ApiError(
             "prompt must be a string, an array of strings, an array of token ids or an array of "
             "those",
@@ -317,6 +349,9 @@ def _chat_prompt(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tupl
         where = f"messages[{i}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(f"{where} must be an object with a role and a content", param="messages")
+        if not message["role"] or not isinstance(message.get("name") or "", str):
+            wrong = "name" if message["role"] else "role"
+            raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
         known = ("role", "content", "name", "refusal")
         more = [name for name in message if name not in known and message[name] is not None]
         if more:
@@ -370,6 +405,8 @@ def _max_tokens(body: Json, chat: bool, prompt_tokens: int, limits: Limits) -> i
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     )
     wanted = _integer(body, name, None, 1, 2**31 - 1)
+    if name != "max_tokens" and body.get("max_tokens") not in (None, wanted):
+        raise ApiError("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
     if wanted is None:
         wanted = most if chat else min(most, DEFAULT_MAX_TOKENS)
     if wanted > most or most < 1:
@@ -387,7 +424,7 @@ def _n(body: Json, limits: Limits) -> int:
     assert n is not None
     if n > limits.slots:
         raise ApiError(f"n = {n}; this server decodes {limits.slots} sequences at once", param="n")
-    best = body.get("best_of")
+    best = _integer(body, "best_of", None, 1, 2**31 - 1)
     if best not in (None, n):
         raise ApiError(f"best_of = {best!r}; only best_of = n is supported", param="best_of")
     return n
@@ -424,6 +461,8 @@ def _logit_bias(body: Json, limits: Limits) -> dict[int, float]:
             raise ApiError(
                 f"{name}: keys are token ids, 0 to {limits.vocab_size - 1}", param="logit_bias"
             )
+        if given[key] is None:
+            raise ApiError(f"{name} must be a number, not null", param="logit_bias")
         bias[int(key)] = _number(given, key, 0.0, lambda x: -100 <= x <= 100, "-100 to 100")
     return bias
 
@@ -434,6 +473,11 @@ def _stop(body: Json, tokenizer: Tokenizer) -> tuple[str, ...]:
     if not isinstance(stop, list) or not all(isinstance(s, str) for s in stop) or len(stop) > 4:
         raise ApiError("stop must be a string or an array of at most 4 strings", param="stop")
     for text in stop:
+        if len(text) > _LONGEST_STOP:
+            raise ApiError(
+                f"stop has a string of {len(text)} characters; at most {_LONGEST_STOP}",
+                param="stop",
+            )
         try:
             check_stop(tokenizer, text)
         except UserError as error:

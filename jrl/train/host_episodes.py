@@ -9,6 +9,7 @@ import collections
 import contextlib
 import logging
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.own import check_options, load
+from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
@@ -39,6 +41,9 @@ _ROUNDS = 3
 
 class HostEpisodes:
     """Draws groups of episodes; ``draw`` is a ``GroupSource``.
+
+    Beside the ids of ``Rows`` it records "stratum" [N, G], the turns taken, and "answer" [N, G], a
+    number for the final answer of the last turn.
 
     Args:
       env: the environment.
@@ -128,14 +133,26 @@ class HostEpisodes:
             for name, value in transcript.metrics.items():
                 if name != SUCCESS:
                     counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
+        turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
         return Groups(
             rollout=rows.rollout,
             rewards=np.stack([paid[name] for name in self._weights], axis=2),
             subject=chosen,
             counts=counts,
-            ids={"prompt": np.array([p.id for p in chosen], np.int32), **rows.ids},
+            ids={
+                "prompt": np.array([p.id for p in chosen], np.int32),
+                "stratum": turns.astype(np.int32),
+                "answer": np.array([[self._answer(t) for t in g] for g in groups], np.int32),
+                **rows.ids,
+            },
             stats={"paid": rows.paid},
         )
+
+    def _answer(self, transcript: Transcript) -> int:
+        """A number for the final answer of the last turn: equal numbers, equal answers."""
+        drawn = [segment for segment in transcript.segments if segment.drawn]
+        said = self._tokenizer.decode(drawn[-1].tokens.tolist()) if drawn else ""
+        return zlib.crc32((final_answer(said) or said).strip().encode()) & 0x7FFFFFFF
 
     def close(self) -> None:
         """Ends what the environment shares between episodes, and its threads."""

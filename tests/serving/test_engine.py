@@ -218,7 +218,7 @@ def distribution_of(request, tokens):
         chosen = make_sampling_params(
             request.temperature, request.top_k, request.top_p, request.min_p
         )
-        biased = raw + request.bias(NETWORK.vocab_size)
+        biased = raw + request.bias(NETWORK.vocab_size)[None]
         found = np.asarray(sampling_logprobs(biased, chosen), np.float64)
     return found - np.logaddexp.reduce(found, axis=-1, keepdims=True)
 

@@ -18,6 +18,6 @@ def test_nothing_grows(capsys):
     assert not found["unexpected"]
     assert found["statuses"]["200"] > 1000
     assert found["statuses"]["400"] > 500
-    assert found["growth_mb"] < 30
-    assert max(found["threads"]) == min(found["threads"])
+    assert found["growth_mb"] < 40
+    assert max(found["threads"]) - min(found["threads"]) <= 2
     assert max(found["files"]) - min(found["files"]) <= 2

@@ -12,7 +12,7 @@ import pytest
 
 from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
-from jrl.metrics import read_jsonl
+from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.loop import train
 
@@ -20,10 +20,9 @@ RUN = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=4", "train.prompts=4"),
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
     *("rewards={partial={}}", "optimizer.learning_rate=1e-2", "objective={kl_coef=0.01}"),
+    "warmup={steps=60, batch=32, learning_rate=1e-2}",  # groups whose rewards differ
     *("eval.problems=4", "train.steps=6", "checkpoint.every=3", "log.samples_every=2"),
 )
-CLOCKS = {"seconds", "rollout_seconds", "reward_seconds", "tokens_per_second", "compiles"}
-"""Metrics that are read from the clock, or tell what this process has compiled (docs/runs.md)."""
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +63,16 @@ def assert_same_bits(one, other):
     for name, array in first.items():
         assert array.dtype == second[name].dtype
         assert array.tobytes() == second[name].tobytes(), name
-    assert logged(one) == logged(other)
+    (steps, samples), again = logged(one), logged(other)
+    assert (steps, samples) == again
+    assert max(step["grad_norm"] for step in steps) > 0
+    assert len(samples) > 4
 
 
-def test_a_seed_gives_the_same_bits_again_and_another_seed_does_not(tmp_path):
-    for name, seed in (("one", 3), ("two", 3), ("three", 4)):
-        train(load_config(None, settings(tmp_path / name, f"seed={seed}")), echo=lambda line: None)
+def test_a_seed_gives_the_same_bits_again(tmp_path):
+    for name in ("one", "two"):
+        train(load_config(None, settings(tmp_path / name, "seed=3")), echo=lambda line: None)
     assert_same_bits(tmp_path / "one", tmp_path / "two")
-    assert logged(tmp_path / "one") != logged(tmp_path / "three")
 
 
 @pytest.mark.slow

@@ -278,7 +278,7 @@ def test_a_rollout_that_hangs_can_be_given_up_and_what_was_drawn_before_is_kept(
 def test_an_interrupted_wait_for_a_batch_saves_the_batches_before_the_one_that_hangs(stuck):
     def interrupt(step):
         if step == 1:
-            threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+            threading.Timer(2.0, os.kill, [os.getpid(), signal.SIGINT]).start()
             stuck.wait()
 
     hangs = Loop(1, before_draw=interrupt)

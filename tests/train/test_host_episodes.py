@@ -13,6 +13,7 @@ from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
+from jrl.rewards.exact import final_answer
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.collect import collect
@@ -107,6 +108,14 @@ def test_groups_hold_points_paid_and_ids(made, params):
     for i, j in np.ndindex(3, G):
         said = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j]])
         assert reward[i, j] == pytest.approx(sum(c.isdigit() for c in said) / 6)
+        turns = groups.ids["turn"][i, j][rollout.mask[i, j]]
+        assert groups.ids["stratum"][i, j] == turns.max() + 1
+    one, same = groups.ids["answer"], {}
+    for i, j in np.ndindex(3, G):  # one number for one text
+        own = groups.ids["turn"][i, j] == groups.ids["turn"][i, j][rollout.mask[i, j]].max()
+        text = TOKENIZER.decode(rollout.tokens[i, j][rollout.mask[i, j] & own])
+        assert same.setdefault(final_answer(text) or text.strip(), one[i, j]) == one[i, j]
+    assert len(set(one.ravel().tolist())) == len(same) > 1
     assert groups.counts["env/said"] == groups.counts["turns"]
     again = made(digits_env()).draw(KEY, params, np.int32(4), np.arange(3)).rollout
     np.testing.assert_array_equal(again.tokens, rollout.tokens)

@@ -24,8 +24,7 @@ SHARED = (
     *("optimizer.learning_rate=1e-2", "objective={kl_coef=0.01}", "checkpoint.every=0"),
 )
 GUESS = (
-    "data.env=guess_number",
-    "data.options={numbers=4, turns=3, cost=0.25}",
+    "data={env='guess_number', numbers=4, turns=3, cost=0.25}",
     "rewards={reward={}, success={}}",
 )
 KINDS = {
@@ -76,7 +75,9 @@ def left(directory):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["an environment", *(pytest.param(k, marks=pytest.mark.slow) for k in [*KINDS][1:])]
+)
 def test_a_stopped_run_resumes_bit_for_bit(kind, go, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "SEGMENT", 2)  # of a compiled run, which hears signals between them
     changes = KINDS[kind]

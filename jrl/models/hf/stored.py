@@ -101,7 +101,7 @@ class Stored:
             else:
                 left, right = _Axes(spans[:1], sizes[:1]), _Axes(spans[1:], sizes[1:])
                 part = found[left.read, right.read]
-        if not _finite(part):
+        if not is_finite(part):
             raise UserError(
                 f"{piece.file}: tensor {piece.name!r} holds numbers that are not finite; the "
                 "checkpoint is damaged, or of a run that diverged"
@@ -134,7 +134,7 @@ def _axes_of(size: int, sizes: Sequence[int]) -> int:
     return count
 
 
-def _finite(value: np.ndarray) -> bool:
+def is_finite(value: np.ndarray) -> bool:
     """Whether no number is NaN or infinite: such have all bits of the exponent set.
 
     On the bits, because NumPy has to convert 16-bit floats one by one to look at them.

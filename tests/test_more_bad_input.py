@@ -1,0 +1,386 @@
+"""Further mistakes that people make, each refused in one line that names it, before device work.
+
+``test_bad_input.py`` runs commands; here the same readers are called directly, so that many
+mistakes take little time.
+"""
+
+import json
+import pathlib
+import shutil
+import struct
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.hf.stored import in_memory
+from jrl.models.tokenizer import CharTokenizer
+from jrl.models.transformer import transformer
+from jrl.rewards import make_reward
+from jrl.serving.openai_requests import ApiError, parse
+from jrl.serving.request import Limits
+from jrl.train import build
+
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+TASK = (
+    "data.task=sorting",
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
+)
+
+
+def refused(said, function, *arguments, **keywords):
+    """One line, or two, with this in it; anything else that is raised fails the test."""
+    with pytest.raises((UserError, ApiError)) as raised:
+        function(*arguments, **keywords)
+    message = str(raised.value)
+    assert said in message
+    assert len(message.splitlines()) <= 2
+    assert len(message) < 600
+
+
+# ---------------------------------------------------------------- configurations
+
+
+CONFIGURATIONS = {
+    "run.dir=''": "run.dir = ''; must be a path",
+    "run.dir='  '": "run.dir = '  '; must be a path",
+    "seed=true": "seed = True; must be a whole number",
+    f"seed={2**70}": "must be below 4294967296",
+    "train.steps=1e3": "train.steps = 1000.0; must be a whole number",
+    "optimizer.learning_rate=inf": "optimizer.learning_rate = inf; must be finite",
+    "optimizer.b1=1.0": "optimizer.b1 = 1.0; must be below 1.0",
+    "sampling.group=100000000000": "sampling.group = 100000000000; must be at most 1000000",
+    "reward_pool.workers=100000": "reward_pool.workers = 100000; must be at most 1024",
+    "reward_pool.memory_gib=nan": "reward_pool.memory_gib = nan; must be finite",
+    "objective.kl_coef=nan": "objective.kl_coef = nan; must be finite",
+    "objective.clip_high=inf": "objective.clip_high = inf; must be finite",
+    "model.config.norm_eps=nan": "model.config.norm_eps = nan; must be finite",
+    "eval.dtype=float64": "eval.dtype = 'float64'; did you mean 'bfloat16'?",
+    "model.network=own.py:f": "model.network = 'own.py:f' and eval.dtype are both given",
+    "checkpoint.best=''": "must be a metric's name",
+    "checkpoint.best='-'": "must be a metric's name",
+    "watch={loss={above=1, below=2}}": "above = 1 is less than below = 2: every value breaks one",
+    "watch.loss.steps=0": "watch.loss.steps = 0; must be at least 1",
+    "frozen.ref=[]": "frozen.ref = []; must not be empty",
+    "mesh={data=-1, fsdp=-1}": "mesh.data and mesh.fsdp are -1; only one axis",
+    "placement={rollout={data=0}}": "placement.rollout.data = 0; must be at least 1",
+    "objective=grpo": "objective = 'grpo'; must be a table",
+    "train.=1": "override 'train.=1'; write table.key=value",
+}
+
+
+@pytest.mark.parametrize("override", CONFIGURATIONS)
+def test_configurations(override):
+    more = ["eval.dtype=float32"] if override.startswith("model.network") else []
+    refused(CONFIGURATIONS[override], load_config, None, [*TASK, *more, override])
+
+
+MODELS = {
+    "model.config.layers=1000000000": "model.layers = 1000000000; it must be at most 10000",
+    "model.config.head_dim=7": "model.head_dim = 7; it must be even",
+    "model.config.experts=-1": "model.experts = -1; it must be 0 (dense) or more",
+    "lora.rank=10000": "lora.rank = 10000; the model's matrices have 16 rows",
+    "lora={rank=2, targets=['q', 'q']}": "lora.targets names 'q' twice",
+    "sampling.temperature=1e-300": "sampling.temperature = 1e-300; must be 0 (greedy) or",
+    "data.difficulty=true": "data.difficulty = True; choose an integer",
+}
+
+
+@pytest.mark.parametrize("override", MODELS)
+def test_models_and_tasks(override):
+    refused(MODELS[override], build.setup, load_config(None, [*TASK, override]))
+
+
+def test_options_of_rewards():
+    refused("weigth", make_reward, "exact", weigth=1)
+
+
+FILES = {
+    b"seed=1\nseed=2\n": "line 2",
+    b"seed=1\x00": "not valid TOML",
+    "seed=1".encode("utf-16"): "not UTF-8 text",
+    b'{"seed": 1}': "not valid TOML",
+    b"seed=1979-05-27\n": "must be a whole number",
+    b"[[data]]\ntask='sorting'\n": "must be a table",
+    b"#" * 10_000_001: "larger than 10000000 bytes, so no configuration",
+}
+
+
+@pytest.mark.parametrize("content", FILES, ids=lambda c: repr(c[:20]))
+def test_configuration_files(content, tmp_path):
+    (tmp_path / "run.toml").write_bytes(content)
+    refused(FILES[content], load_config, tmp_path / "run.toml")
+
+
+def test_what_is_no_file(tmp_path):
+    for path in ("/dev/zero", tmp_path):
+        refused("is not a file; name a TOML file or a run directory", load_config, path)
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfseed = 7\n[data]\ntask = 'sorting'\n")
+    assert load_config(tmp_path / "run.toml").seed == 7
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A checkpoint with a tokenizer of letters, and questions."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    root = tmp_path_factory.mktemp("good")
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    model = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    hf.save(root / "model", model, jax.device_get(transformer(model).init(jax.random.key(0))))
+    backend.save(str(root / "model" / "tokenizer.json"))
+    (root / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    rows = [{"question": f"how many {what}?", "answer": "5"} for what in ("eels", "cows")]
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+@pytest.fixture
+def place(good, tmp_path):
+    """A copy of it, to break."""
+    shutil.copytree(good, tmp_path / "in")
+    return tmp_path / "in"
+
+
+def setup(place, *changes, data="data.jsonl"):
+    """What a run on questions reads."""
+    overrides = [
+        f"model.path={json.dumps(str(place / 'model'))}",
+        f"data.train={json.dumps(str(place / data))}",
+        *("data.template=plain", "sampling.group=2", "sampling.max_new_tokens=4"),
+        *("rewards={exact={}}", "reward_pool.workers=0", "train.prompts=2"),
+    ]
+    build.setup(load_config(None, [*overrides, *changes]))
+
+
+def weights(path: pathlib.Path, change):
+    """Rewrites a safetensors file by way of its header and data."""
+    raw = path.read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    header, data = json.loads(raw[8 : 8 + size]), bytearray(raw[8 + size :])
+    name = next(key for key in header if key != "__metadata__")
+    change(header, name, data)
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(written)) + written + data)
+
+
+def nan(header, name, data):
+    first = header[name]["data_offsets"][0]
+    data[first : first + 4] = struct.pack("<f", np.nan)
+
+
+def infinite(header, name, data):
+    last = header[name]["data_offsets"][1]
+    data[last - 4 : last] = struct.pack("<f", -np.inf)
+
+
+TENSORS = {
+    "NaN": (nan, "holds numbers that are not finite"),
+    "infinity": (infinite, "holds numbers that are not finite"),
+    "integers": (lambda h, n, d: h[n].update(dtype="I32"), "has type I32; only F32"),
+    "no such type": (lambda h, n, d: h[n].update(dtype="F99"), "not a safetensors file"),
+    "negative offsets": (lambda h, n, d: h[n].update(data_offsets=[-4, 100]), "not a safetensors"),
+    "far offsets": (lambda h, n, d: h[n].update(data_offsets=[0, 10**12]), "not a safetensors"),
+    "negative shape": (lambda h, n, d: h[n].update(shape=[-1, 16]), "not a safetensors file"),
+    "no entry": (lambda h, n, d: h.update({n: None}), "not a safetensors file"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_weights(name, place):
+    change, said = TENSORS[name]
+    weights(place / "model" / "model.safetensors", change)
+    refused(said, lambda: in_memory(hf.load(place / "model")[1]))
+
+
+def test_finite_weights_of_every_type_are_taken():
+    from jrl.models.hf.stored import is_finite
+
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        import ml_dtypes
+
+        kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        largest = np.array([[0.0, -1.5], [65504.0 if dtype == "float16" else 3e38, 1e-30]], kind)
+        assert is_finite(largest)
+        assert is_finite(largest.T)
+        for bad in (np.nan, np.inf, -np.inf):
+            broken = largest.copy()
+            broken[1, 0] = bad
+            assert not is_finite(broken)
+            assert not is_finite(broken.T)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+MODEL_FILES = {
+    ("model.safetensors", b""): "not a safetensors file",
+    ("model.safetensors", b"\xff" * 8 + b"{}"): "not a safetensors file",
+    ("model.safetensors", POINTER): "not a safetensors file",
+    ("tokenizer.json", POINTER): "tokenizer.json",
+    ("tokenizer.json", b"[]"): "tokenizer.json",
+    ("tokenizer.json", b"{}"): "tokenizer.json",
+    ("config.json", b'{"hidden_size": ' + b"9" * 5000 + b"}"): "config.json: not valid JSON",
+    ("config.json", b"[]"): "must hold a JSON object",
+    ("tokenizer_config.json", b'{"eos_token": "<nope>"}'): "<nope>",
+}
+
+
+@pytest.mark.parametrize("name", MODEL_FILES, ids=lambda n: f"{n[0]} {n[1][:20]!r}")
+def test_files_of_a_checkpoint(name, place):
+    (place / "model" / name[0]).write_bytes(name[1])
+    refused(MODEL_FILES[name], setup, place)
+
+
+KEYS = {
+    '"num_hidden_layers": 1000000000': "num_hidden_layers",
+    '"num_attention_heads": 0': "num_attention_heads",
+    '"num_key_value_heads": 3': "num_key_value_heads",
+    '"head_dim": 7': "head_dim = 7; it must be even",
+    '"max_position_embeddings": -1': "max_position_embeddings",
+    '"rms_norm_eps": NaN': "rms_norm_eps",
+    '"quantization_config": {"quant_method": "gptq"}': "quantization_config is set",
+    '"partial_rotary_factor": 0.5': "partial_rotary_factor = 0.5 is not supported",
+    '"rope_scaling": {"rope_type": "linear", "factor": 0}': "rope_scaling.factor = 0",
+    '"architectures": 7': "architectures = 7",
+    '"hidden_act": ["silu"]': "hidden_act",
+}
+
+
+@pytest.mark.parametrize("text", KEYS)
+def test_keys_of_config_json(text, place):
+    path = place / "model" / "config.json"
+    path.write_text(path.read_text().rstrip()[:-1] + ", " + text + "}")
+    refused(KEYS[text], setup, place)
+
+
+def test_two_tokens_with_one_id(place):
+    path = place / "model" / "tokenizer.json"
+    found = json.loads(path.read_text())
+    found["model"]["vocab"]["a"] = found["model"]["vocab"]["b"]
+    path.write_text(json.dumps(found))
+    refused("both have id 2 in the vocabulary; the file is damaged", setup, place)
+
+
+TEMPLATES = {
+    "the same for all": "writes the same text for every question",
+    "{{ cycler }}": "writes the same text for every question",
+    "": "empty",
+    "{{ '\\ud800' }}": "writes \\ud800, half of a character",
+    "{% include 'x' %}": "the chat template of",
+    "{{ messages.append(1) }}": "the chat template of",
+    "{{ ''.__class__.__base__.__subclasses__() }}": "the chat template of",
+    "{{ messages[5].content }}": "the chat template of",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "the chat template of",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_templates(template, place):
+    about = {"eos_token": "<stop>", "chat_template": template}
+    (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
+    refused(TEMPLATES[template], setup, place, "data.template=chat")
+
+
+# ---------------------------------------------------------------- data
+
+
+def row(answer):
+    return b'{"question": "a?", "answer": ' + answer + b"}\n"
+
+
+ROWS = {
+    ("d.jsonl", row(b"NaN")): "answer is nan; a reference answer is finite",
+    ("d.jsonl", row(b"-Infinity")): "answer is -inf",
+    ("d.jsonl", row(b"1e999")): "answer is inf",
+    ("d.jsonl", row(b"9" * 5000)): "line 1: not valid JSON",
+    ("d.jsonl", b'{"question": "   ", "answer": "1"}\n'): "question is blank",
+    ("d.jsonl", b'{"question": ["a"], "answer": "1"}\n'): "question must be text, not list",
+    ("d.jsonl", row(b'"1"') + b"\x00\n"): "line 2: not valid JSON",
+    ("d.jsonl", row(b'"1"').strip() + row(b'"2"')): "line 1: not valid JSON",
+    ("d.jsonl", row(b'"1"').decode().encode("utf-16")): "not UTF-8 text",
+    ("d.json", b'{"question": "a"}'): "d.json",
+    ("d.json", b"[[1]]"): "d.json",
+    ("d.csv", b"question,answer\n"): "has no rows",
+    ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
+}
+
+
+@pytest.mark.parametrize("name", ROWS, ids=lambda n: f"{n[0]} {n[1][:40]!r}")
+def test_rows(name, place):
+    (place / name[0]).write_bytes(name[1])
+    refused(ROWS[name], setup, place, data=name[0])
+
+
+# ---------------------------------------------------------------- requests
+
+
+LIMITS = Limits(
+    slots=4,
+    prompt_tokens=20,
+    max_new_tokens=30,
+    vocab_size=48,
+    max_length=40,
+    stop_tokens=8,
+    biases=True,
+    reports=True,
+)
+
+
+class Talker(CharTokenizer):
+    def chat(self, messages, **variables):
+        return ";".join(m["content"] for m in messages)
+
+
+USER = {"role": "user", "content": "1"}
+BODIES = [
+    ({"logit_bias": {"9" * 5000: 1}}, "keys are token ids, 0 to 47"),
+    ({"logit_bias": {"\u0663": 1}}, "keys are token ids"),
+    ({"logit_bias": {"07": 1}}, "keys are token ids"),
+    ({"logit_bias": {" 7": 1}}, "keys are token ids"),
+    ({"logit_bias": {"3": None}}, "logit_bias['3'] must be a number, not null"),
+    ({"stop": "a" * 10**6}, "stop has a string of 1000000 characters; at most 1000"),
+    ({"prompt": ["1"] * 10**6}, "1000000 completions at once; this server takes at most 8"),
+    ({"prompt": [[1]] * 5, "n": 2}, "10 completions at once"),
+    ({"prompt": [[]]}, "prompt is empty"),
+    ({"prompt": [[1], ["a"]]}, "prompt must be a string"),
+    ({"prompt": [1.0]}, "prompt must be a string"),
+    ({"stream_options": {"include_usage": True}}, "stream_options needs stream = true"),
+    ({"stream": True, "stream_options": {"nope": 1}}, "unknown parameter 'nope'"),
+    ({"stream": True, "stream_options": {"include_usage": "yes"}}, "true or false"),
+    ({"best_of": "2"}, "best_of = '2'; must be an integer"),
+    ({"best_of": True}, "best_of = True; must be an integer"),
+    ({"max_tokens": 1.0}, "max_tokens = 1.0; must be an integer"),
+    ({"max_tokens": 10**30}, "must be 1 to"),
+    ({"logprobs": True}, "logprobs = True; must be an integer"),
+    ({"messages": [USER | {"role": ""}]}, "messages[0].role must be a text"),
+    ({"messages": [USER | {"role": ["user"]}]}, "messages[0] must be an object with a role"),
+    ({"messages": [USER | {"name": 5}]}, "messages[0].name must be a text"),
+    ({"messages": [USER | {"content": None}]}, "messages[0].content must be a string"),
+    ({"messages": [USER | {"content": [{"type": "text", "text": 5}]}]}, "text parts"),
+    ({"messages": [USER] * 10**4}, "messages has"),
+    ({"messages": [None]}, "messages[0] must be an object"),
+    ({"messages": [USER], "max_completion_tokens": 3, "max_tokens": 5}, "differ; give one"),
+    ({"messages": [USER], "logprobs": True, "top_logprobs": 2.0}, "must be an integer"),
+    ({"messages": [USER], "logprobs": "true"}, "logprobs must be true or false"),
+    ({"messages": [USER], "seed": -(2**63) - 1}, "seed = -9223372036854775809"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), BODIES, ids=lambda x: str(x)[:40])
+def test_bodies(changes, said):
+    chat = "messages" in changes
+    body = {"model": "m"} | ({} if chat else {"prompt": "1"}) | changes
+    given = {"tokenizer": Talker(), "limits": LIMITS, "model": "m", "most": 8}
+    refused(said, parse, body, chat=chat, **given)
