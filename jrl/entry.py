@@ -65,6 +65,21 @@ class Result(NamedTuple):
         with given(self.values):
             return sample_run(self.config, prompts=prompts)
 
+    def export(self, directory: str | Path, *, adapters: bool = False) -> Path:
+        """Writes the trained policy as a Hugging Face directory, as ``jrl convert`` does.
+
+        Args:
+          directory: a new one.
+          adapters: the adapters alone, in PEFT's form; else they are merged into the weights.
+
+        Returns:
+          The directory.
+        """
+        from jrl.export import export_run
+
+        with given(self.values):
+            return export_run(self.config, Path(directory), adapters=adapters)
+
 
 def fit(
     rows: Rows | str | Mapping[str, float] | None = None,

@@ -1,6 +1,7 @@
 """``fit``: rows, a reward function and a model passed as values; metrics and weights come back."""
 
 import json
+import pathlib
 
 import pytest
 from hub_mirror import COMMITS, add, checkpoint, lines
@@ -90,6 +91,9 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     ]
     exported = CliRunner().invoke(app, ["convert", str(result.dir), "exported"])
     assert exported.exit_code == 0, exported.output
+    mine, theirs = result.export("mine"), pathlib.Path("exported")
+    name = "model.safetensors"
+    assert (mine / name).read_bytes() == (theirs / name).read_bytes()
     assert (tmp_path / "exported" / "tokenizer.json").exists()
     # The same call resumes, also when the branch has moved on; another one is refused.
     add(tmp_path / "hub", "org/tiny", "model", model, commit=COMMITS["second"])

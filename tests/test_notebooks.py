@@ -128,20 +128,20 @@ def test_names_and_keywords_of_the_library_exist(path):
     imports = [x for x in tree.body if isinstance(x, (ast.Import, ast.ImportFrom))]
     names = {}
     exec(compile(ast.Module(imports, type_ignores=[]), str(path), "exec"), names)
-    checked = 0
+    calls = 0
     for call in (x for x in ast.walk(tree) if isinstance(x, ast.Call)):
         partial = isinstance(call.func, ast.Name) and call.func.id == "partial"
         called = call.args[0] if partial else call.func
         function = names.get(called.id) if isinstance(called, ast.Name) else None
         if not inspect.isfunction(function) or not function.__module__.startswith("jrl"):
             continue
+        calls += 1
         parameters = inspect.signature(function).parameters.values()
         if any(x.kind is x.VAR_KEYWORD for x in parameters):
             continue
         given = {keyword.arg for keyword in call.keywords} - {None}
         assert given <= {x.name for x in parameters}, ast.unparse(call)
-        checked += len(given)
-    assert checked > 0
+    assert calls > 0
 
 
 def test_the_first_cell_is_the_same_in_all():
