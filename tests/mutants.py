@@ -246,7 +246,7 @@ MUTANTS = {
     "a gradient that is not clipped": Mutant(
         10,
         "train/optimizer.py",
-        "        if not table.clip_norm:\n",
+        "        if is_zero(given.clip_norm):\n",
         "        if True:\n",
     ),
 }

@@ -7,7 +7,7 @@ from jrl.errors import UserError
 from jrl.evaluate_search import search_run
 
 TINY = [
-    "data.difficulty=2",
+    "data.difficulty=3",
     "model.config={layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16}",
     "eval.problems=6",
     "warmup.steps=0",

@@ -91,7 +91,7 @@ class ChatFormat:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """See ``Format``."""
-        text, spans = self._spans([], messages)
+        text, spans = self._spans([], [_whole(m) for m in messages])
         return self._encode(text, spans, 0)
 
     def following(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
@@ -104,7 +104,7 @@ class ChatFormat:
         if role not in self._before:
             said = " or ".join(self._before)
             raise UserError(f"the environment answers as {role!r}; this run expects {said}")
-        text, spans = self._spans(self._before[role], messages)
+        text, spans = self._spans(self._before[role], [_whole(m) for m in messages])
         end, cut = self._end(text[: spans[0][0]])
         head = [] if closed else self._tokenizer.encode(end)
         return [*head, *self._encode(text, spans, cut)]
@@ -218,3 +218,11 @@ class ChatFormat:
             f"but {said[1]} in {where}; use another template (chat_template.jinja), or an "
             "environment that answers in another role"
         )
+
+
+def _whole(message: Message) -> Message:
+    """The message with "?" for halves of characters, which no tokenizer takes."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": content.encode("utf-8", "replace").decode()}
