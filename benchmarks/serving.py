@@ -120,6 +120,8 @@ def serving(sizes: argparse.Namespace) -> Iterator[Server]:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 # ---------------------------------------------------------------- good and bad requests
