@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from typing import NamedTuple
 
 import jax
@@ -290,6 +291,7 @@ def flip(file, bit):
 
 def test_one_flipped_bit_anywhere_is_seen_or_harmless(tmp_path, recwarn):
     """60 places over all files, and an older step to fall back to."""
+    warnings.simplefilter("always")  # two damages may be told in the same words
     save(tmp_path, 10, 20)
     rng = np.random.default_rng(0)
     files = [f for f in data_files(tmp_path / "00000020") if f.stat().st_size]
