@@ -138,8 +138,13 @@ def _size(value: int) -> int:
 
 
 Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
-Size = Annotated[int, AfterValidator(_size)]
-"""Devices along an axis of a mesh; -1 for all that are left."""
+Mesh = dict[Axis, Annotated[int, AfterValidator(_size)]]
+"""Devices along axes of a mesh, 1 along those left out; -1 for all that are left."""
+
+
+def _whole(mesh: Mesh) -> dict[str, int]:
+    """Devices along every axis."""
+    return dict.fromkeys(get_args(Axis), 1) | mesh
 
 
 class SamplingTable(Table):
@@ -168,16 +173,16 @@ class SamplingTable(Table):
         ' the policy\'s: losses are corrected for it unless objective.correction = "none"',
     )
 
-    mesh: dict[Axis, Size] = key(
+    mesh: Mesh = key(
         {},
-        "how the devices of [mesh] are arranged while completions are drawn, with the axes of"
-        " [mesh]; when not set, as in training",
+        "how devices are arranged while completions are drawn, with the axes of [mesh]: those of"
+        " [mesh], as in training when not set; with [placement] others, one when not set",
     )
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Devices along each axis while completions are drawn; empty where [mesh] holds."""
-        return dict.fromkeys(get_args(Axis), 1) | self.mesh if self.mesh else {}
+        """Devices along each axis while completions are drawn."""
+        return _whole(self.mesh)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -232,9 +237,6 @@ class TrainTable(Table):
     prompts: int = key(32, "prompts per step; completions are prompts times sampling.group", ge=1)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
     microbatches: int = key(1, "parts whose gradients are added up for one update", ge=1)
-    replay_routing: bool = key(
-        False, "route each token to the experts that the sampler chose; for models with experts"
-    )
     mode: Literal["host", "packed", "compiled"] = key(
         "host",
         "host: a step is two programs, with rewards in Python between them; packed: so too, with"
@@ -351,23 +353,8 @@ class WatchTable(Table):
         return self
 
 
-class MeshTable(Table):
-    """How the devices of training, and of rollout unless it has its own, are arranged."""
-
-    data: Size = key(1, "devices that split the batch; -1: all that are left")
-    fsdp: Size = key(1, "devices that split the batch and the weights; -1: all that are left")
-    tensor: Size = key(1, "devices that split heads and layers' widths; -1: all that are left")
-    context: Size = key(1, "devices that split sequences in training; -1: all that are left")
-    expert: Size = key(1, "devices that split the batch and the experts; -1: all that are left")
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Devices along each axis."""
-        return {axis: getattr(self, axis) for axis in get_args(Axis)}
-
-
 class PlacementTable(Table):
-    """Rollout on devices of its own, in every process those after its devices of [mesh]."""
+    """Rollout on devices of its own: in every process those after its devices of [mesh]."""
 
     staleness: int = key(
         0,
@@ -375,14 +362,6 @@ class PlacementTable(Table):
         " the same time",
         ge=0,
     )
-    rollout: dict[Axis, Size] = key(
-        {}, "devices of rollout along each axis, as in [mesh]; one device when not set"
-    )
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """Devices of rollout along each axis."""
-        return dict.fromkeys(get_args(Axis), 1) | self.rollout
 
 
 def _log_target(value: str) -> str:
@@ -439,8 +418,9 @@ class Config(Table):
     objective: dict[str, Any] = key(
         {},
         "coefficients of the loss: the method's (`jrl methods NAME`), and with every method"
-        " correction (for the sampler's distribution), epochs (passes over a batch), router_balance"
-        " and router_z (weights of the losses on routers, for models with experts)",
+        " correction (for the sampler's distribution), epochs (passes over a batch) and, for models"
+        " with experts, router_balance and router_z (weights of losses on routers), router_replay"
+        " (true: each token goes to the experts that the sampler chose)",
     )
     rewards: dict[str, RewardTable] = key(
         {},
@@ -457,7 +437,13 @@ class Config(Table):
     warmup: WarmupTable = key(WarmupTable(), "")
     eval: EvalTable = key(EvalTable(), "")
     checkpoint: CheckpointTable = key(CheckpointTable(), "")
-    mesh: MeshTable = key(MeshTable(), "")
+    mesh: Mesh = key(
+        {},
+        "how the devices of training, and of rollout unless it has its own, are arranged: how many"
+        " split the batch (data), the batch and the weights (fsdp), heads and layers' widths"
+        " (tensor), sequences in training (context), the batch and the experts (expert); 1 when"
+        " not set, -1 along one axis for all that are left",
+    )
     placement: PlacementTable | None = key(None, "")
     log: LogTable = key(LogTable(), "")
     watch: dict[str, WatchTable] = key(
@@ -475,6 +461,16 @@ class Config(Table):
     def task(self) -> TaskData | EnvData | None:
         """The procedural task or the environment, or None."""
         return self.data if isinstance(self.data, TaskData | EnvData) else None
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Devices of training along each axis."""
+        return _whole(self.mesh)
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether training sends each token to the experts that the sampler chose."""
+        return self.objective.get("router_replay") is True
 
     @property
     def episodes(self) -> EpisodeData | None:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from jrl.errors import UserError
 
 if TYPE_CHECKING:
-    from jrl.config import Config, PlacementTable
+    from jrl.config import Config
 
 
 def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
-    found = [*_table_conflicts(config), *_batch_conflicts(config, batch_shards(config.mesh.axes))]
+    found = [*_table_conflicts(config), *_batch_conflicts(config, batch_shards(config.mesh_axes))]
     if config.placement is not None:
-        found += _placement_conflicts(config, config.placement)
-    if config.sampling.mesh:
+        found += _placement_conflicts(config)
+    elif config.sampling.mesh:
         found += _sampling_mesh_conflicts(config)
     return found
 
@@ -37,7 +37,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
         )
     if model.network is not None:
         given = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
-        given["train.replay_routing"] = train.replay_routing
+        given["objective.router_replay"] = config.replays_routing
         given["eval.dtype"] = config.eval.dtype is not None
         for key in (key for key, is_given in given.items() if is_given):
             yield f"model.network = {model.network!r} and {key} are both given; remove one"
@@ -52,18 +52,9 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
             f" {task.name!r}, which sets its own limit; remove it"
         )
-    if config.episodes:
-        keys = type(config.data).model_fields
-        for name in ("system", "template"):
-            if getattr(config.data, name) == keys[name].default:
-                continue  # as in a configuration with every key written out
-            yield (
-                f"data.{name} is not read with data.env = {config.episodes.env!r}, which writes its"
-                " own first messages; remove it"
-            )
-        if config.placement is not None or train.replay_routing:
-            key = "[placement]" if config.placement is not None else "train.replay_routing"
-            yield f"{key} does not go with episodes of data.train in data.env; remove it"
+    if config.episodes and (config.placement is not None or config.replays_routing):
+        key = "[placement]" if config.placement is not None else "objective.router_replay"
+        yield f"{key} does not go with episodes of data.train in data.env; remove it"
     files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
@@ -82,14 +73,12 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     judges = [f"rewards.{name}.judge" for name, part in config.rewards.items() if part.judge]
     if len(judges) > 1:
         yield f"{' and '.join(judges)} are true; accuracy is measured by one part"
-    axes = {f"mesh.{axis}": size for axis, size in config.mesh.axes.items()}
-    if config.placement is not None:
-        axes |= {f"placement.rollout.{a}": size for a, size in config.placement.axes.items()}
-    own = [f"sampling.mesh.{a}" for a, size in config.sampling.mesh_axes.items() if size == -1]
-    if len(own) > 1:
-        yield f"{' and '.join(own)} are -1; only one axis can take the devices that are left"
-    if len(left := [key for key, size in axes.items() if size == -1]) > 1:
-        yield f"{' and '.join(left)} are -1; only one axis can take the devices that are left"
+    mine = [f"mesh.{axis}" for axis, size in config.mesh.items() if size == -1]
+    theirs = [f"sampling.mesh.{axis}" for axis, size in sampling.mesh.items() if size == -1]
+    # Devices of their own are left over by the others.
+    for left in [mine + theirs] if config.placement is not None else [mine, theirs]:
+        if len(left) > 1:
+            yield f"{' and '.join(left)} are -1; only one axis can take the devices that are left"
 
 
 def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
@@ -113,7 +102,7 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
         )
 
 
-def _placement_conflicts(config: Config, placement: PlacementTable) -> Iterator[str]:
+def _placement_conflicts(config: Config) -> Iterator[str]:
     """What does not go with devices of its own for rollout."""
     if config.train.mode == "compiled":
         yield (
@@ -122,28 +111,23 @@ def _placement_conflicts(config: Config, placement: PlacementTable) -> Iterator[
         )
     if config.pairs is not None:
         yield "[placement] needs a rollout, and data.pairs has none; remove [placement]"
-    shards = batch_shards(placement.axes)
+    shards = batch_shards(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
 
 
-def rollout_conflicts(config: Config, shards: int, key: str = "placement.rollout") -> Iterator[str]:
+def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
     """Why the prompts of a step do not divide over the devices of rollout, if they do not."""
     if config.train.prompts % shards:
         yield (
             f"train.prompts = {config.train.prompts} cannot be split over the {shards} devices of"
-            f" {key} that divide a batch; make it a multiple of {shards}"
+            f" sampling.mesh that divide a batch; make it a multiple of {shards}"
         )
 
 
 def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
     """What does not go with a mesh of the sampler's own over the devices of training."""
-    mine, theirs = config.mesh.axes, config.sampling.mesh_axes
-    if config.placement is not None:
-        yield (
-            "[sampling.mesh] and [placement] are both given: rollout on devices of its own has"
-            " placement.rollout; remove one"
-        )
+    mine, theirs = config.mesh_axes, config.sampling.mesh_axes
     if config.train.mode == "compiled":
         yield (
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
@@ -164,7 +148,7 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
         )
     shards = batch_shards(theirs)
     if shards is not None:
-        yield from rollout_conflicts(config, shards, "sampling.mesh")
+        yield from rollout_conflicts(config, shards)
 
 
 def check_batch(config: Config, shards: int) -> None:

@@ -237,6 +237,7 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
+_FREE_TABLES = ("run.", "log.", "checkpoint.", "mesh", "sampling.mesh", "reward_pool.", "watch.")
 _FREE = ("train.steps", "eval.every", "model.attention", "train.wait_seconds", "watch")
 
 
@@ -246,8 +247,7 @@ def may_differ(key: str) -> bool:
     Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
     when; and ``train.steps``, the end of the run.
     """
-    free = ("run.", "log.", "checkpoint.", "mesh.", "placement.rollout", "reward_pool.", "watch.")
-    return key.startswith(free) or key in _FREE
+    return key.startswith(_FREE_TABLES) or key in _FREE
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -346,6 +346,7 @@ def _parse_value(name: str, text: str) -> Any:
 RENAMED: Mapping[str, str] = {
     "data.answer_key": "set data.fields.answer",
     "data.eval_pairs": "set data.eval",
+    "data.options": "write its keys in [data] itself",
     "data.question_key": "set data.fields.question",
     "data.solution_key": "set data.fields.solution",
     "data.tfds_dir": "set the environment variable TFDS_DATA_DIR",
@@ -359,8 +360,9 @@ RENAMED: Mapping[str, str] = {
     "model.reference": "set frozen.ref",
     "model.teacher": "set frozen.teacher",
     "optimizer.mu_dtype": "remove it: moments have the type of the weights, model.param_dtype",
-    "placement.kind": "rollout has devices of its own where [placement] is given, as in"
-    " placement.rollout.data=4, and else shares those of training",
+    "placement.kind": "rollout has devices of its own where [placement] is given, as with"
+    " placement.staleness=1, and else shares those of training",
+    "placement.rollout": "set sampling.mesh",
     "sampling.cache": 'set sampling.int8 = "cache"',
     "sampling.chunk": "remove it: slots are refilled after every 4 decode steps",
     "sampling.correction": 'set objective.correction; "none" leaves 8-bit sampling uncorrected',
@@ -368,6 +370,7 @@ RENAMED: Mapping[str, str] = {
     " half of a device's memory",
     "sampling.weights": 'set sampling.int8 = "weights"',
     "train.epochs": "set objective.epochs",
+    "train.replay_routing": "set objective.router_replay",
     "train.packing": 'set train.mode = "packed"',
     "train.router_balance": "set objective.router_balance",
     "train.router_z": "set objective.router_z",

@@ -49,7 +49,18 @@ class FileTable(Table):
 
 
 class TextTable(FileTable):
-    """What data in text share: how a prompt is made of a record."""
+    """What data in text share."""
+
+    max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
+
+    @property
+    def wording(self) -> dict[str, Any]:
+        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
+        return {"system": None, "template": "plain"}
+
+
+class ChatTable(TextTable):
+    """How a prompt is made of a record."""
 
     system: str | None = key(None, "system message before the question")
     template: str = key(
@@ -57,12 +68,11 @@ class TextTable(FileTable):
         "chat: the tokenizer's chat template; plain: the question as it is; or text with"
         " {question} in it",
     )
-    max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
 
     @property
-    def form(self) -> str:
-        """How a prompt is made of a question."""
-        return self.template
+    def wording(self) -> dict[str, Any]:
+        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
+        return {"system": self.system, "template": self.template}
 
     @field_validator("template")
     @classmethod
@@ -79,8 +89,8 @@ class TextTable(FileTable):
         raise ValueError("must be chat, plain, or text with {question} and no other braces")
 
 
-class PromptData(TextTable):
-    """Prompts from files."""
+class QuestionTable(TextTable):
+    """Questions from files, with their answers."""
 
     train: str | Weights | None = key(
         None,
@@ -107,6 +117,10 @@ class PromptData(TextTable):
         if groups < 1:
             raise ValueError("needs a group in parentheses around the answer")
         return value
+
+
+class PromptData(ChatTable, QuestionTable):
+    """Prompts from files."""
 
 
 class TaskData(Table):
@@ -161,21 +175,23 @@ class EnvData(Table):
         return dict(self.model_extra or {})
 
 
-class EpisodeData(PromptData):
-    """Prompts from files, each of which opens episodes with an environment on the host."""
+class EpisodeData(QuestionTable):
+    """Questions, each of which opens episodes with an environment on the host; it writes messages.
+
+    Further keys are options of the environment.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     env: str = EnvData.model_fields["env"]  # type: ignore[assignment]
-    options: dict[str, Any] = key(
-        {}, "arguments of the environment's function, where its prompts are those of data.train"
-    )
 
     @property
-    def form(self) -> str:
-        """The question alone: the environment writes messages."""
-        return "plain"
+    def options(self) -> dict[str, Any]:
+        """The keys that the environment's function takes."""
+        return dict(self.model_extra or {})
 
 
-class PairData(TextTable):
+class PairData(ChatTable):
     """Judged completions from files."""
 
     pairs: str = Field(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.config import Config
-from jrl.config_unions import PromptData
+from jrl.config_unions import QuestionTable
 from jrl.errors import UserError
 from jrl.extras import DISTRIBUTION, extras, install_line, missing, version
 from jrl.hub import cache_directory, offline
@@ -75,7 +75,7 @@ def lacks(config: Config) -> list[str]:
     for name in ("train", "eval", "pairs"):
         if (spec := getattr(config.data, name, None)) is not None:
             look(functools.partial(_first_row, spec, f"data.{name}"))
-    if isinstance(config.data, PromptData) and config.data.train is None:
+    if isinstance(config.data, QuestionTable) and config.data.train is None:
         found.append("data.train and data.task are both missing; name prompts or a task")
     if task is None and config.pairs is None:
         look(lambda: build.reward_pool(config).close())

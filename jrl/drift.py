@@ -226,7 +226,7 @@ def measure_drift(
 
 def _mesh_of(config: Config) -> str:
     """The mesh of a run in words; data=1 for one device."""
-    several = [f"{axis}={size}" for axis, size in config.mesh.axes.items() if size != 1]
+    several = [f"{axis}={size}" for axis, size in config.mesh_axes.items() if size != 1]
     return ",".join(several) or "data=1"
 
 
@@ -247,11 +247,10 @@ def _sizes(mesh: str) -> dict[str, int]:
 
 def _changed(config: Config, mesh: Mapping[str, int], dtype: str) -> Config:
     """The configuration with the policy as it is evaluated, on this mesh and in this dtype."""
-    axes = dict.fromkeys(AXES, 1) | dict(mesh)
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"dtype": dtype}),
-            "mesh": config.mesh.model_copy(update=axes),
+            "mesh": dict(mesh),
             "sampling": config.sampling.model_copy(update={"mesh": {}, "int8": ()}),
         }
     )

@@ -181,7 +181,7 @@ class RunWriter:
 
         Args:
           config: the run's configuration, with ``run.dir`` set.
-          mesh: devices along each axis of the mesh in use; ``config.mesh`` when None.
+          mesh: devices along each axis of the mesh in use; ``config.mesh_axes`` when None.
 
         Raises:
           UserError: the directory cannot be made, holds a run with another configuration, or
@@ -203,7 +203,7 @@ class RunWriter:
             write_atomic(self.dir / "config.toml", dump(config))
         except OSError as error:
             raise UserError(f"run.dir = {str(self.dir)!r} cannot be written: {error}") from None
-        self._header = header(config, config.mesh.model_dump() if mesh is None else mesh)
+        self._header = header(config, config.mesh_axes if mesh is None else mesh)
         self._sinks = open_sinks(config, self.dir)
         if not self.resuming:
             self._append("metrics.jsonl", [self._header])

@@ -30,8 +30,9 @@ WRONG = {
     "lora=3": "lora = 3; must be a table",
     "data=3": "data = 3; must be a table",
     "mesh.data=0": "mesh.data = 0; must be at least 1, or -1 for all that are left",
-    "placement.rollout.fsdp=0": "placement.rollout.fsdp = 0; must be at least 1, or -1 for all",
-    "placement.rollout.fdsp=2": "unknown key placement.rollout.fdsp; did you mean placement.rollou",
+    "sampling.mesh.fsdp=0": "sampling.mesh.fsdp = 0; must be at least 1, or -1 for all",
+    "sampling.mesh.fdsp=2": "unknown key sampling.mesh.fdsp; did you mean sampling.mesh.fsdp",
+    "mesh.fdsp=2": "unknown key mesh.fdsp; did you mean mesh.fsdp?",
     "data.fields.anser=x": "unknown key data.fields.anser; did you mean data.fields.answer?",
     "seed=-1": "seed = -1; must be at least 0",
     "data.template=Question": "must be chat, plain, or text with {question}",
@@ -64,8 +65,8 @@ CONFLICTS = {
     ),
     "two open axes": (["mesh.data=-1", "mesh.fsdp=-1"], "mesh.data and mesh.fsdp are -1"),
     "open axes of two meshes": (
-        ["mesh.data=-1", "placement.rollout.data=-1"],
-        "mesh.data and placement.rollout.data are -1; only one axis can take",
+        ["mesh.data=-1", "placement={}", "sampling.mesh.data=-1"],
+        "mesh.data and sampling.mesh.data are -1; only one axis can take",
     ),
     "two models": (["model.path=x", "model.config.layers=2"], "model.path = 'x' and model.config"),
     "task and train": (
@@ -135,7 +136,7 @@ def test_all_problems_are_reported_at_once():
 
 def test_check_batch_once_the_devices_are_known():
     config = load_config(None, ["train.prompts=12", "train.microbatches=2", "mesh.fsdp=-1"])
-    assert batch_shards(config.mesh.axes) is None
+    assert batch_shards(config.mesh_axes) is None
     assert config.train.microbatch_prompts == 6
     check_batch(config, 3)
     with pytest.raises(UserError, match="make train.prompts = 12 a multiple of 8"):
@@ -193,9 +194,15 @@ def test_an_optimizer_has_its_own_keys():
 def test_optional_tables_are_none_where_they_are_not_given():
     without = load_config(None, [])
     assert (without.lora, without.placement) == (None, None)
-    given = load_config(None, ["lora.rank=2", "placement.rollout.data=4"])
+    given = load_config(None, ["lora.rank=2", "placement.staleness=4"])
     assert (given.lora.rank, given.lora.alpha) == (2, 16.0)
-    assert given.placement.axes == {"data": 4, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1}
+    assert given.placement.staleness == 4
+
+
+def test_axes_left_out_are_1():
+    given = load_config(None, ["mesh.data=4", "placement={}", "sampling.mesh.fsdp=2"])
+    assert given.mesh_axes == {"data": 4, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1}
+    assert given.sampling.mesh_axes == given.mesh_axes | {"data": 1, "fsdp": 2}
 
 
 def test_a_word_stands_for_a_list_of_one():

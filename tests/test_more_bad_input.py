@@ -67,7 +67,7 @@ CONFIGURATIONS = {
     "watch.loss.steps=0": "watch.loss.steps = 0; must be at least 1",
     "frozen.ref=[]": "frozen.ref = []; must not be empty",
     "mesh={data=-1, fsdp=-1}": "mesh.data and mesh.fsdp are -1; only one axis",
-    "placement={rollout={data=0}}": "placement.rollout.data = 0; must be at least 1",
+    "placement={rollout={data=4}}": "placement.rollout = {'data': 4} is no longer a key; set",
     "objective=grpo": "objective = 'grpo'; must be a table",
     "train.=1": "override 'train.=1'; write table.key=value",
 }

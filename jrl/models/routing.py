@@ -35,7 +35,7 @@ def recording(network: Network, config: ModelConfig) -> Network:
     """
     if not any(config.sparse):
         raise UserError(
-            "train.replay_routing = true: the model has no routed experts; set it to false"
+            "objective.router_replay = true: the model has no routed experts; remove it"
         )
     network = network._replace(init_cache=_with_room(network.init_cache, config))
     return network.with_extras(recorded=recorded)

@@ -120,7 +120,7 @@ class Plan(NamedTuple):
 
 def plan_mesh(config: Config, topology: Topology) -> jax.sharding.Mesh:
     """The configuration's mesh of the topology's devices."""
-    return make_mesh(config.mesh.axes, compile_devices(topology))
+    return make_mesh(config.mesh_axes, compile_devices(topology))
 
 
 # ---------------------------------------------------------------- compiling and judging

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.config import Config, PlacementTable
+from jrl.config import Config
 from jrl.errors import UserError
 from jrl.plan.compile import Plan
 from jrl.plan.topology import SHAPES, Topology, parse_topology
@@ -42,13 +42,13 @@ def plan_disjoint(
     Raises:
       UserError: a mesh does not use half of the chips, or something does not divide.
     """
-    part, rollout = half(topology), (config.placement or PlacementTable()).axes
+    part = half(topology)
     if part is None:
         raise UserError(
             f"topology = {topology.name!r}: no slice has half its chips, and a plan gives rollout "
             "and training half each; choose another, or remove [placement]"
         )
-    for key, axes in (("mesh", config.mesh.axes), ("placement.rollout", rollout)):
+    for key, axes in (("mesh", config.mesh_axes), ("sampling.mesh", config.sampling.mesh_axes)):
         size = int(np.prod(list(axes.values())))
         if -1 not in axes.values() and size != part.chips:
             raise UserError(
@@ -56,10 +56,11 @@ def plan_disjoint(
                 f"{topology.name} each: make the product of its axes {part.chips}, or set one axis "
                 "to -1"
             )
-    alone = config.model_copy(update={"placement": None})
-    mesh = config.mesh.model_copy(update=rollout)
+    there = config.sampling.mesh
+    drawn = config.sampling.model_copy(update={"mesh": {}})
+    alone = config.model_copy(update={"placement": None, "sampling": drawn})
     undivided = config.train.model_copy(update={"minibatches": 1, "microbatches": 1})
-    sampling = alone.model_copy(update={"mesh": mesh, "train": undivided})
+    sampling = alone.model_copy(update={"mesh": there, "train": undivided})
     sampler = planner(sampling, part, placement="sampler", **options)
     training = planner(alone, part, placement="train_step", **options)
     return merge(sampler, training, topology)

@@ -179,7 +179,7 @@ def abstract_batch(run: build.Run) -> Batch:
         stats=stats,
         ids=ids,
         routing=_abstract_routing(run.shape, array, (n, p), (n, g, t))
-        if config.train.replay_routing
+        if config.replays_routing
         else None,
     )
 

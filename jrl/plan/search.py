@@ -61,22 +61,18 @@ class Candidate(NamedTuple):
         found += [f"model.remat={self.remat}", f"train.microbatches={self.microbatches}"]
         if self.rollout is not None:
             found += ["placement.staleness=1"]
-            found += [f"placement.rollout.{axis}={n}" for axis, n in self.rollout]
-        if self.sampler is not None:
-            found += [f"sampling.mesh.{axis}={n}" for axis, n in self.sampler]
+        found += [f"sampling.mesh.{axis}={n}" for axis, n in self.rollout or self.sampler or ()]
         return " ".join(found)
 
     def applied(self, config: Config) -> Config:
         """The configuration with these changes."""
-        apart = self.rollout
-        placement = None if apart is None else PlacementTable(staleness=1, rollout=dict(apart))  # type: ignore[arg-type]
-        mesh = config.mesh.model_copy(update=dict(self.mesh) | {"context": 1})
+        placement = None if self.rollout is None else PlacementTable(staleness=1)
         model = config.model.model_copy(update={"remat": self.remat})
         train = config.train.model_copy(update={"microbatches": self.microbatches})
-        own = {axis: n for axis, n in self.sampler or () if n > 1}
+        own = {axis: n for axis, n in self.rollout or self.sampler or () if n > 1}
         sampling = config.sampling.model_copy(update={"mesh": own})
         tables: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": dict(self.mesh),
             "model": model,
             "train": train,
             "placement": placement,
@@ -162,9 +158,9 @@ def _order(found: Mapping[str, Any]) -> tuple[bool, float]:
 
 def configured(config: Config, candidates: list[Candidate]) -> list[Candidate]:
     """The configuration itself as a candidate, if it is one."""
-    own = [(axis, config.mesh.axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")]
+    own = [(axis, config.mesh_axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")]
     axes = config.sampling.mesh_axes
-    sampler = tuple((axis, axes[axis]) for axis, _ in own) if axes else None
+    sampler = tuple((axis, axes[axis]) for axis, _ in own) if config.sampling.mesh else None
     sampler = None if sampler == tuple(own) else sampler
     given = Candidate(tuple(own), config.model.remat, config.train.microbatches, None, sampler)
     return [given] if given._replace(sampler=None) in candidates else []
@@ -362,7 +358,8 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
     """A candidate's plan as a row of the result, and whether its sampler fits."""
     plan = compiled(candidate)
     programs, own = plan.programs, candidate.sampler
-    without = " sampling.mesh={}" if compiled.config.sampling.mesh and own is None else ""
+    shared = own is None and candidate.rollout is None
+    without = " sampling.mesh={}" if compiled.config.sampling.mesh and shared else ""
     judged = {
         "changes": candidate.text() + without,
         "mesh": dict(candidate.mesh),

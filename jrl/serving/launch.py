@@ -91,7 +91,7 @@ def served_policy(config: Config, *, checkpoint: int | None) -> ServedPolicy:
     tokenizer: Tokenizer = task.tokenizer if task is not None else load_tokenizer(path or "")
     check_vocab(tokenizer, shape.vocab_size)
     network = trained_network(config, shape, transformer(shape))
-    mesh = make_mesh(config.sampling.mesh_axes or config.mesh.axes)
+    mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
     new_tokens = config.sampling.max_new_tokens if task is None else task.completion_tokens
     prompt_tokens = config.max_prompt_tokens if task is None else task.prompt_tokens
     longest_prompt = network.max_length - new_tokens

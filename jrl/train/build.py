@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jrl.config import Config, RewardTable
 from jrl.config_checks import check_batch
 from jrl.config_secrets import reveal
-from jrl.config_unions import PromptData, TextTable
+from jrl.config_unions import QuestionTable, TextTable
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
@@ -232,7 +232,7 @@ def sampler_of(run: Run, network: Network | None = None) -> Network:
     if run.model is None:
         return network
     network = sampler(network, run.model, **run.config.sampling.formats)
-    return recording(network, run.model) if run.config.train.replay_routing else network
+    return recording(network, run.model) if run.config.replays_routing else network
 
 
 def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
@@ -350,7 +350,7 @@ def _prompts(
 ) -> tuple[dict[str, list[Prompt]], dict[str, PromptCounts]]:
     """Training and held-out prompts, tokenized."""
     data = config.data
-    if not isinstance(data, PromptData) or data.train is None:
+    if not isinstance(data, QuestionTable) or data.train is None:
         raise UserError(
             "data.train and data.task are both missing; name a file of prompts or a procedural task"
         )
@@ -373,8 +373,7 @@ def _prompts(
                 answer_key=names["answer"],
                 answer_pattern=data.answer_pattern,
                 solution_key=names.get("solution") if split == "train" else None,
-                system=data.system,
-                template=data.form,
+                **data.wording,
                 max_prompt_tokens=data.max_prompt_tokens,
                 overlong=data.overlong,
                 invalid=data.invalid,
@@ -392,7 +391,7 @@ def _judged(
     data = config.pairs
     if data is None:
         return {}, {}
-    text = config.text or TextTable(template="plain")
+    text = config.text or TextTable()
     judged: dict[str, list[Judged]] = {}
     counts: dict[str, Any] = {}
     for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
@@ -400,8 +399,7 @@ def _judged(
             judged[split], counts[split] = build_judged(
                 open_source(spec, key=f"data.{split}"),
                 tokenizer,
-                system=text.system,
-                template=text.template,
+                **text.wording,
                 max_prompt_tokens=task.prompt_tokens if task else text.max_prompt_tokens,
                 max_completion_tokens=max_new_tokens(config, task),
                 overlong=data.overlong,
@@ -423,8 +421,7 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
         Rows([{"question": q} for q in questions], "prompt"),
         run.tokenizer,
         answer_key=None,
-        system=data.system,
-        template=data.form,
+        **data.wording,
         max_prompt_tokens=run.width,
     )
     return prompts
@@ -461,7 +458,7 @@ def accuracy_part(config: Config, task: Task | Env | None) -> str:
             )
         return chosen
     if not names:
-        if isinstance(config.data, PromptData) and config.data.eval is not None:
+        if isinstance(config.data, QuestionTable) and config.data.eval is not None:
             raise UserError(
                 "rewards.model alone does not say what is right; add [rewards.math] with "
                 "weight = 0 to measure accuracy, or remove data.eval"
@@ -502,9 +499,9 @@ def reward_pool(config: Config) -> RewardPool:
 
 def check_experts(config: Config, model: ModelConfig | None, method: Method) -> None:
     """Raises UserError for keys about routed experts that this run does not read."""
-    train, losses = config.train, router_losses(config)
+    losses = router_losses(config)
     asked = {
-        "train.replay_routing": train.replay_routing,
+        "objective.router_replay": config.replays_routing,
         "objective.router_balance": losses.balance,
         "objective.router_z": losses.z,
     }
@@ -512,8 +509,8 @@ def check_experts(config: Config, model: ModelConfig | None, method: Method) -> 
         if value and (model is None or not any(model.sparse)):
             shown = str(value).lower()
             raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    if train.replay_routing and (not method.draw.own or config.pairs is not None):
+    if config.replays_routing and (not method.draw.own or config.pairs is not None):
         raise UserError(
-            f"train.replay_routing = true: nothing is sampled with method = {config.method!r}, so "
-            "there is no routing to replay; remove it"
+            f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
+            "so there is no routing to replay; remove it"
         )

@@ -240,7 +240,7 @@ def _env(run: Run) -> HostEnv:
     data = run.config.episodes
     assert data is not None
     make = load(data.env, "data.env")
-    check_options(make, data.options, "data.options")
+    check_options(make, data.options, "data")
     return check_env(make(**data.options), f"data.env = {data.env!r}: what it returns")
 
 

@@ -10,7 +10,7 @@ from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
-from jrl.methods.domains import Choice, Coefficient, Range
+from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
 from jrl.train.router import RouterLosses
@@ -19,6 +19,7 @@ COMMON: Mapping[str, Coefficient] = {
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
     "epochs": Coefficient("epochs", Range(1, whole=True), 1),
     "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
+    "router_replay": Coefficient("router_replay", Switch(), False),
     "router_z": Coefficient("router_z", Range(0.0), 0.0),
 }
 """Coefficients that the run reads where the method has none of that name."""

@@ -27,21 +27,21 @@ def make_meshes(config: Config, *, apart: bool = True) -> tuple[Mesh, Mesh | Non
       UserError: devices are too few, what is left does not divide, or neither number divides the
         other; naming the keys.
     """
-    mesh, placement = config.mesh.axes, config.placement
-    if placement is None or not apart:
+    mesh = config.mesh_axes
+    if config.placement is None or not apart:
         return make_mesh(mesh), None
-    devices, rollout_axes = jax.devices(), placement.axes
+    devices, rollout_axes = jax.devices(), config.sampling.mesh_axes
     sizes = _filled("mesh", mesh, len(devices) - _fixed(rollout_axes))
-    theirs = _filled("placement.rollout", rollout_axes, len(devices) - _fixed(mesh))
+    theirs = _filled("sampling.mesh", rollout_axes, len(devices) - _fixed(mesh))
     n, m = math.prod(sizes.values()), math.prod(theirs.values())
     if n + m > len(devices):
         raise UserError(
-            f"mesh asks for {n} devices and placement.rollout for {m} others; there are "
+            f"mesh asks for {n} devices and sampling.mesh for {m} others; there are "
             f"{len(devices)}: make one of them smaller, or remove [placement]"
         )
     if n % m and m % n:
         raise UserError(
-            f"mesh has {n} devices and placement.rollout {m}; one number must divide the other, so "
+            f"mesh has {n} devices and sampling.mesh {m}; one number must divide the other, so "
             "that weights move between devices in whole shards"
         )
     mine, others = _shares(devices, n, m)
@@ -61,7 +61,7 @@ def sampler_mesh(config: Config, mesh: Mesh) -> Mesh | None:
       UserError: it uses another number of devices, or splits several slices along another axis than
         data; naming the keys.
     """
-    if not config.sampling.mesh:
+    if not config.sampling.mesh or config.placement is not None:
         return None
     sizes = _filled("sampling.mesh", config.sampling.mesh_axes, mesh.size)
     if math.prod(sizes.values()) != mesh.size:
@@ -97,7 +97,7 @@ def check_sampler_mesh(
     if own is None:
         return
     parts = batch_shards(own)
-    lines = list(rollout_conflicts(config, parts, "sampling.mesh"))
+    lines = list(rollout_conflicts(config, parts))
     slots, rows = config.sampling.slots, config.train.prompts * config.sampling.group
     if parts < own.size and slots < rows and slots % parts:
         lines.append(
@@ -119,7 +119,7 @@ def _shares(
     per = len(devices) // processes
     if n % processes or m % processes or n + m > per * processes:
         raise UserError(
-            f"mesh has {n} devices and placement.rollout {m}, which do not divide over the "
+            f"mesh has {n} devices and sampling.mesh {m}, which do not divide over the "
             f"{processes} processes; make both numbers multiples of {processes}"
         )
     each = [[d for d in devices if d.process_index == p] for p in range(processes)]

@@ -114,7 +114,7 @@ def _check_disjoint(run: Run, mesh: Mesh) -> None:
     try:
         policy_layout(run, mesh)
     except UserError as error:
-        raise UserError(f"placement.rollout: {error}") from None
+        raise UserError(f"sampling.mesh: {error}") from None
 
 
 def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
@@ -377,7 +377,7 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
         minibatches=train.minibatches,
         microbatches=train.microbatches,
         router=router_losses(run.config),
-        replay_routing=train.replay_routing,
+        replay_routing=run.config.replays_routing,
         skip=skip_rule(run.config.watch),
         shown=shown,
         **run.method.schedule._asdict(),

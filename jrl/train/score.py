@@ -397,7 +397,7 @@ def _shares_prompts(
     shared = shared and (value is None or value.apply_shared is not None)
     if batch.routing is not None and not shared:
         raise UserError(
-            "train.replay_routing = true: a network of this run does not take rows that share "
+            "objective.router_replay = true: a network of this run does not take rows that share "
             "prompts, which is how routing is replayed; use those of jrl.models.transformer"
         )
     return shared

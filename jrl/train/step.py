@@ -129,8 +129,8 @@ def make_step(
         check_split(batch.tokens.shape[0], minibatches, microbatches)
         if replay_routing and batch.routing is None:
             raise UserError(
-                "train.replay_routing = true: the batch does not say where its tokens were sent; "
-                "sample with models.routing.recording(network, config)"
+                "objective.router_replay = true: the batch does not say where its tokens were "
+                "sent; sample with models.routing.recording(network, config)"
             )
         if minibatches > 1:  # their prompts are dealt out here, and were packed before
             batch = batch.replace(packing=None)

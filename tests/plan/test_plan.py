@@ -364,7 +364,7 @@ def pretend_plan(config, topology, *, placement, effort=0.0):
         for name in names
     }
     fits = all(p.fits for p in programs.values())
-    return plan.Plan(topology, config.mesh.axes, programs, fits, [], 1, 1)
+    return plan.Plan(topology, config.mesh_axes, programs, fits, [], 1, 1)
 
 
 def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
@@ -374,7 +374,7 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     config = load_config(CONFIGS / "pod_8b_v6e.toml")
     (first,) = plan_search.search(config, topology, limit=1)  # as it is
     assert (first["mesh"], first["microbatches"]) == (
-        {axis: config.mesh.axes[axis] for axis in ("data", "fsdp", "tensor", "expert")},
+        {axis: config.mesh_axes[axis] for axis in ("data", "fsdp", "tensor", "expert")},
         config.train.microbatches,
     )
     found = plan_search.search(config, topology, limit=400)
@@ -399,7 +399,7 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     assert mixed.sampling.mesh_axes == together[0]["sampling_mesh"] | {"context": 1}
     # what is printed can be given as overrides, and is then planned for as it was
     again = load_config(CONFIGS / "pod_8b_v6e.toml", apart["changes"].split())
-    assert again.placement.axes == apart["rollout_mesh"] | {"context": 1}
+    assert again.sampling.mesh_axes == apart["rollout_mesh"] | {"context": 1}
     same = plan_disjoint(again, topology, pretend_plan, effort=-1.0)
     assert same.step_seconds == apart["step_seconds"]
 
@@ -466,7 +466,7 @@ def test_the_state_stays_in_memory_while_the_sampler_runs_on_its_own_mesh():
 
 
 def test_disjoint_rollout_and_training_have_half_of_the_slice_each():
-    tables = {"placement": {"rollout": {"data": 4}}, "mesh": {"fsdp": 4}}
+    tables = {"placement": {}, "sampling": {"mesh": {"data": 4}}, "mesh": {"fsdp": 4}}
     found = plan_disjoint(tiny(**tables), parse_topology("v5e:2x4"), pretend_plan)
     assert found.rollout_mesh["data"] == 4
     assert found.mesh["fsdp"] == 4

@@ -197,7 +197,8 @@ def test_two_slices_talk_along_the_data_axis_alone(kernel):
         "model": {"config": model | wide, "dtype": "bfloat16", "grouped_matmul": kernel},
         "data": {"max_prompt_tokens": 16},
         "sampling": {"group": 2, "max_new_tokens": 16},
-        "train": {"prompts": 8, "replay_routing": True},
+        "train": {"prompts": 8},
+        "objective": {"router_replay": True},
         "mesh": {"data": 2, "fsdp": 2, "expert": 2, "slices": 2},
     }
     del tree["model"]["config"]["dtype"], tree["model"]["config"]["param_dtype"]

@@ -287,7 +287,6 @@ ON_TASK = {
     "train.prompts": (programs, "train.prompts=8"),
     "train.minibatches": (programs, "train.minibatches=2"),
     "train.microbatches": (programs, "train.microbatches=2"),
-    "train.replay_routing": (programs, "train.replay_routing=true", SPARSE),
     "train.mode": (whole_run, "train.mode=compiled", "checkpoint.every=3", COLD),
     "warmup.steps": (whole_run, "warmup.steps=30", "train.steps=0"),
     "warmup.learning_rate": (whole_run, "warmup.learning_rate=2e-2", "train.steps=0"),
@@ -299,13 +298,15 @@ ON_TASK = {
     "eval.temperature": (eval_sampling_params, "eval.temperature=2.0", *EVALS),
     "checkpoint.every": (whole_run, "checkpoint.every=0", COLD),
     "checkpoint.keep": (whole_run, "checkpoint.keep=3", COLD),
-    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("data", "fsdp", "tensor")},
-    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "mesh": (mesh, "mesh.data=2"),
     "sampling.mesh": (drawn_on, "sampling.mesh.data=2", "mesh.fsdp=2"),
-    "placement.rollout": (apart, "placement.rollout.data=2"),
     "log.samples_every": (whole_run, "log.samples_every=3", COLD),
 }
 MORE_ON_TASK = {
+    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("fsdp", "tensor")},
+    **{f"mesh.{axis}": (mesh, f"mesh.{axis}=2") for axis in ("context", "expert")},
+    "placement and sampling.mesh": (apart, "placement={}", "sampling.mesh.data=2"),
+    "objective.router_replay": (programs, "objective.router_replay=true", SPARSE),
     "an option of the task": (programs, "data.difficulty=2"),
     "objective.epochs": (programs, "objective.epochs=3"),
     "objective.epochs of a method without": (programs, "objective.epochs=2", "method=reinforce"),
@@ -376,7 +377,6 @@ ELSEWHERE = {
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
-    "data.options": "train/test_host_run.py::test_a_run_of_many_turns",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 
@@ -421,7 +421,7 @@ ALL = ON_TASK | ON_TEXT | MORE_ON_TASK | MORE_ON_TEXT
 
 
 WHOLE_RUNS = {
-    *("train.steps", "train.mode", "train.replay_routing", "data.shuffle", "reward_pool.workers"),
+    *("train.steps", "train.mode", "data.shuffle", "reward_pool.workers"),
     *("warmup.steps", "warmup.batch", "warmup.learning_rate", "log.samples_every", "eval.every"),
     *("eval.samples", "eval.problems", "checkpoint.every", "checkpoint.keep"),
 }

@@ -351,7 +351,7 @@ BASE = (
     *("eval.problems=4", "checkpoint.every=0", "log.samples_every=1", "mesh.data=4"),
     "objective.correction=tis",
 )
-DISJOINT = ("placement.rollout.data=4",)
+DISJOINT = ("placement={}", "sampling.mesh.data=4")
 EXPERTS = [f"model.config.{size}" for size in ("experts=4", "experts_per_token=2")]
 POLICIES = {
     "all weights": (),
@@ -362,7 +362,7 @@ POLICIES = {
     "adapters": ("lora.rank=2", "objective.kl_coef=0.05"),
     "adapters on 8 bits": ("lora.rank=2", "lora.base=int8", "sampling.int8=weights"),
     "drawn in 8 bits": ("sampling.int8=['weights', 'cache']",),
-    "experts": (*EXPERTS, "model.config.expert_mlp_dim=16", "train.replay_routing=true"),
+    "experts": (*EXPERTS, "model.config.expert_mlp_dim=16", "objective.router_replay=true"),
 }
 
 
@@ -431,9 +431,9 @@ def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, tmp_path):
 @pytest.mark.parametrize(
     ("policy", "apart"),
     [
-        ("adapters on 8 bits", ("mesh.fsdp=4", "placement.rollout.tensor=2")),
-        ("adapters", ("mesh.tensor=2", "mesh.fsdp=2", "placement.rollout.fsdp=4")),
-        ("experts", ("mesh.expert=4", "placement.rollout.expert=2")),
+        ("adapters on 8 bits", ("mesh.fsdp=4", "placement={}", "sampling.mesh.tensor=2")),
+        ("adapters", ("mesh.tensor=2", "mesh.fsdp=2", "placement={}", "sampling.mesh.fsdp=4")),
+        ("experts", ("mesh.expert=4", "placement={}", "sampling.mesh.expert=2")),
     ],
 )
 def test_meshes_that_divide_the_weights_otherwise_are_the_same_run(policy, apart, tmp_path):
@@ -501,21 +501,21 @@ def test_a_run_whose_weights_change_on_the_way_ends_before_it_draws_with_them(
     ("changes", "says"),
     [
         (("placement.staleness=-1",), "staleness = -1; must be"),
-        (("placement.rollout.data=0",), "rollout.data = 0; must be"),
+        (("sampling.mesh.data=0",), "sampling.mesh.data = 0; must be"),
         ((*DISJOINT, "train.mode=compiled"), "placement] and train.mode = 'compiled' are both"),
         (
             (*DISJOINT, "mesh.data=8", "train.prompts=8"),
-            "8 devices and placement.rollout for 4 others; there are 8",
+            "8 devices and sampling.mesh for 4 others; there are 8",
         ),
-        ((*DISJOINT, "mesh.data=-1", "placement.rollout.data=-1"), "data and .*data are -1; only"),
-        ((*DISJOINT, "mesh.data=3", "train.prompts=12"), "has 3 devices and placement.rollout 4"),
+        ((*DISJOINT, "mesh.data=-1", "sampling.mesh.data=-1"), "data and .*data are -1; only"),
+        ((*DISJOINT, "mesh.data=3", "train.prompts=12"), "has 3 devices and sampling.mesh 4"),
         (
-            (*DISJOINT, "placement.rollout.data=3"),
+            (*DISJOINT, "sampling.mesh.data=3"),
             "prompts = 4 cannot be split over the 3 devices",
         ),
         (
-            (*DISJOINT, "mesh.data=1", "placement.rollout.data=-1", "placement.rollout.tensor=2"),
-            "placement.rollout.data = -1: the 7 devices that are left do not divide by the 2",
+            (*DISJOINT, "mesh.data=1", "sampling.mesh.data=-1", "sampling.mesh.tensor=2"),
+            "sampling.mesh.data = -1: the 7 devices that are left do not divide by the 2",
         ),
     ],
 )
@@ -528,8 +528,8 @@ def test_a_split_that_cannot_be_is_refused(changes, says):
     ("changes", "says"),
     [
         (
-            ("placement.rollout.data=1", "placement.rollout.tensor=4"),
-            "rollout: .*kv_heads",
+            ("sampling.mesh.data=1", "sampling.mesh.tensor=4"),
+            "sampling.mesh: .*kv_heads",
         ),
         (("method=sft", "objective={}"), "needs a rollout, and method = 'sft' draws nothing"),
     ],
@@ -544,9 +544,7 @@ def test_what_is_left_goes_to_the_mesh_that_asks_for_it():
     mesh, rollout = make_meshes(sizes([*BASE, *DISJOINT, "mesh.data=-1"]))
     assert (mesh.size, rollout.size) == (4, 4)
     assert set(mesh.devices.flat).isdisjoint(rollout.devices.flat)
-    mesh, rollout = make_meshes(
-        sizes([*BASE, *DISJOINT, "placement.rollout.data=-1", "mesh.data=4"])
-    )
+    mesh, rollout = make_meshes(sizes([*BASE, *DISJOINT, "sampling.mesh.data=-1", "mesh.data=4"]))
     assert (mesh.size, rollout.shape["data"]) == (4, 4)
     assert make_meshes(sizes(BASE))[1] is None
     # Who only evaluates such a run needs no devices for rollout.

@@ -131,10 +131,10 @@ def records_of(directory):
 
 def test_a_run_of_many_turns(place, tmp_path):
     threads, run = threading.active_count(), tmp_path / "run"
-    config = settings(place, run, "talk", "data.options={turns=2}", "data.eval=", "train.steps=1")
+    config = settings(place, run, "talk", "data.turns=2", "data.eval=", "train.steps=1")
     assert train(config, echo=lambda line: None)["steps"] == 1
     (record,) = records_of(run)
-    assert record["episodes"] == 8 < record["turns"] <= 16  # data.options.turns = 1 gives 8
+    assert record["episodes"] == 8 < record["turns"] <= 16  # data.turns = 1 gives 8
     assert record["env_errors"] == record["env_timeouts"] == 0
     assert record["logprob_diff"] < 1e-4
     several = [s["turns"] for s in read_jsonl(run / "samples.jsonl") if len(s["turns"]) > 2]
@@ -149,7 +149,7 @@ def test_a_run_of_many_turns(place, tmp_path):
 def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
     """Four steps at once, and as many with a signal after the second."""
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    more = ("data.options={turns=2}", "data.eval=", "train.steps=4", "optimizer.schedule=constant")
+    more = ("data.turns=2", "data.eval=", "train.steps=4", "optimizer.schedule=constant")
     train(settings(place, tmp_path / "whole", "talk", *more), echo=lambda line: None)
     broken = settings(place, tmp_path / "broken", "talk", *more)
     with monkeypatch.context() as patch:
@@ -175,7 +175,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
 
 
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
-    config = settings(place, tmp_path / "run", "talk", "data.options={turns=1}")
+    config = settings(place, tmp_path / "run", "talk", "data.turns=1")
     assert train(config, echo=lambda line: None)["steps"] == 2
     assert [r["turns"] for r in records_of(tmp_path / "run")] == [8, 8]
     found = evaluate_run(config)
@@ -211,15 +211,15 @@ def shipped(place, run, name, *more):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("search", ["data.options.system=", "data.options.turn_tokens=20"]),
+        ("search", ["data.system=", "data.turn_tokens=20"]),
         pytest.param(
             "gsm8k_python",
-            ["data.options.turn_tokens=20", "data.train={train}", "data.eval={eval}"],
+            ["data.turn_tokens=20", "data.train={train}", "data.eval={eval}"],
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "textarena",
-            ["data.options.turn_tokens=8", "data.max_prompt_tokens=250", "data.options.turns=2"],
+            ["data.turn_tokens=8", "data.max_prompt_tokens=250", "data.turns=2"],
             marks=[
                 pytest.mark.slow,
                 pytest.mark.skipif(
@@ -256,18 +256,22 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
 @pytest.mark.parametrize(
     ("env", "more", "said"),
     [
-        ("talk", [], "data.options.turns is missing"),
-        ("talk", ["data.options={turn=2}"], "data.options.turn = 2: there is no such option"),
-        ("talk", ["data.options={turns=0}"], "limits.turns = 0; must be at least 1"),
+        ("talk", [], "data.turns is missing"),
+        ("talk", ["data.turn=2"], "data.turn = 2: there is no such option"),
+        ("talk", ["data.turns=0"], "limits.turns = 0; must be at least 1"),
         ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
-        ("talk", ["data.options={turns=2}", "data.template=plain"], "data.template is not read"),
         (
             "talk",
-            ["data.options={turns=2}", "method=sft", "objective={}"],
+            ["data.turns=2", "data.template=plain"],
+            "data.template = 'plain': there is no such option",
+        ),
+        (
+            "talk",
+            ["data.turns=2", "method=sft", "objective={}"],
             "method = 'sft' trains on demonstrat",
         ),
-        ("talk", ["data.options={turns=2}", "rewards={math={}}"], "rewards.math: the environment"),
+        ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, said):

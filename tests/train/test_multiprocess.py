@@ -107,7 +107,7 @@ def config(tmp_path_factory):
     return path
 
 
-STALE = ("placement.staleness=1", "placement.rollout.fsdp=2")
+STALE = ("placement.staleness=1", "sampling.mesh.fsdp=2")
 
 
 @pytest.mark.parametrize(

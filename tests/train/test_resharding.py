@@ -178,7 +178,7 @@ def test_a_device_is_sent_only_what_it_keeps(meshes, expert):
         ),
         (
             ("mesh.data=4", "sampling.mesh.fsdp=4", "placement.rollout.data=4"),
-            "[sampling.mesh] and [placement] are both given",
+            "placement.rollout = {'data': 4} is no longer a key; set sampling.mesh",
         ),
     ],
 )

@@ -141,7 +141,7 @@ def test_many_experts_are_recorded_in_16_bits():
     config = dataclasses.replace(CONFIG, experts=300)
     assert record_dtype(config) == jnp.int16
     assert record_dtype(dataclasses.replace(CONFIG, experts=128)) == jnp.int8
-    with pytest.raises(UserError, match="replay_routing = true: the model has no routed experts"):
+    with pytest.raises(UserError, match="router_replay = true: the model has no routed experts"):
         recording(transformer(config), dataclasses.replace(CONFIG, experts=0))
 
 
@@ -281,5 +281,5 @@ def test_a_step_reports_its_routers_and_adds_their_losses():
 
 
 def test_a_batch_without_the_routing_to_replay_is_refused():
-    with pytest.raises(UserError, match="train.replay_routing = true: the batch does not say"):
+    with pytest.raises(UserError, match="objective.router_replay = true: the batch does not say"):
         stepped(batch().replace(routing=None), replay_routing=True)

@@ -338,7 +338,7 @@ def test_a_run_goes_back_to_the_checkpoint_before_a_fault_and_on_with_the_next_p
     assert [r.get("rollbacks", 0) for r in logged] == [0] * 6 + [1] * 2
 
 
-DISJOINT = ("mesh.data=1", "placement.rollout.data=1", "placement.staleness=1")
+DISJOINT = ("mesh.data=1", "sampling.mesh.data=1", "placement.staleness=1")
 
 
 @pytest.mark.parametrize(
