@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -354,7 +355,7 @@ def pretend_plan(config, topology, *, placement, effort=0.0):
     if not effort:  # a run's programs are a little faster
         seconds = {name: 0.9 * x for name, x in seconds.items()}
     names = [placement]
-    large = config.mesh.tensor == (1 if topology.chips == 64 else 2)
+    large = config.mesh_axes["tensor"] == (1 if topology.chips == 64 else 2)
     size = plan_memory.GIB * (100 if large else 2)
     sizes = {"weights": size, "total": size}
     programs = {
@@ -482,9 +483,7 @@ def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
     config = load_config(path)
     (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
     topology = parse_topology(line.split("--topology ")[1].strip())
-    assert config.mesh.data * config.mesh.fsdp * config.mesh.tensor * config.mesh.expert == (
-        topology.chips
-    )
+    assert math.prod(config.mesh_axes.values()) == topology.chips
 
 
 @needs_libtpu
