@@ -257,7 +257,7 @@ def copy_of_library(directory: pathlib.Path) -> pathlib.Path:
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "jrl", directory / "jrl", ignore=skip)
     (directory / "tests").mkdir()
-    for name in ("conftest.py", "house_test.py"):
+    for name in ("conftest.py", "house_test.py", "slow.txt"):
         shutil.copy(ROOT / "tests" / name, directory / "tests" / name)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, directory)
