@@ -19,7 +19,6 @@ from pydantic import (
 
 from jrl.config_checks import conflicts
 from jrl.config_unions import (
-    AdamW,
     Data,
     EnvData,
     EpisodeData,
@@ -432,7 +431,7 @@ class Config(Table):
         " and options",
     )
     reward_pool: RewardPoolTable = key(RewardPoolTable(), "")
-    optimizer: Optimizer = key(AdamW(), "")
+    optimizer: Optimizer = key(Optimizer(), "")
     train: TrainTable = key(TrainTable(), "")
     warmup: WarmupTable = key(WarmupTable(), "")
     eval: EvalTable = key(EvalTable(), "")

@@ -423,8 +423,6 @@ def _explain(item: Mapping[str, Any]) -> str:
         return _unknown_key(key, value, chosen)
     if kind == "missing":
         return f"{key} is missing: {_text_of(key)}"
-    if kind == "union_tag_invalid":
-        return str(choose(f"{key}.name", context["tag"], kinds))
     if kind == "value_error":
         text = str(context["error"])
         return text if isinstance(value, dict | Table) else f"{key} = {value!r}; {text}"
@@ -442,13 +440,12 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 def _wrong_kind(known: Key, value: object, chosen: str) -> str:
     """What to say of a key that other kinds of its table have, and not the one that is given."""
-    given = chosen if "." in chosen else f"{known.name.partition('.')[0]}.name = {chosen!r}"
     if known.name in known.only:
-        return f"{known.name} = {value!r} and {given} are both given; remove one"
+        return f"{known.name} = {value!r} and {chosen} are both given; remove one"
     # a key of two kinds together is named only where no kind alone has it
     *most, last = [kind for kind in known.only if " and " not in kind] or known.only
     kinds = f"{', '.join(most)} or {last}" if most else last
-    return f"{known.name} = {value!r} goes with {kinds}, not with {given}; remove it"
+    return f"{known.name} = {value!r} goes with {kinds}, not with {chosen}; remove it"
 
 
 def _of_other_kinds(config: Config) -> list[str]:

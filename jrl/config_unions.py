@@ -1,7 +1,8 @@
 """The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
 
-Each kind is a table with its own keys, so that a key of another kind cannot be given. What is given
-says which kind it is: ``data.task``, ``data.env``, ``data.pairs`` or none; and ``optimizer.name``.
+Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
+is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs`` or none. An optimizer's
+own keys are the arguments of the function that ``optimizer.name`` names.
 """
 
 from __future__ import annotations
@@ -228,18 +229,19 @@ Data = Annotated[
 
 # ---------------------------------------------------------------- the optimizer
 
-Decay = Annotated[float, Field(description="decoupled weight decay", ge=0)]
-B1 = Annotated[
-    float, Field(description="decay rate of the first moment; sgd: momentum", ge=0, lt=1)
-]
-B2 = Annotated[float, Field(description="decay rate of the second moment", ge=0, lt=1)]
-Eps = Annotated[float, Field(description="added to the denominator", gt=0)]
 
+class Optimizer(Table):
+    """The optimizer and its schedule; further keys are arguments of the optimizer's function."""
 
-class OptimizerTable(Table):
-    """The optimizer and its schedule, from optax."""
+    model_config = ConfigDict(extra="allow")
 
-    name: str = key("adamw", "optax optimizer")
+    name: str = key(
+        "adamw",
+        "optimizer of optax by name, such as adamw, sgd, lion or adafactor, or a function of your"
+        " own as FILE.py:function or module:function, called with the learning rate; its other"
+        " arguments, such as b1, b2 or weight_decay (0 when not set), are further keys of"
+        " [optimizer]",
+    )
     learning_rate: float = key(1e-6, "learning rate at its peak", ge=0)
     schedule: Literal["constant", "cosine", "linear"] = key(
         "constant", "learning rate after the warm-up; cosine and linear fall to 0 at the last step"
@@ -247,60 +249,7 @@ class OptimizerTable(Table):
     warmup_steps: int = key(0, "training steps over which the learning rate rises from 0", ge=0)
     clip_norm: float = key(1.0, "largest global gradient norm; 0 does not clip", ge=0)
 
-
-class AdamW(OptimizerTable):
-    """Adam with decoupled weight decay."""
-
-    name: Literal["adamw"] = key("adamw", "optax optimizer")
-    weight_decay: Decay = 0.0
-    b1: B1 = 0.9
-    b2: B2 = 0.999
-    eps: Eps = 1e-8
-
-
-class Adam(OptimizerTable):
-    """Adam."""
-
-    name: Literal["adam"] = "adam"
-    b1: B1 = 0.9
-    b2: B2 = 0.999
-    eps: Eps = 1e-8
-
-
-class Sgd(OptimizerTable):
-    """Gradient descent with momentum."""
-
-    name: Literal["sgd"] = "sgd"
-    b1: B1 = 0.9
-
-
-class Lion(OptimizerTable):
-    """Lion."""
-
-    name: Literal["lion"] = "lion"
-    weight_decay: Decay = 0.0
-    b1: B1 = 0.9
-    b2: B2 = 0.999
-
-
-class Adafactor(OptimizerTable):
-    """Adafactor."""
-
-    name: Literal["adafactor"] = "adafactor"
-    weight_decay: Decay = 0.0
-    eps: Eps = 1e-8
-
-
-def _optimizer_kind(value: Any) -> str:
-    given = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
-    return "adamw" if given is None else str(given)
-
-
-Optimizer = Annotated[
-    Annotated[AdamW, Tag("adamw")]
-    | Annotated[Adam, Tag("adam")]
-    | Annotated[Sgd, Tag("sgd")]
-    | Annotated[Lion, Tag("lion")]
-    | Annotated[Adafactor, Tag("adafactor")],
-    Discriminator(_optimizer_kind),
-]
+    @property
+    def options(self) -> dict[str, Any]:
+        """The further keys: arguments of the optimizer's function."""
+        return dict(self.model_extra or {})

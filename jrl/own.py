@@ -139,7 +139,12 @@ def load(spec: str, key: str) -> Callable[..., Any]:
 
 
 def check_options(
-    function: Callable[..., Any], options: Mapping[str, Any], table: str, *, first: int = 0
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    table: str,
+    *,
+    first: int = 0,
+    others: Iterable[str] = (),
 ) -> None:
     """Raises a UserError for options that a function does not take, or needs and does not get.
 
@@ -148,14 +153,16 @@ def check_options(
       options: by name.
       table: the table of the configuration that holds them, for messages.
       first: how many of its first arguments the caller gives by position.
+      others: keys of the table that are not options, which may have been meant.
     """
     parameters = list(inspect.signature(function).parameters.values())[first:]
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     lines = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = {name: value for name, value in options.items() if name not in named}
+        known = [*named, *others]
         lines = [
-            f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, named)}"
+            f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
             for name, value in unknown.items()
         ]
     needed = [name for name, p in named.items() if p.default is p.empty]

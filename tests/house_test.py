@@ -22,7 +22,7 @@ import pytest
 
 import jrl
 from jrl.config_io import load_config
-from jrl.config_unions import Sgd
+from jrl.config_unions import Optimizer
 from jrl.data.tasks import get_task
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -635,7 +635,7 @@ def test_10_held_out_problems_are_never_trained_on():
 
 
 def test_10_clip_norm_bounds_the_gradient():
-    table = Sgd(b1=0.0, clip_norm=0.5, schedule="constant")
+    table = Optimizer(name="sgd", clip_norm=0.5, schedule="constant")
     optimizer = make_optimizer(table, 1)(1.0)
     for size, bound in ((10.0, 0.5), (0.25, 0.25)):
         grads = {"a": jnp.array([0.6 * size, 0.0]), "b": jnp.array([[-0.8 * size]])}

@@ -52,7 +52,6 @@ CONFIGURATIONS = {
     f"seed={2**70}": "must be below 4294967296",
     "train.steps=1e3": "train.steps = 1000.0; must be a whole number",
     "optimizer.learning_rate=inf": "optimizer.learning_rate = inf; must be finite",
-    "optimizer.b1=1.0": "optimizer.b1 = 1.0; must be below 1.0",
     "sampling.group=100000000000": "sampling.group = 100000000000; must be at most 1000000",
     "reward_pool.workers=100000": "reward_pool.workers = 100000; must be at most 1024",
     "reward_pool.memory_gib=nan": "reward_pool.memory_gib = nan; must be finite",

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from jrl.config_unions import Adafactor, Adam, AdamW, Lion, Optimizer, OptimizerTable, Sgd
-from jrl.errors import choose
+from jrl import own
+from jrl.config_unions import Optimizer
+from jrl.errors import UserError, choose
 from jrl.methods.domains import is_zero
 
+NAMES = (
+    *("adabelief", "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamaxw", "adamw"),
+    *("adan", "amsgrad", "lion", "nadam", "nadamw", "radam", "rmsprop", "sgd", "sign_sgd"),
+    *("signum", "yogi"),
+)
+"""Optimizers of optax that are called by name.
 
-def schedule(table: OptimizerTable, peak: Any, updates: int, warmup: Any) -> optax.Schedule:
+Without lamb, lars and novograd, which read the norm of each layer: weights of all layers are one
+array here, so they would read the norm of all layers together.
+"""
+
+
+def schedule(table: Optimizer, peak: Any, updates: int, warmup: Any) -> optax.Schedule:
     """The learning rate at each update: a linear rise, then constant, cosine or linear to 0.
 
     Args:
@@ -47,13 +61,18 @@ def make_optimizer(
 
     Returns:
       (learning rate, numbers of the table by name, in place of its own) -> optimiser.
+
+    Raises:
+      UserError: there is no such optimizer, or it has no such key, or not such a value.
     """
+    function = _function(table.name)
+    _check_options(table, function)
 
     def build(learning_rate: Any, **numbers: Any) -> optax.GradientTransformation:
-        given = _with_numbers(table, numbers)
+        given = _with_numbers(table, _arguments(function), numbers)
         warmup = given.warmup_steps * updates_per_step
         rate = schedule(given, learning_rate, steps * updates_per_step, warmup)
-        optimizer = _optimizer(given, rate)
+        optimizer = function(rate, **given.options)
         if is_zero(given.clip_norm):
             return optimizer
         return optax.chain(optax.clip_by_global_norm(given.clip_norm), optimizer)
@@ -61,34 +80,57 @@ def make_optimizer(
     return build
 
 
-def _with_numbers(table: Optimizer, numbers: dict[str, Any]) -> Optimizer:
+def _function(name: str) -> Callable[..., optax.GradientTransformation]:
+    """What makes the optimizer of a learning rate; weights do not decay unless asked to."""
+    if ":" in name:
+        return own.load(name, "optimizer.name")
+    if name not in NAMES:
+        raise choose("optimizer.name", name, NAMES)
+    function: Callable[..., optax.GradientTransformation] = getattr(optax, name)
+    if "weight_decay" in inspect.signature(function).parameters:
+        return functools.partial(function, weight_decay=0.0)
+    return function
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
+    """Arguments after the learning rate, with their defaults."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    return {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+
+
+_BELOW_ONE = ("b1", "b2", "b3", "beta", "decay", "decay_rate", "momentum", "rho")
+_NOT_BELOW_ZERO = ("weight_decay", "weight_decay_rate", "eps", "eps_root")
+
+
+def _check_options(table: Optimizer, function: Callable[..., Any]) -> None:
+    others = Optimizer.model_fields
+    own.check_options(function, table.options, "optimizer", first=1, others=others)
+    defaults = _arguments(function)
+    lines = []
+    for name, value in table.options.items():
+        said = f"optimizer.{name} = {value!r}"
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(defaults.get(name), float) and not number:
+            lines.append(f"{said}; must be a number")
+        elif number and name in _BELOW_ONE and not 0 <= value < 1:
+            lines.append(f"{said}; must be at least 0 and below 1")
+        elif number and name in _NOT_BELOW_ZERO and value < 0:
+            lines.append(f"{said}; must be at least 0")
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def _with_numbers(
+    table: Optimizer, arguments: dict[str, Any], numbers: dict[str, Any]
+) -> Optimizer:
     """The table with other numbers, which are not checked: they may be traced.
 
     Raises:
       UserError: the optimizer has no such number.
     """
-    known = [name for name in type(table).model_fields if name not in _NO_NUMBERS]
+    values = {**arguments, **table.options}
+    known = [name for name, value in values.items() if type(value) in (int, float)]
     for name in numbers:
-        if name not in known:
-            raise choose("optimizer", name, known)
+        if name not in (*known, "warmup_steps", "clip_norm"):
+            raise choose("optimizer", name, [*known, "warmup_steps", "clip_norm"])
     return table.model_copy(update=numbers)
-
-
-_NO_NUMBERS = ("name", "schedule", "learning_rate")
-"""Words, and the rate, which is an argument of its own."""
-
-
-def _optimizer(table: Optimizer, rate: optax.Schedule) -> optax.GradientTransformation:
-    match table:
-        case AdamW(weight_decay=decay, b1=b1, b2=b2, eps=eps):
-            return optax.adamw(rate, b1, b2, eps, weight_decay=decay)
-        case Adam(b1=b1, b2=b2, eps=eps):
-            return optax.adam(rate, b1, b2, eps)
-        case Sgd(b1=b1):
-            return optax.sgd(rate, momentum=None if is_zero(b1) else b1)
-        case Lion(weight_decay=decay, b1=b1, b2=b2):
-            return optax.lion(rate, b1, b2, weight_decay=decay)
-        case Adafactor(weight_decay=decay, eps=eps):
-            return optax.adafactor(
-                rate, eps=eps, weight_decay_rate=None if is_zero(decay) else decay
-            )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.config_unions import AdamW
+from jrl.config_unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import Draw, GroupEditor, find_method, get_method
@@ -277,7 +277,7 @@ def test_with_policy_starts_afresh(network):
 
 def test_every_number_can_be_swept_and_means_what_it_means_alone(network, task, quick_jit):
     """A vmap over numbers of method and optimizer gives the runs with these numbers fixed."""
-    table, steps = AdamW(b2=0.95, clip_norm=0.5), 2
+    table, steps = Optimizer(b2=0.95, clip_norm=0.5), 2
     common = {
         **{"task": task, "network": network, "steps": steps, "prompts": PROMPTS},
         **{"group": GROUP, "weights": WEIGHTS, "eval_problems": 4},
@@ -324,7 +324,7 @@ def test_hyperparameters_that_nothing_reads_are_refused(run, network, task):
         run(KEY, {"learning_rate": 0.1, "objective.clip_high": 0.3})
     free = make_run(
         method=find_method("grpo"),
-        optimizer=make_optimizer(AdamW(), 1),
+        optimizer=make_optimizer(Optimizer(), 1),
         **{"task": task, "network": network, "steps": 1, "prompts": 2, "group": 2},
         weights=WEIGHTS,
     )

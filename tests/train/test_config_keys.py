@@ -249,7 +249,6 @@ SPARSE = (
     " experts_per_token=2, expert_mlp_dim=8}"
 )
 COLD = "warmup.steps=0"
-ADAM = ("optimizer={name='adamw', learning_rate=0.1, weight_decay=0.1}",)
 ON_TASK = {
     "method": (programs, "method=rloo"),
     "seed": (weights, "seed=1"),
@@ -278,10 +277,6 @@ ON_TASK = {
     "optimizer.learning_rate": (updates, "optimizer.learning_rate=0.2"),
     "optimizer.schedule": (updates, "optimizer.schedule=linear"),
     "optimizer.warmup_steps": (updates, "optimizer.warmup_steps=2"),
-    "optimizer.weight_decay": (updates, "optimizer.weight_decay=0.2", *ADAM),
-    "optimizer.b1": (updates, "optimizer.b1=0.5", *ADAM),
-    "optimizer.b2": (updates, "optimizer.b2=0.5", *ADAM),
-    "optimizer.eps": (updates, "optimizer.eps=0.1", *ADAM),
     "optimizer.clip_norm": (updates, "optimizer.clip_norm=0.1"),
     "train.steps": (whole_run, "train.steps=2", COLD),
     "train.prompts": (programs, "train.prompts=8"),
