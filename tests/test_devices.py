@@ -41,7 +41,6 @@ def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
     assert "NVIDIA GPU" in said[0]
 
 
-@pytest.mark.slow
 def test_the_command_says_it_without_a_traceback(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "jrl", "train", "data.task=sorting", "run.dir=run"],
@@ -55,3 +54,20 @@ def test_the_command_says_it_without_a_traceback(tmp_path):
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("jrl: error: JAX_PLATFORMS = 'cuda'")
     assert not (tmp_path / "run").exists()
+
+
+def test_no_module_asks_for_a_device_while_it_is_imported():
+    """A message about devices comes before anything else, and `jrl --help` needs none."""
+    script = (
+        "import importlib, pkgutil, jrl\n"
+        "for module in pkgutil.walk_packages(jrl.__path__, 'jrl.'):\n"
+        "    try: importlib.import_module(module.name)\n"
+        "    except ImportError: pass  # of an extra\n"
+        "import jax\n"
+        "assert not jax._src.xla_bridge._backends\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jrl.data.tasks.base import Problem as Expression
@@ -19,7 +20,7 @@ from jrl.types import Array
 
 TOKENIZER = char_tokenizer("0123456789+-*=!:")
 DIGIT_0, PLUS, MINUS, TIMES, ANSWER, ERROR, COLON = TOKENIZER.encode("0+-*=!:")
-OPERATIONS = jnp.array([PLUS, MINUS, TIMES])
+OPERATIONS = np.array([PLUS, MINUS, TIMES], np.int32)
 DIGITS = 9
 """Of the longest number; the greatest are below 2**31."""
 LARGEST = 10**DIGITS - 1
@@ -68,7 +69,7 @@ def calculator(operations: int = 2, digits: int = 2) -> Env:
 
     def draw(bits: Array) -> tuple[Expression, Array]:
         numbers = integers(bits[: operations + 1], 1, 10**digits)
-        signs = OPERATIONS[integers(bits[operations + 1 :], 0, 3)]
+        signs = jnp.asarray(OPERATIONS)[integers(bits[operations + 1 :], 0, 3)]
         pieces = [decimal(numbers[0])]
         for i in range(operations):
             pieces += [_token(signs[i]), decimal(numbers[i + 1])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jrl.data.tasks.base import check_range, in_eval
@@ -30,7 +31,7 @@ FROZEN_SHARE = 0.8  # of the cells of a random map, as in gymnasium's generate_r
 
 TOKENIZER = char_tokenizer("ldrusfhg01234567")
 LEFT, DOWN, RIGHT, UP, S, F, H, G, DIGIT_0 = TOKENIZER.encode("ldrusfhg0")
-MOVES = jnp.array([(0, -1), (1, 0), (0, 1), (-1, 0)])  # rows, columns; left, down, right, up
+MOVES = np.array([(0, -1), (1, 0), (0, 1), (-1, 0)], np.int32)  # rows, columns; left, down, right, up
 
 
 class Grid(struct.PyTreeNode):
@@ -154,7 +155,7 @@ def gridworld(
 def moved(place: Array, action: Array, n: int) -> Array:
     """[] int32: the cell after a move; an action that is none of 0 to 3 stays."""
     row, column = place // n, place % n
-    by = MOVES[jnp.clip(action, 0, 3)]
+    by = jnp.asarray(MOVES)[jnp.clip(action, 0, 3)]
     row, column = jnp.clip(row + by[0], 0, n - 1), jnp.clip(column + by[1], 0, n - 1)
     return jnp.where((action >= 0) & (action < 4), row * n + column, place).astype(jnp.int32)
 
