@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,15 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(CHECKOUT / ".cache" / "python")
     sys.dont_write_bytecode = False
+# A shell that starts something in the background has it ignore SIGINT, and nohup SIGHUP. Tests send
+# both, and wait for what they do.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 # No test may reach the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
