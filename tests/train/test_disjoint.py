@@ -416,7 +416,9 @@ def others_slow(names):
 def test_no_staleness_is_the_synchronous_run_bit_for_bit(policy, tmp_path):
     changes = POLICIES[policy]
     records, samples, state = go(tmp_path / "shared", *changes)
-    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT, *changes)
+    # as many devices draw as in the other run: a product of fewer rows may round otherwise
+    same = ["sampling.mesh.data=2"] if "mesh.data=2" in changes else []
+    theirs, drawn, end = go(tmp_path / "disjoint", *DISJOINT, *changes, *same)
     assert [r.pop("staleness") for r in theirs] == [0] * len(records)
     assert [r.pop("staleness_max") for r in theirs] == [0] * len(records)
     assert theirs == records
