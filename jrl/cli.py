@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from jrl.commands import Main, WithKeys
+from jrl.commands import Main, WithKeys, complete_method, complete_override
 from jrl.config import Config
-from jrl.config_io import as_tree, describe, dump, load_config
+from jrl.config_io import as_tree, dump, load_config
 from jrl.console import (
     print_drift,
     print_method,
@@ -33,14 +33,9 @@ OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
 
 
-def _keys(incomplete: str) -> list[str]:
-    """Configuration keys that begin so, for the shell's completion."""
-    return [f"{key.name}=" for key in describe() if key.name.startswith(incomplete)]
-
-
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=_keys),
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=complete_override),
 ]
 Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -91,7 +86,9 @@ def train(
     config: Annotated[
         str,
         typer.Argument(
-            metavar="CONFIG", help="Configuration file, or the directory of a run to resume."
+            metavar="CONFIG",
+            help="Configuration file, or the directory of a run to resume.",
+            autocompletion=complete_override,  # the shell adds files
         ),
     ],
     overrides: Overrides = None,
@@ -381,7 +378,10 @@ def report(
 def methods(
     name: Annotated[
         str | None,
-        typer.Argument(help="Show the details of this method, or of FILE.py:function."),
+        typer.Argument(
+            help="Show the details of this method, or of FILE.py:function.",
+            autocompletion=complete_method,
+        ),
     ] = None,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[

@@ -166,7 +166,12 @@ def check_options(
             for name, value in unknown.items()
         ]
     needed = [name for name, p in named.items() if p.default is p.empty]
-    lines += [f"{table}.{name} is missing" for name in needed if name not in options]
+    called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
+    lines += [
+        f"{table}.{name} is missing: {called} needs it; set it, or give the argument a default"
+        for name in needed
+        if name not in options
+    ]
     if lines:
         raise UserError("\n".join(lines))
 

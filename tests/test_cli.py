@@ -10,8 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from jrl.cli import app
+from jrl.commands import complete_method
 from jrl.config_io import config_hash, describe, load_config
 from jrl.console import keys_text
+from jrl.methods import all_methods
 from jrl.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
@@ -296,13 +298,42 @@ def test_a_method_of_ones_own_is_shown(tmp_path, monkeypatch):
     assert "power  (default 1.0;" in shown
 
 
-def test_short_help_and_completion():
+def test_short_help():
     assert jrl("-h").stdout == jrl("--help").stdout
     assert jrl("train", "-h").stdout == jrl("train", "--help").stdout
-    environment = {"_JRL_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
-    environment["COMP_WORDS"] = "jrl train a.toml sampling.te"
+
+
+COMPLETED = {
+    "jrl train a.toml sampling.te": "sampling.temperature=",
+    "jrl train method = gsp": "gspo gspo_token",  # bash takes an equals sign for a word
+    "jrl train a.toml train.mode =": "host packed compiled",
+    "jrl train a.toml data.shuffle = t": "true",
+    "jrl train a.toml seed = ": "",
+    "jrl methods gsp": "gspo gspo_token",
+}
+
+
+@pytest.mark.parametrize("typed", COMPLETED)
+def test_the_shell_completes_keys_values_and_methods(typed):
+    words = typed.split(" ")
+    environment = {"_JRL_COMPLETE": "complete_bash", "COMP_CWORD": str(len(words) - 1)}
+    completed = CliRunner().invoke(
+        app, [], env=environment | {"COMP_WORDS": typed}, prog_name="jrl"
+    )
+    assert completed.stdout.split() == COMPLETED[typed].split()
+
+
+def test_zsh_completes_the_value_in_its_word():
+    environment = {
+        "_JRL_COMPLETE": "complete_zsh",
+        "_TYPER_COMPLETE_ARGS": "jrl train method=gsp",
+    }
     completed = CliRunner().invoke(app, [], env=environment, prog_name="jrl")
-    assert completed.stdout.split() == ["sampling.temperature="]
+    assert '"method=gspo"' in completed.stdout
+
+
+def test_every_method_is_completed():
+    assert complete_method("") == sorted(all_methods())
 
 
 def test_version():

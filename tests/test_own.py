@@ -133,7 +133,7 @@ def test_options_are_those_of_the_function():
         check_options(function, {"c": 1}, "data", first=1)
     assert str(caught.value).splitlines() == [
         "data.c = 1: there is no such option; choose from a, b",
-        "data.a is missing",
+        "data.a is missing: function(a, b) needs it; set it, or give the argument a default",
     ]
     check_options(lambda **anything: anything, {"c": 1}, "data")
 
@@ -149,7 +149,7 @@ def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(m
     assert "sampler_logprobs" in method.objective.surrogate.needs  # corrected, as all are
     with pytest.raises(UserError, match=r"objective.scael = 1: .*did you mean 'scale'"):
         get_method(spec, scael=1)
-    with pytest.raises(UserError, match=r"objective.scale is missing"):
+    with pytest.raises(UserError, match=r"objective.scale is missing: needy\(scale\) needs"):
         get_method(f"{mine}:needy")
     with pytest.raises(UserError, match=r"returned 3; return a jrl.methods.Method"):
         get_method(f"{mine}:wrong")

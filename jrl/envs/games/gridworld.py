@@ -31,7 +31,9 @@ FROZEN_SHARE = 0.8  # of the cells of a random map, as in gymnasium's generate_r
 
 TOKENIZER = char_tokenizer("ldrusfhg01234567")
 LEFT, DOWN, RIGHT, UP, S, F, H, G, DIGIT_0 = TOKENIZER.encode("ldrusfhg0")
-MOVES = np.array([(0, -1), (1, 0), (0, 1), (-1, 0)], np.int32)  # rows, columns; left, down, right, up
+MOVES = np.array(
+    [(0, -1), (1, 0), (0, 1), (-1, 0)], np.int32
+)  # rows, columns; left, down, right, up
 
 
 class Grid(struct.PyTreeNode):
