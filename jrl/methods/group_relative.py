@@ -119,9 +119,11 @@ def dapo(
     them out of the loss, is ``mask_truncated``.
     """
     buffer = max_tokens // 5 if buffer_tokens is None else buffer_tokens
-    steps = [transforms.mask_truncated()] if mask_truncated else []
+    steps = []
     if not is_zero(overlong_scale):
         steps.append(transforms.overlong_penalty(max_tokens, buffer, overlong_scale))
+    if mask_truncated:  # after the penalty, which counts the tokens under the mask
+        steps.append(transforms.mask_truncated())
     return base.before(*steps).with_(
         aggregate=aggregates.token_mean, groups=refill(min_std, max_rounds)
     )

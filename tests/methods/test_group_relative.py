@@ -371,6 +371,9 @@ def test_masking_truncated_completions_takes_their_gradient_away(
     assert np.abs(with_them["logprobs"][d.truncated]).max() > 0
     assert np.abs(without["logprobs"][d.truncated]).max() == 0
     assert np.abs(without["logprobs"]).max() > 0
+    # the penalty of a masked completion still counts in its group's statistics
+    punished, left = (advantages_of(method, d)[~d.truncated] for method in (kept, masked))
+    np.testing.assert_allclose(left, punished, atol=1e-6)
 
 
 def test_coefficients_may_be_traced(make_ragged, make_batch):
