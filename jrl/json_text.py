@@ -20,12 +20,12 @@ def parse_json(data: bytes | str, where: str) -> Any:
       where: file and line, or what the text is, for errors.
 
     Raises:
-      UserError: not UTF-8, not JSON, nested too deeply, or with half of a character (a lone
-        surrogate), which no tokenizer and no file takes.
+      UserError: not UTF-8, not JSON, nested too deeply, with half of a character (a lone
+        surrogate), which no tokenizer and no file takes, or with two values for one key.
     """
     try:
         raw = data.encode() if isinstance(data, str) else data
-        found = json.loads(raw.decode("utf-8-sig"))
+        found = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_each)
         if _SURROGATE.search(raw):
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -39,8 +39,29 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise UserError(f"{where}: not UTF-8 text: {error}") from None
     except RecursionError:
         raise UserError(f"{where}: nested too deeply to be read; use fewer levels") from None
+    except TwoValues as error:
+        raise UserError(f"{where}: {error}; keep one of them") from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
+
+
+class TwoValues(Exception):
+    """A JSON object has a key twice, and not with the same value."""
+
+
+def one_value_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An ``object_pairs_hook``: Python's own takes the last value of a key, others the first.
+
+    Raises:
+      TwoValues: that.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if repr(value) != repr(found[key]):  # 1, 1.0 and true are three values
+                one, other = repr(value)[:60], repr(found[key])[:60]
+                raise TwoValues(f"the key {key!r} is there twice, with {one} and with {other}")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:

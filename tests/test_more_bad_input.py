@@ -232,6 +232,7 @@ MODEL_FILES = {
     ("tokenizer.json", b"{}"): "tokenizer.json",
     ("config.json", b'{"hidden_size": ' + b"9" * 5000 + b"}"): "config.json: not valid JSON",
     ("config.json", b"[]"): "must hold a JSON object",
+    ("config.json", b'{"head_dim": 8, "head_dim": 16}'): "config.json: the key 'head_dim' is there",
     ("tokenizer_config.json", b'{"eos_token": "<nope>"}'): "<nope>",
 }
 
@@ -260,7 +261,7 @@ KEYS = {
 @pytest.mark.parametrize("text", KEYS)
 def test_keys_of_config_json(text, place):
     path = place / "model" / "config.json"
-    path.write_text(path.read_text().rstrip()[:-1] + ", " + text + "}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads("{" + text + "}")))
     refused(KEYS[text], setup, place)
 
 
@@ -311,6 +312,8 @@ ROWS = {
     ("d.jsonl", row(b'"1"').decode().encode("utf-16")): "not UTF-8 text",
     ("d.json", b'{"question": "a"}'): "d.json",
     ("d.json", b"[[1]]"): "d.json",
+    ("d.json", b"[" * 100_000): "d.json: nested too deeply to be read",
+    ("d.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n'): "line 1: the key 'answer' is",
     ("d.csv", b"question,answer\n"): "has no rows",
     ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
 }
