@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from jrl.errors import UserError
 
+_POINTER = b"version https://git-lfs"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -76,7 +78,18 @@ def read_object(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    refuse_pointer(path)
     found = parse_json(data, str(path))
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(found).__name__}")
     return found
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises UserError for what a clone without Git LFS has in the place of large files."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise UserError(
+                f"{path}: a Git LFS pointer instead of the file; run `git lfs pull` where it came"
+                " from"
+            )

@@ -138,7 +138,7 @@ MOMENTS = {
     # workers, seconds it may take at most, the steps that are then on disk
     "boot": (0, 5, []),
     "import": (0, 5, []),
-    "evaluation": (0, 15, [0]),
+    "evaluation": (0, 15, []),
     "reward": (0, 16, [0]),
     "reward of a worker": (1, 16, [0]),
     "step": (0, 15, [1, 2]),
