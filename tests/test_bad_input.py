@@ -195,6 +195,8 @@ SETTINGS = {
         *("data.env: the method learns from demonstrations", "'nim' has none; choose a method"),
     ),
     "own env": ([*NIM, "data.env=none.py:f"], "data.env = 'none.py:f': there is no file none.py"),
+    "metric": (["watch.entropi.below=1"], "watch = 'entropi'; did you mean 'entropy'?"),
+    "best metric": (["checkpoint.best=-los"], "checkpoint.best = 'los'; did you mean 'loss'"),
     "judge": (["rewards.partial.judge=true"], "accuracy is measured by verify here; remove it"),
 }
 

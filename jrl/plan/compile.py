@@ -24,7 +24,6 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
 from jrl.plan.costs import Cost, program_costs
 from jrl.plan.lower import (
-    abstract_batch,
     abstract_run,
     lower_resharding,
     lower_sampler,
@@ -36,6 +35,7 @@ from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_dev
 from jrl.plan.useful import decoding, floor_seconds, model_flops
 from jrl.train import build
 from jrl.train.programs import drawing_mesh
+from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
 

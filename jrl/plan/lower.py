@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,17 +10,14 @@ import jax.numpy as jnp
 
 from jrl.config import Config
 from jrl.config_io import from_table
-from jrl.envs import Env
 from jrl.errors import UserError
-from jrl.mesh import batch_sharding, replicated
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.routing import record_dtype
 from jrl.train import build, programs
 from jrl.train.frozen import run_shape, run_task
-from jrl.train.objective import max_new_tokens
 from jrl.train.resharding import ReshardedSampler
-from jrl.types import Batch, RoutingRecord, TrainState
+from jrl.train.shapes import abstract_batch
+from jrl.types import TrainState
 
 
 class _Ids(NamedTuple):
@@ -139,55 +135,3 @@ def abstract_state(run: build.Run) -> tuple[TrainState, TrainState]:
     shapes = jax.eval_shape(make, key, None, {})
     sharded = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
     return jax.tree.map(sharded, shapes, shardings), shardings
-
-
-def abstract_batch(run: build.Run) -> Batch:
-    """The shapes of a training batch: complete groups, completions of full length."""
-    config, method = run.config, run.method
-    draw = method.draw
-    n, p = config.train.prompts, run.width
-    t = max_new_tokens(config, run.task)
-    own = config.sampling.group if draw.own else 0
-    g = own + (draw.baseline_members if own else 0) + draw.demonstrations
-    rows = batch_sharding(run.mesh)
-
-    def array(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=rows)
-
-    stats = {"external": array(jnp.float32, n, g, t)}
-    if draw.own:
-        stats["sampler_logprobs"] = array(jnp.float32, n, g, t)
-    ids = {"prompt": array(jnp.int32, n)}
-    if isinstance(run.task, Env):
-        ids |= {name: array(jnp.int32, n, g, t) for name in ("turn", "step", "state")}
-        ids["stratum"] = array(jnp.int32, n, g)
-        stats["paid"] = array(jnp.float32, n, g, t)
-    parts = len(run.rewards.weights)
-    everywhere: Any = replicated(run.mesh)
-    weights: Any = jax.ShapeDtypeStruct((parts,), jnp.float32, sharding=everywhere)
-    return Batch(
-        prompt_tokens=array(jnp.int32, n, p),
-        prompt_lengths=array(jnp.int32, n),
-        tokens=array(jnp.int32, n, g, t),
-        lengths=array(jnp.int32, n, g),
-        mask=array(bool, n, g, t),
-        rewards=array(jnp.float32, n, g, parts),
-        reward_weights=weights,
-        members=array(bool, n, g),
-        baseline=array(bool, n, g),
-        truncated=array(bool, n, g),
-        stats=stats,
-        ids=ids,
-        routing=_abstract_routing(run.shape, array, (n, p), (n, g, t))
-        if config.replays_routing
-        else None,
-    )
-
-
-def _abstract_routing(
-    model: ModelConfig, array: Callable[..., Any], prompts: Any, tokens: Any
-) -> RoutingRecord:
-    """The shapes of a record for prompts [N, P] and completions [N, G, T]."""
-    each = sum(model.sparse), model.experts_per_token
-    dtype = record_dtype(model)
-    return RoutingRecord(array(dtype, *prompts, *each), array(dtype, *tokens, *each))

@@ -45,6 +45,7 @@ from jrl.train.pins import pinned
 from jrl.train.records import RunRecords
 from jrl.train.resharding import freed_after
 from jrl.train.reward_text import check_reward_columns, reward_text
+from jrl.train.shapes import check_metric_names
 from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
@@ -177,6 +178,7 @@ def _set_up(
     run = build.setup(config)
     programs.check_trainable(run)
     check_reward_columns(run)
+    check_metric_names(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
     for split, counts in run.data.counts.items():
