@@ -162,7 +162,7 @@ def evaluate(
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
-    Example: jrl eval runs/tiny eval.samples=8 eval.pass_k=[1,8] eval.temperature=1.0
+    Example: jrl eval runs/tiny eval.samples=8 eval.temperature=1.0
     """
     chosen = _read(target, overrides)
     _prepare_jax()
