@@ -162,7 +162,7 @@ def evaluate(
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
-    Example: jrl eval runs/tiny eval.samples=8 eval.pass_k=[1,8] eval.temperature=1.0
+    Example: jrl eval runs/tiny eval.samples=8 eval.temperature=1.0
     """
     chosen = _read(target, overrides)
     _prepare_jax()
@@ -567,6 +567,8 @@ def show_config(
     """Print the complete configuration of a run, with defaults and changes, as TOML.
 
     The output can be used as a configuration file. All keys are listed below.
+
+    Example: jrl show-config configs/tiny.toml sampling.group=16
     """
     chosen = _read(config, overrides)
     if as_json:
