@@ -77,7 +77,8 @@ def fenced(page):
 def indented(page):
     """Blocks without their indentation."""
     text = FENCED.sub("", page.read_text())
-    return [re.sub(r"^    ", "", b, flags=re.MULTILINE) for b in INDENTED.findall(text)]
+    found = INDENTED.findall(text)
+    return [re.sub(r"^    ", "", b, flags=re.MULTILINE).lstrip("\n") for b in found]
 
 
 def commands(block):
