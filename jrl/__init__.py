@@ -11,7 +11,6 @@ so ``import jrl`` costs nothing.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from typing import Any
 
 _HOME = {
@@ -47,20 +46,27 @@ _HOME = {
     "value_network": "jrl.models.heads",
 }
 
-try:
-    __version__ = importlib.metadata.version("jrl-lm")
-except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
-    __version__ = "0+unknown"
-
+__version__: str
 __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"module 'jrl' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("jrl-lm")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,10 +49,14 @@ app = typer.Typer(
 )
 
 
-def main() -> None:
-    """Runs the command line; the entry point of ``jrl``."""
+def main(started: Callable[[], None] | None = None) -> None:
+    """Runs the command line.
+
+    Args:
+      started: called before another command than ``train``, which hears signals itself.
+    """
     try:
-        app()
+        app(obj=started)
     except SystemExit as end:
         if end.code in (INTERRUPTED, Overdue.exit_code):
             end_within(60, end.code)  # whatever thread of a reward function still holds the process
@@ -132,16 +136,21 @@ def _train(
         chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"dir": fresh})})
     directory = Path(chosen.run.dir or "")
     typer.echo(f"run directory: {directory}")
-    from jrl.train.loop import train as run_training
 
-    try:
-        summary = run_training(chosen, echo=typer.echo)
-    except KeyboardInterrupt as error:
-        typer.echo(f"jrl: {str(error) or 'stopped; ' + what_is_saved(directory)}", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    print_table(
-        "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
-    )
+    def stopped() -> str:
+        return f"stopped; {what_is_saved(directory)}"
+
+    with end_at_once(stopped):
+        from jrl.train.loop import train as run_training
+
+        try:
+            summary = run_training(chosen, echo=typer.echo)
+        except KeyboardInterrupt as error:
+            typer.echo(f"jrl: {str(error) or stopped()}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        print_table(
+            "training finished", {k: v for k, v in summary.items() if not isinstance(v, Mapping)}
+        )
 
 
 @app.command("eval", short_help="Measure accuracy on held-out problems.", no_args_is_help=True)

@@ -31,6 +31,13 @@ class Main(TyperGroup):
             typer.echo("jrl: stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that is named; ``ctx.obj`` is what ``main`` was given."""
+        found = super().resolve_command(ctx, args)
+        if found[0] != "train" and ctx.obj is not None:
+            ctx.obj()
+        return found
+
 
 class WithKeys(TyperCommand):
     """Appends the list of all configuration keys to the help of a command."""

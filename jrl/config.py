@@ -70,6 +70,14 @@ class ModelTable(Table):
         "Hugging Face checkpoint to start from: a directory, or a name of the Hub as"
         " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
+
+    @field_validator("path")
+    @classmethod
+    def _is_a_path(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "\0" in value):
+            raise ValueError("must be a directory or a name of the Hub")
+        return value
+
     config: dict[str, Any] | None = key(
         None,
         "sizes of a model with random weights (vocab_size, layers, embed_dim, heads, kv_heads,"

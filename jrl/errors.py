@@ -56,8 +56,8 @@ def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
     names = sorted(choices)
     if len(names) > _FEW:
         near = difflib.get_close_matches(str(value), names, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it"
-        return UserError(f"{key} = {value!r}; {hint} There are {len(names)}")
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it;"
+        return UserError(f"{key} = {value!r}; {hint} there are {len(names)}")
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UserError(f"{key} = {value!r}; {hint}choose from {', '.join(names)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from jrl.errors import UserError
 
+_POINTER = b"version https://git-lfs"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -20,12 +22,12 @@ def parse_json(data: bytes | str, where: str) -> Any:
       where: file and line, or what the text is, for errors.
 
     Raises:
-      UserError: not UTF-8, not JSON, nested too deeply, or with half of a character (a lone
-        surrogate), which no tokenizer and no file takes.
+      UserError: not UTF-8, not JSON, nested too deeply, with half of a character (a lone
+        surrogate), which no tokenizer and no file takes, or with two values for one key.
     """
     try:
         raw = data.encode() if isinstance(data, str) else data
-        found = json.loads(raw.decode("utf-8-sig"))
+        found = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=one_value_each)
         if _SURROGATE.search(raw):
             json.dumps(found, ensure_ascii=False).encode()
         return found
@@ -39,8 +41,29 @@ def parse_json(data: bytes | str, where: str) -> Any:
         raise UserError(f"{where}: not UTF-8 text: {error}") from None
     except RecursionError:
         raise UserError(f"{where}: nested too deeply to be read; use fewer levels") from None
+    except TwoValues as error:
+        raise UserError(f"{where}: {error}; keep one of them") from None
     except ValueError as error:
         raise UserError(f"{where}: not valid JSON: {error}") from None
+
+
+class TwoValues(Exception):
+    """A JSON object has a key twice, and not with the same value."""
+
+
+def one_value_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An ``object_pairs_hook``: Python's own takes the last value of a key, others the first.
+
+    Raises:
+      TwoValues: that.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if repr(value) != repr(found[key]):  # 1, 1.0 and true are three values
+                one, other = repr(value)[:60], repr(found[key])[:60]
+                raise TwoValues(f"the key {key!r} is there twice, with {one} and with {other}")
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -55,7 +78,18 @@ def read_object(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    refuse_pointer(path)
     found = parse_json(data, str(path))
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold a JSON object, not {type(found).__name__}")
     return found
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raises UserError for what a clone without Git LFS has in the place of large files."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise UserError(
+                f"{path}: a Git LFS pointer instead of the file; run `git lfs pull` where it came"
+                " from"
+            )

@@ -314,7 +314,13 @@ def check_run_dir(config: Config) -> bool:
         differ), or ``run.resume`` forbids what is there.
     """
     directory = Path(config.run.dir or "")
-    if directory.exists() and not directory.is_dir():
+    try:
+        is_file = directory.exists() and not directory.is_dir()
+    except OSError as error:  # a name that is too long, a directory that may not be entered
+        raise UserError(
+            f"run.dir = {str(directory)!r:.120}: {error.strerror}; name another directory"
+        ) from None
+    if is_file:
         raise UserError(f"run.dir = {str(directory)!r} is a file; name a directory")
     try:
         there = _config_of(directory)

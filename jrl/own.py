@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import signal
 import sys
 import threading
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from jrl.errors import UserError
 
@@ -113,7 +114,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{said}; write {FORMS}")
     is_file = place.endswith(".py")
     try:
-        with _time_limit(IMPORT_SECONDS):
+        with _time_limit(IMPORT_SECONDS), _no_exit():
             module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
     except UserError:
         raise
@@ -121,6 +122,11 @@ def load(spec: str, key: str) -> Callable[..., Any]:
         raise UserError(
             f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
             "and load models inside the function, or in its attribute prepare"
+        ) from None
+    except _ExitError as error:
+        raise UserError(
+            f"{said}: importing {place} calls os._exit({error.code}), which would end the run;"
+            " remove the call"
         ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
@@ -200,6 +206,31 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -
 
 class _TooLongError(BaseException):
     """An import takes too long; no Exception, which code of users may catch."""
+
+
+class _ExitError(BaseException):
+    """An import would end the interpreter without a word."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """Inside, ``os._exit`` raises _ExitError; in processes that are forked there it ends them."""
+    real, here = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here or threading.current_thread() is not threading.main_thread():
+            real(status)
+        raise _ExitError(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = real
 
 
 @contextlib.contextmanager

@@ -68,6 +68,9 @@ def start(
         assert process is not None
         if not 0 <= process < processes:
             raise UserError(f"process = {process}; must be 0 to {processes - 1}")
+        host, _, port = (coordinator or "").rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(f"coordinator = {coordinator!r}; must be HOST:PORT of process 0")
     try:
         jax.distributed.initialize(
             coordinator,

@@ -9,6 +9,10 @@ Free of JAX, so that the command line can listen before it imports anything.
 
 A second SIGINT ends the run without saving. SIGHUP stays ignored under ``nohup``. A wait that takes
 too long (``overdue``) ends a run in the same way.
+
+Python calls handlers in the main thread between two of its own instructions: not while that is in a
+compiler, and what they raise in the callback of a garbage collection is lost. A thread hears the
+signals too, holds the times, and interrupts again.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from jrl.errors import INTERRUPTED, Overdue
@@ -25,6 +30,9 @@ from jrl.errors import INTERRUPTED, Overdue
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STEP_SECONDS = 10.0
 END_SECONDS = 300.0
+_AGAIN_SECONDS = 1.0
+_POKE = signal.SIGURG
+"""Sent to the main thread to end a wait that it is in; outside of a run nobody minds it."""
 
 
 class Stopping:
@@ -41,21 +49,21 @@ class Stopping:
         self._patient = patient
         self._asked = threading.Event()
         self._expired = self._interruptible = self._at_once = False
-        self._insisted = self._closed = self._poked = False
+        self._heard = self._insisted = self._closed = False
         self._overdue = ""
         self._timers: list[threading.Timer] = []
-        self._before: dict[signal.Signals, Any] = {}
+        self._stack = contextlib.ExitStack()
+        self._listens = False
 
     def __enter__(self) -> Self:
-        self._before = _listen(self._hear)
+        self._listens = self._stack.enter_context(_listening(self._hear, self._begin))
         return self
 
     def __exit__(self, *error: object) -> None:
         self._closed = True
+        self._stack.close()
         for timer in self._timers:
             timer.cancel()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def is_set(self) -> bool:
         """Whether the run shall stop."""
@@ -113,7 +121,7 @@ class Stopping:
         Args:
           said: what was waited for, a line.
         """
-        if not self._before:
+        if not self._listens:
             return  # in a thread of somebody's program, which is not to be ended
         self._overdue = said
         self._start_timer(END_SECONDS, lambda: _exit(f"error: {said}", Overdue.exit_code))
@@ -121,20 +129,25 @@ class Stopping:
             self._give_up()
 
     def _hear(self, number: int, frame: Any) -> None:
-        if self._poked:  # by ``_give_up``
-            self._poked = False
-        elif not self.is_set():
+        """Called in the main thread, when that is in Python."""
+        if number != _POKE:
+            self._insisted |= self._heard and number == signal.SIGINT
+            self._heard = True
             self._asked.set()
-            name = signal.Signals(number).name
-            late = f"still not stopped {END_SECONDS:.0f} s after {name}"
-            self._start_timer(END_SECONDS, lambda: _exit(late, INTERRUPTED))
-            if not self._patient:
-                self._start_timer(STEP_SECONDS, self._give_up)
-        elif number == signal.SIGINT:
-            self._insisted = True
-        interruptible = self._expired and self._interruptible
-        if self._insisted or self._at_once or interruptible:
+        if self._insisted or self._may_interrupt():
             raise KeyboardInterrupt
+
+    def _begin(self, number: int) -> None:
+        """Called in a thread, for the first signal, whatever the main thread is in."""
+        self._asked.set()
+        late = f"still not stopped {END_SECONDS:.0f} s after {signal.Signals(number).name}"
+        self._start_timer(END_SECONDS, lambda: _exit(late, INTERRUPTED))
+        self._start_timer(_AGAIN_SECONDS, self._interrupt)
+        if not self._patient:
+            self._start_timer(STEP_SECONDS, self._give_up)
+
+    def _may_interrupt(self) -> bool:
+        return self._at_once or (self._expired and self._interruptible)
 
     def _start_timer(self, seconds: float, call: Any) -> None:
         timer = threading.Timer(seconds, call)
@@ -143,36 +156,35 @@ class Stopping:
         timer.start()
 
     def _give_up(self) -> None:
-        """Interrupts what may be; again and again, because code of users may catch it."""
+        """Rollouts and evaluations have had their time."""
         self._expired = True
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Interrupts what may be; again and again, because code of users may catch it."""
         if self._closed:
             return
-        if self._interruptible and self._before:
-            self._poked = True
-            # A real signal, because it ends a wait that the main thread is in.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-        self._start_timer(1.0, self._give_up)
+        if self._listens and self._may_interrupt():
+            signal.pthread_kill(threading.main_thread().ident or 0, _POKE)
+        self._start_timer(_AGAIN_SECONDS, self._interrupt)
 
 
 @contextlib.contextmanager
-def end_at_once() -> Iterator[None]:
-    """Inside, every signal raises KeyboardInterrupt, as SIGINT does anyway."""
-    heard: list[int] = []
+def end_at_once(said: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
+    """Inside, the first signal ends the process: there is nothing to save, and nothing to undo.
 
-    def interrupt(number: int, frame: Any) -> None:
-        heard.append(number)
-        raise KeyboardInterrupt
+    Args:
+      said: what then stands on standard error.
+    """
 
-    before = _listen(interrupt)
-    try:
+    def end(number: int) -> None:
+        try:
+            _say(said())
+        finally:
+            os._exit(INTERRUPTED)
+
+    with _listening(lambda number, frame: None, end):
         yield
-    except Exception:
-        if heard:  # see ``Stopping.at_once``
-            raise KeyboardInterrupt from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def end_within(seconds: float, code: int = INTERRUPTED) -> None:
@@ -182,16 +194,54 @@ def end_within(seconds: float, code: int = INTERRUPTED) -> None:
     timer.start()
 
 
-def _listen(handler: Any) -> dict[signal.Signals, Any]:
-    """Installs a handler; the handlers before it."""
+def ignore() -> None:
+    """From here on no signal does anything; for a process that is about to end."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _listening(handler: Callable[[int, Any], None], first: Callable[[int], None]) -> Iterator[bool]:
+    """Hears the signals as long as the block lasts; whether it does, as only the main thread can.
+
+    Args:
+      handler: of Python, in the main thread, for each signal.
+      first: called in another thread, once.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return {}
-    heard = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+        yield False
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)  # or a handler of the system could wait in it
+
+    def listen() -> None:
+        heard = False
+        while number := reader.recv(1):
+            if not heard and number[0] in numbers:
+                heard = True
+                first(number[0])
+
+    numbers = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    before = {number: signal.signal(number, handler) for number in [*numbers, _POKE]}
+    try:
+        yield True
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+        signal.set_wakeup_fd(descriptor)
+        writer.close()
+        thread.join()
+        reader.close()
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"jrl: {text}\n".encode())
 
 
 def _exit(said: str, code: int) -> None:
-    text = f"jrl: {said}; ended without saving\n"
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
+    _say(f"{said}; ended without saving")
     os._exit(code)

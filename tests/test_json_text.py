@@ -19,6 +19,9 @@ BAD = [
     (b"{'a': 1}", "not valid JSON"),
     (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
     (b"", "not valid JSON"),
+    (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' is there twice, with 1 and with 3; keep one"),
+    (b'[{"x": {"y": "no", "y": ["yes"]}}]', "the key 'y' is there twice, with 'no' and with "),
+    (b'{"a": 1, "a": true}', "the key 'a' is there twice, with 1 and with True"),
 ]
 
 
@@ -34,6 +37,10 @@ def test_one_line_says_where_and_why(data, says):
 def test_whole_characters_of_two_halves_are_read():
     assert parse_json(b'"\\ud83d\\ude00 \\\\ud800"', "x") == "\U0001f600 \\ud800"
     assert parse_json(b'\xef\xbb\xbf{"a": 1}', "x") == {"a": 1}
+
+
+def test_a_key_that_is_there_twice_with_one_value_says_nothing_else():
+    assert parse_json(b'{"a": [1], "b": 2, "a": [1]}', "x") == {"a": [1], "b": 2}
 
 
 @hypothesis.given(st.binary(max_size=60) | st.text(max_size=60).map(json.dumps).map(str.encode))

@@ -13,8 +13,10 @@ import jax
 import numpy as np
 import pytest
 
+from jrl import processes
 from jrl.config_io import load_config
 from jrl.errors import UserError
+from jrl.metrics import check_run_dir
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.stored import in_memory
@@ -24,6 +26,7 @@ from jrl.rewards import make_reward
 from jrl.serving.openai_requests import ApiError, parse
 from jrl.serving.request import Limits
 from jrl.train import build
+from jrl.train.reward_text import check_reward_columns
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 TASK = (
@@ -48,6 +51,7 @@ def refused(said, function, *arguments, **keywords):
 CONFIGURATIONS = {
     "run.dir=''": "run.dir = ''; must be a path",
     "run.dir='  '": "run.dir = '  '; must be a path",
+    "model.path=''": "model.path = ''; must be a directory or a name of the Hub",
     "seed=true": "seed = True; must be a whole number",
     f"seed={2**70}": "must be below 4294967296",
     "train.steps=1e3": "train.steps = 1000.0; must be a whole number",
@@ -115,6 +119,34 @@ def test_configuration_files(content, tmp_path):
     refused(FILES[content], load_config, tmp_path / "run.toml")
 
 
+def test_run_directories(tmp_path):
+    for name in ("a" * 300, "a/" * 3000):
+        config = load_config(None, [*TASK, f"run.dir={json.dumps(str(tmp_path / name))}"])
+        refused("File name too long; name another directory", check_run_dir, config)
+
+
+@pytest.mark.parametrize("given", ["nonsense", "host:", ":1", "host:port", "host:70000"])
+def test_coordinators(given):
+    said = f"coordinator = {given!r}; must be HOST:PORT of process 0"
+    refused(said, processes.start, given, 2, 0)
+
+
+REWARDS = {
+    "import os; os._exit(0)": "calls os._exit(0), which would end the run; remove the call",
+    "import sys; sys.exit()": "line 1: SystemExit",
+    "async def f(samples): return [1.0]": "the function is async; return a list of numbers",
+    "def f(samples): yield 1.0": "the function yields; return a list of numbers",
+    "class f: pass": "the function takes (); write",
+    "def f(samples, *, a): return [a]": "a is missing",
+}
+
+
+@pytest.mark.parametrize("code", REWARDS)
+def test_files_of_rewards(code, tmp_path):
+    (tmp_path / "own.py").write_text(code)
+    refused(REWARDS[code], make_reward, f"{tmp_path}/own.py:f")
+
+
 def test_what_is_no_file(tmp_path):
     for path in ("/dev/zero", tmp_path):
         refused("is not a file; name a TOML file or a run directory", load_config, path)
@@ -154,15 +186,20 @@ def place(good, tmp_path):
     return tmp_path / "in"
 
 
-def setup(place, *changes, data="data.jsonl"):
-    """What a run on questions reads."""
-    overrides = [
+def overrides(place, *changes, data="data.jsonl"):
+    """Of a run on questions."""
+    return [
         f"model.path={json.dumps(str(place / 'model'))}",
         f"data.train={json.dumps(str(place / data))}",
         *("data.template=plain", "sampling.group=2", "sampling.max_new_tokens=4"),
         *("rewards={exact={}}", "reward_pool.workers=0", "train.prompts=2"),
+        *changes,
     ]
-    build.setup(load_config(None, [*overrides, *changes]))
+
+
+def setup(place, *changes, data="data.jsonl"):
+    """What such a run reads."""
+    build.setup(load_config(None, overrides(place, *changes, data=data)))
 
 
 def weights(path: pathlib.Path, change):
@@ -226,12 +263,14 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123
 MODEL_FILES = {
     ("model.safetensors", b""): "not a safetensors file",
     ("model.safetensors", b"\xff" * 8 + b"{}"): "not a safetensors file",
-    ("model.safetensors", POINTER): "not a safetensors file",
-    ("tokenizer.json", POINTER): "tokenizer.json",
+    ("model.safetensors", POINTER): "model.safetensors: a Git LFS pointer instead of the file",
+    ("tokenizer.json", POINTER): "tokenizer.json: a Git LFS pointer instead of the file",
+    ("config.json", POINTER): "config.json: a Git LFS pointer instead of the file; run `git lfs",
     ("tokenizer.json", b"[]"): "tokenizer.json",
     ("tokenizer.json", b"{}"): "tokenizer.json",
     ("config.json", b'{"hidden_size": ' + b"9" * 5000 + b"}"): "config.json: not valid JSON",
     ("config.json", b"[]"): "must hold a JSON object",
+    ("config.json", b'{"head_dim": 8, "head_dim": 16}'): "config.json: the key 'head_dim' is there",
     ("tokenizer_config.json", b'{"eos_token": "<nope>"}'): "<nope>",
 }
 
@@ -260,8 +299,13 @@ KEYS = {
 @pytest.mark.parametrize("text", KEYS)
 def test_keys_of_config_json(text, place):
     path = place / "model" / "config.json"
-    path.write_text(path.read_text().rstrip()[:-1] + ", " + text + "}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | json.loads("{" + text + "}")))
     refused(KEYS[text], setup, place)
+
+
+def test_adapters_without_their_model(place):
+    (place / "model" / "config.json").rename(place / "model" / "adapter_config.json")
+    refused("holds adapters alone: name it as lora.path", setup, place)
 
 
 def test_two_tokens_with_one_id(place):
@@ -320,6 +364,8 @@ ROWS = {
     ("d.jsonl", row(b'"1"').decode().encode("utf-16")): "not UTF-8 text",
     ("d.json", b'{"question": "a"}'): "d.json",
     ("d.json", b"[[1]]"): "d.json",
+    ("d.json", b"[" * 100_000): "d.json: nested too deeply to be read",
+    ("d.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n'): "line 1: the key 'answer' is",
     ("d.csv", b"question,answer\n"): "has no rows",
     ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
 }
@@ -329,6 +375,15 @@ ROWS = {
 def test_rows(name, place):
     (place / name[0]).write_bytes(name[1])
     refused(ROWS[name], setup, place, data=name[0])
+
+
+@pytest.mark.parametrize("answer", [["5"], {"x": 5}])
+def test_answers_that_no_text_is_equal_to(answer, place):
+    rows = [{"question": "a?", "answer": "1"}, {"question": "b?", "answer": answer}]
+    (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config(None, overrides(place, data="d.jsonl"))
+    said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
+    refused(said, check_reward_columns, build.setup(config))
 
 
 # ---------------------------------------------------------------- requests

@@ -117,7 +117,7 @@ def test_imports_go_down(name):
         assert not imported(name)  # its names are looked up lazily
         return
     if name == "jrl.__main__":
-        assert imported(name) == {"jrl.cli"}
+        assert imported(name) == {"jrl.cli", "jrl.errors", "jrl.signals"}
         return
     for other in imported(name):
         assert other != "jrl", f"{name} imports the package's own head"

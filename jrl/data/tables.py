@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import csv
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.json_text import parse_json
 
 
 class Source(Protocol):
@@ -88,15 +88,12 @@ class JsonSource:
       path: a UTF-8 file.
 
     Raises:
-      UserError: it is not JSON, or not a list.
+      UserError: it is not JSON as ``parse_json`` takes it, or not a list.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            rows = json.loads(path.read_text(encoding="utf-8-sig"))
-        except ValueError as error:
-            raise UserError(f"{path} is not valid JSON: {error}") from None
+        rows = parse_json(path.read_bytes(), str(path))
         if not isinstance(rows, list):
             raise UserError(
                 f"{path} must hold a list of objects; name a file of one object a line FILE.jsonl"

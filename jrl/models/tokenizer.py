@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError, choose
 from jrl.hub import model_directory
-from jrl.json_text import read_object
+from jrl.json_text import read_object, refuse_pointer
 from jrl.models.chat_template import find_templates, render
 
 if TYPE_CHECKING:
@@ -368,6 +368,7 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
             f"{path} is missing; write it with transformers' "
             f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(...)"
         )
+    refuse_pointer(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -39,6 +39,9 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
     >>> form_of(lambda samples: [0.0], "reward"), form_of(lambda completions, **kw: [0.0], "reward")
     ('samples', 'columns')
     """
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        kind = "is async" if inspect.iscoroutinefunction(function) else "yields"
+        raise UserError(f"{key}: the function {kind}; return a list of numbers from a plain def")
     parameters = _parameters(function)
     if any(p.name == "completions" for p in parameters):
         return "columns"

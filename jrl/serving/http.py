@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError
+from jrl.json_text import TwoValues, one_value_each
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
 from jrl.serving.openai_requests import (
@@ -340,8 +341,10 @@ async def _read(request: Request, most: int) -> Any:
     except ClientDisconnect:  # nobody reads the reply
         raise ApiError("the client disconnected") from None
     try:
-        body = json.loads(data)
+        body = json.loads(data, object_pairs_hook=one_value_each)
         json.dumps(body, ensure_ascii=False).encode()
+    except TwoValues as error:
+        raise ApiError(f"{error}; send one of them") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not JSON: {error}") from None
     return body

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 from jrl.config import Config
+from jrl.errors import UserError
 from jrl.own import load
 from jrl.rewards.columns import check_columns
 from jrl.train.build import Run
@@ -39,8 +40,19 @@ def reward_text(run: Run) -> str:
 
 
 def check_reward_columns(run: Run) -> None:
-    """Raises UserError for a reward function whose columns the training prompts do not have."""
+    """Raises UserError for a reward function whose columns the training prompts do not have.
+
+    And where the library's own would compare texts with an answer that is a list or a table.
+    """
     prompts = run.data.prompts.get("train") or ()
+    for name in sorted({"exact", "math"} & set(run.config.rewards)):
+        for prompt in prompts:
+            if isinstance(prompt.answer, list | dict):
+                raise UserError(
+                    f"data.train, row {prompt.id + 1}: the answer is {str(prompt.answer)[:60]}, and"
+                    f" rewards.{name} compares text and numbers; write it as text, or give a"
+                    " reward function of your own"
+                )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(run.config):
         known = [*columns, *run.config.rewards[name].options]

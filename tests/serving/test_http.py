@@ -368,6 +368,7 @@ def test_bad_requests_are_named(server, path, body, status, param, message):
         (b"\xff", "application/json", 400, "not JSON"),
         ("[1]", "application/json", 400, "must be a JSON object, not an array"),
         ("[" * 100_000, "application/json", 400, "not JSON"),
+        ('{"n": 1, "n": 2}', "application/json", 400, "the key 'n' is there twice, with 1 and"),
         (json.dumps(FINE | {"prompt": "\ud800"}), "application/json", 400, "surrogates"),
         (json.dumps(FINE), "text/plain", 415, "must be 'application/json'"),
         (b" " * (17 << 20), "application/json", 413, "longer than"),

@@ -43,6 +43,11 @@ _COMPANIONS = (
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
+        if (path.parent / "adapter_config.json").is_file():
+            raise UserError(
+                f"{path}: no such file; this directory holds adapters alone: name it as lora.path,"
+                " and their model as model.path"
+            )
         raise UserError(
             f"{path}: no such file; give a Hugging Face checkpoint directory, or a name of the"
             " Hub such as Qwen/Qwen3-0.6B"

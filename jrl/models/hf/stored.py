@@ -19,6 +19,7 @@ import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.json_text import refuse_pointer
 from jrl.models.hf.names import Tensor
 from jrl.types import Params
 
@@ -161,6 +162,7 @@ def open_safetensors(path: pathlib.Path) -> Iterator[Any]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; the checkpoint is incomplete") from None
     except (SafetensorError, OSError) as error:
+        refuse_pointer(path)
         raise UserError(f"{path}: truncated or not a safetensors file ({error})") from error
 
 
