@@ -6,6 +6,8 @@ lines on standard error.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import pathlib
@@ -65,8 +67,21 @@ def kept(output: dict) -> dict:
     """The output without a picture's description in words."""
     if output["output_type"] == "display_data":
         output["metadata"] = {}
-        output["data"] = {k: v for k, v in output["data"].items() if k.startswith("image/")}
+        output["data"] = {"image/png": smaller(output["data"]["image/png"])}
     return output
+
+
+def smaller(picture: str) -> str:
+    """A PNG in base64, in 64 colours: plots lose nothing that is seen, and take a third."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as image:
+        paper = Image.new("RGBA", image.size, "white")
+        paper.alpha_composite(image.convert("RGBA"))
+        buffer = io.BytesIO()
+        paper.convert("RGB").quantize(64).save(buffer, "png", optimize=True)
+    shorter = base64.b64encode(buffer.getvalue()).decode()
+    return min(picture, shorter, key=len)
 
 
 if __name__ == "__main__":

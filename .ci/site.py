@@ -20,6 +20,9 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
     "index.md": "README.md",
+    "start.md": "docs/start.md",
+    "concepts.md": "docs/concepts.md",
+    "recipes.md": "docs/recipes.md",
     "python.md": "docs/python.md",
     "own.md": "docs/own.md",
     "data.md": "docs/data.md",
@@ -32,12 +35,15 @@ PAGES = {
     "benchmarks.md": "benchmarks/README.md",
 }
 NAV = [
-    {"Start": "index.md"},
+    {"JRL": "index.md"},
+    {"Get started": "start.md"},
+    {"Concepts": "concepts.md"},
+    {"Recipes": "recipes.md"},
     {"Models and data": "data.md"},
     {"From Python": "python.md"},
     {"Functions of your own": "own.md"},
     {"What a run leaves": "runs.md"},
-    {"Memory, compiling, collapse": "howto.md"},
+    {"Memory, compiling, collapse, resuming": "howto.md"},
     {"Environments in one program": "environments.md"},
     {"Meshes, adapters, serving": "configs.md"},
     {"Pods": "pods.md"},
@@ -68,13 +74,14 @@ def relinked(text: str, source: str) -> str:
     folder = (ROOT / source).parent
 
     def link(found: re.Match[str]) -> str:
-        there = (folder / found[1]).resolve()
+        target, mark, heading = found[1].partition("#")
+        there = (folder / target).resolve()
         if re.match(r"[a-z]+:|#", found[1]) or not there.is_relative_to(ROOT):
             return found[0]
         path = there.relative_to(ROOT).as_posix()
         if there.suffix == ".png":
             return f"]({there.name})"
-        return f"]({names[path]})" if path in names else found[0]
+        return f"]({names[path]}{mark}{heading})" if path in names else found[0]
 
     return re.sub(r"\]\(([^)\s]+)\)", link, text)
 

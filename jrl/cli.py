@@ -576,6 +576,8 @@ def show_config(
     """Print the complete configuration of a run, with defaults and changes, as TOML.
 
     The output can be used as a configuration file. All keys are listed below.
+
+    Example: jrl show-config configs/tiny.toml sampling.group=16
     """
     chosen = _read(config, overrides)
     if as_json:

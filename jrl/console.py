@@ -72,7 +72,8 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        details = {k: v for k, v in item.items() if k not in ("prompt", "completion", "turns")}
+        shown = ("prompt", "completion", "turns")
+        details = {k: v for k, v in item.items() if k not in shown and v is not False}
         if "turns" not in item:
             typer.echo(item["completion"])
         for turn in item.get("turns", ()):

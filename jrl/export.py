@@ -11,6 +11,7 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
+from jrl.models.tokenizer import CharTokenizer
 from jrl.train import build
 from jrl.train.adapters import lora_of
 
@@ -55,4 +56,6 @@ def export_run(
         save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
         return directory
     hf.save(directory, run.model, params, source_dir=config.model.path)
+    if config.model.path is None and isinstance(run.tokenizer, CharTokenizer):
+        run.tokenizer.save(directory)
     return directory

@@ -174,6 +174,7 @@ def chosen_files(
     """
     found = [file for file in sorted(files) if PurePosixPath(file).suffix in DATA_SUFFIXES]
     table = _of_card(found, card) or _of_names(found)
+    name = name._replace(revision=None) if name.pinned else name  # nobody wrote the commit
     if not table:
         raise UserError(
             f"{key} = {str(name)!r}: the data set holds no {', '.join(DATA_SUFFIXES)} file; one"

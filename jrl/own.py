@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -151,6 +151,7 @@ def check_options(
     *,
     first: int = 0,
     others: Iterable[str] = (),
+    all_given: bool = True,
 ) -> None:
     """Raises a UserError for options that a function does not take, or needs and does not get.
 
@@ -160,26 +161,47 @@ def check_options(
       table: the table of the configuration that holds them, for messages.
       first: how many of its first arguments the caller gives by position.
       others: keys of the table that are not options, which may have been meant.
+      all_given: whether nothing but the options is passed by name, so that none may be missing.
     """
     parameters = list(inspect.signature(function).parameters.values())[first:]
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
     lines = []
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = {name: value for name, value in options.items() if name not in named}
         known = [*named, *others]
-        lines = [
-            f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
-            for name, value in unknown.items()
-        ]
+        if len(unknown) > 2:  # most likely the options of another function
+            choice = f"choose from {', '.join(known)}" if known else "it takes none"
+            lines = [f"[{table}] has {', '.join(unknown)}, which {called} does not take; {choice}"]
+        else:
+            lines = [
+                f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
+                for name, value in unknown.items()
+            ]
     needed = [name for name, p in named.items() if p.default is p.empty]
-    called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
     lines += [
         f"{table}.{name} is missing: {called} needs it; set it, or give the argument a default"
         for name in needed
-        if name not in options
+        if all_given and name not in options
     ]
     if lines:
         raise UserError("\n".join(lines))
+
+
+def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -> None:
+    """Raises a UserError unless a function takes arguments of these names.
+
+    Args:
+      function: of one's own.
+      names: what the library passes to it, by name.
+      said: the key that names it with its value, for the message.
+    """
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    if not set(names) <= set(parameters):
+        called = f"{getattr(function, '__name__', 'the function')}({', '.join(parameters)})"
+        raise UserError(f"{said}: {called} must take {' and '.join(names)}")
 
 
 class _TooLongError(BaseException):

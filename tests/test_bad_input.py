@@ -326,6 +326,9 @@ def test_solutions_that_are_not_there_or_not_wanted(place):
 
 def test_no_such_data(place):
     refused(text(place, "data.train=none.jsonl"), "'none.jsonl': there is no such file")
+    near = place / "dta.jsonl"
+    refused(text(place, f"data.train={near}"), "did you mean", "data.jsonl?")
+    refused(text(place, f"data.train={place}/nowhere/a.jsonl"), "nowhere, which is not there")
     refused(text(place, "data.train=none.xlsx"), "'none.xlsx'; name a FILE.jsonl")
     refused(text(place, "data.train="), "data.train and data.task are both missing")
 

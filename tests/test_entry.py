@@ -199,3 +199,17 @@ def test_dotted_and_nested_keys_come_together(model):
         jrl.fit(model=model, reward={"math": 0.5}, config=given)
     with pytest.raises(UserError, match=r"config\['seed.x'\]: seed is not a table"):
         jrl.fit(model=model, config={"seed": 3, "seed.x": 1})
+
+
+def test_train_is_called_with_a_configuration(monkeypatch):
+    """``from jrl import train`` gives the package of that name, which trains."""
+    from jrl import Config, train
+    from jrl.train import build
+
+    with pytest.raises(UserError, match=r"method = 'gropo'; did you mean 'grpo'"):
+        train(Config(method="gropo", data={"task": "sorting"}))
+    seen = []
+    monkeypatch.setattr("jrl.fit", lambda **values: seen.append(values))
+    train("configs/tiny.toml", dir="somewhere")
+    assert seen == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
+    assert build.__name__ == "jrl.train.build"  # it is a package all the same

@@ -118,6 +118,11 @@ def test_what_a_data_set_does_not_have(spec, tmp_path):
     with pytest.raises(UserError) as caught:
         chosen_files(GSM8K, hub._card(tmp_path), hub_name(spec), "data.train")
     assert REFUSED[spec] in str(caught.value)
+    pinned = hub_name(f"{spec}@{COMMITS['first']}")  # as a run has it; nobody wrote the commit
+    with pytest.raises(UserError) as caught:
+        chosen_files(GSM8K, hub._card(tmp_path), pinned, "data.train")
+    assert REFUSED[spec] in str(caught.value)
+    assert COMMITS["first"] not in str(caught.value)
     with pytest.raises(UserError, match="holds no .csv, .json"):
         chosen_files(["script.py"], {}, hub_name("o/n"), "data.train")
 

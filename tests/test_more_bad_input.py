@@ -336,6 +336,15 @@ def test_chat_templates(template, place):
     refused(TEMPLATES[template], setup, place, "data.template=chat")
 
 
+def test_a_chat_template_that_fails_on_a_row_names_the_row(place):
+    fails = "{% if 'b' in messages[0].content %}{{ raise_exception('no b') }}{% endif %}"
+    about = {"eos_token": "<stop>", "chat_template": fails + "{{ messages[0].content }}"}
+    (place / "model" / "tokenizer_config.json").write_text(json.dumps(about))
+    rows = [row(b'"1"'), row(b'"1"').replace(b"a?", b"b?"), row(b'"1"')]
+    (place / "data.jsonl").write_bytes(b"".join(rows))
+    refused("data.jsonl, line 2: the chat template of", setup, place, "data.template=chat")
+
+
 # ---------------------------------------------------------------- data
 
 

@@ -58,6 +58,14 @@ def no_network(vocab_size, max_length):
     return 3
 
 
+def unsized(layers):
+    return 3
+
+
+def undecorated(base, power=1.0):
+    return base
+
+
 def network(vocab_size, max_length, layers=1):
     sizes = {"embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
     config = ModelConfig(vocab_size=vocab_size, max_length=max_length, layers=layers, **sizes)
@@ -153,6 +161,8 @@ def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(m
         get_method(f"{mine}:needy")
     with pytest.raises(UserError, match=r"returned 3; return a jrl.methods.Method"):
         get_method(f"{mine}:wrong")
+    with pytest.raises(UserError, match=r"a function of `base` is decorated with @variant"):
+        get_method(f"{mine}:undecorated", power=2.0)
     with pytest.raises(UserError, match=r"method = 'grop'; did you mean 'grpo'.*FILE.py:function"):
         get_method("grop")
 
@@ -209,7 +219,16 @@ def test_what_a_network_of_ones_own_cannot_have_is_refused(mine):
     assert "and [lora] are both given" in refused("lora.rank=2")
     assert "and sampling.int8 are both given" in refused("sampling.int8=cache")
     assert "model.config.layer = 2: there is no such option; did" in refused("model.config.layer=2")
-    assert "returned 3; return a jrl.Network" in refused(f"model.network={mine}:no_network")
+    said = refused(f"model.network={mine}:no_network")
+    assert "returned 3; return a jrl.Network, which jrl.linen_network and jrl.nnx_network" in said
+    said = refused(f"model.network={mine}:unsized", "model.config.layers=2")
+    assert said.endswith("unsized(layers) must take vocab_size and max_length")
+    sizes = ["model.config.width=8", "model.config.depth=2", "model.config.heads=2"]
+    said = refused(*sizes)
+    assert said == (
+        "[model.config] has width, depth, heads, which network(vocab_size, max_length, layers) does"
+        " not take; choose from vocab_size, max_length, layers"
+    )
     text = ["data.task=", "data.train=x.jsonl"]
     assert "with text needs model.path, the directory of its tokenizer" in refused(*text)
 

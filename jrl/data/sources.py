@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import difflib
 import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -75,8 +76,19 @@ def open_source(
             raise UserError(f"data {spec!r}: no file matches (looked from {Path.cwd()})")
         return _rows_of([Path(each) for each in found], spec)
     if not path.is_file():
-        raise UserError(f"data {spec!r}: there is no such file (looked in {path.parent.resolve()})")
+        raise UserError(f"data {spec!r}: there is no such file {_looked(path)}")
     return _rows_of([path], spec)
+
+
+def _looked(path: Path) -> str:
+    """Where a file was looked for, and the one there whose name is nearest."""
+    there = path.parent.resolve()
+    names = (
+        [each.name for each in there.glob("*") if each.suffix in _KINDS] if there.exists() else []
+    )
+    near = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    return f"(looked in {there}{'' if there.exists() else ', which is not there'}){hint}"
 
 
 def _rows_of(paths: Sequence[Path], spec: str) -> Source:

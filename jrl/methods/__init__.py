@@ -97,6 +97,11 @@ class OwnMethod:
         Raises:
           UserError: it does not take one of them, needs another, or returns something else.
         """
+        if "base" in self.coefficients and "base" not in coefficients:
+            raise UserError(
+                f"method = {self.name!r}: a function of `base` is decorated with @variant of the"
+                " method that it changes, such as @variant(grpo)"
+            )
         check_options(self._function, coefficients, "objective")
         method = self._function(**coefficients)
         if not isinstance(method, Method):

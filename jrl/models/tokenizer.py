@@ -136,6 +136,31 @@ class CharTokenizer:
             "set data.template to a text with {question} in it"
         )
 
+    def save(self, directory: Path) -> None:
+        """Writes the files from which ``FileTokenizer`` and transformers read this tokenizer."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        backend = tokenizers.Tokenizer(
+            models.BPE({piece: i for i, piece in enumerate(self._pieces)}, [])
+        )
+        backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        backend.decoder = decoders.Fuse()
+        backend.add_special_tokens(["<pad>", "<stop>"])
+        backend.save(str(directory / "tokenizer.json"))
+        files = {
+            "generation_config.json": {"eos_token_id": STOP_ID, "pad_token_id": PAD_ID},
+            "tokenizer_config.json": {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": "<stop>",
+                "pad_token": "<pad>",
+                "model_input_names": ["input_ids", "attention_mask"],
+            },
+        }
+        for name, content in files.items():
+            text = json.dumps(content, indent=2) + "\n"
+            (directory / name).write_text(text, encoding="utf-8")
+
 
 def char_tokenizer(alphabet: str = ALPHABET) -> CharTokenizer:
     """The tokenizer of the procedural tasks, or one of fewer characters.

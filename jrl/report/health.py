@@ -34,12 +34,16 @@ class Finding(NamedTuple):
     level: str
 
 
-def findings(curves: Sequence[Any], quiet: frozenset[str] = frozenset()) -> list[Finding]:
+def findings(
+    curves: Sequence[Any], quiet: frozenset[str] = frozenset(), *, fixed_length: bool = False
+) -> list[Finding]:
     """One for each curve that ``NOTES`` knows, in the order of the curves.
 
     Args:
       curves: ``report.Curve`` of a run.
       quiet: names of those that hold rounding alone.
+      fixed_length: whether a task or an environment says how long completions may be, so that no
+        key could make them longer.
     """
     ends = {curve.name: _Ends.of(curve) for curve in curves if curve.values}
     solved = "eval/accuracy" in ends and ends["eval/accuracy"].last > SOLVED
@@ -55,6 +59,8 @@ def findings(curves: Sequence[Any], quiet: frozenset[str] = frozenset()) -> list
             title, _, note = title.partition(": ")
         elif solved and level == "look" and name in ("zero_std_groups", "entropy"):
             note, level = "as where nearly everything is solved", ""
+        elif fixed_length and name == "truncated" and note:
+            note = "many are cut: they do not end where the answer does"
         found.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
     return found
 

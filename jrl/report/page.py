@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +51,12 @@ PANELS = (  # first what tells a run's health
     Panel("loss", "Loss", "loss"),
     Panel("tokens_per_second", "Tokens per second", "tokens_per_second"),
 )
+
+TITLES = {
+    "skipped_updates": "Updates left out, fraction",
+    "reward_failures": "Reward calls that failed, fraction",
+}
+"""Of curves that are no panels, but that the health names."""
 
 ROUNDING = {"logprob_diff": 1e-5, "kl": 1e-6, "loss": 1e-6, "clip_fraction_high": 1e-9}
 ROUNDING["clip_fraction_low"] = ROUNDING["truncated"] = 1e-9
@@ -187,7 +194,7 @@ def _curve(records: Sequence[Mapping[str, Any]], name: str) -> Curve:
     values = [float(rows[step][name]) for step in steps]
     ends = (f"{name}_low", f"{name}_high")
     if not all(_is_number(rows[step].get(end)) for step in steps for end in ends):
-        return Curve(name, name, steps, values, [], [])
+        return Curve(name, TITLES.get(name, name), steps, values, [], [])
     low, high = ([float(rows[step][end]) for step in steps] for end in ends)
     return Curve(name, name, steps, values, low, high)
 
@@ -273,13 +280,25 @@ def _page(run: Path, found: RunFiles) -> str:
             "config": _read_text(run / "config.toml"),
             "summary": {k: v for k, v in found.summary.items() if not isinstance(v, dict)},
             "finished": (run / "summary.json").exists(),
-            "health": [finding._asdict() for finding in findings(curves, found.quiet)],
+            "health": [
+                finding._asdict()
+                for finding in findings(curves, found.quiet, fixed_length=_fixed_length(run))
+            ],
             "curves": [thin_curve(curve)._asdict() for curve in curves],
             "main": len(found.main),
             "samples": thin_samples(samples),
             "samples_total": len(samples),
         }
     )
+
+
+def _fixed_length(run: Path) -> bool:
+    """Whether the run's task or environment sets the length of completions."""
+    try:
+        data = tomllib.loads(_read_text(run / "config.toml")).get("data")
+    except tomllib.TOMLDecodeError:
+        return False
+    return isinstance(data, dict) and ("task" in data or ("env" in data and "train" not in data))
 
 
 def as_page(data: Mapping[str, Any]) -> str:

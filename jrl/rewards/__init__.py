@@ -67,8 +67,9 @@ def make_reward(name: str, **options: Any) -> RewardFn:
     if ":" not in name and name not in REWARDS:
         raise UserError(f"{choose('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}")
     function = load(name, "rewards") if ":" in name else REWARDS[name]
-    if form_of(function, f"rewards.{name}") == "samples":
-        check_options(function, options, f"rewards.{name}", first=1)
+    samples = form_of(function, f"rewards.{name}") == "samples"
+    # in the other form an argument may be a column, which the data has or not
+    check_options(function, options, f"rewards.{name}", first=int(samples), all_given=samples)
     if ":" not in name:
         return functools.partial(function, **options)
     if name.startswith(GIVEN):  # a worker process could not find it by this name

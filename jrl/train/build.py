@@ -33,7 +33,7 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.own import FORMS, check_options, load
+from jrl.own import FORMS, check_options, check_takes, load
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
@@ -279,13 +279,17 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     sizes = {
         "vocab_size": tokenizer.vocab_size,
         "max_length": longest + max_new_tokens(config, task),
-        **(config.model.config or {}),
     }
     make = load(spec, "model.network")
+    check_takes(make, tuple(sizes), f"model.network = {spec!r}")
+    sizes |= config.model.config or {}
     check_options(make, sizes, "model.config")
     network = make(**sizes)
     if not isinstance(network, Network):
-        raise UserError(f"model.network = {spec!r} returned {network!r:.40}; return a jrl.Network")
+        raise UserError(
+            f"model.network = {spec!r} returned {network!r:.40}; return a jrl.Network, which"
+            " jrl.linen_network and jrl.nnx_network make of a Flax module"
+        )
     check_vocab(tokenizer, network.vocab_size)
     return network
 

@@ -55,7 +55,8 @@ def check_reward_columns(run: Run) -> None:
                 )
     columns = prompts[0].meta if prompts else ()
     for name in _own_rewards(run.config):
-        check_columns(load(name, "rewards"), columns, f"rewards.{name}")
+        known = [*columns, *run.config.rewards[name].options]
+        check_columns(load(name, "rewards"), known, f"rewards.{name}")
 
 
 def _own_rewards(config: Config) -> list[str]:

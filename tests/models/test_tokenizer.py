@@ -315,3 +315,20 @@ def test_a_long_text_is_encoded_without_the_interpreters_lock(tmp_path):
     # The ids become a list under the lock, which takes a small part of the time.
     assert len(seen) >= 5
     assert max(b - a for a, b in itertools.pairwise(seen)) < 0.7 * (ended - began)
+
+
+def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
+    built_in = char_tokenizer()
+    built_in.save(tmp_path)
+    text = "50352> is 02355, a?"
+    ids = built_in.encode(text)
+    read = load_tokenizer(str(tmp_path))
+    assert read.encode(text) == ids
+    assert (read.vocab_size, read.eos_id, read.pad_id) == (built_in.vocab_size, 1, 0)
+    assert read.decode([*ids, 1, 0]) == text
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs(text)["input_ids"] == ids
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
+    assert theirs.decode([*ids, 1, 0], skip_special_tokens=True) == text
+    assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 1

@@ -65,6 +65,17 @@ def test_limits(name, sound, broken, words):
     assert level == "look"
 
 
+def test_no_key_is_named_where_a_task_sets_the_length():
+    cut = [curve("truncated", [0.4] * 50)]
+    (found,) = findings(cut, fixed_length=True)
+    assert (found.note, found.level) == (
+        "many are cut: they do not end where the answer does",
+        "look",
+    )
+    (found,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
+    assert found.note == ""
+
+
 def test_entropy_that_goes_and_lengths_that_double():
     gone = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
     assert "nearly gone" in said(gone)["entropy"][0]

@@ -108,3 +108,17 @@ def test_a_function_passed_in_python():
         make_reward("python:mine")
     with given({"mine": of_samples}), pytest.raises(UserError, match="there is no such option"):
         make_reward("python:mine", bonus=1)
+
+
+SCALED = """
+def scaled(completions, answer, scale):
+    return [scale * (c == a) for c, a in zip(completions, answer, strict=True)]
+"""
+
+
+def test_options_of_a_function_of_columns_are_its_arguments(tmp_path):
+    (tmp_path / "mine.py").write_text(SCALED)
+    name = f"{tmp_path / 'mine.py'}:scaled"
+    assert make_reward(name, scale=2.0)(SAMPLES) == [2.0, 0.0]
+    with pytest.raises(UserError, match=r"scaled.scael = 2: .*did you mean 'scale'"):
+        make_reward(name, scael=2)

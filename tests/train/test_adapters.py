@@ -264,7 +264,7 @@ def test_a_run_of_adapters_resumes_bit_for_bit_and_is_exported(tmp_path, monkeyp
         return config, lines, [{k: v for k, v in r.items() if k not in CLOCKS} for r in records]
 
     config, lines, full = run("whole", 4)
-    assert [line for line in lines if "in 8 bits draws from another sampling_params" in line]
+    assert [line for line in lines if "in 8 bits draws from another distribution" in line]
     assert [line for line in lines if "losses are weighted for it" in line]
     assert full[0]["kl"] == 0 < full[-1]["kl"]
     run("cut", 2)
