@@ -316,8 +316,9 @@ def serve(
     """
     if engine not in ("jrl", "jetstream"):
         raise choose("--engine", engine, ["jrl", "jetstream"])
-    is_checkpoint = (Path(target) / "config.json").exists() or hub_name(target) is not None
-    if is_checkpoint and not (Path(target) / "config.toml").exists():
+    there = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
+    is_checkpoint = there["config.json"] or hub_name(target) is not None
+    if is_checkpoint and not there["config.toml"]:
         chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
         chosen = _read(target, overrides)
@@ -592,10 +593,10 @@ def show_config(
 def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
     """The configuration that a command's first arguments name."""
     changes = list(overrides or ())
-    if target is not None and "=" in target and not Path(target).exists():
+    if target is not None and "=" in target and not os.path.exists(target):
         changes = [target, *changes]
         target = None
-    if target is None or not Path(target).is_dir():
+    if target is None or not os.path.isdir(target):
         return load_config(target, changes)
     if not (Path(target) / "config.toml").exists():
         raise UserError(f"{target} is not a run directory: it has no config.toml")

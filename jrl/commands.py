@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,14 @@ class Main(TyperGroup):
         """Runs the command."""
         try:
             return super().invoke(ctx)
+        except OSError as error:
+            if error.errno not in _NAMES or error.filename is None:
+                raise
+            said = _clipped(f"jrl: error: {error.filename!r}: {error.strerror}; name another file")
+            typer.echo(said, err=True)
+            raise typer.Exit(UserError.exit_code) from None
         except UserError as error:
-            first, *rest = str(error).splitlines() or ["unknown error"]
+            first, *rest = map(_clipped, str(error).splitlines() or ["unknown error"])
             typer.echo(
                 "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
             )
@@ -37,6 +44,16 @@ class Main(TyperGroup):
         if found[0] != "train" and ctx.obj is not None:
             ctx.obj()
         return found
+
+
+def _clipped(line: str) -> str:
+    """A line without the middle of a value that fills the screen."""
+    return line if len(line) <= _LONGEST else f"{line[:_HALF]} ... {line[-_HALF:]}"
+
+
+_LONGEST, _HALF = 2000, 500
+_NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
+"""Errors of the system that are about a name that somebody gave, whichever key it was in."""
 
 
 class WithKeys(TyperCommand):

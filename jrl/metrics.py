@@ -105,7 +105,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # bytes of something else
             continue
         if isinstance(record, dict):
             records.append(record)
@@ -322,6 +322,9 @@ def check_run_dir(config: Config) -> bool:
         ) from None
     if is_file:
         raise UserError(f"run.dir = {str(directory)!r} is a file; name a directory")
+    for name in ("metrics.jsonl", "samples.jsonl", "summary.json"):
+        if (directory / name).is_dir():
+            raise UserError(f"{directory / name} is a directory and not a file; move it away")
     try:
         there = _config_of(directory)
     except UserError as error:
@@ -377,7 +380,8 @@ def _config_of(directory: Path) -> Config | None:
 
 
 def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    return [record for record in records if record.get("step", step) <= step]
+    found = [(record, record.get("step", step)) for record in records]
+    return [record for record, at in found if isinstance(at, int | float) and at <= step]
 
 
 def _now() -> str:

@@ -204,6 +204,26 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -
         raise UserError(f"{said}: {called} must take {' and '.join(names)}")
 
 
+def made_by(function: Callable[..., Any], said: str, *given: Any, **options: Any) -> Any:
+    """What a function of one's own returns, which makes a part of the run.
+
+    Args:
+      function: it.
+      said: the key and the value that name it, for messages.
+      *given: its arguments.
+      **options: more.
+
+    Raises:
+      UserError: it raised something, named with its line.
+    """
+    try:
+        return function(*given, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{said}: {_what_failed(error, said)}") from error
+
+
 class _TooLongError(BaseException):
     """An import takes too long; no Exception, which code of users may catch."""
 
@@ -300,6 +320,7 @@ def _what_failed(error: BaseException, place: str) -> str:
     if isinstance(error, SyntaxError):
         return f"{error.filename or place}, line {error.lineno}: {error.msg}"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    frames = [f for f in frames if "site-packages" not in f.filename] or frames  # the user's line
     where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""
     first = str(error).strip().partition("\n")[0]
     return f"{frames[-1].filename if where else place}{where}: {type(error).__name__}: {first}"

@@ -126,7 +126,7 @@ def what_is_saved(run: str | Path) -> str:
     """The newest complete checkpoint of a run directory, and the command that resumes from it."""
     folder = Path(run) / "checkpoints"
     try:
-        steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit()]
+        steps = [int(p.name) for p in folder.iterdir() if p.name.isdigit() and any(p.glob("*"))]
     except OSError:
         steps = []
     if steps:

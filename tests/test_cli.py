@@ -166,7 +166,7 @@ def test_train_without_run_dir_gets_a_new_one(replace, tmp_path, monkeypatch):
 def test_ctrl_c_says_what_was_saved_and_ends_with_130(replace, run_dir):
     def train(config, *, echo):
         for step in (5, 20):
-            (run_dir / "checkpoints" / str(step)).mkdir(parents=True)
+            (run_dir / "checkpoints" / str(step) / "state").mkdir(parents=True)
         raise KeyboardInterrupt
 
     replace("jrl.train.loop", train=train)

@@ -4,6 +4,7 @@
 mistakes take little time.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
@@ -16,7 +17,7 @@ import pytest
 from jrl import processes
 from jrl.config_io import load_config
 from jrl.errors import UserError
-from jrl.metrics import check_run_dir
+from jrl.metrics import RunWriter, check_run_dir, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.stored import in_memory
@@ -25,6 +26,7 @@ from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.serving.openai_requests import ApiError, parse
 from jrl.serving.request import Limits
+from jrl.step_files import what_is_saved
 from jrl.train import build
 from jrl.train.reward_text import check_reward_columns
 
@@ -145,6 +147,87 @@ REWARDS = {
 def test_files_of_rewards(code, tmp_path):
     (tmp_path / "own.py").write_text(code)
     refused(REWARDS[code], make_reward, f"{tmp_path}/own.py:f")
+
+
+PARTS = {
+    "data.task": "data.task='{}:f'",
+    "method": "method='{}:f'",
+    "model.network": "model={{network='{}:f'}}",
+    "optimizer.name": "optimizer.name='{}:f'",
+}
+
+
+@pytest.mark.parametrize("key", PARTS)
+@pytest.mark.parametrize("raises", [False, True])
+def test_functions_that_make_parts(key, raises, tmp_path):
+    path = tmp_path / "own.py"
+    body = "raise ValueError('no such size')" if raises else "return 5"
+    takes = {"model.network": "vocab_size, max_length", "optimizer.name": "rate"}.get(key, "")
+    path.write_text(f"def f({takes}):\n    {body}\n")
+    said = "own.py, line 2: ValueError: no such size" if raises else "own.py:f' returned 5; return"
+    refused(said, lambda: build.setup(load_config(None, [*TASK, PARTS[key].format(path)])))
+
+
+def test_files_of_a_run_that_are_something_else(tmp_path):
+    config = load_config(None, [*TASK, f"run.dir={json.dumps(str(tmp_path))}"])
+    for name in ("metrics.jsonl", "samples.jsonl", "summary.json"):
+        (tmp_path / name).mkdir()
+        refused(f"{name} is a directory and not a file; move it away", check_run_dir, config)
+        (tmp_path / name).rmdir()
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\x00\n{"step": "two"}\n[1]\n{"step": 1}\n' + b"[" * 100_000)
+    assert read_jsonl(path) == [{"step": "two"}, {"step": 1}]
+
+
+def test_garbage_in_the_log_is_left_out_when_a_run_resumes(tmp_path):
+    config = load_config(None, [*TASK, f"run.dir={json.dumps(str(tmp_path))}"])
+    with contextlib.closing(RunWriter(config)) as writer:
+        writer.write(1, {"loss": 1.0})
+        writer.write(2, {"loss": 1.0})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": "two"}\n{"step": null}\n\xff{"step": 1}\n{"step": 1e999}\n')
+    with contextlib.closing(RunWriter(config)) as writer:
+        writer.truncate_after(1)
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1]
+
+
+def test_a_directory_of_no_checkpoint_is_not_said_to_be_saved(tmp_path):
+    (tmp_path / "checkpoints" / "00000009").mkdir(parents=True)
+    assert what_is_saved(tmp_path) == f"no checkpoint is in {tmp_path}"
+
+
+def test_a_value_that_fills_the_screen_is_cut_in_the_middle(tmp_path):
+    from typer.testing import CliRunner
+
+    from jrl.cli import app
+
+    result = CliRunner().invoke(app, ["show-config", "seed=" + "[" * 9000])
+    assert result.exit_code == 2
+    assert len(result.stderr) < 1200
+    assert result.stderr.startswith("jrl: error: seed = [[[")
+    assert result.stderr.rstrip().endswith("nested too deeply; use fewer levels")
+
+
+@pytest.mark.parametrize("given", [["train"], ["eval"], ["report"], ["train", "data.task="]])
+def test_names_that_no_file_has(given):
+    from typer.testing import CliRunner
+
+    from jrl.cli import app
+
+    long = "a" * 5000
+    more = [f"model.path={long}", "data.train=x.jsonl"] if len(given) > 1 else [long]
+    result = CliRunner().invoke(app, [given[0], *given[1:], *more])
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1
+    assert len(result.stderr) < 1200
+    assert "name another file" in result.stderr
+
+
+def test_an_export_to_where_nothing_can_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    model = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    params = transformer(model).init(jax.random.key(0))
+    refused("x cannot be written", hf.save, tmp_path / "file" / "x", model, params)
 
 
 def test_what_is_no_file(tmp_path):

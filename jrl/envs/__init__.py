@@ -15,7 +15,7 @@ from jrl.envs.games.nim import nim
 from jrl.envs.games.wordle import wordle
 from jrl.envs.libraries import LIBRARIES
 from jrl.errors import UserError, choose
-from jrl.own import FORMS, check_options, load
+from jrl.own import FORMS, check_options, load, made_by
 
 ENVS: dict[str, Callable[..., Env]] = {
     "bandit": bandit,
@@ -47,7 +47,7 @@ def get_env(name: str, **options: Any) -> Env:
         raise UserError(f"{choose('data.env', name, KNOWN)}, {FORMS}")
     make = load(name, "data.env") if ":" in name else KNOWN[name]
     check_options(make, options, "data")
-    env = make(**options)
+    env = made_by(make, f"data.env = {name!r}", **options)
     if not isinstance(env, Env):
         raise UserError(f"data.env = {name!r} returned {env!r:.40}; return a jrl.envs.Env")
     return env.check()

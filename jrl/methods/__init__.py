@@ -17,7 +17,7 @@ from typing import Any
 from jrl.errors import UserError, choose
 from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
 from jrl.methods.definition import Published, published, variant
-from jrl.own import FORMS, check_options, load
+from jrl.own import FORMS, check_options, load, made_by
 
 __all__ = [
     "Draw",
@@ -103,7 +103,7 @@ class OwnMethod:
                 " method that it changes, such as @variant(grpo)"
             )
         check_options(self._function, coefficients, "objective")
-        method = self._function(**coefficients)
+        method = made_by(self._function, f"method = {self.name!r}", **coefficients)
         if not isinstance(method, Method):
             what = f"method = {self.name!r} returned {method!r:.40}"
             raise UserError(f"{what}; return a jrl.methods.Method")

@@ -33,7 +33,7 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.own import FORMS, check_options, check_takes, load
+from jrl.own import FORMS, check_options, check_takes, load, made_by
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
@@ -284,7 +284,7 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     check_takes(make, tuple(sizes), f"model.network = {spec!r}")
     sizes |= config.model.config or {}
     check_options(make, sizes, "model.config")
-    network = make(**sizes)
+    network = made_by(make, f"model.network = {spec!r}", **sizes)
     if not isinstance(network, Network):
         raise UserError(
             f"model.network = {spec!r} returned {network!r:.40}; return a jrl.Network, which"

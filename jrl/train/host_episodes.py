@@ -22,7 +22,7 @@ from jrl.envs.host import HostEnv, check_env, format_of
 from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.own import check_options, load
+from jrl.own import check_options, load, made_by
 from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
@@ -241,7 +241,8 @@ def _env(run: Run) -> HostEnv:
     assert data is not None
     make = load(data.env, "data.env")
     check_options(make, data.options, "data")
-    return check_env(make(**data.options), f"data.env = {data.env!r}: what it returns")
+    said = f"data.env = {data.env!r}"
+    return check_env(made_by(make, said, **data.options), f"{said}: what it returns")
 
 
 def _close(calls: Calls, env: HostEnv) -> None:

@@ -67,6 +67,11 @@ def make_optimizer(
     """
     function = _function(table.name)
     _check_options(table, function)
+    if ":" in table.name:
+        said = f"optimizer.name = {table.name!r}"
+        made = own.made_by(function, said, table.learning_rate, **table.options)
+        if not isinstance(made, optax.GradientTransformation):
+            raise UserError(f"{said} returned {made!r:.40}; return an optax optimizer")
 
     def build(learning_rate: Any, **numbers: Any) -> optax.GradientTransformation:
         given = _with_numbers(table, _arguments(function), numbers)

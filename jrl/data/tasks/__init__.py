@@ -9,7 +9,7 @@ from jrl.data.tasks.base import SPLITS, Problem, Task
 from jrl.data.tasks.countdown import countdown
 from jrl.data.tasks.numbers import arithmetic, chain, sequence, sorting
 from jrl.errors import UserError, choose
-from jrl.own import FORMS, check_options, load
+from jrl.own import FORMS, check_options, load, made_by
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,
@@ -40,7 +40,7 @@ def get_task(name: str, **options: Any) -> Task:
         raise UserError(f"{choose('data.task', name, TASKS)}, {FORMS}")
     make = load(name, "data.task") if ":" in name else TASKS[name]
     check_options(make, options, "data")
-    task = make(**options)
+    task = made_by(make, f"data.task = {name!r}", **options)
     if not isinstance(task, Task):
         raise UserError(f"data.task = {name!r} returned {task!r:.40}; return a jrl.data.tasks.Task")
     return task

@@ -251,10 +251,12 @@ def save(
     base = _read_json(source / "config.json") if source else None
     stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
     document = render(stored, base)
-    target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
+    try:
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error}") from None
     try:
         _write_tensors(draft, config, params, shard_bytes)
         (draft / "config.json").write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
