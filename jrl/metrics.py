@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -224,8 +225,15 @@ class RunWriter:
             first, rest = self._header, [first, *rest]
         again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
         first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
-        samples = read_jsonl(self.dir / "samples.jsonl")
-        self._guard(self._rewrite, "metrics.jsonl", [first, *_until(rest, step)])
+        samples, kept = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
+        lost = step - len({r["step"] for r in kept if r.get("step", 0) > 0})
+        if step > 0 and lost > 0:
+            warnings.warn(
+                f"{self.dir / 'metrics.jsonl'} lacks {lost} of the {step} steps up to the"
+                " checkpoint; they could not be logged, or the file was damaged",
+                stacklevel=2,
+            )
+        self._guard(self._rewrite, "metrics.jsonl", [first, *kept])
         self._guard(self._rewrite, "samples.jsonl", _until(samples, step))
         self._guard((self.dir / "summary.json").unlink, True)
 

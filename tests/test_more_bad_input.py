@@ -188,7 +188,9 @@ def test_garbage_in_the_log_is_left_out_when_a_run_resumes(tmp_path):
         file.write(b'{"step": "two"}\n{"step": null}\n\xff{"step": 1}\n{"step": 1e999}\n')
     with contextlib.closing(RunWriter(config)) as writer:
         writer.truncate_after(1)
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1]
+        assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1]
+        with pytest.warns(UserWarning, match="metrics.jsonl lacks 4 of the 5 steps up to the"):
+            writer.truncate_after(5)
 
 
 def test_a_directory_of_no_checkpoint_is_not_said_to_be_saved(tmp_path):
