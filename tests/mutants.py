@@ -118,8 +118,8 @@ MUTANTS = {
     "prompt padding that is attended to": Mutant(
         7,
         "models/layers.py",
-        "    inside = columns < rows.prompt_lengths.reshape(m * b, 1)\n",
-        "    inside = columns < p + 0 * rows.prompt_lengths.reshape(m * b, 1)\n",
+        "rows.segments, rows.owners, rows.prompt_lengths, p)\n",
+        "rows.segments, rows.owners, p + 0 * rows.prompt_lengths, p)\n",
     ),
     "the wrong sign": Mutant(
         8,

@@ -113,7 +113,12 @@ def solutions(rng, count):
     return tokens
 
 
-def rollout_of(method, step, table):
+PARTS = {"car": 2, "tool_star": 3}
+"""Reward parts of methods that read several. All are the task's here: right answers are confident,
+well formed and found with tools."""
+
+
+def rollout_of(method, step, table, parts=1):
     """What the method's draw asks for, and its rewards, both as its seams leave them."""
     rng = np.random.default_rng(step)
     places = np.asarray(method.prompts(step, step * B + np.arange(B)))
@@ -145,15 +150,15 @@ def rollout_of(method, step, table):
         stop=np.where(ended[..., -1] > 0, StopReason.STOP_TOKEN, StopReason.LENGTH),
         baseline=np.broadcast_to(kind == 1, mask.shape[:2]),
     )
-    rewards = good[..., None].astype(np.float32)
+    rewards = np.repeat(good[..., None], parts, axis=2).astype(np.float32)
     if method.rewards is not same_rewards:
         rewards = np.asarray(method.rewards(rewards, rollout), np.float32)
     return rollout, rewards.sum(2, keepdims=True), places, kind == 2
 
 
-def batch_of(method, step, table):
+def batch_of(method, step, table, parts=1):
     """A step's batch of B prompts, made as the training loop makes it, group editor included."""
-    rollout, rewards, places, given = rollout_of(method, step, table)
+    rollout, rewards, places, given = rollout_of(method, step, table, parts)
     members = ~rollout.baseline
     if method.groups.keep is not keep_all:
         members &= np.asarray(method.groups.keep(rewards.sum(2), members), bool)[:, None]
@@ -248,7 +253,7 @@ def train(name):
     state = jax.tree.map(lambda x: np.stack([x] * LANES), fresh_state(name))
     keep, metrics = np.stack([EVERYONE] * LANES), []
     for i in range(STEPS):
-        bare = batch_of(method, i, params["policy"]["table"])
+        bare = batch_of(method, i, params["policy"]["table"], PARTS.get(name, 1))
         first = dict(jax.device_get(score_start(params | others, bare)))
         first["proximal_logprobs"] = first["logprobs"]
         first |= {f"rollout_{source}": first[source] for source in ("entropy", "values")}
@@ -276,6 +281,7 @@ OTHERWISE = {
     "margin_ranking": ("margin", 1),
     "plackett_luce": ("loss", -1),
     "prm": ("loss", -1),
+    "rest_mcts": ("loss", -1),
 }
 
 

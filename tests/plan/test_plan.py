@@ -172,8 +172,11 @@ def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted
     # a quarter of the weights is on each chip: half of it is exchanged, then it is gathered by two
     sent = moved["collective_bytes"]
     assert 0.25 * whole < sent < 0.45 * whole
-    # the token loop sends what tensor parallelism adds up, and no weights
-    assert all(kind.endswith("/tensor") for kind in sampler["collective_bytes_by_kind"])
+    # the token loop sends what tensor parallelism adds up, and no weights; across the batch only
+    # tokens and whether all rows are done
+    kinds = sampler["collective_bytes_by_kind"]
+    across = sum(count for kind, count in kinds.items() if not kind.endswith("/tensor"))
+    assert across < 0.02 * kinds["all-reduce/tensor"]
     assert "all-gather/fsdp" not in sampler["collective_bytes_by_kind"]
     assert sampler["collective_bytes"] < 0.5 * whole
     assert sampler["reads"]["weights"] == pytest.approx(16 * (layer + head), rel=0.05)
