@@ -1,0 +1,154 @@
+"""What the work around episodes' rows costs, as measured, and what to do with a row that waits.
+
+All costs of a choice are in slot-seconds: a slot that stands idle for a second costs one, and a
+device that does something else than decode costs one for every slot.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import statistics
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from jrl.serving.chunk_length import costs
+
+_REMEMBERED, _INTERVAL = 12, 16
+"""Timings kept of each kind of work; further ones are taken once in so many times."""
+_WAITS = 256
+"""Answers whose seconds are kept."""
+
+
+class Place(enum.Enum):
+    """Where a row is that waits for its environment."""
+
+    HELD = "held"
+    """It stays in its slot, which idles."""
+    PARKED = "parked"
+    """Its cache and state are copied out, and back into a slot later."""
+    DROPPED = "dropped"
+    """Nothing is kept on the device; its tokens are read again when a slot takes it."""
+
+
+class Wait(NamedTuple):
+    """What it costs, in slot-seconds, to let a row wait in one place or another.
+
+    Attributes:
+      held: expected.
+      parked: inf where no more rows may be parked.
+      dropped: inf where reading has not been timed yet.
+    """
+
+    held: float
+    parked: float
+    dropped: float
+
+
+def cheapest(wait: Wait) -> Place:
+    """The place that costs least; of equal ones the first.
+
+    >>> cheapest(Wait(held=0.5, parked=0.1, dropped=0.2)).value
+    'parked'
+    """
+    return min(zip(wait, Place, strict=True), key=lambda x: x[0])[1]
+
+
+ChoosePlace = Callable[[Wait], Place]
+
+
+class Timings:
+    """Seconds of one kind of work, as a line over its size."""
+
+    def __init__(self) -> None:
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
+        self._seen: set[Hashable] = set()
+        self._count = 0
+        self._line: tuple[float, float] | None = None
+
+    def due(self, shape: Hashable = None) -> bool:
+        """Whether the work that is about to begin should be timed.
+
+        The first of each shape is not: it may be compiled.
+        """
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return False
+        self._count += 1
+        return len(self._times) < _REMEMBERED // 2 or self._count % _INTERVAL == 0
+
+    def record(self, size: int, seconds: float) -> None:
+        """Takes what work of a size took."""
+        self._times.append((size, seconds))
+        self._line = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was timed."""
+        return bool(self._times)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of each call, and of each unit of size; 0 as long as nothing was timed."""
+        if self._line is None:
+            self._line = costs(self._times) if self._times else (0.0, 0.0)
+        return self._line
+
+    def seconds(self, size: int) -> float:
+        """What work of a size is expected to take."""
+        call, each = self.line
+        return call + each * size
+
+
+class RowCosts:
+    """The costs of S rows.
+
+    Attributes:
+      chunks: of decoding, by decode steps.
+      leaving, returning: of copying a row out and back, by rows.
+      reading: of prefill, by tokens with their padding.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.chunks, self.reading = Timings(), Timings()
+        self.leaving, self.returning = Timings(), Timings()
+        self._waits: collections.deque[float] = collections.deque(maxlen=_WAITS)
+
+    def record_wait(self, seconds: float) -> None:
+        """Takes how long an environment took to answer."""
+        self._waits.append(seconds)
+
+    def wait_left(self, waited: float) -> float:
+        """Seconds that an answer is expected to take yet, after ``waited`` seconds.
+
+        The mean of what those recent answers took longer that were not there by then. After more
+        seconds than any of them, as long again: such waits have no typical length.
+        """
+        longer = [x - waited for x in self._waits if x > waited]
+        return statistics.fmean(longer) if longer else waited
+
+    def wait(self, waited: float, *, tokens: int, room: bool) -> Wait:
+        """What becomes of a row that has waited for so many seconds.
+
+        Args:
+          waited: seconds.
+          tokens: of the row, prompt included.
+          room: whether it may be parked.
+        """
+        copies = self.leaving.seconds(1) + self.returning.seconds(1)
+        reads = self.reading.seconds(tokens) if self.reading.measured else float("inf")
+        return Wait(
+            held=self.wait_left(waited),
+            parked=self.slots * copies if room else float("inf"),
+            dropped=self.slots * reads,
+        )
+
+    def idle_steps(self) -> int:
+        """Slot-steps that may pass idly before decoding returns to the host.
+
+        Those that cost as much as the return does: whoever returns then has never paid more than
+        twice what knowing the future would have cost.
+        """
+        call, step = self.chunks.line
+        return int(self.slots * call / step) if step else 0
