@@ -227,7 +227,7 @@ class EpisodeRows:
     def decode(self, wanted: int | None = None) -> ChunkOutput:
         """Draws up to a chunk of tokens in every running row; the output is on the host.
 
-        The chunk ends early when its idle slots have cost as much as the return to the host does.
+        The chunk ends early where slots are idle, see ``RowCosts.idle_steps``.
 
         Args:
           wanted: slots that are idle when their rows do not run; None for all.
