@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from jrl.serving.chunk_length import costs
 
-_REMEMBERED, _INTERVAL = 12, 16
-"""Timings kept of each kind of work; further ones are taken once in so many times."""
 _WAITS = 256
 """Answers whose seconds are kept."""
 
@@ -58,10 +56,16 @@ ChoosePlace = Callable[[Wait], Place]
 
 
 class Timings:
-    """Seconds of one kind of work, as a line over its size."""
+    """Seconds of one kind of work, as a line over its size.
 
-    def __init__(self) -> None:
-        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_REMEMBERED)
+    Args:
+      kept: timings that count, the last ones.
+      interval: once there are half as many, only one of so many times is timed.
+    """
+
+    def __init__(self, kept: int = 12, interval: int = 16) -> None:
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=kept)
+        self._kept, self._interval = kept, interval
         self._seen: set[Hashable] = set()
         self._count = 0
         self._line: tuple[float, float] | None = None
@@ -75,7 +79,7 @@ class Timings:
             self._seen.add(shape)
             return False
         self._count += 1
-        return len(self._times) < _REMEMBERED // 2 or self._count % _INTERVAL == 0
+        return len(self._times) < self._kept // 2 or self._count % self._interval == 0
 
     def record(self, size: int, seconds: float) -> None:
         """Takes what work of a size took."""
@@ -94,6 +98,14 @@ class Timings:
             self._line = costs(self._times) if self._times else (0.0, 0.0)
         return self._line
 
+    @property
+    def least(self) -> float:
+        """Seconds of the quickest; 0 as long as nothing was timed.
+
+        For short work, whose delays are those of being waited for, which it is only when timed.
+        """
+        return min((seconds for _, seconds in self._times), default=0.0)
+
     def seconds(self, size: int) -> float:
         """What work of a size is expected to take."""
         call, each = self.line
@@ -105,13 +117,13 @@ class RowCosts:
 
     Attributes:
       chunks: of decoding, by decode steps.
-      leaving, returning: of copying a row out and back, by rows.
+      leaving, returning: of copying a row out and back.
       reading: of prefill, by tokens with their padding.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.chunks, self.reading = Timings(), Timings()
+        self.chunks, self.reading = Timings(kept=32, interval=4), Timings()
         self.leaving, self.returning = Timings(), Timings()
         self._waits: collections.deque[float] = collections.deque(maxlen=_WAITS)
 
@@ -136,7 +148,7 @@ class RowCosts:
           tokens: of the row, prompt included.
           room: whether it may be parked.
         """
-        copies = self.leaving.seconds(1) + self.returning.seconds(1)
+        copies = self.leaving.least + self.returning.least
         reads = self.reading.seconds(tokens) if self.reading.measured else float("inf")
         return Wait(
             held=self.wait_left(waited),
