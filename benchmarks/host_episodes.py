@@ -216,7 +216,8 @@ def _draw(
             count = int(out.counts[row])
             totals["tokens"] += count
             if count:
-                episode.grow(out.tokens[row, :count], out.logprobs[row, :count], 0)
+                tokens, logprobs = np.asarray(out.tokens), np.asarray(out.logprobs)
+                episode.grow(tokens[row, :count], logprobs[row, :count], 0)
             episode.last = StopReason(int(out.stop[row]))
 
 
@@ -297,17 +298,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     free(work, still, args.group)
     lockstep(short, environment(short, 0.0, 0), args.group)
     rounds: list[dict[str, Any]] = []
+    loops: list[tuple[str, Callable[..., Outcome]]] = [("free", free), ("lockstep", lockstep)]
     for number in range(args.rounds):
-        step_s = work.rows.costs.chunks.line[1]
-        env = lambda: environment(work, args.latency * step_s, number)  # noqa: B023, E731
-        both: list[tuple[str, Callable[..., Outcome]]] = [("free", free), ("lockstep", lockstep)]
-        found = {
-            name: play(work, env(), args.group) for name, play in both[:: 1 - 2 * (number % 2)]
-        }
+        step_s, found = step_seconds(work), {}
+        for name, loop in loops if number % 2 == 0 else loops[::-1]:
+            env = environment(work, args.latency * step_s, number)
+            found[name] = loop(work, env, args.group)
         # Not quite all: another padding adds in another order, which can turn a near tie.
-        same = [
-            a == b for a, b in zip(*(drawn(x.transcripts) for x in found.values()), strict=True)
-        ]
+        both = zip(*(drawn(found[name].transcripts) for name, _ in loops), strict=True)
+        same = [a == b for a, b in both]
         once, pasts = histories(found["free"].transcripts)
         counts = found["free"].counts
         rounds.append(

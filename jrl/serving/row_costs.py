@@ -6,9 +6,11 @@ device that does something else than decode costs one for every slot.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import enum
-import statistics
+import itertools
+import math
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -34,7 +36,7 @@ class Wait(NamedTuple):
 
     Attributes:
       held: expected.
-      parked: inf where no more rows may be parked.
+      parked: inf where there is no room to park one more.
       dropped: inf where reading has not been timed yet.
     """
 
@@ -126,10 +128,14 @@ class RowCosts:
         self.chunks, self.reading = Timings(kept=32, interval=4), Timings()
         self.leaving, self.returning = Timings(), Timings()
         self._waits: collections.deque[float] = collections.deque(maxlen=_WAITS)
+        self._longest_first: list[float] = []
+        self._sums: list[float] = []
 
     def record_wait(self, seconds: float) -> None:
         """Takes how long an environment took to answer."""
         self._waits.append(seconds)
+        self._longest_first = sorted(self._waits, reverse=True)
+        self._sums = list(itertools.accumulate(self._longest_first))
 
     def wait_left(self, waited: float) -> float:
         """Seconds that an answer is expected to take yet, after ``waited`` seconds.
@@ -137,22 +143,20 @@ class RowCosts:
         The mean of what those recent answers took longer that were not there by then. After more
         seconds than any of them, as long again: such waits have no typical length.
         """
-        longer = [x - waited for x in self._waits if x > waited]
-        return statistics.fmean(longer) if longer else waited
+        longer = bisect.bisect_left(self._longest_first, -waited, key=lambda x: -x)
+        return self._sums[longer - 1] / longer - waited if longer else waited
 
-    def wait(self, waited: float, *, tokens: int, room: bool) -> Wait:
-        """What becomes of a row that has waited for so many seconds.
+    def wait(self, waited: float, *, tokens: int) -> Wait:
+        """What it costs to let a row wait that has done so for ``waited`` seconds already.
 
         Args:
           waited: seconds.
           tokens: of the row, prompt included.
-          room: whether it may be parked.
         """
-        copies = self.leaving.least + self.returning.least
-        reads = self.reading.seconds(tokens) if self.reading.measured else float("inf")
+        reads = self.reading.seconds(tokens) if self.reading.measured else math.inf
         return Wait(
             held=self.wait_left(waited),
-            parked=self.slots * copies if room else float("inf"),
+            parked=self.slots * (self.leaving.least + self.returning.least),
             dropped=self.slots * reads,
         )
 

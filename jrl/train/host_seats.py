@@ -8,6 +8,7 @@ advance together, and few slots are left without an episode at its end.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, MutableMapping
 
@@ -16,7 +17,7 @@ import numpy as np
 from jrl.envs.episode import Episode
 from jrl.sampling.slots import Slots
 from jrl.serving.episode_rows import EpisodeRows, More, Start
-from jrl.serving.row_costs import ChoosePlace, Place
+from jrl.serving.row_costs import ChoosePlace, Place, Wait
 
 
 class Seats:
@@ -102,12 +103,21 @@ class Seats:
         starts: dict[int, Start] = {}
         again: dict[int, Start] = {}
         free = [row for row, seated in enumerate(self.slots) if seated is None]
-        for episode in sorted(
-            self._ready, key=lambda e: e.turn
-        ):  # stable: first come, first served
-            row = free.pop() if free else self._vacate(episode, now)
-            if row is None:
-                continue
+        idle: dict[int, Wait] | None = None
+        # Stable: of those with the same number of turns, first come, first served.
+        for episode in sorted(self._ready, key=lambda e: e.turn):
+            if free:
+                row = free.pop()
+            else:
+                idle = self._idle(now) if idle is None else idle
+                # What a parked row leaves behind is room for another.
+                room = len(self._parked) - (episode in self._parked) < self._rows.parked
+                found = self._vacate(idle, now, room=room)
+                if found is None and room:
+                    break  # nor for those that come after it
+                if found is None:
+                    continue
+                row = found
             limit = self._seat(episode, row, now)
             if (parked := self._parked.pop(episode, None)) is not None:
                 self._rows.resume(row, parked)
@@ -137,30 +147,42 @@ class Seats:
         episode.turn_began = now
         return self._limits.pop(episode)
 
-    def _vacate(self, episode: Episode, now: float) -> int | None:
-        """A slot for this episode, that of a row for which it costs less to wait elsewhere."""
-        # What a parked row leaves behind is room for another.
-        room = len(self._parked) - (episode in self._parked) < self._rows.parked
-        found: list[tuple[float, int, Place]] = []
-        for row, other in enumerate(self.slots):
-            if other is None or other.call is None:
-                continue
-            tokens = len(other.opening) + other.length
-            wait = self._rows.costs.wait(now - self._asked[other], tokens=tokens, room=room)
+    def _idle(self, now: float) -> dict[int, Wait]:
+        """What it costs to let the rows wait that do, where there is room to park them."""
+        found = {}
+        for row, episode in enumerate(self.slots):
+            if episode is not None and episode.call is not None:
+                tokens, waited = len(episode.opening) + episode.length, now - self._asked[episode]
+                found[row] = self._rows.costs.wait(waited, tokens=tokens)
+        return found
+
+    def _vacate(self, idle: dict[int, Wait], now: float, *, room: bool) -> int | None:
+        """A slot whose row waits elsewhere from now on; None where it costs least to hold all.
+
+        Args:
+          idle: from ``_idle``; loses the slot.
+          now: seconds of ``time.monotonic``.
+          room: whether one more row may be parked.
+        """
+        best, saved = None, -math.inf
+        for row, wait in idle.items():
+            wait = wait if room else wait._replace(parked=math.inf)
             place = self._choose(wait)
-            if place != Place.HELD and not (place == Place.PARKED and not room):
-                saved = wait.held - (wait.parked if place == Place.PARKED else wait.dropped)
-                found.append((saved, row, place))
-        if not found:
+            if place == Place.HELD or (place == Place.PARKED and not room):
+                continue
+            gain = wait.held - (wait.parked if place == Place.PARKED else wait.dropped)
+            if best is None or gain > saved:
+                best, saved = (row, place), gain
+        if best is None:
             return None
-        _, row, place = max(found, key=lambda x: x[0])
-        other = self.slots[row]
-        assert other is not None
+        row, place = best
+        del idle[row]
+        episode = self.slots[row]
+        assert episode is not None
         if place == Place.PARKED:
-            self._parked[other] = self._rows.park(row)
+            self._parked[episode] = self._rows.park(row)
         self._counts[place.value] += 1
-        self._away[other] = now
-        other.row = None
+        self._away[episode], episode.row = now, None
         return row
 
 

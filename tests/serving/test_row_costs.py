@@ -30,29 +30,30 @@ def test_a_wait_costs_what_was_measured():
     found = costs()
     for seconds in (1.0, 2.0, 6.0):
         found.record_wait(seconds)
-    wait = found.wait(1.5, tokens=300, room=True)
+    wait = found.wait(1.5, tokens=300)
     assert wait == pytest.approx(((0.5 + 4.5) / 2, 8 * 0.03, 8 * 0.3))
-    assert found.wait(1.5, tokens=300, room=False).parked == math.inf
+    assert [found.wait_left(x) for x in (0.0, 1.0, 2.0)] == pytest.approx([3.0, 3.0, 4.0])
     assert found.wait_left(7.0) == 7.0  # longer than any before
 
 
 def test_the_choice_changes_with_wait_and_length():
     found = costs()
     found.record_wait(0.1)
-    assert cheapest(found.wait(0.0, tokens=300, room=True)) == Place.HELD
+    assert cheapest(found.wait(0.0, tokens=300)) == Place.HELD
     found = costs()
     found.record_wait(10.0)
-    assert cheapest(found.wait(0.0, tokens=300, room=True)) == Place.PARKED
-    assert cheapest(found.wait(0.0, tokens=300, room=False)) == Place.DROPPED
-    assert cheapest(found.wait(0.0, tokens=10, room=True)) == Place.DROPPED
-    assert cheapest(found.wait(0.0, tokens=3000, room=False)) == Place.HELD
+    assert cheapest(found.wait(0.0, tokens=300)) == Place.PARKED
+    assert cheapest(found.wait(0.0, tokens=10)) == Place.DROPPED
+    full = found.wait(0.0, tokens=300)._replace(parked=math.inf)
+    assert cheapest(full) == Place.DROPPED
+    assert cheapest(full._replace(dropped=24.0)) == Place.HELD
 
 
 def test_what_was_never_measured_is_tried_but_reading():
     found = RowCosts(4)
-    assert found.wait(0.0, tokens=9, room=True) == (0.0, 0.0, math.inf)
-    assert cheapest(found.wait(0.0, tokens=9, room=True)) == Place.HELD
-    assert cheapest(found.wait(0.2, tokens=9, room=True)) == Place.PARKED
+    assert found.wait(0.0, tokens=9) == (0.0, 0.0, math.inf)
+    assert cheapest(found.wait(0.0, tokens=9)) == Place.HELD
+    assert cheapest(found.wait(0.2, tokens=9)) == Place.PARKED
     assert cheapest(Wait(1.0, math.inf, math.inf)) == Place.HELD
 
 
