@@ -119,6 +119,7 @@ def tool_env(
         step=step,
         roles=(parser.role,),
         tools=tuple(tool.schema() for tool in tools),
+        family=parser.name,
         limits=limits,
     )
 
@@ -211,11 +212,20 @@ def _messages(
         {
             "role": "tool",
             "name": call.name or "unknown",
-            "tool_call_id": f"call{(before + i) % 100_000:05d}",
+            "tool_call_id": _call_id(call, before + i),
             "content": content,
         }
         for i, (call, content) in enumerate(zip(calls, contents, strict=True))
     ]
+
+
+def _call_id(call: Call | Malformed, number: int) -> str:
+    """The id that the policy gave the call, where it is one; else one of nine characters.
+
+    Nine letters or digits, because Mistral's templates refuse other ids.
+    """
+    given = call.id if isinstance(call, Call) else ""
+    return given if re.fullmatch(r"[A-Za-z0-9]{9}", given) else f"call{number % 100_000:05d}"
 
 
 def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
