@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
+from jrl.envs.gate import run_within, seen
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.parsers import Call, Malformed, Parser, Schemas
 from jrl.errors import UserError, choose
@@ -155,13 +156,10 @@ async def _answer(
     if not allowed:
         return "Error: there are no tool calls left; answer now"
     tool = tools[checked.name]
-    running = asyncio.ensure_future(run_either(tool.call, **checked.arguments))
-    try:
-        await asyncio.wait({running}, timeout=tool.seconds)
-    finally:
-        running.cancel()
+    running = await run_within(run_either(tool.call, **checked.arguments), tool.seconds)
     if not running.done():
-        running.add_done_callback(lambda task: task.cancelled() or task.exception())
+        running.cancel()
+        running.add_done_callback(seen)
         metrics["tool_timeouts"] = metrics.get("tool_timeouts", 0.0) + 1
         return f"Error: {tool.name} took more than {tool.seconds:g} seconds"
     try:
