@@ -148,10 +148,14 @@ async def call_init(
       EnvError: what it returned cannot be used.
     """
     state, messages = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
-    messages = check_messages(messages, env.limits)
-    opening = np.array(chat.opening(messages), np.int32)
-    if not 1 <= len(opening) <= longest:
-        raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    try:
+        messages = check_messages(messages, env.limits)
+        opening = np.array(chat.opening(messages), np.int32)
+        if not 1 <= len(opening) <= longest:
+            raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    except BaseException:
+        await run_either(env.close, state)  # nobody else learns of the state
+        raise
     return state, opening, _state_id(None, messages)
 
 

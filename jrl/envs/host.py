@@ -54,16 +54,24 @@ class Limits(NamedTuple):
     episode_seconds: float = 600.0
     answer_chars: int = 1 << 16
 
-    def check(self) -> Limits:
+    def check(self, table: str = "limits") -> Limits:
         """Returns self.
+
+        Args:
+          table: that holds them, for messages.
 
         Raises:
           UserError: a limit that no episode can keep.
         """
         least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
         for name, value in self._asdict().items():
+            kinds, said = (
+                (int | float, "a number") if name.endswith("seconds") else (int, "an integer")
+            )
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
             if not value >= least.get(name, 0) or not math.isfinite(value):
-                raise UserError(f"limits.{name} = {value}; must be at least {least.get(name, 0)}")
+                raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
         return self
 
 
@@ -98,6 +106,8 @@ class Feedback(NamedTuple):
       metrics: numbers to add up over the episode, by name.
       earlier: points, as ``reward`` is, for the turns before this one, from the first on: what is
         known of them only now.
+      cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
+        as truncated.
     """
 
     messages: Sequence[Message] = ()
@@ -107,6 +117,7 @@ class Feedback(NamedTuple):
     state_key: Any = None
     metrics: Mapping[str, float] = NOTHING
     earlier: Sequence[float | Sequence[float]] = ()
+    cut: bool = False
 
 
 def nothing(state: Any) -> None:
@@ -115,6 +126,10 @@ def nothing(state: Any) -> None:
 
 async def nothing_shared() -> None:
     """Ends what the episodes of an environment share, where that is nothing."""
+
+
+def nothing_begins(step: int, split: str) -> None:
+    """Begins a step of training, where that changes nothing."""
 
 
 class HostEnv(NamedTuple):
@@ -134,6 +149,10 @@ class HostEnv(NamedTuple):
       variables: of the chat template, such as {"enable_thinking": False}.
       parts: names of the reward parts.
       limits: of an episode.
+      at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
+      begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
+        for environments that change with the training. A run that resumes begins with its step, so
+        that what depends on the step alone is what it would have been.
       shutdown: async () -> None, at the end of the run; ends what all episodes share.
     """
 
@@ -146,6 +165,8 @@ class HostEnv(NamedTuple):
     variables: Mapping[str, Any] = NOTHING
     parts: tuple[str, ...] = ("reward",)
     limits: Limits = Limits()
+    at_once: int = 0
+    begin: Callable[[int, str], None] = nothing_begins
     shutdown: Callable[[], Any] = nothing_shared
 
 
@@ -241,7 +262,8 @@ def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
-    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics, earlier)
+    ends = done, bool(value.success), value.state_key
+    return Feedback(messages, reward, *ends, metrics, earlier, bool(value.cut))
 
 
 def _points(given: Any, parts: int) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """Python of the policy's in processes of their own, with limits on everything it may use.
 
 Where the system has ``unshare`` and lets it be used, the code has no network, no other processes in
-sight, and empty temporary directories that vanish with it. It always runs without the caller's
+sight, and empty temporary directories that vanish with it; elsewhere ``Sandbox(network=True)`` must
+say that the network is no harm. It always runs without the caller's
 environment variables, with limits on processor time, memory, output, files and processes, and it is
 killed with all its children at its deadline. It may read files that everybody on the machine may
 read; a container or virtual machine around the trainer keeps it from those.
@@ -77,20 +78,35 @@ class Sandbox:
     Args:
       limits: of each run; None for the usual ones.
       at_once: runs at a time, others wait; None for as many as there are cores.
+      network: whether code may run where it cannot be cut off from the network.
 
     Attributes:
       apart: whether the code has no network and its own processes and temporary directories.
 
     Raises:
-      UserError: no Python here can be run with fewer rights than the caller's.
+      UserError: no Python here can be run with fewer rights than the caller's; or code would have
+        the network, as in a container that forbids ``unshare``, and ``network`` is False.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None, *, at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        at_once: int | None = None,
+        network: bool = False,
+    ) -> None:
         self.limits = limits or SandboxLimits()
         self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
         self._python, self._prefix = _way_in()
         self.apart = bool(self._prefix)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
+        if not (self.apart or network):
+            raise UserError(
+                "the sandbox cannot cut code off from the network: unshare is missing (package "
+                "util-linux) or forbidden, as in most containers; start the container with "
+                "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
+                "to let code use the network"
+            )
         if not self.apart:
             logging.getLogger("jrl").warning(
                 "sandbox: unshare cannot be used here, so code keeps the network; limits hold"

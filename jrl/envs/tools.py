@@ -92,8 +92,9 @@ def tool_env(
     """
     if malformed not in MALFORMED:
         raise choose("malformed", malformed, MALFORMED)
-    by_name = _checked(tools, limits.check())
+    by_name = _checked(tools)
     schemas = {name: tool.parameters for name, tool in by_name.items()}
+    limits.check()
 
     def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -130,7 +131,8 @@ async def _judged(
     """The end of an episode."""
     points = await run_either(reward, prompt, reply)
     won = isinstance(points, int | float) and points >= 1
-    return Feedback((), points, True, bool(won), None, metrics)
+    # An answer that was cut before it was right is truncated, as a completion of one turn is.
+    return Feedback((), points, True, bool(won), None, metrics, cut=reply.cut and not won)
 
 
 def _async(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,7 +232,7 @@ def check_tool(tool: Tool, said: str) -> None:
         raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
 
 
-def _checked(tools: Sequence[Tool], limits: Limits) -> dict[str, Tool]:
+def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Tools by name."""
     if not tools:
         raise UserError("tools = []; give at least one tool")
@@ -239,9 +241,4 @@ def _checked(tools: Sequence[Tool], limits: Limits) -> dict[str, Tool]:
         check_tool(tool, said)
         if any(other.name == tool.name for other in tools[:i]):
             raise UserError(f"{said}: another tool has this name")
-        if tool.seconds > limits.call_seconds:
-            raise UserError(
-                f"{said}: its seconds = {tool.seconds:g} are above limits.call_seconds = "
-                f"{limits.call_seconds:g}, which would fail the member first; raise call_seconds"
-            )
     return {tool.name: tool for tool in tools}

@@ -82,6 +82,21 @@ def test_a_queue_that_does_not_move_is_left():
     assert asyncio.run(moving())
 
 
+def test_the_first_that_came_goes_first():
+    gate, order = Gate(2, "a place"), []
+
+    async def one(number):
+        async with gate:
+            order.append(number)
+            await asyncio.sleep(0.01 * (5 - number % 3))
+
+    async def several():
+        await asyncio.gather(*(one(number) for number in range(9)))
+
+    asyncio.run(several())
+    assert order == list(range(9))
+
+
 def test_who_is_cancelled_in_a_queue_leaves_no_place_taken():
     gate = Gate(1, "a place")
 

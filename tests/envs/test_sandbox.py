@@ -10,6 +10,7 @@ import pytest
 
 from jrl.envs import sandbox as module
 from jrl.envs.sandbox import Sandbox, SandboxLimits, python_tool
+from jrl.errors import UserError
 
 LIMITS = SandboxLimits(seconds=1.5, memory_bytes=256 << 20, output_bytes=4000, file_bytes=1 << 20)
 BOMB = """
@@ -40,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return Sandbox(LIMITS)
+    return Sandbox(LIMITS, network=True)
 
 
 def processes():
@@ -90,7 +91,9 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     )
     module._way_in.cache_clear()
     try:
-        weaker = Sandbox(LIMITS)
+        with pytest.raises(UserError, match=r"cannot cut code off .* or set network = true"):
+            Sandbox(LIMITS)
+        weaker = Sandbox(LIMITS, network=True)
     finally:
         monkeypatch.undo()
         module._way_in.cache_clear()
@@ -102,8 +105,15 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     assert not processes()
 
 
+def test_code_that_would_have_the_network_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "_way_in", lambda: ("python3", ()))
+    with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
+        Sandbox()
+    assert not Sandbox(network=True).apart
+
+
 def test_runs_wait_for_each_other_and_their_waiting_is_free():
-    narrow = Sandbox(LIMITS._replace(seconds=1.0), at_once=1)
+    narrow = Sandbox(LIMITS._replace(seconds=1.0), at_once=1, network=True)
 
     async def several():
         runs = [narrow.run("import time; time.sleep(0.4); 1") for _ in range(4)]
