@@ -139,8 +139,10 @@ class ChatFormat:
     ) -> None:
         tools = list(tools or ())
         check_descriptions(tokenizer, tools)
+        name = chat_template(tokenizer, tools=bool(tools))
+        _check_variables(variables or {}, tokenizer.templates.get(name, ""))
         given = {"tools": tools or None, **(variables or {})}
-        self._frames = Frames(tokenizer, chat_template(tokenizer, tools=bool(tools)), given)
+        self._frames = Frames(tokenizer, name, given)
         self._tokenizer, self._notes = tokenizer, list[str]()
         self.tells_tools = True
         self._told = self._describe(tools, family)
@@ -353,3 +355,14 @@ class ChatFormat:
             f"but {said[1]} in {where}; use another template (chat_template.jinja), or an "
             "environment that answers in another role"
         )
+
+
+_OWN = ("messages", "tools", "add_generation_prompt", "template")
+
+
+def _check_variables(variables: Mapping[str, Any], template: str) -> None:
+    """Raises UserError for a variable that the template does not read, or that is not free."""
+    for name in variables:
+        if name in _OWN or name not in template:
+            said = "is set by the run" if name in _OWN else "is not read by the chat template"
+            raise UserError(f"template_variables.{name} {said}; remove it, or correct its name")

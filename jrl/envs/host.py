@@ -153,7 +153,8 @@ class HostEnv(NamedTuple):
       begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
         for environments that change with the training. A run that resumes begins with its step, so
         that what depends on the step alone is what it would have been.
-      shutdown: async () -> None, at the end of the run; ends what all episodes share.
+      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
+        an environment to check it, one for training and one for evaluation, and ends each.
     """
 
     init: Callable[[Prompt, int], Any]

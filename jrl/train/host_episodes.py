@@ -19,7 +19,7 @@ import numpy as np
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.configured import configured_env
-from jrl.envs.host import HostEnv, format_of
+from jrl.envs.host import HostEnv, format_of, nothing_shared
 from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
@@ -180,10 +180,14 @@ def check_host(run: Run) -> None:
     if run.config.sampling.mesh:
         raise UserError("sampling.mesh: episodes on the host use the mesh of training; remove it")
     env = _env(run)
-    _check_parts(env, run.rewards.weights)
-    _check_group(env, run.config.sampling.group)
-    for note in format_of(env, run.tokenizer).notes:
-        logging.getLogger("jrl").warning("data.env: %s", note)
+    try:
+        _check_parts(env, run.rewards.weights)
+        _check_group(env, run.config.sampling.group)
+        for note in format_of(env, run.tokenizer).notes:
+            logging.getLogger("jrl").warning("data.env: %s", note)
+    finally:
+        if env.shutdown is not nothing_shared:  # this one plays no episode
+            _close(Calls(), env)
 
 
 def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:

@@ -283,3 +283,6 @@ def test_variables_reach_the_template(chat_tokenizer):
     tokenizer = chat_tokenizer(template)
     env = HostEnv(None, None, variables={"mood": "sad"})
     assert spelled(tokenizer, format_of(env, tokenizer).opening([USER])).endswith("sad")
+    for name, said in (("moood", "is not read by"), ("tools", "is set by the run")):
+        with pytest.raises(UserError, match=f"template_variables.{name} {said}"):
+            ChatFormat(tokenizer, variables={name: 1})

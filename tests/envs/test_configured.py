@@ -6,9 +6,12 @@ import os
 import numpy as np
 import pytest
 
+from jrl.envs.chat import PlainFormat
 from jrl.envs.configured import configured_env
-from jrl.envs.host import Reply
+from jrl.envs.episode import call_init
+from jrl.envs.host import EnvError, HostEnv, Reply
 from jrl.errors import UserError
+from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Prompt
 
 OWN = """
@@ -94,3 +97,13 @@ def test_episodes_in_processes_of_their_own(own):
     assert (word, int(number) == os.getpid()) == ("you", False)
     assert feedback["reward"] == [1.0, 0.5]
     assert feedback["messages"][0]["content"] == "cpu"
+
+
+@pytest.mark.parametrize(("opening", "said"), [("word", "4 tokens"), (7, "not text")])
+def test_a_state_whose_opening_cannot_be_used_is_closed(opening, said):
+    closed = []
+    init = lambda prompt, seed: ("state", [{"role": "user", "content": opening}])  # noqa: E731
+    env = HostEnv(init, None, closed.append)
+    with pytest.raises(EnvError, match=said):
+        asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
+    assert closed == ["state"]
