@@ -135,8 +135,9 @@ def nothing_begins(step: int, split: str) -> None:
 class HostEnv(NamedTuple):
     """An environment on the host. Sync functions run in threads of their own.
 
-    A sync function that never returns cannot be ended, its thread stays behind; run such
-    environments in processes (``process.process_env``).
+    A sync function that never returns fails its member at the deadline, but cannot be ended: its
+    thread stays behind, one for each such call. Run such environments in processes
+    (``process.process_env``, ``data.isolate``).
 
     Attributes:
       init: (prompt, seed) -> (state, messages). The members of a group get the same seed, so that

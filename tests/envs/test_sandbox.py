@@ -91,14 +91,18 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
     )
     module._way_in.cache_clear()
     try:
-        with pytest.raises(UserError, match=r"cannot cut code off .* or set network = true"):
-            Sandbox(LIMITS)
-        weaker = Sandbox(LIMITS, network=True)
+        weaker = Sandbox(LIMITS)
     finally:
         monkeypatch.undo()
         module._way_in.cache_clear()
     assert not weaker.apart
-    assert "keeps the network" in caplog.text
+    assert weaker.offline
+    assert "has no network but sees other processes" in caplog.text
+    for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
+        found = asyncio.run(weaker.run(f"import socket\nsocket.socket(socket.{family})"))
+        assert "PermissionError" in found.output
+    loop = "import asyncio\nasync def f(): return 6\nasyncio.run(f())"  # which has a socketpair
+    assert asyncio.run(weaker.run(loop)).output == "6\n"
     for code, status in (("6 * 7", "ok"), ("while True: pass", "timeout"), (BOMB, "timeout")):
         assert asyncio.run(weaker.run(code)).status == status
     time.sleep(0.2)
@@ -106,10 +110,11 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
 
 
 def test_code_that_would_have_the_network_is_refused(monkeypatch):
-    monkeypatch.setattr(module, "_way_in", lambda: ("python3", ()))
+    monkeypatch.setattr(module, "_way_in", lambda: ("python3", (), False))
     with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
         Sandbox()
-    assert not Sandbox(network=True).apart
+    weaker = Sandbox(network=True)
+    assert (weaker.apart, weaker.offline) == (False, False)
 
 
 def test_runs_wait_for_each_other_and_their_waiting_is_free():
