@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,10 +66,10 @@ class Limits(NamedTuple):
         """
         least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
         for name, value in self._asdict().items():
-            kinds, said = (
-                (int | float, "a number") if name.endswith("seconds") else (int, "an integer")
+            kind, said = (
+                (Real, "a number") if name.endswith("seconds") else (Integral, "an integer")
             )
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not isinstance(value, kind) or isinstance(value, bool):
                 raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
             if not value >= least.get(name, 0) or not math.isfinite(value):
                 raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
@@ -146,16 +147,16 @@ class HostEnv(NamedTuple):
       close: (state) -> None; called once for every state that init returned.
       roles: of the messages that ``step`` answers with.
       tools: what the chat template is told of tools, as OpenAI's API writes them.
-      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
-      variables: of the chat template, such as {"enable_thinking": False}.
       parts: names of the reward parts.
       limits: of an episode.
+      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
+        an environment to check it, one for training and one for evaluation, and ends each.
+      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
+      variables: of the chat template, such as {"enable_thinking": False}.
       at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
       begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
         for environments that change with the training. A run that resumes begins with its step, so
         that what depends on the step alone is what it would have been.
-      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
-        an environment to check it, one for training and one for evaluation, and ends each.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -163,13 +164,13 @@ class HostEnv(NamedTuple):
     close: Callable[[Any], Any] = nothing
     roles: tuple[str, ...] = ("user",)
     tools: tuple[Mapping[str, Any], ...] = ()
-    family: str = ""
-    variables: Mapping[str, Any] = NOTHING
     parts: tuple[str, ...] = ("reward",)
     limits: Limits = Limits()
+    shutdown: Callable[[], Any] = nothing_shared
+    family: str = ""
+    variables: Mapping[str, Any] = NOTHING
     at_once: int = 0
     begin: Callable[[int, str], None] = nothing_begins
-    shutdown: Callable[[], Any] = nothing_shared
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
