@@ -124,7 +124,7 @@ def fit(
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
     from jrl.train.loop import run_config
-    from jrl.train.state import policy_of
+    from jrl.train.score import policy_of
 
     values: dict[str, Any] = {}
     tree = _tree(config)

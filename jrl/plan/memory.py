@@ -16,7 +16,7 @@ from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 
 GIB = 1 << 30
 
