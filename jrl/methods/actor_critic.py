@@ -264,13 +264,13 @@ def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate
     """A surrogate of ratios to the sampler, now between distributions within the nucleus."""
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        shown = {
+        shown = stats | {
             "logprobs": stats["nucleus_logprob"],
             "sampler_logprobs": stats["rollout_nucleus_logprob"],
         }
         return inner.apply(shown, advantages, mask)
 
-    return Surrogate(apply, frozenset(), statistics=statistics)
+    return Surrogate(apply, frozenset(), statistics=statistics, labels=inner.labels)
 
 
 def against_policy(transform: Transform, name: str) -> Transform:

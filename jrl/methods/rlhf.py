@@ -220,7 +220,7 @@ def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: f
         return jnp.where(own, losses, 0) + coef * preferred, {**metrics, **more}
 
     needs = inner.needs | {"ref_logprobs", "external"}
-    return Surrogate(apply, needs, over="group")
+    return Surrogate(apply, needs, over="group", labels=inner.labels)
 
 
 @variant(grpo)
