@@ -153,7 +153,7 @@ def gpg(base: Method, normalise: Annotated[str, Choice(("none", "std"))] = "none
         loss = -1/(sum_i |o_i|) sum_i sum_t A_i log pi_t
 
     with B the batch's completions and M those in groups whose rewards are all equal. F is 1, or the
-    group's deviation with ``normalise="std"``. Departure: the paper's threshold on how many groups
+    group's deviation with ``normalise="std"``, which alone reads ``eps`` and ``ddof``. Departure: the paper's threshold on how many groups
     must be informative, below which it draws more, is not part of it.
     """
     base = base.with_(advantage=CENTRED) if normalise == "none" else base
@@ -219,8 +219,17 @@ def maxrl(base: Method) -> Method:
 # ---------------------------------------------------------------- agents
 
 
-@variant(grpo, without=("eps", "ddof"))
-def loop(base: Method) -> Method:
+def leave_out_near_zero(least: float) -> Transform:
+    """Leaves members out of the loss, and of its mean, whose advantage is within ``least`` of 0."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        return values, batch.replace(members=batch.members & ~(jnp.abs(values) < least))
+
+    return transforms.stateless(apply)
+
+
+@variant(grpo, without=("eps", "ddof"), clip_low=1 / 11, clip_high=0.1, epochs=2)
+def loop(base: Method, least: NonNegative = 0.01) -> Method:
     """PPO's clip with the leave-one-out baseline: a policy gradient for long episodes, no critic.
 
     LOOP of "Reinforcement Learning for Long-Horizon Interactive LLM Agents" (arXiv:2502.01600), K
@@ -228,13 +237,13 @@ def loop(base: Method) -> Method:
 
         A_k = R_k - mean of R_j over j != k = K / (K - 1) (R_k - mean(R))
         loss = -mean over episodes of the mean over drawn tokens of
-               min(rho_t A_k, clip(rho_t, 1 - eps, 1 + eps) A_k)
+               min(rho_t A_k, clip(rho_t, 1 / (1 + eps), 1 + eps) A_k)
 
-    with ratios by token, of the paper's three the best; ``epochs`` goes over a batch several times.
-    Not known: the paper's clip (0.2 is PPO's) and number of passes; whether its mean is over each
-    episode's tokens first, as here.
+    with ratios by token, of the paper's three the best. Episodes with |A| below ``least`` are left
+    out (appendix D). eps 0.1, ``least`` and two passes over a batch are the released code's.
     """
-    return base.with_(advantage=transforms.per_group(advantages.leave_one_out))
+    compare = transforms.per_group(advantages.leave_one_out)
+    return base.with_(advantage=transforms.chain(compare, leave_out_near_zero(least)))
 
 
 def own_steps() -> Transform:
