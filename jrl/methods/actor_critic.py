@@ -519,10 +519,10 @@ def digirl(
 
     over the ``keep`` of the batch's episodes that surprise most, success - V(instruction). Steps
     are ``ids["step"]``; the value network's number is V's logit. ``keep``, ``threshold`` and lambda
-    (``decay``) are the released code's, whose A is V' - V + r + lambda^(H - h) R. Departures: one network for
-    V of instructions and of states, where the code has two, the latter twin; it learns at every
-    token; the batch at hand in place of a replay buffer; the mean is over all episodes, also those
-    not kept.
+    (``decay``) are the released code's, whose A is V' - V + r + lambda^(H - h) R. Departures: one
+    network for V of instructions and of states, where the code has two, the latter twin; it learns
+    at every token; the batch at hand in place of a replay buffer; the mean is over all episodes,
+    also those not kept.
     """
     return Method(
         Objective(

@@ -153,8 +153,9 @@ def gpg(base: Method, normalise: Annotated[str, Choice(("none", "std"))] = "none
         loss = -1/(sum_i |o_i|) sum_i sum_t A_i log pi_t
 
     with B the batch's completions and M those in groups whose rewards are all equal. F is 1, or the
-    group's deviation with ``normalise="std"``, which alone reads ``eps`` and ``ddof``. Departure: the paper's threshold on how many groups
-    must be informative, below which it draws more, is not part of it.
+    group's deviation with ``normalise="std"``, which alone reads ``eps`` and ``ddof``. Departure:
+    the paper's threshold on how many groups must be informative, below which it draws more, is not
+    part of it.
     """
     base = base.with_(advantage=CENTRED) if normalise == "none" else base
     base = base.after(normalizers.scale_to_informative())

@@ -158,8 +158,9 @@ def gigpo(
     F is the deviation, or 1 without ``normalise``. Steps are ``ids["step"]``, states
     ``ids["state"]``. In A_E the paper counts an episode once; the released code counts it once for
     each of its steps, which is ``cross_steps`` (a group of one step there has A_E = R, here 0).
-    Departures: the loss is the mean over each episode's tokens; a score for the whole episode stands at its last step; the KL term is off. On
-    completions of one turn, which record neither steps nor states, it is GRPO.
+    Departures: the loss is the mean over each episode's tokens; a score for the whole episode
+    stands at its last step; the KL term is off. On completions of one turn, which record neither
+    steps nor states, it is GRPO.
     """
     return base.with_(
         advantage=group_in_group(omega, discount, eps, ddof, normalise, cross_steps=cross_steps)
