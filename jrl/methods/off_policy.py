@@ -121,8 +121,7 @@ def _sampler_distance(coef: float) -> Regularizer:
 def opmd(base: Method, tau: NonNegative = 0.1) -> Method:
     """REINFORCE without ratios, held to the sampler by the squared log-ratio (mirror descent).
 
-    The off-policy reading of online policy mirror descent in "Group-Relative REINFORCE Is Secretly
-    an Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The off-policy reading of online policy mirror descent in the paper of ``rec``:
 
         loss = mean over tokens of [-A_i log pi_t + tau (log pi_t - log mu_t)^2]
 
@@ -136,8 +135,7 @@ def opmd(base: Method, tau: NonNegative = 0.1) -> Method:
 def asymre(base: Method, tau: NonNegative = 0.1) -> Method:
     """REINFORCE without ratios, plus the likelihood of all samples: a baseline below the mean.
 
-    The off-policy reading of asymmetric REINFORCE in "Group-Relative REINFORCE Is Secretly an
-    Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The off-policy reading of asymmetric REINFORCE in the paper of ``rec``:
 
         loss = -mean over tokens of (A_i + tau) log pi_t
 
@@ -179,8 +177,7 @@ def red(
 ) -> Method:
     """REINFORCE without ratios on a reshaped batch: high advantages weigh more, or failures less.
 
-    The data-shaping methods of "Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm:
-    Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The data-shaping methods of the paper of ``rec``:
 
         weight:  loss = -mean over tokens of exp(A_i / T) A_i log pi_t
         drop:    loss = -mean over tokens of A_i log pi_t

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import CENTRED, Draw, Method, Schedule, kl_penalty
@@ -30,7 +31,7 @@ from jrl.objectives import advantages, aggregates, normalizers, segments, transf
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
-from jrl.types import Array, Batch, Objective, Transform
+from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
 
 
 @published
@@ -130,8 +131,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(base: Method) -> Method:
     """REINFORCE++ against the mean of the prompt's completions, normalised over the whole batch.
 
-    The form for several samples a prompt of "REINFORCE++: Stabilizing Critic-Free Policy
-    Optimization with Global Normalization" (arXiv:2501.03262):
+    The form for several samples a prompt, of the paper of ``reinforce_plus_plus``:
 
         A_i = r_i - mean of the group,    then (A - mean) / std over the batch's tokens
         loss = -mean over tokens of min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i) + beta k2
@@ -182,6 +182,45 @@ def opo(base: Method) -> Method:
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)
 
 
+def _collision(distributions: Stats, token: Array) -> Array:
+    return jnp.exp(2 * distributions["policy"]).sum()
+
+
+COLLISION = Statistic("collision", _collision, start=True)
+"""The probability that two draws from the policy's distribution agree, at the start of the step."""
+
+
+def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
+    """``otb``'s advantage of each token, [N, G, T]; exactly 0 where a place's returns are equal."""
+
+    def to_go(rewards: Array, mask: Array) -> Array:
+        return advantages.reward_to_go(rewards, mask, discount)
+
+    def of_group(returns: Array, energy: Array, mask: Array) -> Array:
+        live = mask.sum(axis=0, keepdims=True)
+        spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0), axis=1), 0)
+        # Where nothing was spent by anybody, all weigh the same.
+        none = spent.sum(axis=0, keepdims=True) <= 0
+        weights = jnp.where(none, mask, spent)
+        lowest = jnp.min(returns, axis=0, keepdims=True, where=mask, initial=jnp.inf)
+        shifted = jnp.where(mask, returns - lowest, 0)
+        total = jnp.where(live > 0, weights.sum(axis=0, keepdims=True), 1)
+        baseline = (weights * shifted).sum(axis=0, keepdims=True) / total
+        alone = returns if lone_tail else 0 * shifted  # a NaN stays one
+        return jnp.where(mask, jnp.where(live > 1, shifted - baseline, alone), 0)
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live = transforms.trained(batch)
+        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
+        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
+        returns = jax.vmap(jax.vmap(to_go))(transforms.token_rewards(values, batch), live)
+        # Of rounding below 0 a weight could be made negative; a NaN stays one.
+        return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
+
+    transform = transforms.stateless(apply, frozenset({"proximal_logprobs"}))
+    return transform._replace(statistics=(COLLISION,))
+
+
 @variant(grpo, without=(*CLIPS, "eps", "ddof"))
 def otb(base: Method, discount: Fraction = 1.0, lone_tail: Flag = False) -> Method:
     """REINFORCE with a baseline for every token, weighted by the gradient spent up to it.
@@ -197,7 +236,7 @@ def otb(base: Method, discount: Fraction = 1.0, lone_tail: Flag = False) -> Meth
     is alone at its place, the baseline is its own return and the advantage 0; verl, with
     ``lone_tail``, has baseline 0 there.
     """
-    compare = normalizers.optimal_token_baseline(discount, lone_tail=lone_tail)
+    compare = optimal_token_baseline(discount, lone_tail)
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)
 
 

@@ -173,11 +173,7 @@ def clip_between(
 
 
 def clip(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> Rule:
-    """``clip_between`` 1 - low and 1 + high.
-
-    "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), with separate bounds as in DAPO's
-    clip-higher (arXiv:2503.14476).
-    """
+    """``clip_between`` 1 - low and 1 + high: ``ppo``'s, with separate bounds as in ``dapo``."""
     return clip_between(lambda stats: (1 - low, 1 + high), dual_clip)
 
 
