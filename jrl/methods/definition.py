@@ -8,7 +8,8 @@
         '''GRPO with one ratio a completion. "Group Sequence ..." (arXiv:2507.18071): formula'''
         return base.with_(ratio=sequence)
 
-The paper is read from the docstring, the family is the file. A variant takes all coefficients of
+The paper is read from the docstring (methods of one paper say "the paper of ``gspo``" but for the
+first), the family is the file. A variant takes all coefficients of
 its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
 """
 
@@ -31,6 +32,7 @@ Build = Callable[..., Method]
 
 _PAPER = re.compile(r'"([^"]+)" \(([^()]*(?:\([^()]*\)[^()]*)*)\)')
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_ANOTHERS = re.compile(r"the paper of ``(\w+)``")
 
 
 class Paper(NamedTuple):
@@ -41,7 +43,7 @@ class Paper(NamedTuple):
       arxiv: the arXiv id, or None for work that is not there.
     """
 
-    title: str
+    title: str | None
     arxiv: str | None
 
 
@@ -78,10 +80,12 @@ class Published:
         base: Published | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
-        named = paper_of(function.__doc__ or "")
+        doc = " ".join((function.__doc__ or "").split())
+        another = _ANOTHERS.search(doc)
+        first = function.__globals__.get(another[1]) if another else None
+        named = Paper(first.paper, first.arxiv) if isinstance(first, Published) else paper_of(doc)
         self.name: str = function.__name__
-        self.paper = None if named is None else named.title
-        self.arxiv = None if named is None else named.arxiv
+        self.paper, self.arxiv = (None, None) if named is None else named
         self.family = function.__module__.rpartition(".")[2]
         self.coefficients = coefficients
         self.base = base

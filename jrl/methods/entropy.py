@@ -103,7 +103,9 @@ def confucius3_math(
 
         0.001 |mean H - 0.55|
 
-    A completion is right from ``correct`` points on. Departures: the sum over tokens is averaged
+    A completion is right from ``correct`` points on. Stage "entropy" reads ``eps``, ``ddof``,
+    ``target`` and ``entropy_coef``; stage "hardness" reads ``correct``, ``hardness`` and
+    ``max_rounds`` in their place. Departures: the sum over tokens is averaged
     over completions, a constant factor; which side of the target the entropy is on is that of the
     step before (``entropy_target``). Not known: the clip bounds, here DAPO's.
     """
@@ -317,8 +319,8 @@ def epo_entropy(
     Departures: as released the penalty is a constant (0.05 to 0.1), which has no gradient;
     ``hinge`` takes ``penalty`` times the distance from the range instead, and False is the released
     form. A turn's first step has no history and no penalty. The history is of the entropy at the
-    start of each training step. The paper also adds the term to PPO. Not known: c; the default is
-    ours.
+    start of each training step. The paper also adds the term to PPO. Numbers are those of the
+    released scripts.
     """
     steered = base.after(entropy_history(turns, total_steps, low, high))
     return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))

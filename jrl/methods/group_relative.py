@@ -142,7 +142,7 @@ def bnpo(base: Method, normalise: Annotated[str, Choice(("beta", "group"))] = "b
     Rewards are to lie in [0, 1]. Departures: a, b come from the batch at hand, by moments, with
     a + b of at most 300; one score is normalised, not each part of it as in the paper's
     decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
-    ``normalise="group"``.
+    ``normalise="group"``, which alone reads ``eps`` and ``ddof``.
     """
     if normalise == "beta":
         base = base.with_(advantage=normalizers.beta_normalised())

@@ -448,8 +448,8 @@ def rdpo(base: Method, gamma: NonNegative = 0.01, form: RationaleForm = "nll") -
 def rorpo(base: Method, gamma: NonNegative = 0.01, form: RationaleForm = "nll") -> Method:
     """ORPO plus the likelihood of a rationale that says why one answer is better.
 
-    RORPO of "Data-Centric Human Preference Optimization with Rationales" (arXiv:2407.14477): the
-    loss of ``orpo`` and the rationale's term of ``rdpo``, with the same departures.
+    RORPO, of the paper of ``rdpo``: the loss of ``orpo`` and the rationale's term of ``rdpo``, with
+    the same departures.
     """
     return with_rationale(base, gamma, form)
 

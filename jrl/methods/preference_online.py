@@ -353,7 +353,7 @@ def online_iterative_dpo(base: Method, length_penalty: NonNegative = 0.0) -> Met
     return base.before(length_cost(length_penalty))
 
 
-@variant(online_iterative_dpo, without=("length_penalty",), refresh_ref=100)
+@variant(online_iterative_dpo, without=("length_penalty",), label_smoothing=0.1, refresh_ref=100)
 def matryoshka(base: Method) -> Method:
     """Iterated DPO on guidance for another model: what led it to a right answer is preferred.
 
@@ -361,12 +361,13 @@ def matryoshka(base: Method) -> Method:
     intermediate guidance, over several turns, for a model that is not trained; the other model's
     final output is judged, and
 
-        loss = -log sigmoid(beta h(g_w) - beta h(g_l))
+        loss = -0.9 log sigmoid(z) - 0.1 log sigmoid(-z),   z = beta h(g_w) - beta h(g_l)
 
     with g_w guidance that led to a better output than g_l did, drawn anew by the policy as it is.
-    ``envs.players.guided_env`` has the other model act. Departures: pairs are the extremes of a
-    group, where the paper pairs any guidance that succeeded with any that failed. Not known: beta,
-    and whether the reference is renewed (here every ``refresh_ref`` steps).
+    ``envs.players.guided_env`` has the other model act. beta and ``label_smoothing`` are those of
+    the released script, whose reference is the policy that a round starts from (here renewed every
+    ``refresh_ref`` steps). Departures: pairs are the extremes of a group, where the paper pairs any
+    guidance that succeeded with any that failed.
     """
     return base
 

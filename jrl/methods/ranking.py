@@ -215,7 +215,7 @@ def rank_advantages(
       ddof: as in ``advantages.group_mean_std``.
 
     Returns:
-      A transform [N, G] -> [N, G, T] that writes the statistic "item"; all items past the wanted
+      A transform [N, G] -> [N, G, T] that writes the label "item"; all items past the wanted
       length are one. With labels it reads ``batch.rewards``, not what it is given.
 
     Raises:
@@ -254,8 +254,7 @@ def rank_advantages(
                 credit = jnp.where(stop, 0, credit) + shaping * _shaping(item, stop, wanted, batch)
         if average == "ranks":
             credit = credit * _rank_weights(item, batch)
-        stats = {**batch.stats, "item": item.astype(jnp.float32)}
-        return credit, batch.replace(stats=stats)
+        return credit, batch.replace(ids={**batch.ids, "item": item})
 
     return stateless(apply)
 

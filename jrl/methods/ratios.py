@@ -57,7 +57,7 @@ def gspo(base: Method) -> Method:
 def gspo_token(base: Method) -> Method:
     """GSPO whose ratio carries each token's own gradient, so that advantages may differ by token.
 
-    GSPO-token of "Group Sequence Policy Optimization" (arXiv:2507.18071):
+    GSPO-token, of the paper of ``gspo``:
 
         s_it = sg(s_i) pi_t / sg(pi_t)
         loss = -1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
@@ -91,10 +91,9 @@ def cispo(base: Method, clip_low: NonNegative, clip_high: NonNegative) -> Method
 
         loss = -1/(sum_i |o_i|) sum_i sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_i log pi_t
 
-    The paper sets no lower bound (``clip_low`` 1 does that) and tunes the upper one without giving
-    it; the default, weights up to 5, is the upper bound that TRL's documentation takes from "The
-    Art of Scaling Reinforcement Learning Compute for LLMs" (arXiv:2510.13786). Departure: the
-    dynamic sampling and length penalty that the paper borrows from DAPO are not part of it.
+    The paper sets no lower bound (``clip_low`` 1 does that) and does not give the upper one;
+    weights up to 5 are those of ``scale_rl``. Departure: no dynamic sampling and length penalty of
+    DAPO.
     """
     return base.with_(rule=ratios.bounded(1 - clip_low, 1 + clip_high), aggregate=token_mean)
 
@@ -217,8 +216,7 @@ def dppo_kl(
 ) -> Method:
     """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the drawn token, in nats.
 
-    DPPO-Binary-KL of "Rethinking the Trust Region in LLM Reinforcement Learning"
-    (arXiv:2602.04879). Departures: as for ``dppo_tv``.
+    DPPO-Binary-KL, of the paper of ``dppo_tv``, with its departures.
     """
     return base.with_(rule=ratios.near("kl", limit_low, limit_high, weight_cap))
 
@@ -444,8 +442,7 @@ def clip_cov(
 def kl_cov(base: Method, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) -> Method:
     """The unclipped ratio loss with a penalty on the movement of the tokens of highest covariance.
 
-    KL-Cov of "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617):
+    KL-Cov, of the paper of ``clip_cov``:
 
         loss = -mean over tokens of [rho_t A_t - penalty |log rho_t| at the chosen tokens]
 

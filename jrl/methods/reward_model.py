@@ -42,9 +42,8 @@ def bradley_terry(
     """The likelihood of each preference under a logistic model of the difference of two values.
 
     "Rank Analysis of Incomplete Block Designs: I. The Method of Paired Comparisons" (Bradley and
-    Terry, 1952; not on arXiv), as the reward model of "Training language models to follow
-    instructions with human feedback" (arXiv:2203.02155), the mean over a group's pairs of unequal
-    scores s:
+    Terry, 1952; not on arXiv), as the reward model of InstructGPT (``sft``), the mean over a
+    group's pairs of unequal scores s:
 
         loss = -log sigmoid( v_w - v_l - m ) + c (v_w + v_l)^2
 
