@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jrl.envs.calls import run_either
-from jrl.envs.chat import Format, Message
+from jrl.envs.chat import Format
+from jrl.envs.frames import Message
 from jrl.envs.host import (
     EnvError,
     Feedback,
@@ -176,7 +177,9 @@ async def call_step(
     reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
     state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
     feedback = check_feedback(value, env.limits, len(env.parts))
-    answer = [] if feedback.done else chat.following(feedback.messages, closed=not cut)
+    answer = (
+        [] if feedback.done else chat.following(feedback.messages, closed=not cut, first=turn == 0)
+    )
     return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
 
 

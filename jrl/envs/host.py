@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.chat import ChatFormat, Format, Message, PlainFormat
+from jrl.envs.chat import ChatFormat, Format, PlainFormat, chat_template
+from jrl.envs.describe import describe
+from jrl.envs.frames import Message
+from jrl.envs.parsers import get_parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING, Prompt
@@ -127,6 +130,8 @@ class HostEnv(NamedTuple):
       close: (state) -> None; called once for every state that init returned.
       roles: of the messages that ``step`` answers with.
       tools: what the chat template is told of tools, as OpenAI's API writes them.
+      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
+      variables: of the chat template, such as {"enable_thinking": False}.
       parts: names of the reward parts.
       limits: of an episode.
       shutdown: async () -> None, at the end of the run; ends what all episodes share.
@@ -137,6 +142,8 @@ class HostEnv(NamedTuple):
     close: Callable[[Any], Any] = nothing
     roles: tuple[str, ...] = ("user",)
     tools: tuple[Mapping[str, Any], ...] = ()
+    family: str = ""
+    variables: Mapping[str, Any] = NOTHING
     parts: tuple[str, ...] = ("reward",)
     limits: Limits = Limits()
     shutdown: Callable[[], Any] = nothing_shared
@@ -157,15 +164,36 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
     return env
 
 
-def format_of(env: HostEnv, tokenizer: Tokenizer, variables: Mapping[str, Any] = NOTHING) -> Format:
+def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
     """How messages of this environment become ids: by the chat template where there is one.
 
     Raises:
-      UserError: the template cannot continue a conversation with this environment.
+      UserError: the template is not of the family whose calls the environment reads, cannot
+        continue a conversation with it, or nothing would tell the policy its tools.
     """
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
-        return ChatFormat(tokenizer, tools=env.tools, roles=env.roles, variables=variables)
-    return PlainFormat(tokenizer)
+        name = chat_template(tokenizer, tools=bool(env.tools))
+        if env.family and name in tokenizer.templates:
+            get_parser(env.family, tokenizer.templates[name])
+        chat = ChatFormat(
+            tokenizer,
+            tools=env.tools,
+            roles=env.roles,
+            variables=env.variables,
+            family=env.family,
+        )
+        if not chat.tells_tools:
+            raise UserError(f"the chat template writes no tools, and {_UNTOLD}")
+        return chat
+    if env.tools and not env.family:
+        raise UserError(f"the model has no chat template to write tools, and {_UNTOLD}")
+    return PlainFormat(tokenizer, describe(env.tools, env.family) if env.tools else None)
+
+
+_UNTOLD = (
+    "the environment names no parser of jrl.envs.parsers that says how; set HostEnv.family, or "
+    "describe the tools in a system message and leave HostEnv.tools empty"
+)
 
 
 # ---------------------------------------------------------------- checks of what comes back

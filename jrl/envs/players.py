@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
-from jrl.envs.chat import Message
+from jrl.envs.frames import Message
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.tools import Tool, tool_env
 from jrl.errors import UserError

@@ -22,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jrl.envs.gate import Gate
 from jrl.envs.tools import Tool
 from jrl.errors import UserError
 
@@ -35,6 +35,7 @@ _APART = ("--mount", "--net", "--pid", "--fork", "--kill-child")
 _FIRST_UID, _UIDS = 1_300_000, 10_000
 """User ids that nobody has, one for each process at a time: limits on processes are by user."""
 _LONGEST_CODE = 1 << 20
+_AROUND_SECONDS = 10.0
 
 
 class SandboxLimits(NamedTuple):
@@ -86,11 +87,10 @@ class Sandbox:
 
     def __init__(self, limits: SandboxLimits | None = None, *, at_once: int | None = None) -> None:
         self.limits = limits or SandboxLimits()
-        self._at_once = at_once or os.cpu_count() or 1
+        self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
         self._python, self._prefix = _way_in()
         self.apart = bool(self._prefix)
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
-        self._gates: Any = weakref.WeakKeyDictionary()
         if not self.apart:
             logging.getLogger("jrl").warning(
                 "sandbox: unshare cannot be used here, so code keeps the network; limits hold"
@@ -99,12 +99,14 @@ class Sandbox:
     async def run(self, code: str) -> Result:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
-        The time that a run waits for others is not counted.
+        The time that a run waits for others is not counted, here nor against ``Limits``.
+
+        Raises:
+          EnvError: no other run ends for ten minutes.
         """
         if len(code) > _LONGEST_CODE:
             return Result(f"code of {len(code)} characters is too long", "error", 0.0)
-        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
-        async with gate:
+        async with self._gate:
             return await self._run(code)
 
     async def _run(self, code: str) -> Result:
@@ -252,7 +254,7 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
             "additionalProperties": False,
         },
         call=call,
-        # Runs of other members may be waited for; the sandbox keeps the limit of the run itself.
-        seconds=60 + sandbox.limits.seconds,
+        # The sandbox keeps the limit of a run; the rest is for starting and ending its process.
+        seconds=_AROUND_SECONDS + sandbox.limits.seconds,
         longest=sandbox.limits.output_bytes,
     )

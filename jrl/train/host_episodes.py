@@ -178,7 +178,8 @@ def check_host(run: Run) -> None:
         raise UserError("sampling.mesh: episodes on the host use the mesh of training; remove it")
     env = _env(run)
     _check_parts(env, run.rewards.weights)
-    format_of(env, run.tokenizer)
+    for note in format_of(env, run.tokenizer).notes:
+        logging.getLogger("jrl").warning("data.env: %s", note)
 
 
 def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:

@@ -25,6 +25,7 @@ from jrl.train.loop import train
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
 CHAT = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
