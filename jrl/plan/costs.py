@@ -102,7 +102,9 @@ def program_costs(
 def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
     if operation.kind == "custom-call":
         found = re.search(r'"flops":"?(\d+)', operation.text)
-        return float(found[1]) if found else _splash_flops(operation, operations)
+        if found is None:
+            return _splash_flops(operation, operations)
+        return float(found[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
     if operation.kind != "convolution":
@@ -119,6 +121,16 @@ def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
         size = left[labels[1].index(digit)]
         count *= _valid(size, out[labels[3].index(digit)], *window[i])
     return count
+
+
+def _one_of(operation: Operation) -> int:
+    """How many devices share the rows that a grouped product is given.
+
+    The kernel visits the rows of this device's experts alone (``models.grouped``), but reports all.
+    Experts are taken to be visited equally often.
+    """
+    found = re.search(r'op_name="[^"]*one_of_(\d+)[/)]', operation.text)
+    return int(found[1]) if found else 1
 
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)_")
@@ -187,7 +199,11 @@ def _bytes_moved(
         assert called is not None
         return _fusion_bytes(program.computations[called[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
-        return float(reported[1])  # a kernel that reports its traffic
+        # A kernel that reports its traffic. Of a grouped product all matrices are read, [E, D, F],
+        # and of the rows, [M, D], those that it visits.
+        arrays = [a for s in sources for a in s.outputs[:1]] + list(operation.outputs)
+        rows = sum(a.bytes for a in arrays if len(a.sizes) == 2)
+        return float(reported[1]) - rows * (1 - 1 / _one_of(operation))
     arrays = [a for s in sources for a in s.outputs[:1] if a.main]
     kernel = operation.kind == "custom-call" and _SPLASH.match(operation.name)
     shares = [live.get(math.prod(a.sizes), 1.0) if kernel else 1.0 for a in arrays]
