@@ -67,15 +67,16 @@ class Cost(NamedTuple):
 
 
 def program_costs(
-    text: str, mesh_shape: Sequence[int], live: Mapping[int, float] = MappingProxyType({})
+    text: str, mesh_shape: Sequence[int], live: Mapping[str, float] = MappingProxyType({})
 ) -> list[Cost]:
     """The cost of each computation that runs: the entry and the bodies of loops.
 
     Args:
       text: ``compiled.as_text()``.
       mesh_shape: the sizes of the mesh's axes; the program's device number i is the mesh's i-th.
-      live: for caches that attention's kernel reads in part, by how many numbers they have: the
-        share that it reads.
+      live: of the kernels that read caches, by the start of their names: the share that they read
+        of what a row has of its own, on average. The prompts are read whole, and so are caches
+        without such a kernel.
     """
     program = parse_program(text)
     costs = []
@@ -86,7 +87,7 @@ def program_costs(
         for operation in operations.values():
             moved += _bytes_moved(program, operation, operations, live)
             for inner, own in fused_operations(program, operation, operations):
-                flops += _flops(inner, own)
+                flops += _flops(inner, own, live)
                 if (hit := _collective(inner, own, mesh_shape)) is not None:
                     total = found.setdefault(hit[:3], [0.0, 0.0])
                     total[0] += 1
@@ -99,11 +100,14 @@ def program_costs(
 # ---------------------------------------------------------------- operations and bytes
 
 
-def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
+def _flops(
+    operation: Operation, operations: dict[str, Operation], live: Mapping[str, float]
+) -> float:
     if operation.kind == "custom-call":
         found = re.search(r'"flops":"?(\d+)', operation.text)
         if found is None:
-            return _splash_flops(operation, operations)
+            made = _splash_flops(operation, operations) + _cache_flops(operation, operations)
+            return made * _share_read(operation, live)
         return float(found[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
@@ -149,6 +153,22 @@ def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> flo
     return 2.0 * _PRODUCTS[found[1]] * float(np.prod(q, dtype=np.float64)) * keys
 
 
+def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> float:
+    """Of the kernel that reads caches in decoding: two products with all of a cache's columns."""
+    if not operation.name.startswith("read_cache"):
+        return 0.0
+    sources = [operations[name].outputs[0].sizes for name in operation.operands]
+    q, k = [sizes for sizes in sources if len(sizes) == 4][:2]
+    return 4.0 * float(np.prod(q, dtype=np.float64)) * k[3]
+
+
+def _share_read(operation: Operation, live: Mapping[str, float]) -> float:
+    """The share of a row's own cache that a kernel reads (``attention.choice``)."""
+    if not re.search(r'op_name="[^"]*/own_cache/', operation.text):
+        return 1.0
+    return next((share for name, share in live.items() if operation.name.startswith(name)), 1.0)
+
+
 def _dot_flops(operation: Operation, operations: dict[str, Operation]) -> float:
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operation.text)
     left = operations[operation.operands[0]].outputs[0].sizes
@@ -185,7 +205,7 @@ def _bytes_moved(
     program: HloProgram,
     operation: Operation,
     operations: dict[str, Operation],
-    live: Mapping[int, float],
+    live: Mapping[str, float],
 ) -> float:
     """Bytes between the chip's main memory and its units for one operation.
 
@@ -205,9 +225,12 @@ def _bytes_moved(
         rows = sum(a.bytes for a in arrays if len(a.sizes) == 2)
         return float(reported[1]) - rows * (1 - 1 / _one_of(operation))
     arrays = [a for s in sources for a in s.outputs[:1] if a.main]
-    kernel = operation.kind == "custom-call" and _SPLASH.match(operation.name)
-    shares = [live.get(math.prod(a.sizes), 1.0) if kernel else 1.0 for a in arrays]
-    reads = [a.bytes * share for a, share in zip(arrays, shares, strict=True)]
+    reads = [a.bytes for a in arrays]
+    if operation.kind == "custom-call" and (share := _share_read(operation, live)) < 1:
+        # Keys, values and their masks have columns, last or last but one; queries have none.
+        floats = ("bf16", "f16", "f32", "s8")
+        values = [a.sizes for s in sources for a in s.outputs[:1] if a.dtype in floats][2]
+        reads = [a.bytes * (share if values[-2] in a.sizes[-2:] else 1.0) for a in arrays]
     writes = [a.bytes for a in operation.outputs if a.main]
     if operation.kind in ("copy-start", "collective-permute-start", "all-gather-start"):
         # (destination, source, ...): one of them is in main memory
