@@ -88,19 +88,9 @@ def group_in_group(
 ) -> Transform:
     """Each episode against its group, and each step against those taken in the same state: GiGPO.
 
-    Args:
-      weight: of the steps' part.
-      discount: the factor for one step.
-      eps: points, added to deviations.
-      ddof: of the deviations.
-      normalise: False to leave deviations out.
-      among: the label that the steps compared share, "state" or "step".
-      matched: points; a step that earned fewer stands alone in the returns. None to join all.
-      cross_steps: True to count an episode in its group's mean and deviation once for each step.
-
-    Returns:
-      A transform from [N, G], or from per-token rewards [N, G, T], to [N, G, T]. Without the label
-      every state counts as seen once.
+    The coefficients are those of ``gigpo``, with ``weight`` its omega. Steps are compared with
+    those that have the label ``among``, "state" or "step"; without it every state counts as seen
+    once. A step that earned fewer than ``matched`` points stands alone in the returns.
     """
 
     def each(one: Callable[..., Array], *arrays: Array) -> Array:
