@@ -8,9 +8,8 @@
         '''GRPO with one ratio a completion. "Group Sequence ..." (arXiv:2507.18071): formula'''
         return base.with_(ratio=sequence)
 
-The paper is read from the docstring (methods of one paper say "the paper of ``gspo``" but for the
-first), the family is the file. A variant takes all coefficients of
-its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
+The paper is read from the docstring, where all methods of one paper but the first say "the paper of
+``gspo``"; the family is the file. A variant takes all coefficients of its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
 """
 
 from __future__ import annotations
