@@ -9,7 +9,8 @@
         return base.with_(ratio=sequence)
 
 The paper is read from the docstring, where all methods of one paper but the first say "the paper of
-``gspo``"; the family is the file. A variant takes all coefficients of its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
+``gspo``"; the family is the file. A variant takes all coefficients of its base, so that
+``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
 """
 
 from __future__ import annotations
