@@ -57,7 +57,6 @@ STATISTICS: Mapping[str, str] = {
     "entropy_smoothing": "weight of the smoothing term at the token, written by a transform",
     "pair_share": "what one preference pair of the group counts for, written by the advantage",
     "pass_rate": "fraction of right answers in the group, written by a transform",
-    "step": "number of the token's reasoning step, written by a transform",
     "tie_breaker": "24 random bits of the member, fresh in every step, written by a transform",
     "positive": "weight of a good completion's token in a likelihood term, written by a transform",
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",

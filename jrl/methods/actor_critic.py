@@ -535,15 +535,13 @@ def digirl(
 
 
 def blended_steps(blend: float) -> Transform:
-    """``webrl``'s advantage of each step, [N, G, T]; writes "step" for ``step_regression``."""
+    """``webrl``'s advantage of each step, [N, G, T]."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         earned, score, batch = outcomes(values, batch)
         here, following = value_by_step(batch)
         final = jnp.expand_dims(score, 2) - here
-        gain = blend * (earned + following - here) + (1 - blend) * final
-        steps = segments.step_ids(batch).astype(jnp.float32)
-        return gain, batch.replace(stats={**batch.stats, "step": steps})
+        return blend * (earned + following - here) + (1 - blend) * final, batch
 
     return transforms.stateless(apply, frozenset({"rollout_values"}))
 
@@ -554,12 +552,11 @@ def step_regression(beta: float) -> Surrogate:
     def apply(stats: Stats, gains: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([gains, mask], 1)
         drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
-        steps = stats["step"].astype(jnp.int32)
-        total = segments.total(drift, segments.segments(mask, steps))
+        total = segments.total(drift, segments.segments(mask, stats["step"]))
         error = beta * total - gains
-        return jnp.where(segments.step_starts(steps, mask), jnp.square(error), 0), {}
+        return jnp.where(segments.step_starts(stats["step"], mask), jnp.square(error), 0), {}
 
-    return Surrogate(apply, frozenset({"ref_logprobs", "step"}))
+    return Surrogate(apply, frozenset({"ref_logprobs"}), labels=frozenset({"step"}))
 
 
 @published

@@ -8,9 +8,9 @@
         '''GRPO with one ratio a completion. "Group Sequence ..." (arXiv:2507.18071): formula'''
         return base.with_(ratio=sequence)
 
-The paper is read from the docstring (methods of one paper say "the paper of ``gspo``" but for the
-first), the family is the file. A variant takes all coefficients of
-its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
+The paper is read from the docstring, where all methods of one paper but the first say "the paper of
+``gspo``"; the family is the file. A variant takes all coefficients of its base, so that
+``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Paper(NamedTuple):
       arxiv: the arXiv id, or None for work that is not there.
     """
 
-    title: str | None
+    title: str
     arxiv: str | None
 
 
@@ -83,9 +83,12 @@ class Published:
         doc = " ".join((function.__doc__ or "").split())
         another = _ANOTHERS.search(doc)
         first = function.__globals__.get(another[1]) if another else None
-        named = Paper(first.paper, first.arxiv) if isinstance(first, Published) else paper_of(doc)
+        named = paper_of(doc)
         self.name: str = function.__name__
-        self.paper, self.arxiv = (None, None) if named is None else named
+        self.paper: str | None = None if named is None else named.title
+        self.arxiv: str | None = None if named is None else named.arxiv
+        if isinstance(first, Published):
+            self.paper, self.arxiv = first.paper, first.arxiv
         self.family = function.__module__.rpartition(".")[2]
         self.coefficients = coefficients
         self.base = base

@@ -317,9 +317,9 @@ def rl_plus(
     with V the size of the vocabulary, the uniform distribution standing in for whoever wrote it;
     tokens are summed, over ``max_tokens``. As in the released run there is no clip (``clipped``
     brings GRPO's, with its bounds), no deviation (``normalise``: that of ``pool``, with ``eps`` and
-    ``ddof``), gamma (``focus``) is 0.5, and
-    the bonus for entropy 0.001; ``outside="one"`` takes its 1 in place of the paper's 1 / V.
-    ``pool="own"`` compares with the policy's own completions alone.
+    ``ddof``), gamma (``focus``) is 0.5, and the bonus for entropy 0.001; ``outside="one"`` takes
+    its 1 in place of the paper's 1 / V. ``pool="own"`` compares with the policy's own completions
+    alone.
     """
 
     def mixture(stats: Stats, advantages: Array) -> Array:

@@ -105,9 +105,9 @@ def confucius3_math(
 
     A completion is right from ``correct`` points on. Stage "entropy" reads ``eps``, ``ddof``,
     ``target`` and ``entropy_coef``; stage "hardness" reads ``correct``, ``hardness`` and
-    ``max_rounds`` in their place. Departures: the sum over tokens is averaged
-    over completions, a constant factor; which side of the target the entropy is on is that of the
-    step before (``entropy_target``). Not known: the clip bounds, here DAPO's.
+    ``max_rounds`` in their place. Departures: the sum over tokens is averaged over completions, a
+    constant factor; which side of the target the entropy is on is that of the step before
+    (``entropy_target``). Not known: the clip bounds, here DAPO's.
     """
     missing = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
     if stage == "entropy":
@@ -336,16 +336,7 @@ def entropy_change(
 
         Omega_t = (A_t / mu_t) pi_t (1 - pi_t) (log pi_t + H_t)
 
-    up to the step's size.
-
-    Args:
-      advantages: [...] float, points.
-      logprobs: [...] float, nats, at most 0.
-      sampler_logprobs: [...] float, nats, under the distribution mu that the token was drawn from.
-      entropy: [...] float, nats.
-
-    Returns:
-      [...] float32. 0 for a token that was certain.
+    up to the step's size; 0 for a token that was certain. All arrays are of one shape.
 
     >>> half = jnp.log(jnp.array([0.5]))
     >>> round(float(entropy_change(jnp.ones(1), half, half, jnp.zeros(1))[0]), 4)

@@ -34,6 +34,7 @@ from jrl.methods.ratios import CLIPS
 from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
+from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 
@@ -302,11 +303,6 @@ def topr(
 
 
 # ---------------------------------------------------------------- data alone
-
-
-def first_token(mask: Array) -> Array:
-    """[..., T] bool, True at the first live token of each sequence."""
-    return mask & (jnp.cumsum(mask, axis=-1) == 1)
 
 
 def reference_advantage(*, priority: bool = True) -> Transform:

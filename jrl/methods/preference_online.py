@@ -17,7 +17,15 @@ from jax.scipy.special import xlogy
 from jrl.methods.base import Draw, Method, Schedule, kl_penalty
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
-from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
+from jrl.methods.preference import (
+    Noise,
+    PairLossName,
+    Steps,
+    dpo,
+    dpo_loss,
+    implicit,
+    trusted,
+)
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
@@ -322,13 +330,7 @@ def cream(
     the step's batch; per-prompt C is a variant of the paper. ``ranking="likelihood"`` ranks by the
     mean log-probability for the policy as well, and needs no third model.
     """
-
-    def loss(chosen: Side, rejected: Side) -> Array:
-        a, b = beta * chosen.log_ratio, beta * rejected.log_ratio
-        return pairs.logistic(a, b, 1 - chosen.weight)
-
-    surrogate = pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
-    return base.with_(surrogate=surrogate).before(self_ranking(ranking))
+    return base.with_(surrogate=trusted(beta)).before(self_ranking(ranking))
 
 
 # ---------------------------------------------------------------- judges of other kinds

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Method, kl_penalty, same_rewards
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -27,7 +26,7 @@ from jrl.methods.domains import (
     NonNegative,
     Positive,
 )
-from jrl.methods.group_relative import grpo
+from jrl.methods.group_relative import as_first, grpo, reward_parts
 from jrl.objectives import prompt_table, ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_sum, token_mean
@@ -468,27 +467,12 @@ def drop_outliers(limit: float = 3.0) -> Transform:
 def consistent_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     """Right answers count half as much again when the reasoning agrees, and form adds one half.
 
-    Args:
-      rewards: [N, G, 3] float32, points: result, consistency, format.
-      rollout: not read.
-
-    Returns:
-      [N, G, 3] float32: result (1 + consistency / 2) + format / 2 first, then zeros.
-
-    Raises:
-      UserError: for another number of parts.
-
     >>> consistent_rewards(np.ones((1, 1, 3)), None).tolist()
     [[[2.0, 0.0, 0.0]]]
     """
-    if rewards.shape[2] != 3:
-        raise UserError(
-            f"stable_reinforce.composed with {rewards.shape[2]} reward parts; give three: result, "
-            "consistency, format"
-        )
-    result, consistency, form = np.moveaxis(np.asarray(rewards, np.float32), 2, 0)
-    combined = result * (1 + 0.5 * consistency) + 0.5 * form
-    return np.stack([combined, np.zeros_like(combined), np.zeros_like(combined)], axis=2)
+    names = "result, consistency, format"
+    result, consistency, form = reward_parts("stable_reinforce.composed", rewards, 3, names)
+    return as_first(result * (1 + 0.5 * consistency) + 0.5 * form, rewards)
 
 
 @variant(grpo, without=("eps", "ddof", "kl_coef", "kl_kind"))

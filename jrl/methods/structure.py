@@ -88,19 +88,9 @@ def group_in_group(
 ) -> Transform:
     """Each episode against its group, and each step against those taken in the same state: GiGPO.
 
-    Args:
-      weight: of the steps' part.
-      discount: the factor for one step.
-      eps: points, added to deviations.
-      ddof: of the deviations.
-      normalise: False to leave deviations out.
-      among: the label that the steps compared share, "state" or "step".
-      matched: points; a step that earned fewer stands alone in the returns. None to join all.
-      cross_steps: True to count an episode in its group's mean and deviation once for each step.
-
-    Returns:
-      A transform from [N, G], or from per-token rewards [N, G, T], to [N, G, T]. Without the label
-      every state counts as seen once.
+    The coefficients are those of ``gigpo``, with ``weight`` its omega. Steps are compared with
+    those that have the label ``among``, "state" or "step"; without it every state counts as seen
+    once. A step that earned fewer than ``matched`` points stands alone in the returns.
     """
 
     def each(one: Callable[..., Array], *arrays: Array) -> Array:
@@ -182,7 +172,7 @@ def ui_s1(
 
     Semi-online RL of "UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning"
     (arXiv:2509.11543): where an action is not the expert's, the expert's is put in its place, and
-    the episode goes on:
+    the episode continues:
 
         A = A_E + omega A_S
         A_E = (R - mean(R)) / std(R) over the episodes of the group
@@ -272,8 +262,8 @@ def supo(base: Method) -> Method:
     """GRPO over episodes that continue from their own summaries: the rows share one advantage.
 
     "Scaling LLM Multi-turn RL with End-to-end Summarization-based Context Management"
-    (arXiv:2510.06727): where the context is full the policy writes a summary, and goes on from
-    prompt and summary in a new row:
+    (arXiv:2510.06727): where the context is full the policy writes a summary, and continues
+    from prompt and summary in a new row:
 
         A_i = (r_i - mean(r)) / std(r) over the group's episodes, at every token that was drawn in
               any row of episode i, summaries included
@@ -287,7 +277,7 @@ def supo(base: Method) -> Method:
     return base.with_(
         advantage=advantage,
         aggregate=token_mean,
-        unsupported="episodes that go on from a summary: the turns of an episode are one row",
+        unsupported="episodes that continue from a summary: the turns of an episode are one row",
     )
 
 
@@ -385,7 +375,7 @@ def prefix_steps(scores: Array, tokens: Array, lengths: Array, members: Array) -
 
 @variant(grpo)
 def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
-    """GRPO, and at tokens where completions part the change in the mean reward of those that go on.
+    """GRPO, plus the change in the group's mean reward at each token where completions part.
 
     TEMPO of "Exploiting Tree Structure for Credit Assignment in RL Training of LLMs"
     (arXiv:2509.18314):
