@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 
 from jrl.mesh import constrain, parts_of, platform
 from jrl.models.attention.choice import (
-    MOST_TABLES,
     SHORTEST,
     RowAttention,
     Shape,
@@ -29,7 +28,7 @@ from jrl.models.attention.choice import (
     caches_in_tiles,
     kernel_for,
     mesh_axes,
-    reads_caches_by_kernel,
+    reads_in_one_piece,
     row_attention,
 )
 from jrl.models.attention.dense import NO_WINDOW, Part
@@ -206,7 +205,8 @@ def extend(
                 parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
-            return attention(q, parts), tuple(pieces)
+            same = views[0].column is not None
+            return attention(q, parts, own=len(pieces), together=same), tuple(pieces)
 
         return mix
 
@@ -269,11 +269,9 @@ def init_cache(
     if caches_in_tiles(attention):
         tiles = -(-length // SHORTEST)
         length = tiles * SHORTEST
-        own = rows // parts_of("batch", rows) * config.kv_heads
-        own //= parts_of("heads", config.kv_heads)
         # The kernel that reads finds what is in use by itself, so that one piece does, unless the
         # rows are too many for its tables.
-        alone = reads_caches_by_kernel(attention) and own <= MOST_TABLES
+        alone = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
         pieces = 1 if alone else max(n for n in range(1, pieces + 1) if tiles % n == 0)
 
     def empty(*shape: int) -> Array:

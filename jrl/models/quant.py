@@ -18,6 +18,7 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
+from jrl.models.matmul import part_dtype
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Network, Params
 
@@ -35,9 +36,9 @@ class Int8(struct.PyTreeNode, Factored):
     values: Any
     scales: Any
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
-        """``matmul(spec, x, whole, dtype)``."""
-        return _times(spec, x, self.values, self.scales, dtype)
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
+        """``matmul(spec, x, whole, dtype, divided)``."""
+        return _times(spec, x, self.values, self.scales, dtype, divided)
 
     def in_8_bits(self, inputs: int) -> Int8:
         """Itself."""
@@ -98,24 +99,32 @@ def _along_output(scales: Array, spec: str) -> Array:
     return scales.transpose(order).reshape(sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
-def _times(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> Array:
-    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
-    return (out * _along_output(scales, spec)).astype(dtype or x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))
+def _times(
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+) -> Array:
+    sent = part_dtype(x.dtype, divided != "inputs")
+    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=sent)
+    return (out.astype(jnp.float32) * _along_output(scales, spec)).astype(dtype or x.dtype)
 
 
-def _forward(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> tuple[Array, tuple]:
+def _forward(
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+) -> tuple[Array, tuple]:
     # No numbers of x are kept: only their dtype is needed to go back.
-    return _times(spec, x, values, scales, dtype), (jnp.zeros((), x.dtype), values, scales)
+    kept = jnp.zeros((), x.dtype), values, scales
+    return _times(spec, x, values, scales, dtype, divided), kept
 
 
-def _backward(spec: str, dtype: Any, kept: tuple, g: Array) -> tuple[Array, None, None]:
+def _backward(
+    spec: str, dtype: Any, divided: str | None, kept: tuple, g: Array
+) -> tuple[Array, None, None]:
     like, values, scales = kept
     x, w, out = _letters(spec)
     g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(like.dtype)
-    back = jnp.einsum(
-        f"{w},{out}->{x}", values.astype(like.dtype), g, preferred_element_type=jnp.float32
-    )
+    sent = part_dtype(like.dtype, divided != "outputs")
+    spec = f"{w},{out}->{x}"
+    back = jnp.einsum(spec, values.astype(like.dtype), g, preferred_element_type=sent)
     return back.astype(like.dtype), None, None
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.mesh import batch_shards
+from jrl.mesh import RULES, batch_shards
+from jrl.models.config import ModelConfig
 from jrl.plan.lower import abstract_state
 from jrl.plan.topology import Topology, larger
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 
 GIB = 1 << 30
 
@@ -45,15 +47,44 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 def cache_bytes(run: build.Run) -> float:
     """Bytes of keys and values on one chip: each prompt's once, each completion's own."""
-    config, model, mesh = run.config, run.shape, drawing_mesh(run)
-    draw = run.method.draw
+    config, mesh, draw = run.config, drawing_mesh(run), run.method.draw
     group = config.sampling.group + draw.baseline_members
     batch = -(-config.train.prompts // batch_shards(mesh))
     new = max_new_tokens(config, run.task)
-    tokens = cached_tokens(batch, group, run.width, new, config.sampling.slots)
-    heads = -(-model.kv_heads // mesh.shape["tensor"])
-    each = 2 * model.layers * heads * model.head_dim * jnp.dtype(model.dtype).itemsize
-    return float(tokens * each)
+    slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(run.shape, mesh))
+    tokens = cached_tokens(batch, group, run.width, new, slots)
+    return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)
+
+
+def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:
+    """Bytes of the keys and values of one token on one chip, all layers together.
+
+    Args:
+      model: the policy's shape.
+      tensor: devices that heads are divided over.
+      int8: ``sampling.int8``; a vector of 8-bit numbers has a float32 scale.
+    """
+    heads = -(-model.kv_heads // tensor)
+    size = jnp.dtype(model.dtype).itemsize
+    vector = model.head_dim + 4 if "cache" in int8 else model.head_dim * size
+    return float(2 * model.layers * heads * vector)
+
+
+def slots_on_chip(slots: int, axes: Mapping[str, int], gathered: bool) -> int:
+    """Of ``sampling.slots``, those that are on one chip; 0 for one of each sequence.
+
+    A device that samples by itself has them all, else all devices share them
+    (``sampling.generate``).
+
+    Args:
+      slots: ``sampling.slots``.
+      axes: devices along each axis of the sampler's mesh.
+      gathered: whether every device has what fsdp divides.
+    """
+    lone = ("data", "fsdp") if gathered else ("data",)
+    if all(n == 1 or axis in lone for axis, n in axes.items()):
+        return slots
+    return -(-slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
 
 
 def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
@@ -118,9 +149,15 @@ def remedies(
                 "sampling.group, or raise mesh.tensor"
             )
         return lines + roomier(topology, sizes["total"] / (0.9 * limit))
-    batch = config.train.prompts // batch_shards(run.mesh) * config.sampling.group
+    mesh = drawing_mesh(run)
+    batch, shards = config.train.prompts // batch_shards(mesh), batch_shards(mesh)
+    batch *= config.sampling.group
     if batch >= 2 * factor:
-        lines.append(f"sampling.slots = {max(batch // factor, 1)} completions at once on a chip")
+        each = max(batch // factor, 1)
+        alone = slots_on_chip(shards, mesh.shape, gathers(run.shape, mesh)) == shards
+        where = "on a chip" if alone else f"on all chips together, {each} on one"
+        slots = each if alone else each * shards
+        lines.append(f"sampling.slots = {slots} completions at once {where}")
     key = "sampling.mesh" if config.sampling.mesh else "mesh"
     lines.append(f"raise {key}.tensor, which shards weights and the cache")
     return lines + roomier(topology, sizes["total"] / (0.9 * limit))

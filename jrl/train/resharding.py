@@ -2,7 +2,7 @@
 
     draw = ReshardedSampler(...)
     groups = draw(key, params, ...)     # params as training divides them
-    draw.free()                         # before training goes on
+    draw.free()                         # before training continues
 
 Training wants weights divided over many devices, and a batch over all; sampling reads all weights
 for every token and sends activations, so that few devices for a copy of the weights are best. Once
