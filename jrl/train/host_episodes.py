@@ -33,8 +33,9 @@ from jrl.types import Prompt, stream
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
 that it names."""
-_SLOTS, _CHUNK = 64, 8
-"""Slots where the configuration names none, and decode steps between two looks at the inbox."""
+_SLOTS, _CHUNK = 64, 16
+"""Slots where the configuration names none, and the most decode steps between two looks at the
+inbox: fewer where slots are idle."""
 _ROUNDS = 3
 """How often a group is played at most, where too many of its members fail."""
 

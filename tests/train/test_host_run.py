@@ -20,6 +20,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.train import loop
+from jrl.train.host_play import BY_TIMING
 from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -174,7 +175,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
             train(broken, echo=lambda line: None)
     train(broken, echo=lambda line: None)
-    timed = {*CLOCKS, "slot_use"}  # rows wait as long as their environment takes to answer
+    timed = CLOCKS | BY_TIMING  # rows wait as long as their environment takes to answer
     mine, theirs = (
         [{k: v for k, v in r.items() if k not in timed} for r in records_of(tmp_path / name)]
         for name in ("broken", "whole")
