@@ -287,7 +287,10 @@ class EvalTable(Table):
     every: int = key(0, "training steps between evaluations; 0: only before and after", ge=0)
     problems: int = key(512, "at most this many held-out problems", ge=1)
     samples: int = key(
-        1, "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it", ge=1
+        1,
+        "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it",
+        ge=1,
+        le=1_000_000,
     )
     temperature: float = key(0.0, "softmax temperature in evaluation", ge=0)
     dtype: DType | None = key(

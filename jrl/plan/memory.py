@@ -13,6 +13,7 @@ from jrl.mesh import batch_shards
 from jrl.plan.lower import abstract_state
 from jrl.plan.topology import Topology, larger
 from jrl.train import build
+from jrl.train.fits import cached_tokens
 from jrl.train.gather import gathers, sampler_bytes
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
@@ -54,12 +55,6 @@ def cache_bytes(run: build.Run) -> float:
     heads = -(-model.kv_heads // mesh.shape["tensor"])
     each = 2 * model.layers * heads * model.head_dim * jnp.dtype(model.dtype).itemsize
     return float(tokens * each)
-
-
-def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
-    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
-    rows = prompts * group
-    return prompts * width + min(rows, slots or rows) * new
 
 
 def prepared_bytes(run: build.Run) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.config_secrets import reveal
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.host import HostEnv, check_env, format_of
@@ -240,9 +241,10 @@ def _env(run: Run) -> HostEnv:
     data = run.config.episodes
     assert data is not None
     make = load(data.env, "data.env")
-    check_options(make, data.options, "data")
+    options = reveal(data.options, "data")
+    check_options(make, options, "data")
     said = f"data.env = {data.env!r}"
-    return check_env(made_by(make, said, **data.options), f"{said}: what it returns")
+    return check_env(made_by(make, said, **options), f"{said}: what it returns")
 
 
 def _close(calls: Calls, env: HostEnv) -> None:
