@@ -214,7 +214,12 @@ class RewardTable(Table):
 class RewardPoolTable(Table):
     """The processes that run reward functions."""
 
-    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0, le=1024)
+    workers: int = key(
+        2,
+        "processes; 0 runs rewards in the trainer, without limits of time and memory",
+        ge=0,
+        le=1024,
+    )
     timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
         4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
