@@ -86,7 +86,7 @@ def _impatient(protocol: Any) -> Any:
     class Impatient(protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._awaited = None  # what ends the wait, and the request that was then the newest
+            self._awaited: Any = None  # what ends the wait, and the newest request at its begin
             self._await_header()
 
         def data_received(self, data: bytes) -> None:
