@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
+import inspect
 import json
+import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,8 +114,10 @@ def fit(
       reward: ``f(samples) -> list of numbers``, where a sample has ``completion``, ``tokens``,
         ``stop`` and ``prompt`` (with ``text``, ``answer`` and ``meta``, the further columns); or
         ``f(completions, **columns)``, the form of TRL; or a name that ``[rewards]`` takes, such as
-        "math"; or a dict of several, by name: functions, or weights of named ones. It runs in this
-        process unless ``reward_pool.workers`` is set.
+        "math"; or a dict of several, by name: functions, or weights of named ones. A function of
+        a module runs in processes of its own, with limits of time and memory (``[reward_pool]``);
+        one of a script or notebook in this process, without, unless ``reward_pool.workers`` is
+        set.
       model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
         random weights (with ``task``), or a function that makes a ``jrl.Network``.
       method: a name of ``jrl methods``, a method, or a function that makes one of the keys of
@@ -293,12 +299,31 @@ def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> N
             label = name or getattr(part, "__name__", "reward").strip("<>")
             values[label] = part
             table.setdefault(f"{GIVEN}{label}", {})
-            # Functions of a script or notebook cannot be sent to other processes.
-            tree.setdefault("reward_pool", {}).setdefault("workers", 0)
+            if not _is_of_a_module(part):
+                tree.setdefault("reward_pool", {}).setdefault("workers", 0)
         elif name is not None and isinstance(part, int | float):
             table.setdefault(name, {})["weight"] = part
         else:
             raise UserError(f"reward = {part!r:.60}; give a function, {SIGNATURE}, or a name")
+
+
+def _is_of_a_module(function: Callable[..., Any]) -> bool:
+    """Whether a worker process can import a function by its name.
+
+    One of a script or notebook it cannot. Nor does an object with a state of its own go, of which
+    the worker would change a copy. And where the running script has no ``if __name__ ==
+    "__main__":``, each worker would run it again.
+    """
+    module = getattr(function, "__module__", None)
+    if not inspect.isfunction(function) or module in (None, "__main__", "__mp_main__"):
+        return False
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        guarded = script is None or "__main__" in Path(script).read_text(encoding="utf-8")
+        found = importlib.util.find_spec(str(module))
+        return guarded and found is not None and bool(pickle.dumps(function))
+    except Exception:  # whatever a module's own finder, or pickling, raises
+        return False
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

@@ -1,14 +1,20 @@
 """``fit``: rows, a reward function and a model passed as values; metrics and weights come back."""
 
 import json
+import math
 import pathlib
+import pickle
+import sys
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 from hub_mirror import COMMITS, add, checkpoint, lines
 from typer.testing import CliRunner
 
 import jrl
+from jrl import entry
 from jrl.cli import app
 from jrl.config_io import load_config
 from jrl.data.tasks import get_task
@@ -19,6 +25,8 @@ from jrl.methods.domains import Positive
 from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.own import given
+from jrl.rewards import Sample, make_reward
 from jrl.train import loop
 
 ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
@@ -28,6 +36,7 @@ QUICK = {
     "sampling.group": 2,
     "sampling.max_new_tokens": 4,
     "checkpoint.every": 0,
+    "reward_pool.workers": 0,  # processes take seconds to start
     "data": {"template": "plain", "max_prompt_tokens": 16},
     "optimizer": {"learning_rate": 1e-2},
 }
@@ -159,7 +168,7 @@ def test_files_named_rewards_and_trl_s_form(model, tmp_path):
         {"rows.jsonl": 4.0, "more.csv": 1.0},
         {"exact": 1.0, "mine.py:length": 0.5},
         model,
-        config=QUICK | {"reward_pool.workers": 0},
+        config=QUICK,
         echo=lambda line: None,
         dir="run",
     )
@@ -250,3 +259,37 @@ def test_train_is_called_with_a_configuration(monkeypatch):
     train("configs/tiny.toml", dir="somewhere")
     assert seen == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
     assert build.__name__ == "jrl.train.build"  # it is a package all the same
+
+
+def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeypatch, tmp_path):
+    def inner(samples):
+        return [0.0]
+
+    def workers(function, **tree):
+        entry._set_rewards(tree, function, {})
+        return tree.get("reward_pool", {}).get("workers")
+
+    assert workers(digits) is None  # the default, processes
+    assert workers(digits, reward_pool={"workers": 1}) == 1
+    for here in (inner, lambda samples: [0.0], math.gcd, types.SimpleNamespace().__class__):
+        assert workers(here) == 0
+    script = tmp_path / "script.py"
+    script.write_text("import jrl\njrl.fit()\n")
+    main = types.SimpleNamespace(__file__=str(script))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert workers(digits) == 0  # each worker would run the script again
+    script.write_text("if __name__ == '__main__':\n    main()\n")
+    assert workers(digits) is None
+    del main.__file__  # a notebook
+    assert workers(digits) is None
+    monkeypatch.setattr(digits, "__module__", "__main__")
+    assert workers(digits) == 0
+
+
+@pytest.mark.parametrize("function", [digits, in_trl_form])
+def test_functions_that_were_passed_reach_a_process(function):
+    with given({"mine": function}):
+        sent = pickle.dumps(make_reward("python:mine"))
+    prompt = types.SimpleNamespace(id=0, text="1", tokens=[1], answer="2", meta={"a": 1})
+    sample = Sample(prompt, "12", np.arange(2), "length")
+    assert pickle.loads(sent)([sample]) == [1.0 if function is digits else 2.0]

@@ -15,6 +15,7 @@ from jrl.models.config import ModelConfig
 from jrl.plan.lower import abstract_state
 from jrl.plan.topology import Topology, larger
 from jrl.train import build
+from jrl.train.fits import cached_tokens
 from jrl.train.gather import gathers, sampler_bytes
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
@@ -85,12 +86,6 @@ def slots_on_chip(slots: int, axes: Mapping[str, int], gathered: bool) -> int:
     if all(n == 1 or axis in lone for axis, n in axes.items()):
         return slots
     return -(-slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
-
-
-def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
-    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
-    rows = prompts * group
-    return prompts * width + min(rows, slots or rows) * new
 
 
 def prepared_bytes(run: build.Run) -> float:

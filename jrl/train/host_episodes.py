@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.config_secrets import reveal
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.configured import configured_env
@@ -258,7 +259,7 @@ def _env(run: Run) -> HostEnv:
     """The environment that the configuration names."""
     data = run.config.episodes
     assert data is not None
-    return configured_env(data.env, data.options)
+    return configured_env(data.env, reveal(data.options, "data"))
 
 
 def _close(calls: Calls, env: HostEnv) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jrl import own
+from jrl.config_secrets import reveal
 from jrl.config_unions import Optimizer
 from jrl.errors import UserError, choose
 from jrl.methods.domains import is_zero
@@ -66,6 +67,7 @@ def make_optimizer(
     Raises:
       UserError: there is no such optimizer, or it has no such key, or not such a value.
     """
+    table = table.model_copy(update=reveal(table.options, "optimizer"))
     function = _function(table.name)
     _check_options(table, function)
     if ":" in table.name:
