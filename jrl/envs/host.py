@@ -71,7 +71,7 @@ class Limits(NamedTuple):
             )
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
-            if not value >= least.get(name, 0) or not math.isfinite(value):
+            if not float(value) >= least.get(name, 0) or not math.isfinite(value):
                 raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
         return self
 
