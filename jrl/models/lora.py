@@ -123,7 +123,7 @@ class Adapted(struct.PyTreeNode, Factored):
     b: Any
     scale: float = struct.field(pytree_node=False)
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
         """``matmul`` with both, summed in float32 before it is rounded."""
         operands, out = spec.split("->")
         left, right = operands.split(",")

@@ -23,8 +23,8 @@ class Factored:
     For example ``quant.Int8`` and ``lora.Adapted``.
     """
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
-        """``matmul(spec, x, self, dtype)``."""
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
+        """``matmul(spec, x, self, dtype, divided)``."""
         raise NotImplementedError
 
     def in_8_bits(self, inputs: int) -> Factored:

@@ -338,10 +338,10 @@ class _Game:
         except EnvError as error:
             self._fail(episode, str(error))
             return
-        if episode.last == StopReason.LENGTH and episode.length >= episode.room:
+        if feedback.done:  # before the room is looked at: an episode may fill it exactly
+            self._end(episode, StopReason.LENGTH if feedback.cut else StopReason.DONE)
+        elif episode.last == StopReason.LENGTH and episode.length >= episode.room:
             self._end(episode, StopReason.LENGTH)
-        elif feedback.done:
-            self._end(episode, StopReason.DONE)
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
         elif episode.length + len(ids) >= episode.room:
