@@ -328,7 +328,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     speedup = statistics.median(r["free"]["tokens_s"] / r["lockstep"]["tokens_s"] for r in rounds)
     spent = {
-        "return_s": costs.chunks.line[0],
+        "return_s": costs.returns.seconds(1),
         "park_s": costs.leaving.least + costs.returning.least,
         "read_token_s": costs.reading.line[1],
     }

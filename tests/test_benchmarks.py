@@ -14,16 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import episodes, flags, floor, gpu, rollout, runs, sampler_drift, step, tpu, work
+from benchmarks import (
+    episodes,
+    flags,
+    floor,
+    gpu,
+    host_episodes,
+    rollout,
+    runs,
+    sampler_drift,
+    step,
+    tpu,
+    work,
+)
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
 from jrl.config_io import load_config
 from jrl.envs import get_env
 from jrl.envs.games.gridworld import Grid
+from jrl.envs.transcript import Segment, Transcript
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.types import Rollout, StopReason
+from jrl.types import Prompt, Rollout, StopReason
 
 TINY = [
     *("--layers", "1", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--head-dim", "8"),
@@ -46,6 +59,34 @@ def test_episodes_print_every_figure(capsys):
     drawn = 4 * found["turns"]
     assert found["env_steps_s"] == pytest.approx(drawn / found["step_s"], rel=2e-3)
     assert found["first_step_s"] > found["step_s"] > 0
+
+
+@pytest.mark.slow
+def test_host_episodes_print_both_loops(capsys):
+    sizes = ["--slots", "2", "--turns", "3", "--turn-tokens", "3", "--answer-tokens", "2"]
+    host_episodes.main([*TINY, *sizes, "--gen-len", "40", "--rounds", "1"])
+    found = json.loads(capsys.readouterr().out)
+    for loop in ("free", "lockstep"):
+        assert 0 < found[loop]["live_with_waits"] <= found[loop]["live_slot_steps"] <= 1
+    (only,) = found["rounds"]
+    assert only["equal_first_turns"] == 1
+    assert only["free"]["tokens"] == only["lockstep"]["tokens"]
+    once, pasts = only["tokens_once"], only["tokens_of_histories"]
+    assert 0 < only["read_tokens"] - only["reread_tokens"] <= once
+    assert once < pasts
+    assert found["speedup"] == pytest.approx(
+        only["free"]["tokens_s"] / only["lockstep"]["tokens_s"], rel=1e-2
+    )
+
+
+def test_histories_count_every_token_once_and_every_past():
+    def segment(tokens, drawn):
+        return Segment(np.zeros(tokens, np.int32), drawn)
+
+    parts = segment(3, True), segment(2, False), segment(4, True)
+    opening = np.zeros(5, np.int32)
+    row = Transcript(Prompt(0, "", opening, None), 0, opening, parts, StopReason.TURNS)
+    assert host_episodes.histories([row, row]) == (2 * 7, 2 * (5 + 10))
 
 
 @pytest.mark.slow

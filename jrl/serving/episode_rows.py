@@ -235,16 +235,23 @@ class EpisodeRows:
         version, steps = np.int32(self.version), np.int32(self._chunk)
         most = self.slots if wanted is None else wanted
         idle = IdleLimit(*np.array([most, self.costs.idle_steps()], np.int32))
-        timed = self.costs.chunks.due()
+        run = lambda steps: self._decode(  # noqa: E731
+            self._weights, self._state, version, self._halted, steps, None, idle
+        )
+        timed = self.costs.steps.due()
         if timed:
             jax.block_until_ready(self._batch)  # else the chunk is charged for what came before
+            began = time.perf_counter()
+            self._batch, out = run(np.int32(0))
+            jax.device_get(out)
+            empty = time.perf_counter() - began
         began = time.perf_counter()
-        self._batch, out = self._decode(
-            self._weights, self._batch, version, self._halted, steps, None, idle
-        )
+        self._batch, out = run(steps)
         out = jax.device_get(out)
-        if timed:
-            self.costs.chunks.record(int(out.steps), time.perf_counter() - began)
+        if timed and out.steps:
+            decoding = time.perf_counter() - began - empty
+            self.costs.returns.record(1, empty)
+            self.costs.steps.record(1, max(decoding, 0.0) / int(out.steps))
         self._halted = np.full(self.slots, StopReason.RUNNING, np.int32)
         return out
 

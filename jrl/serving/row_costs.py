@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from jrl.serving.chunk_length import costs
 
+_KEPT, _INTERVAL = 12, 16
+"""Timings that count, the last ones; from half as many on, one of so many times is timed."""
 _WAITS = 256
 """Answers whose seconds are kept."""
 
@@ -58,16 +60,10 @@ ChoosePlace = Callable[[Wait], Place]
 
 
 class Timings:
-    """Seconds of one kind of work, as a line over its size.
+    """Seconds of one kind of work, as a line over its size."""
 
-    Args:
-      kept: timings that count, the last ones.
-      interval: once there are half as many, only one of so many times is timed.
-    """
-
-    def __init__(self, kept: int = 12, interval: int = 16) -> None:
-        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=kept)
-        self._kept, self._interval = kept, interval
+    def __init__(self) -> None:
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
         self._seen: set[Hashable] = set()
         self._count = 0
         self._line: tuple[float, float] | None = None
@@ -81,7 +77,7 @@ class Timings:
             self._seen.add(shape)
             return False
         self._count += 1
-        return len(self._times) < self._kept // 2 or self._count % self._interval == 0
+        return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0
 
     def record(self, size: int, seconds: float) -> None:
         """Takes what work of a size took."""
@@ -118,14 +114,15 @@ class RowCosts:
     """The costs of S rows.
 
     Attributes:
-      chunks: of decoding, by decode steps.
+      steps: of decoding, one each.
+      returns: of a return to the host: calls that decode nothing.
       leaving, returning: of copying a row out and back.
       reading: of prefill, by tokens with their padding.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.chunks, self.reading = Timings(kept=32, interval=4), Timings()
+        self.steps, self.returns, self.reading = Timings(), Timings(), Timings()
         self.leaving, self.returning = Timings(), Timings()
         self._waits: collections.deque[float] = collections.deque(maxlen=_WAITS)
         self._longest_first: list[float] = []
@@ -166,5 +163,5 @@ class RowCosts:
         Those that cost half as much as the return does. As much would cost least in sum where turns
         end at random; half of it costs 6 % more, and a third fewer slots are idle.
         """
-        call, step = self.chunks.line
-        return round(self.slots * call / step / 2) if step else 0
+        step = self.steps.seconds(1)
+        return round(self.slots * self.returns.seconds(1) / step / 2) if step else 0

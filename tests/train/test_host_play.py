@@ -15,6 +15,7 @@ from jrl.envs.calls import Calls
 from jrl.envs.chat import PlainFormat
 from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.envs.transcript import RowShape, to_rollout
+from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
@@ -266,6 +267,18 @@ def test_all_slots_waiting_is_a_wait_and_no_loop(monkeypatch):
 def test_slots_without_an_episode_are_not_in_use():
     played = play(counting_env(turns=1), count=1, group=3, slots=4)
     assert played.counts["slot_steps"] <= 3 * T
+
+
+@pytest.mark.parametrize("place", [Place.PARKED, Place.DROPPED])
+def test_divided_slots_give_the_same(calm, place):
+    """Slots divided over two devices; half as many rows may be parked, each whole on both."""
+    with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
+        rows.cache_clear()
+        played = play(counting_env(), choose=lambda wait: place)
+        assert rows().parked == 2
+        rows.cache_clear()
+    assert said(played) == said(calm)
+    assert played.counts[place.value] > 0
 
 
 def test_sync_functions_give_the_same(calm):
