@@ -200,8 +200,7 @@ def routed(
 
     def times(x: Array, w: Array, dim: int) -> Array:
         gather = Gather("fsdp", dim) if fsdp else None
-        how = {"kernel": experts.kernel, "gather": gather, "one_of": one_of}
-        return grouped_matmul(x, w, rows_e, **how)
+        return grouped_matmul(x, w, rows_e, kernel=experts.kernel, gather=gather, one_of=one_of)
 
     hidden = experts.act(times(sorted_x, experts.gate, 1)) * times(sorted_x, experts.up, 1)
     out = _reorder(times(hidden, experts.down, 2), back, order).reshape(m, k, -1)
@@ -279,7 +278,8 @@ def over_mesh(
     ) -> Array:
         mine = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
-        y = routed(*map(gathered, (x, w, e, live)), mine, first=first, fsdp=fsdp, one_of=shares)
+        tokens = gathered(x), gathered(w), gathered(e), gathered(live)
+        y = routed(*tokens, mine, first=first, fsdp=fsdp, one_of=shares)
         y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))
         if by_expert:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)

@@ -213,15 +213,45 @@ def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) 
     """
     if weights == "int8":
         check_dense(config, "sampling.int8 = 'weights'")
-        network = network._replace(prepare=_rounding(network.prepare))
+        network = network._replace(prepare=_rounding(network, config))
     if cache == "int8":
         network = network._replace(init_cache=_short_cache(network.init_cache))
     return network
 
 
-def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
+def in_8_bits(params: Params, config: ModelConfig) -> Params:
+    """The parameters with every matrix that sampling reads as ``Int8``, the output matrix too.
+
+    Each number is rounded to the dtype that ``prepare`` would give it first. What is divided over
+    devices stays so: they agree on the largest number of a channel alone, and what is then sent
+    has half the bytes of 16-bit weights.
+
+    Args:
+      params: the decoder's, floats.
+      config: a model without experts.
+    """
+    from jrl.models.decode import rounded  # which joins what is made here
+
+    params = rounded(params, config=config)
+    head = params["head"] if "head" in params else params["embed"].T
+    return quantise_layers(params, config) | {"head": quantise(head, 1)}
+
+
+def axes_in_8_bits(config: ModelConfig, axes: Any) -> Any:
+    """The logical axes of what ``in_8_bits`` gives, from those of the parameters."""
+    embed = axes["embed"]
+    head = axes["head"] if "head" in axes else (embed[1], embed[0])
+    return layer_axes(config, axes) | {"head": Int8(head, (None, head[1]))}
+
+
+def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
+    prepare, plain = network.prepare, network.extras.split is None
+
     def prepare_int8(params: Params) -> Any:
-        made = prepare(params)
+        held = lambda x: isinstance(x, Factored)  # noqa: E731
+        # Rounded before they are joined and sent, if not already; adapters are added first.
+        rounded = any(map(held, jax.tree.leaves(params, is_leaf=held)))
+        made = prepare(in_8_bits(params, config) if plain and not rounded else params)
 
         def short(w: Any, inputs: int) -> Any:
             return w.in_8_bits(inputs) if isinstance(w, Factored) else quantise(w, inputs)
@@ -230,7 +260,6 @@ def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
             inputs = INPUTS.get(path[-1].key, 0)
             return short(w, inputs) if inputs else w
 
-        held = lambda x: isinstance(x, Factored)  # noqa: E731
         layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)
         return made | {"layers": layers, "head": short(made["head"], 1)}
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jrl.mesh import RULES, batch_shards
-from jrl.models.config import ModelConfig
+from jrl.mesh import batch_shards
 from jrl.plan.lower import abstract_state
 from jrl.plan.topology import Topology, larger
 from jrl.train import build
-from jrl.train.gather import gathers, sampler_bytes
+from jrl.train.gather import (
+    cached_tokens,
+    gathers,
+    sampler_bytes,
+    slots_on_chip,
+    token_bytes,
+)
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
 from jrl.train.state import policy_of
@@ -51,52 +54,16 @@ def cache_bytes(run: build.Run) -> float:
     group = config.sampling.group + draw.baseline_members
     batch = -(-config.train.prompts // batch_shards(mesh))
     new = max_new_tokens(config, run.task)
-    slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(run.shape, mesh))
+    slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
     tokens = cached_tokens(batch, group, run.width, new, slots)
     return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)
 
 
-def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:
-    """Bytes of the keys and values of one token on one chip, all layers together.
-
-    Args:
-      model: the policy's shape.
-      tensor: devices that heads are divided over.
-      int8: ``sampling.int8``; a vector of 8-bit numbers has a float32 scale.
-    """
-    heads = -(-model.kv_heads // tensor)
-    size = jnp.dtype(model.dtype).itemsize
-    vector = model.head_dim + 4 if "cache" in int8 else model.head_dim * size
-    return float(2 * model.layers * heads * vector)
-
-
-def slots_on_chip(slots: int, axes: Mapping[str, int], gathered: bool) -> int:
-    """Of ``sampling.slots``, those that are on one chip; 0 for one of each sequence.
-
-    A device that samples by itself has them all, else all devices share them
-    (``sampling.generate``).
-
-    Args:
-      slots: ``sampling.slots``.
-      axes: devices along each axis of the sampler's mesh.
-      gathered: whether every device has what fsdp divides.
-    """
-    lone = ("data", "fsdp") if gathered else ("data",)
-    if all(n == 1 or axis in lone for axis, n in axes.items()):
-        return slots
-    return -(-slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
-
-
-def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
-    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
-    rows = prompts * group
-    return prompts * width + min(rows, slots or rows) * new
-
-
 def prepared_bytes(run: build.Run) -> float:
     """Bytes of the weights as the sampler reads them on one chip, beside those it is given."""
-    mesh = drawing_mesh(run)
-    return sampler_bytes(run.shape, mesh.shape, gathered=gathers(run.shape, mesh))
+    mesh, short = drawing_mesh(run), "weights" in run.config.sampling.int8
+    whole = gathers(run.config, run.shape, mesh)
+    return sampler_bytes(run.shape, mesh.shape, gathered=whole, int8=short)
 
 
 # ---------------------------------------------------------------- what would make it fit
@@ -154,7 +121,7 @@ def remedies(
     batch *= config.sampling.group
     if batch >= 2 * factor:
         each = max(batch // factor, 1)
-        alone = slots_on_chip(shards, mesh.shape, gathers(run.shape, mesh)) == shards
+        alone = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
         where = "on a chip" if alone else f"on all chips together, {each} on one"
         slots = each if alone else each * shards
         lines.append(f"sampling.slots = {slots} completions at once {where}")

@@ -20,10 +20,9 @@ from jax.sharding import Mesh
 from jrl.mesh import batch_shards
 from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec, weights
-from jrl.plan.memory import slots_on_chip, token_bytes
 from jrl.plan.topology import Topology
 from jrl.train import build
-from jrl.train.gather import gathers, sampler_bytes
+from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.train.objective import max_new_tokens
 
 _TILE = 128
@@ -127,7 +126,7 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
 
     prompts = -(-sizes.prompts // batch_shards(mesh))
-    rows, whole = prompts * sizes.group, gathers(model, mesh)
+    rows, whole = prompts * sizes.group, gathers(config, model, mesh)
     live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, whole) or rows)
     rounds = -(-rows // live)
     shared = -(-live // sizes.group) if rounds > 1 else prompts
@@ -138,11 +137,11 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
 
-    size = sampler_bytes(model, mesh.shape, gathered=gathers(model, mesh))
+    short = "weights" in config.sampling.int8
+    size = sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
     # Of the embedding only the rows of some tokens are read.
-    over = mesh.shape["tensor"] * (1 if gathers(model, mesh) else mesh.shape["fsdp"])
+    over = mesh.shape["tensor"] * (1 if whole else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
-    size /= 2 if "weights" in config.sampling.int8 else 1
     kernels = {"read_cache": cache_read.block_columns(columns)}
     kernels["splash"] = splash_cache.block_columns(columns)
     read_by = {name: read(block) for name, block in kernels.items()}

@@ -13,7 +13,7 @@ from jrl.mesh import batch_shards, lone_axes, make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.plan.lower import abstract_run
-from jrl.plan.memory import cache_bytes, slots_on_chip, token_bytes
+from jrl.plan.memory import cache_bytes
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import (
     Lengths,
@@ -24,6 +24,7 @@ from jrl.plan.useful import (
     layer_matrices,
     model_flops,
 )
+from jrl.train.gather import slots_on_chip, token_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ModelConfig(

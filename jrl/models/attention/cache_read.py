@@ -105,7 +105,7 @@ def look(
         return lambda i, j, _, last: tuple({0: i, axis: last[i, j]}.get(a, 0) for a in range(ndim))
 
     queries = q_mkgnd.reshape(m, k, g * wide, d)
-    blocks = {
+    blocks: dict[str, tuple[Any, pl.BlockSpec]] = {
         "q": (queries, pl.BlockSpec((r, k, g * wide, d), of_row)),
         "k": (part.k_mkdc, pl.BlockSpec((r, k, d, bk), along(3, 4))),
         "v": (part.v_mkcd, pl.BlockSpec((r, k, bk, d), along(2, 4))),
