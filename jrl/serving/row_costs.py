@@ -48,12 +48,17 @@ class Wait(NamedTuple):
 
 
 def cheapest(wait: Wait) -> Place:
-    """The place that costs least; of equal ones the first.
+    """The place that costs least, but a row is dropped only where no more can be parked.
 
-    >>> cheapest(Wait(held=0.5, parked=0.1, dropped=0.2)).value
+    A parked row resumes with the same bits; one that is read again does so up to rounding, and a
+    run whose rounding depends on the clock cannot be repeated bit for bit.
+
+    >>> cheapest(Wait(held=0.5, parked=0.2, dropped=0.1)).value
     'parked'
     """
-    return min(zip(wait, Place, strict=True), key=lambda x: x[0])[1]
+    away = Place.PARKED if math.isfinite(wait.parked) else Place.DROPPED
+    cost = wait.parked if away == Place.PARKED else wait.dropped
+    return Place.HELD if wait.held <= cost else away
 
 
 ChoosePlace = Callable[[Wait], Place]

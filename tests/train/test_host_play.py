@@ -189,10 +189,15 @@ def by_chance(seed):
 
 @pytest.mark.parametrize("place", [*Place, None])
 def test_draws_do_not_depend_on_where_rows_wait(calm, place):
-    """Rows held, parked, dropped, or each time one of them by chance: the same episodes."""
+    """Rows held, parked, dropped, or each time one of them by chance: the same episodes.
+
+    The same bits where no row is read again.
+    """
+
+    chance = random.Random(2)
 
     async def wait():
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(chance.random() * 0.02)
 
     choose = by_chance(3) if place is None else lambda wait: place
     played = play(counting_env(wait), choose=choose)
@@ -200,7 +205,8 @@ def test_draws_do_not_depend_on_where_rows_wait(calm, place):
     for mine, theirs in zip(played.groups, calm.groups, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a.segments[::2], b.segments[::2], strict=True):  # those drawn
-                np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=1e-5)
+                most = 0 if place in (Place.HELD, Place.PARKED) else 1e-5
+                np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=most)
     counts = played.counts
     assert (counts["parked"] > 0) == (place in (Place.PARKED, None))
     assert (counts["dropped"] > 0) == (place in (Place.DROPPED, None))
