@@ -18,8 +18,7 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.models.matmul import part_dtype
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, part_dtype, rounded, weights
 from jrl.types import Array, Cache, Network, Params
 
 LARGEST = 127
@@ -230,8 +229,6 @@ def in_8_bits(params: Params, config: ModelConfig) -> Params:
       params: the decoder's, floats.
       config: a model without experts.
     """
-    from jrl.models.decode import rounded  # which joins what is made here
-
     params = rounded(params, config=config)
     head = params["head"] if "head" in params else params["embed"].T
     return quantise_layers(params, config) | {"head": quantise(head, 1)}
