@@ -68,7 +68,9 @@ class Limits(NamedTuple):
         given: dict[str, Any] = self._asdict()
         for name, value in given.items():
             seconds = name.endswith("seconds")
-            if not isinstance(value, Real if seconds else Integral) or isinstance(value, bool):
+            if isinstance(value, bool) or not issubclass(
+                type(value), Real if seconds else Integral
+            ):
                 said = "a number" if seconds else "an integer"
                 raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
             if not value >= least.get(name, 0) or not math.isfinite(value):
