@@ -42,6 +42,12 @@ class Main(TyperGroup):
                 "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
             )
             raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            first = _clipped(" ".join(str(error).split("\n")[0].split()) or "no memory is left")
+            typer.echo(f"jrl: error: out of memory: {first}; {_SMALLER}", err=True)
+            raise typer.Exit(UserError.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("jrl: stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -67,6 +73,17 @@ def _clipped(line: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[:_HALF]} ... {line[-_HALF:]}"
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device has no memory left; does not import JAX for its error."""
+    exhausted = "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and exhausted
+    )
+
+
+_SMALLER = (
+    "lower sampling.slots, train.prompts, eval.problems or the lengths, or raise train.microbatches"
+)
 _LONGEST, _HALF = 2000, 500
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}

@@ -36,7 +36,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.compiled import held_out, iterate, warm_start
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 from jrl.types import Array, Params
 
 RESAMPLES = 10_000

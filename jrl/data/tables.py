@@ -13,6 +13,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.json_text import parse_json
+from jrl.memory import check_fits
 
 
 class Source(Protocol):
@@ -153,6 +154,10 @@ class Chain:
         return self._sources[number], index - self._starts[number]
 
 
+_ROW_BYTES = 5 * 8
+"""Of a row of a mixture while the order is found."""
+
+
 class Mixture:
     """Rows of several sources in given proportions.
 
@@ -170,7 +175,12 @@ class Mixture:
         parts = given / given.sum()
         sizes = np.array([len(source) for source in self._sources])
         largest = int(np.argmax(sizes / parts))
-        counts = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1).astype(np.int64)
+        rows = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1)
+        shown = ", ".join(f"{name!r} = {weight:g}" for name, weight in weights.items())
+        remedy = "bring the weights nearer to the sizes of the sources"
+        said = f"data of {rows.sum():.3g} rows by the weights {shown}"
+        check_fits(said, _ROW_BYTES * float(rows.sum()), remedy)
+        counts = rows.astype(np.int64)
         # The i-th of n rows of a source has its place at (i + 1/2) / n of the whole.
         place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
         order = np.argsort(place, kind="stable")

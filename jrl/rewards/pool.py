@@ -65,8 +65,8 @@ class RewardPool:
         it is marked by ``over_group``.
       workers: processes; 0 calls the functions in this process, without limits.
       timeout_seconds: for one call; at its end the worker is killed with all that it started.
-      memory_gib: resident memory of one worker and all that it started, in GiB; beyond it they are
-        killed, and the call failed.
+      memory_gib: memory of one worker and all that it started, in GiB, what they write in memfds
+        and /dev/shm included; beyond it they are killed, those files removed, and the call failed.
       on_timeout: what becomes of the samples of a call that was ended at its time limit: "zero"
         points, "drop" (NaN points, for the caller to take the sample out of its group), or "stop"
         with a UserError. "reward_timeouts" counts such calls.

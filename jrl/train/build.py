@@ -39,6 +39,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
+from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -150,6 +151,8 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         networks=_frozen_networks(config, method),
     )
     _check_tokens(data, run.network.vocab_size)
+    if trains:
+        check_training(run._replace(data=data))
     return run._replace(
         rollout_mesh=rollout_mesh,
         params=params if model is None else start_params(config, model, run.network, params),
@@ -241,7 +244,7 @@ def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
         model,
         attention=config.model.attention,
         remat=config.model.remat,
-        gather=gathers(model, mesh),
+        gather=gathers(config, model, mesh),
     )
 
 
@@ -282,7 +285,7 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     }
     make = load(spec, "model.network")
     check_takes(make, tuple(sizes), f"model.network = {spec!r}")
-    sizes |= config.model.config or {}
+    sizes |= reveal(config.model.config or {}, "model.config")
     check_options(make, sizes, "model.config")
     network = made_by(make, f"model.network = {spec!r}", **sizes)
     if not isinstance(network, Network):

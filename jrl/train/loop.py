@@ -45,8 +45,8 @@ from jrl.train.pins import pinned
 from jrl.train.records import RunRecords, all_heard
 from jrl.train.resharding import freed_after
 from jrl.train.reward_text import check_reward_columns, reward_text
+from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
-from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
 from jrl.waits import Waits, moved, waiting

@@ -29,8 +29,9 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups
 from jrl.train.pairs import JudgedEvaluator, sizes_of
 from jrl.train.reward_model import trains_reward
+from jrl.train.score import policy_of
 from jrl.train.shapes import asked_of_evaluations
-from jrl.train.state import free_memory, policy_of, rolled_back
+from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
 from jrl.types import TrainState
