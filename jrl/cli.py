@@ -28,6 +28,7 @@ from jrl.hub import hub_name
 from jrl.own import remember
 from jrl.signals import end_at_once, end_within
 from jrl.step_files import what_is_saved
+from jrl.stored_config import stored_config
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -602,10 +603,14 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
         target = None
     if target is None or not os.path.isdir(target):
         return load_config(target, changes)
-    if not (Path(target) / "config.toml").exists():
+    found = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    if found is None:
         raise UserError(f"{target} is not a run directory: it has no config.toml")
+    config, said = found
+    if said:
+        typer.echo(f"jrl: {said}", err=True)
     remember(Path(target) / "python")  # the rows of a run from Python
-    return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
+    return config
 
 
 def _prepare_jax() -> None:
