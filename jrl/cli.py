@@ -586,6 +586,10 @@ def show_config(
     Example: jrl show-config configs/tiny.toml sampling.group=16
     """
     chosen = _read(config, overrides)
+    if chosen.objective or chosen.method != Config().method:  # else there is nothing to be wrong
+        from jrl.train.objective import method_of
+
+        method_of(chosen, None)
     if as_json:
         typer.echo(json.dumps(as_tree(chosen, none=True), indent=2, ensure_ascii=False))
     else:

@@ -464,8 +464,8 @@ class Config(Table):
     watch: dict[str, WatchTable] = key(
         {},
         "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
-        " (more than so many times its mean over the first 10 steps), falls (by more than this"
-        " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
+        " (more than this multiple of its mean over the first 10 steps), falls (by more than this"
+        " share from its best mean over 10 steps), steps (in a row that break it, 1 when not set)"
         " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
         " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
         " stop: save and end; none). configs/README.md lists those that hold without being asked"

@@ -11,17 +11,22 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.config import Config
 from jrl.config_io import build_config, dump, load_config
 from jrl.data.tasks import Task
 from jrl.directories import fresh_dir
 from jrl.errors import UserError
+from jrl.methods.base import Method
 from jrl.metrics import read_jsonl
 from jrl.own import GIVEN, given, keep_rows
 from jrl.rewards.columns import SIGNATURE
 from jrl.types import Network, Params, TrainState
+
+if TYPE_CHECKING:
+    from jrl.envs import Env
+    from jrl.envs.host import HostEnv
 
 ROWS = "python"
 """Where in a run directory the rows are that were passed in Python."""
@@ -90,7 +95,9 @@ def fit(
     reward: Reward | str | Mapping[str, Reward | float] | None = None,
     model: str | Path | Mapping[str, Any] | Callable[..., Network] | None = None,
     *,
+    method: str | Method | Callable[..., Method] | None = None,
     task: str | Task | Callable[..., Task] | None = None,
+    env: str | Callable[..., Env | HostEnv] | None = None,
     eval_rows: Rows | str | None = None,
     config: Config | str | Path | Mapping[str, Any] | None = None,
     dir: str | Path | None = None,
@@ -113,7 +120,12 @@ def fit(
         set.
       model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
         random weights (with ``task``), or a function that makes a ``jrl.Network``.
+      method: a name of ``jrl methods``, a method, or a function that makes one of the keys of
+        ``[objective]``; GRPO by default.
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
+      env: an environment to play instead, its name or a function that makes it of further keys of
+        ``[data]``: a ``jrl.envs.Env`` on the device, or with ``rows`` a ``jrl.envs.host.HostEnv``
+        that plays them.
       eval_rows: held-out prompts, as ``rows``.
       config: everything else: a configuration, a TOML file, or its keys as a dict, nested or
         dotted ({"train.steps": 100}).
@@ -136,7 +148,9 @@ def fit(
     tree = _tree(config)
     _set(tree, {name.replace("__", "."): value for name, value in settings.items()})
     _set_model(tree, model, values)
+    _set_method(tree, method, values)
     _set_data(tree, rows, eval_rows, task, values)
+    _set_env(tree, env, values)
     _set_rewards(tree, reward, values)
     if dir is not None or not tree.get("run", {}).get("dir"):
         chosen = str(dir) if dir is not None else str(fresh_dir("fit"))
@@ -214,6 +228,31 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
         raise UserError(
             f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, or a"
             " function that makes a jrl.Network"
+        )
+
+
+def _set_method(tree: dict[str, Any], method: Any, values: dict[str, Any]) -> None:
+    if isinstance(method, str):
+        tree["method"] = method
+    elif isinstance(method, Method) or callable(method):
+        values["method"] = method if callable(method) else lambda: method
+        tree["method"] = f"{GIVEN}method"
+    elif method is not None:
+        raise UserError(
+            f"method = {method!r:.60}; give a name of `jrl methods`, a jrl.methods.Method, or a"
+            " function that makes one"
+        )
+
+
+def _set_env(tree: dict[str, Any], env: Any, values: dict[str, Any]) -> None:
+    if isinstance(env, str):
+        tree["data"]["env"] = env
+    elif callable(env):
+        values["env"] = env
+        tree["data"]["env"] = f"{GIVEN}env"
+    elif env is not None:
+        raise UserError(
+            f"env = {env!r:.60}; give the name of an environment, or a function that makes one"
         )
 
 

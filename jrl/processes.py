@@ -61,7 +61,7 @@ def start(
     if not automatic:
         if missing := [name for name, value in given.items() if value is None]:
             raise UserError(
-                f"{', '.join(missing)} missing beside {', '.join(set(given) - set(missing))}; give "
+                f"{', '.join(missing)} missing, {', '.join(set(given) - set(missing))} given; give "
                 f"all three (--coordinator, --processes, --process), or set {DETECT}=auto"
             )
         assert processes is not None

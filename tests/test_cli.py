@@ -91,6 +91,22 @@ def test_a_mistake_is_one_message_and_exit_code_2():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("objective.waits=1", "coefficient of grpo = 'waits'"),
+        ("objective.clip_low=-1", "grpo.clip_low = -1; give a number of at least 0"),
+        ("objective.epochs=0", "epochs = 0; give a whole number of at least 1"),
+        ("method=grop", "method = 'grop'; did you mean 'grpo'"),
+    ],
+)
+def test_show_config_refuses_what_the_method_does(change, message):
+    result = jrl("show-config", TINY, change)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "none.toml"], "none.toml: No such file"),

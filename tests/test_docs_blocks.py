@@ -41,6 +41,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "README.md": {
         "# rewards.py": "test_readme::test_the_reward_of_the_command_line_is_one",
         "from jrl import fit": "test_readme::test_the_example_with_values_runs",
+        "# mine.py": "test_readme::test_the_readmes_method_is_gspo",
     },
     "docs/python.md": {"from jrl import fit": "test_readme::test_the_example_of_the_docs_runs"},
     "docs/own.md": {

@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import sys
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,11 @@ from jrl import entry
 from jrl.cli import app
 from jrl.config_io import load_config
 from jrl.data.tasks import get_task
+from jrl.envs import get_env
 from jrl.errors import UserError
+from jrl.methods import variant
+from jrl.methods.domains import Positive
+from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.own import given
@@ -119,6 +124,38 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
     assert any("resuming from step 2" in line for line in said)
     with pytest.raises(UserError, match=r"(?s)another configuration.*data.train = 'python:rows-"):
         jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
+
+
+def test_a_method_and_an_environment_as_values(tmp_path):
+    @variant(grpo, clip_high=0.5)
+    def louder(base, gain: Positive = 1.0):
+        return base.with_(advantage=scaled_by(base.objective.advantage, gain))
+
+    def scaled_by(advantage, gain):
+        def apply(score, batch, state):
+            values, batch, state = advantage.apply(score, batch, state)
+            return gain * values, batch, state
+
+        return advantage._replace(apply=apply)
+
+    def walk(difficulty: int = 2):
+        return get_env("gridworld", size=difficulty)
+
+    how = {"train.steps": 1, "train.prompts": 2, "sampling.group": 4, "eval.problems": 4}
+    run = partial(jrl.fit, model=SIZES, env=walk, config=how, echo=lambda line: None)
+    plain = run(method=grpo(clip_high=0.5), dir=tmp_path / "plain")
+    loud = run(method=louder, dir=tmp_path / "loud", objective__gain=3.0, data__difficulty=2)
+    assert loud.config.method == "python:method"
+    assert loud.config.data.env == "python:env"
+    assert loud.metrics[0]["turns"] == plain.metrics[0]["turns"]
+    assert loud.metrics[0]["advantage_std"] == pytest.approx(3 * plain.metrics[0]["advantage_std"])
+
+
+def test_what_is_no_method_and_no_environment():
+    with pytest.raises(UserError, match=r"method = 3; give a name of `jrl methods`, a jrl.methods"):
+        jrl.fit(method=3, task="sorting")
+    with pytest.raises(UserError, match=r"env = 3; give the name of an environment, or a function"):
+        jrl.fit(env=3)
 
 
 def test_files_named_rewards_and_trl_s_form(model, tmp_path):

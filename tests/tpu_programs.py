@@ -49,6 +49,16 @@ def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[st
     return as_json(found) | {"text": as_text(found), "numbers": found.parameters}
 
 
+def pod(path: str, topology: str) -> dict[str, Any]:
+    """The plan of a configuration file, the unrolled programs with few layers."""
+    from jrl.config_io import load_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    return as_json(plan.quick_plan(load_config(path), parse_topology(topology)))
+
+
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """What is said of configurations that cannot be planned for."""
     from jrl.config_io import build_config

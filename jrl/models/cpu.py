@@ -102,7 +102,7 @@ class WeightFirst(struct.PyTreeNode, Factored):
         """From a weight [input axes, output axes]."""
         return cls(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
         """``matmul(spec, x, weight, dtype)``, [rows, inputs] to [rows, outputs]."""
         letters = matrices(spec)
         assert letters is not None, spec

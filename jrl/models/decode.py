@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 
 from jrl.mesh import constrain, parts_of, platform
 from jrl.models.attention.choice import (
-    MOST_TABLES,
     SHORTEST,
     RowAttention,
     Shape,
@@ -29,7 +28,7 @@ from jrl.models.attention.choice import (
     caches_in_tiles,
     kernel_for,
     mesh_axes,
-    reads_caches_by_kernel,
+    reads_in_one_piece,
     row_attention,
 )
 from jrl.models.attention.dense import NO_WINDOW, Part
@@ -45,9 +44,9 @@ from jrl.models.layers import (
     rotations,
 )
 from jrl.models.matmul import prepare_weight
-from jrl.models.quant import INPUTS, quantise_entries
+from jrl.models.quant import INPUTS, Int8, quantise_entries
 from jrl.models.routing import record
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, stored_dtype, weights
 from jrl.types import Array, Cache, Params
 
 AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
@@ -94,24 +93,6 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     }
 
 
-def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
-    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
-
-
-def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
-    dtype = stored_dtype(config)
-
-    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
-        name = path[-1].key
-        matrix = name == "embed" or (spec.inputs and name != "router")
-        return w.astype(dtype) if matrix else w
-
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)
-
-
 def output_matrix(
     config: ModelConfig, params: Params, lay: Callable[..., Array] = lambda w, *axes: w
 ) -> Array | Factored:
@@ -122,8 +103,22 @@ def output_matrix(
       params: the network's parameters.
       lay: (matrix, its logical axes) -> the matrix, as the mesh divides it.
     """
-    head = params["embed"].T if config.tied_embeddings else params["head"]
-    return prepare_weight(lay(head.astype(stored_dtype(config)), "embed", "vocab"), 1)
+    # One in 8 bits is there beside an embedding that it is tied to.
+    head = params["head"] if "head" in params else params["embed"].T
+    return _ready(head, stored_dtype(config), 1, lay, "embed", "vocab")
+
+
+def _short(w: Any, dtype: Any) -> Any:
+    """A weight in this dtype; one in 8 bits as it is."""
+    return w if isinstance(w, Int8) else w.astype(dtype)
+
+
+def _ready(w: Any, dtype: Any, inputs: int, lay: Callable[..., Array], *axes: str | None) -> Any:
+    """A weight as ``matmul.prepare_weight`` returns it, divided by its logical axes."""
+    if isinstance(w, Int8):  # of the axes that are summed over the scales have nothing
+        scales = lay(w.scales, *(None,) * inputs, *axes[inputs:])
+        return Int8(lay(w.values, *axes), scales)
+    return prepare_weight(lay(w.astype(dtype), *axes), inputs)
 
 
 def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Params:
@@ -134,22 +129,28 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     """
     dtype = stored_dtype(config)
 
-    def ready(name: str, w: Array) -> Array | Factored:
-        return prepare_weight(w, INPUTS[name])
+    def ready(name: str, w: Any, *axes: str | None) -> Any:
+        return _ready(w, dtype, INPUTS[name], lay, *axes)
+
+    def joined(q: Array, k: Array, v: Array) -> Array:
+        # For each key-value head the query heads that read it, then its own key and value.
+        q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+        return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+
+    def paired(gate: Array, up: Array) -> Array:
+        return jnp.stack([gate, up], axis=1)
 
     attention = dict(layer["attention"])
-    q, k, v = (attention.pop(name).astype(dtype) for name in ("q", "k", "v"))
-    q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
-    # For each key-value head the query heads that read it, then its own key and value.
-    together = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
-    attention["qkv"] = ready("qkv", lay(together, "embed", "kv_heads", None, None))
-    attention["o"] = ready("o", lay(attention["o"].astype(dtype), "heads", None, "embed"))
+    # Of weights in 8 bits integers and scales are joined alike.
+    together = jax.tree.map(joined, *(_short(attention.pop(n), dtype) for n in "qkv"))
+    attention["qkv"] = ready("qkv", together, "embed", "kv_heads", None, None)
+    attention["o"] = ready("o", attention["o"], "heads", None, "embed")
     fused = layer | {"attention": attention}
     if "mlp" in layer:
         mlp = dict(layer["mlp"])
-        pair = jnp.stack([mlp.pop("gate"), mlp.pop("up")], axis=1).astype(dtype)
-        mlp["gate_up"] = ready("gate_up", lay(pair, "embed", None, "mlp"))
-        mlp["down"] = ready("down", lay(mlp["down"].astype(dtype), "mlp", "embed"))
+        pair = jax.tree.map(paired, *(_short(mlp.pop(n), dtype) for n in ("gate", "up")))
+        mlp["gate_up"] = ready("gate_up", pair, "embed", None, "mlp")
+        mlp["down"] = ready("down", mlp["down"], "mlp", "embed")
         fused["mlp"] = mlp
     else:
         gate, up, down = (layer["experts"][name].astype(dtype) for name in ("gate", "up", "down"))
@@ -206,7 +207,8 @@ def extend(
                 parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
-            return attention(q, parts), tuple(pieces)
+            same = views[0].column is not None
+            return attention(q, parts, own=len(pieces), together=same), tuple(pieces)
 
         return mix
 
@@ -269,11 +271,9 @@ def init_cache(
     if caches_in_tiles(attention):
         tiles = -(-length // SHORTEST)
         length = tiles * SHORTEST
-        own = rows // parts_of("batch", rows) * config.kv_heads
-        own //= parts_of("heads", config.kv_heads)
         # The kernel that reads finds what is in use by itself, so that one piece does, unless the
         # rows are too many for its tables.
-        alone = reads_caches_by_kernel(attention) and own <= MOST_TABLES
+        alone = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
         pieces = 1 if alone else max(n for n in range(1, pieces + 1) if tiles % n == 0)
 
     def empty(*shape: int) -> Array:

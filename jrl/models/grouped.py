@@ -45,6 +45,7 @@ class _How(NamedTuple):
     kernel: str
     platform: str
     gather: Gather | None
+    one_of: int
 
 
 def grouped_matmul(
@@ -54,6 +55,7 @@ def grouped_matmul(
     *,
     kernel: str = "auto",
     gather: Gather | None = None,
+    one_of: int = 1,
 ) -> Array:
     """Each run of rows times its own matrix, accumulated in float32, in the dtype of ``x_md``.
 
@@ -64,6 +66,9 @@ def grouped_matmul(
       kernel: of ``KERNELS``.
       gather: under ``jax.shard_map``, how the matrices are divided. They are put together for the
         product, forward and backward, and the sum of their gradients is divided again.
+      one_of: devices that have these rows and matrices of different groups, so that a row is in a
+        group here in one of so many cases. It changes no number: kernels skip rows without a group,
+        and the products bear it in their name, since XLA counts the work of all M rows.
 
     Returns:
       [M, F]; 0 in rows past those of the last group. The gradient of ``w_edf`` is float32 sums, in
@@ -75,7 +80,7 @@ def grouped_matmul(
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
     if kernel not in KERNELS:
         raise choose("model.grouped_matmul", kernel, KERNELS)
-    how = _How(kernel, platform(), gather)
+    how = _How(kernel, platform(), gather, one_of)
     return checkpoint_name(_grouped(how, x_md, w_edf, rows_e), PRODUCT)
 
 
@@ -128,13 +133,17 @@ def _by_group(how: _How, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
 
 
 def _choose(how: _How, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
-    kernel, where, _ = how
+    kernel, where = how.kernel, how.platform
     if kernel == "auto":
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
         kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
+    run = kernels[kernel]
     if kernel == "megablox":
-        return kernels[kernel](*args, interpret=where != "tpu")
-    return kernels[kernel](*args)
+        run = functools.partial(run, interpret=where != "tpu")
+    if how.one_of == 1:
+        return run(*args)
+    with jax.named_scope(f"one_of_{how.one_of}"):  # read by plan.costs
+        return run(*args)
 
 
 # ---------------------------------------------------------------- XLA's own

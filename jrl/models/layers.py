@@ -24,7 +24,7 @@ from jrl.models import moe
 from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_attention
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
-from jrl.models.matmul import PRODUCT, SEEN, project
+from jrl.models.matmul import PRODUCT, SEEN, divided, project
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -193,7 +193,10 @@ def _projected(
 ) -> tuple[Array, Array, Array]:
     """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
     cos, sin = rotation
-    q_bqhd, k_bqkd, v_bqkd = (project("bqd,dhk->bqhk", x_bqd, w[name]) for name in "qkv")
+    out = divided("outputs", "kv_heads", config.kv_heads)
+    q_bqhd, k_bqkd, v_bqkd = (
+        project("bqd,dhk->bqhk", x_bqd, w[name], divided=out) for name in "qkv"
+    )
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
         k_bqkd = k_bqkd + _row(w["k_bias"], 4).astype(x_bqd.dtype)
@@ -241,7 +244,8 @@ def _attention(
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
     v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
-    out = project("bqhk,hkd->bqd", seen_bqhd, w["o"])
+    by_head = divided("inputs", "heads", config.heads)
+    out = project("bqhk,hkd->bqd", seen_bqhd, w["o"], divided=by_head)
     if config.o_bias:
         out = out + _row(w["o_bias"], 3).astype(out.dtype)
     return out, extra
@@ -257,10 +261,12 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
-        gate, up = (project("bqd,df->bqf", x_bqd, w[name]) for name in ("gate", "up"))
+        out = divided("outputs", "mlp", config.mlp_dim)
+        gate, up = (project("bqd,df->bqf", x_bqd, w[name], divided=out) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
-    return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"]))
+    by_part = divided("inputs", "mlp", config.mlp_dim)
+    return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"], divided=by_part))
 
 
 def _experts(

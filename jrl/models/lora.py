@@ -25,7 +25,7 @@ from flax import struct
 from jrl.errors import UserError, choose
 from jrl.mesh import constrain
 from jrl.models.config import ModelConfig
-from jrl.models.decode import output_matrix, stored_dtype
+from jrl.models.decode import output_matrix
 from jrl.models.layers import layer_weights
 from jrl.models.matmul import matmul
 from jrl.models.quant import (
@@ -36,7 +36,7 @@ from jrl.models.quant import (
     quantise,
     quantise_layers,
 )
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, stored_dtype, weights
 from jrl.types import Array, Network, Params, Split
 
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
@@ -123,7 +123,7 @@ class Adapted(struct.PyTreeNode, Factored):
     b: Any
     scale: float = struct.field(pytree_node=False)
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
         """``matmul`` with both, summed in float32 before it is rounded."""
         operands, out = spec.split("->")
         left, right = operands.split(",")

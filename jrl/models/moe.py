@@ -171,6 +171,7 @@ def routed(
     *,
     first: Array | int = 0,
     fsdp: bool = False,
+    one_of: int = 1,
 ) -> Array:
     """The weighted sum of the visited experts' gated feed-forward outputs.
 
@@ -182,6 +183,7 @@ def routed(
       experts: all of them, or those that this device has.
       first: the number of the first of them; visits of others count as 0.
       fsdp: under ``jax.shard_map``, whether D of the weights is divided over that axis.
+      one_of: devices that share out the experts; see ``grouped_matmul``.
 
     Returns:
       [M, D] float32.
@@ -198,7 +200,7 @@ def routed(
 
     def times(x: Array, w: Array, dim: int) -> Array:
         gather = Gather("fsdp", dim) if fsdp else None
-        return grouped_matmul(x, w, rows_e, kernel=experts.kernel, gather=gather)
+        return grouped_matmul(x, w, rows_e, kernel=experts.kernel, gather=gather, one_of=one_of)
 
     hidden = experts.act(times(sorted_x, experts.gate, 1)) * times(sorted_x, experts.up, 1)
     out = _reorder(times(hidden, experts.down, 2), back, order).reshape(m, k, -1)
@@ -266,7 +268,7 @@ def over_mesh(
     columns = RULES["length"] if divides(mesh, "length", q) else ()
     tokens, inner = PartitionSpec(rows or None, columns or None), "embed" if fsdp else None
     wide = spec(("expert", inner, "mlp"))
-    by_expert = "expert" in rows
+    by_expert, shares = "expert" in rows, mesh.shape["expert"]
 
     def gathered(x: Array) -> Array:
         return jax.lax.all_gather(_flat(x), "expert", axis=0, tiled=True) if by_expert else _flat(x)
@@ -276,9 +278,8 @@ def over_mesh(
     ) -> Array:
         mine = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
-        y = routed(
-            gathered(x), gathered(w), gathered(e), gathered(live), mine, first=first, fsdp=fsdp
-        )
+        tokens = gathered(x), gathered(w), gathered(e), gathered(live)
+        y = routed(*tokens, mine, first=first, fsdp=fsdp, one_of=shares)
         y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))
         if by_expert:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)

@@ -18,7 +18,7 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.models.weights import Factored, WeightSpec, weights
+from jrl.models.weights import Factored, WeightSpec, part_dtype, rounded, weights
 from jrl.types import Array, Cache, Network, Params
 
 LARGEST = 127
@@ -35,9 +35,9 @@ class Int8(struct.PyTreeNode, Factored):
     values: Any
     scales: Any
 
-    def times(self, spec: str, x: Array, dtype: Any = None) -> Array:
-        """``matmul(spec, x, whole, dtype)``."""
-        return _times(spec, x, self.values, self.scales, dtype)
+    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
+        """``matmul(spec, x, whole, dtype, divided)``."""
+        return _times(spec, x, self.values, self.scales, dtype, divided)
 
     def in_8_bits(self, inputs: int) -> Int8:
         """Itself."""
@@ -98,24 +98,32 @@ def _along_output(scales: Array, spec: str) -> Array:
     return scales.transpose(order).reshape(sizes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4))
-def _times(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> Array:
-    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
-    return (out * _along_output(scales, spec)).astype(dtype or x.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))
+def _times(
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+) -> Array:
+    sent = part_dtype(x.dtype, divided != "inputs")
+    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=sent)
+    return (out.astype(jnp.float32) * _along_output(scales, spec)).astype(dtype or x.dtype)
 
 
-def _forward(spec: str, x: Array, values: Array, scales: Array, dtype: Any) -> tuple[Array, tuple]:
+def _forward(
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+) -> tuple[Array, tuple]:
     # No numbers of x are kept: only their dtype is needed to go back.
-    return _times(spec, x, values, scales, dtype), (jnp.zeros((), x.dtype), values, scales)
+    kept = jnp.zeros((), x.dtype), values, scales
+    return _times(spec, x, values, scales, dtype, divided), kept
 
 
-def _backward(spec: str, dtype: Any, kept: tuple, g: Array) -> tuple[Array, None, None]:
+def _backward(
+    spec: str, dtype: Any, divided: str | None, kept: tuple, g: Array
+) -> tuple[Array, None, None]:
     like, values, scales = kept
     x, w, out = _letters(spec)
     g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(like.dtype)
-    back = jnp.einsum(
-        f"{w},{out}->{x}", values.astype(like.dtype), g, preferred_element_type=jnp.float32
-    )
+    sent = part_dtype(like.dtype, divided != "outputs")
+    spec = f"{w},{out}->{x}"
+    back = jnp.einsum(spec, values.astype(like.dtype), g, preferred_element_type=sent)
     return back.astype(like.dtype), None, None
 
 
@@ -204,15 +212,43 @@ def sampler(network: Network, config: ModelConfig, *, weights: str, cache: str) 
     """
     if weights == "int8":
         check_dense(config, "sampling.int8 = 'weights'")
-        network = network._replace(prepare=_rounding(network.prepare))
+        network = network._replace(prepare=_rounding(network, config))
     if cache == "int8":
         network = network._replace(init_cache=_short_cache(network.init_cache))
     return network
 
 
-def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
+def in_8_bits(params: Params, config: ModelConfig) -> Params:
+    """The parameters with every matrix that sampling reads as ``Int8``, the output matrix too.
+
+    Each number is rounded to the dtype that ``prepare`` would give it first. What is divided over
+    devices stays so: they agree on the largest number of a channel alone, and what is then sent
+    has half the bytes of 16-bit weights.
+
+    Args:
+      params: the decoder's, floats.
+      config: a model without experts.
+    """
+    params = rounded(params, config=config)
+    head = params["head"] if "head" in params else params["embed"].T
+    return quantise_layers(params, config) | {"head": quantise(head, 1)}
+
+
+def axes_in_8_bits(config: ModelConfig, axes: Any) -> Any:
+    """The logical axes of what ``in_8_bits`` gives, from those of the parameters."""
+    embed = axes["embed"]
+    head = axes["head"] if "head" in axes else (embed[1], embed[0])
+    return layer_axes(config, axes) | {"head": Int8(head, (None, head[1]))}
+
+
+def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
+    prepare, plain = network.prepare, network.extras.split is None
+
     def prepare_int8(params: Params) -> Any:
-        made = prepare(params)
+        held = lambda x: isinstance(x, Factored)  # noqa: E731
+        # Rounded before they are joined and sent, if not already; adapters are added first.
+        rounded = any(map(held, jax.tree.leaves(params, is_leaf=held)))
+        made = prepare(in_8_bits(params, config) if plain and not rounded else params)
 
         def short(w: Any, inputs: int) -> Any:
             return w.in_8_bits(inputs) if isinstance(w, Factored) else quantise(w, inputs)
@@ -221,7 +257,6 @@ def _rounding(prepare: Callable[[Params], Any]) -> Callable[[Params], Any]:
             inputs = INPUTS.get(path[-1].key, 0)
             return short(w, inputs) if inputs else w
 
-        held = lambda x: isinstance(x, Factored)  # noqa: E731
         layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)
         return made | {"layers": layers, "head": short(made["head"], 1)}
 

@@ -307,6 +307,11 @@ class FileTokenizer:
             start = end
         return ids + self.encode(text[start:])
 
+    def controls(self, text: str) -> list[str]:
+        """The control tokens that ``encode`` reads in a text, spelled out."""
+        ids = self.encode(text.encode("utf-8", "replace").decode("utf-8"))
+        return [self.decode([i], skip_special=False) for i in ids if i in self._spelled]
+
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer without its added tokens."""

@@ -57,7 +57,8 @@ class Program(NamedTuple):
       layers: of the two shallower programs that the numbers are extrapolated from; empty where
         they are of the run's own program.
       alone: seconds that "compute", "memory" and "network" each would take by themselves.
-      full_seconds: the sampler's ``roofline_seconds`` if its cache were read whole for every token.
+      full_seconds: the sampler's ``roofline_seconds`` if its cache were read whole for every token;
+        None where it is, because no kernel reads what is filled alone.
       floor_seconds: the time of the work that cannot be avoided; see ``useful.floor_seconds``.
       model_flops: model FLOPs of a chip; see ``useful.model_flops``.
       reads: bytes of the sampler's memory traffic that are "weights" and "cache".
@@ -369,14 +370,18 @@ def _measured(
     mesh = drawing_mesh(run) if name == "sampler" else run.mesh
     text, shape = compiled.as_text(), list(mesh.shape.values())
     found = decoding(run, mesh) if name == "sampler" else None
-    costs = program_costs(text, shape, {found.own: found.live} if found else {})
+    costs = program_costs(text, shape, found.live if found else {})
     least, bound = roofline(costs, topology, mesh.devices)
-    whole = roofline(program_costs(text, shape), topology, mesh.devices)[0] if found else None
+    whole = None
+    if found is not None:
+        unfilled = program_costs(text, shape)
+        if _moved(unfilled) > _moved(costs):  # else no kernel reads a cache in part
+            whole = roofline(unfilled, topology, mesh.devices)[0]
     return Program(
         bytes_per_chip=sizes,
         fits=sizes["total"] <= topology.chip.hbm_bytes,
         flops=sum(c.runs * c.flops for c in costs),
-        hbm_bytes=sum(c.runs * c.bytes for c in costs),
+        hbm_bytes=_moved(costs),
         collective_bytes=_by_kind(costs, mesh.axis_names),
         roofline_seconds=least,
         bound=bound,
@@ -389,6 +394,10 @@ def _measured(
         if found is None
         else {"weights": found.steps * found.weights, "cache": found.steps * found.cache},
     )
+
+
+def _moved(costs: list[Cost]) -> float:
+    return sum(c.runs * c.bytes for c in costs)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -67,15 +66,16 @@ class Cost(NamedTuple):
 
 
 def program_costs(
-    text: str, mesh_shape: Sequence[int], live: Mapping[int, float] = MappingProxyType({})
+    text: str, mesh_shape: Sequence[int], live: Mapping[str, float] = MappingProxyType({})
 ) -> list[Cost]:
     """The cost of each computation that runs: the entry and the bodies of loops.
 
     Args:
       text: ``compiled.as_text()``.
       mesh_shape: the sizes of the mesh's axes; the program's device number i is the mesh's i-th.
-      live: for caches that attention's kernel reads in part, by how many numbers they have: the
-        share that it reads.
+      live: of the kernels that read caches, by the start of their names: the share that they read
+        of what a row has of its own, on average. The prompts are read whole, and so are caches
+        without such a kernel.
     """
     program = parse_program(text)
     costs = []
@@ -86,7 +86,7 @@ def program_costs(
         for operation in operations.values():
             moved += _bytes_moved(program, operation, operations, live)
             for inner, own in fused_operations(program, operation, operations):
-                flops += _flops(inner, own)
+                flops += _flops(inner, own, live)
                 if (hit := _collective(inner, own, mesh_shape)) is not None:
                     total = found.setdefault(hit[:3], [0.0, 0.0])
                     total[0] += 1
@@ -99,10 +99,15 @@ def program_costs(
 # ---------------------------------------------------------------- operations and bytes
 
 
-def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
+def _flops(
+    operation: Operation, operations: dict[str, Operation], live: Mapping[str, float]
+) -> float:
     if operation.kind == "custom-call":
         found = re.search(r'"flops":"?(\d+)', operation.text)
-        return float(found[1]) if found else _splash_flops(operation, operations)
+        if found is None:
+            made = _splash_flops(operation, operations) + _cache_flops(operation, operations)
+            return made * _share_read(operation, live)
+        return float(found[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
     if operation.kind != "convolution":
@@ -121,6 +126,16 @@ def _flops(operation: Operation, operations: dict[str, Operation]) -> float:
     return count
 
 
+def _one_of(operation: Operation) -> int:
+    """How many devices share the rows that a grouped product is given.
+
+    The kernel visits the rows of this device's experts alone (``models.grouped``), but reports all.
+    Experts are taken to be visited equally often.
+    """
+    found = re.search(r'op_name="[^"]*one_of_(\d+)[/)]', operation.text)
+    return int(found[1]) if found else 1
+
+
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)_")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Matrix products of the size of queries by keys in each pass of the attention kernel."""
@@ -135,6 +150,22 @@ def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> flo
     q, k = [x.sizes for x in sources if x.dtype in ("bf16", "f16", "f32")][:2]
     keys = k[-1] * k[-2] / q[-1]  # keys may be transposed
     return 2.0 * _PRODUCTS[found[1]] * float(np.prod(q, dtype=np.float64)) * keys
+
+
+def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> float:
+    """Of the kernel that reads caches in decoding: two products with all of a cache's columns."""
+    if not operation.name.startswith("read_cache"):
+        return 0.0
+    sources = [operations[name].outputs[0].sizes for name in operation.operands]
+    q, k = [sizes for sizes in sources if len(sizes) == 4][:2]
+    return 4.0 * float(np.prod(q, dtype=np.float64)) * k[3]
+
+
+def _share_read(operation: Operation, live: Mapping[str, float]) -> float:
+    """The share of a row's own cache that a kernel reads (``attention.choice``)."""
+    if not re.search(r'op_name="[^"]*/own_cache/', operation.text):
+        return 1.0
+    return next((share for name, share in live.items() if operation.name.startswith(name)), 1.0)
 
 
 def _dot_flops(operation: Operation, operations: dict[str, Operation]) -> float:
@@ -173,7 +204,7 @@ def _bytes_moved(
     program: HloProgram,
     operation: Operation,
     operations: dict[str, Operation],
-    live: Mapping[int, float],
+    live: Mapping[str, float],
 ) -> float:
     """Bytes between the chip's main memory and its units for one operation.
 
@@ -187,11 +218,18 @@ def _bytes_moved(
         assert called is not None
         return _fusion_bytes(program.computations[called[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
-        return float(reported[1])  # a kernel that reports its traffic
+        # A kernel that reports its traffic. Of a grouped product all matrices are read, [E, D, F],
+        # and of the rows, [M, D], those that it visits.
+        arrays = [a for s in sources for a in s.outputs[:1]] + list(operation.outputs)
+        rows = sum(a.bytes for a in arrays if len(a.sizes) == 2)
+        return float(reported[1]) - rows * (1 - 1 / _one_of(operation))
     arrays = [a for s in sources for a in s.outputs[:1] if a.main]
-    kernel = operation.kind == "custom-call" and _SPLASH.match(operation.name)
-    shares = [live.get(math.prod(a.sizes), 1.0) if kernel else 1.0 for a in arrays]
-    reads = [a.bytes * share for a, share in zip(arrays, shares, strict=True)]
+    reads = [a.bytes for a in arrays]
+    if operation.kind == "custom-call" and (share := _share_read(operation, live)) < 1:
+        # Keys, values and their masks have columns, last or last but one; queries have none.
+        floats = ("bf16", "f16", "f32", "s8")
+        values = [a.sizes for s in sources for a in s.outputs[:1] if a.dtype in floats][2]
+        reads = [a.bytes * (share if values[-2] in a.sizes[-2:] else 1.0) for a in arrays]
     writes = [a.bytes for a in operation.outputs if a.main]
     if operation.kind in ("copy-start", "collective-permute-start", "all-gather-start"):
         # (destination, source, ...): one of them is in main memory

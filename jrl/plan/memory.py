@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrl.mesh import batch_shards
 from jrl.plan.lower import abstract_state
 from jrl.plan.topology import Topology, larger
 from jrl.train import build
-from jrl.train.fits import cached_tokens
-from jrl.train.gather import gathers, sampler_bytes
+from jrl.train.gather import (
+    cached_tokens,
+    gathers,
+    sampler_bytes,
+    slots_on_chip,
+    token_bytes,
+)
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh
 from jrl.train.score import policy_of
@@ -46,21 +50,20 @@ def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
 
 def cache_bytes(run: build.Run) -> float:
     """Bytes of keys and values on one chip: each prompt's once, each completion's own."""
-    config, model, mesh = run.config, run.shape, drawing_mesh(run)
-    draw = run.method.draw
+    config, mesh, draw = run.config, drawing_mesh(run), run.method.draw
     group = config.sampling.group + draw.baseline_members
     batch = -(-config.train.prompts // batch_shards(mesh))
     new = max_new_tokens(config, run.task)
-    tokens = cached_tokens(batch, group, run.width, new, config.sampling.slots)
-    heads = -(-model.kv_heads // mesh.shape["tensor"])
-    each = 2 * model.layers * heads * model.head_dim * jnp.dtype(model.dtype).itemsize
-    return float(tokens * each)
+    slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
+    tokens = cached_tokens(batch, group, run.width, new, slots)
+    return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)
 
 
 def prepared_bytes(run: build.Run) -> float:
     """Bytes of the weights as the sampler reads them on one chip, beside those it is given."""
-    mesh = drawing_mesh(run)
-    return sampler_bytes(run.shape, mesh.shape, gathered=gathers(run.shape, mesh))
+    mesh, short = drawing_mesh(run), "weights" in run.config.sampling.int8
+    whole = gathers(run.config, run.shape, mesh)
+    return sampler_bytes(run.shape, mesh.shape, gathered=whole, int8=short)
 
 
 # ---------------------------------------------------------------- what would make it fit
@@ -113,9 +116,15 @@ def remedies(
                 "sampling.group, or raise mesh.tensor"
             )
         return lines + roomier(topology, sizes["total"] / (0.9 * limit))
-    batch = config.train.prompts // batch_shards(run.mesh) * config.sampling.group
+    mesh = drawing_mesh(run)
+    batch, shards = config.train.prompts // batch_shards(mesh), batch_shards(mesh)
+    batch *= config.sampling.group
     if batch >= 2 * factor:
-        lines.append(f"sampling.slots = {max(batch // factor, 1)} completions at once on a chip")
+        each = max(batch // factor, 1)
+        alone = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
+        where = "on a chip" if alone else f"on all chips together, {each} on one"
+        slots = each if alone else each * shards
+        lines.append(f"sampling.slots = {slots} completions at once {where}")
     key = "sampling.mesh" if config.sampling.mesh else "mesh"
     lines.append(f"raise {key}.tensor, which shards weights and the cache")
     return lines + roomier(topology, sizes["total"] / (0.9 * limit))

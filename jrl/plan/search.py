@@ -25,8 +25,8 @@ from jrl.plan.compile import Plan, quick_plan
 from jrl.plan.disjoint import half, plan_disjoint
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Chip, Topology
-from jrl.train.fits import cached_tokens
 from jrl.train.frozen import run_task
+from jrl.train.gather import cached_tokens
 
 Sizes = tuple[tuple[str, int], ...]
 

@@ -130,6 +130,8 @@ def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str
             "  the cache is read as far as it is filled; read whole for every token: "
             f"{_seconds(program.full_seconds)}"
         )
+    elif program.reads is not None:
+        yield "  the cache is read whole for every token, filled or not"
     if program.reads is not None and program.hbm_bytes:
         shares = {k: v / program.hbm_bytes for k, v in program.reads.items()}
         rest = max(1 - sum(shares.values()), 0.0)

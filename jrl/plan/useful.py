@@ -9,6 +9,7 @@ counts for completions alone, since no logits of prompts are made.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -21,12 +22,11 @@ from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec, weights
 from jrl.plan.topology import Topology
 from jrl.train import build
-from jrl.train.gather import gathers, sampler_bytes
+from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.train.objective import max_new_tokens
 
-_TILE, _BLOCK = 128, 512
-"""Columns of a cache on TPUs are a multiple of the first; attention reads them in blocks that are
-multiples of it, of at most the second (``attention.splash_cache``)."""
+_TILE = 128
+"""Columns of a cache on TPUs are a multiple of this."""
 
 
 class Lengths(NamedTuple):
@@ -110,42 +110,42 @@ class Decoding(NamedTuple):
       steps: of the loop over tokens.
       weights: bytes of a step.
       cache: bytes of a step of keys and values that are live, on average.
-      own: numbers that one layer's keys of the slots have, and as many its values.
-      live: the share of their columns that attention reads, on average.
+      live: of the kernels that read caches, by the start of their names: the share of its own
+        columns that a row has read, on average.
     """
 
     steps: float
     weights: float
     cache: float
-    own: int
-    live: float
+    live: Mapping[str, float]
 
 
 def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     """What one chip of the sampler's mesh reads."""
     config, model, sizes = run.config, run.shape, lengths_of(run)
-    parts = batch_shards(mesh)
-    prompts = -(-sizes.prompts // parts)
-    rows = prompts * sizes.group
-    alone = all(mesh.shape[a] == 1 for a in ("tensor", "expert", "context"))
-    slots = config.sampling.slots if alone else -(-config.sampling.slots // parts)
-    live = min(rows, slots or rows)
+    from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
+
+    prompts = -(-sizes.prompts // batch_shards(mesh))
+    rows, whole = prompts * sizes.group, gathers(config, model, mesh)
+    live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, whole) or rows)
     rounds = -(-rows // live)
-    heads = -(-model.kv_heads // mesh.shape["tensor"])
-    width = 1 if "cache" in config.sampling.int8 else jnp.dtype(model.dtype).itemsize
-    each = 2.0 * model.layers * heads * model.head_dim * width
     shared = -(-live // sizes.group) if rounds > 1 else prompts
+    each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
     cache = each * (shared * sizes.prompt + live * (sizes.new + 1) / 2)
     columns = -(-sizes.new // _TILE) * _TILE
-    block = next(b for b in range(_BLOCK, 0, -_TILE) if columns % b == 0)
-    read = np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns
-    size = sampler_bytes(model, mesh.shape, gathered=gathers(model, mesh))
+
+    def read(block: int) -> float:
+        return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
+
+    short = "weights" in config.sampling.int8
+    size = sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
     # Of the embedding only the rows of some tokens are read.
-    over = mesh.shape["tensor"] * (1 if gathers(model, mesh) else mesh.shape["fsdp"])
+    over = mesh.shape["tensor"] * (1 if whole else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
-    size /= 2 if "weights" in config.sampling.int8 else 1
-    own = live * heads * model.head_dim * columns
-    return Decoding(float(sizes.new * rounds), size, cache, own, float(read))
+    kernels = {"read_cache": cache_read.block_columns(columns)}
+    kernels["splash"] = splash_cache.block_columns(columns)
+    read_by = {name: read(block) for name, block in kernels.items()}
+    return Decoding(float(sizes.new * rounds), size, cache, read_by)
 
 
 def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> float:

@@ -8,8 +8,7 @@ these functions together for a batch in one program, ``serving`` for requests th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -62,6 +61,22 @@ class Slots(struct.PyTreeNode):
     sampling_params: SamplingParams
     report: TokenReport | None = None
     aligned: bool = struct.field(pytree_node=False, default=False)
+
+
+class IdleLimit(NamedTuple):
+    """How long slots may stand idle in one call of ``decode``.
+
+    Attributes:
+      wanted: [] int32, slots for which there is work; each of them that does not run is idle.
+      steps: [] int32, slot-steps. The first decode step is taken however many slots are idle.
+    """
+
+    wanted: Array
+    steps: Array
+
+    def of(self, runs: Array) -> Array:
+        """[] int32: slots that are idle while ``runs`` [] int32 of them run."""
+        return jnp.maximum(self.wanted - runs, 0)
 
 
 def sequence_keys(key: Array, ids: Array, group: int) -> Array:
@@ -205,6 +220,7 @@ def decode(
     steps: Array | int,
     stop_tokens: Sequence[int] | Array,
     until: Array | int = 0,
+    idle: IdleLimit | None = None,
 ) -> tuple[Slots, Array]:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -217,6 +233,7 @@ def decode(
       stop_tokens: ids that end a sequence; the stop token is part of the completion. For stops of
         its own for each row an array [S, K] int32, padded with -1.
       until: the call also ends when no more slots than this run.
+      idle: the call also ends before more slot-steps than this would draw nothing; None for never.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -226,13 +243,21 @@ def decode(
     # Found once and counted up: a maximum over rows in the loop would be sent between devices.
     first = jnp.max(slots.lengths) if slots.aligned else None
 
-    def running(carry: tuple[Array, Slots]) -> Array:
-        i, slots = carry
-        return (i < steps) & (jnp.sum(slots.stop == StopReason.RUNNING) > until)
+    def running(carry: tuple[Array, Slots, Array]) -> Array:
+        i, slots, spent = carry
+        runs = jnp.sum(slots.stop == StopReason.RUNNING)
+        goes = (i < steps) & (runs > until)
+        return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    one_token = partial(_one_token, weights, version, stops, first, network)
+    def one_token(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
+        i, slots, spent = carry
+        if idle is not None:
+            spent = spent + idle.of(jnp.sum(slots.stop == StopReason.RUNNING))
+        return *_one_token(weights, version, stops, first, network, (i, slots)), spent
+
     with at_most(steps if isinstance(steps, int) else slots.tokens.shape[1]):
-        count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
+        begin = jnp.int32(0), slots, jnp.int32(0)
+        count, slots, _ = jax.lax.while_loop(running, one_token, begin)
     return slots, count
 
 

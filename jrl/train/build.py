@@ -244,7 +244,7 @@ def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
         model,
         attention=config.model.attention,
         remat=config.model.remat,
-        gather=gathers(model, mesh),
+        gather=gathers(config, model, mesh),
     )
 
 

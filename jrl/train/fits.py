@@ -17,16 +17,11 @@ import numpy as np
 from jrl.config import Config
 from jrl.memory import check_fits, host_bytes
 from jrl.models.config import ModelConfig
+from jrl.train.gather import cached_tokens
 from jrl.train.objective import max_new_tokens
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
 """Of a completion: its id, log-probability and policy version, and whether it is live."""
-
-
-def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
-    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
-    rows = prompts * group
-    return prompts * width + min(rows, slots or rows) * new
 
 
 def available_bytes() -> int:

@@ -1,19 +1,22 @@
 """Whether the sampler reads gathered weights: sent to all devices once a rollout, not every token.
 
 Gathering saves sending what ``mesh.fsdp`` divides for every token, and takes memory: in bfloat16
-94 GiB on each of 8 chips for 405B parameters, more than a chip has.
+94 GiB on each of 8 chips for 405B parameters, as much as a chip has, and in 8 bits half of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jrl.mesh import RULES
+from jrl.config import Config
+from jrl.mesh import RULES, batch_shards
 from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec
 from jrl.models.weights import weights as weight_table
@@ -29,32 +32,140 @@ MEMORY: Mapping[str, int] = {
 """Bytes of a chip by its device kind; also for chips that are compiled for and not there."""
 
 
-def gathers(model: ModelConfig, mesh: Mesh) -> bool:
-    """Whether gathered weights take at most half of a device's memory; True where that is unknown.
+ROOM = 0.9
+"""The share of a device's memory for weights, cache and state; the rest is for temporaries."""
 
-    The other half is for the training state and the cache of keys and values.
+_MOMENTS: Mapping[str, float] = {
+    **dict.fromkeys(("adafactor", "sgd", "sign_sgd"), 0.0),
+    **dict.fromkeys(("adagrad", "lion", "rmsprop", "signum"), 1.0),
+    **dict.fromkeys(("adadelta", "adam", "adamw", "nadam", "nadamw", "radam"), 2.0),
+    **dict.fromkeys(("adan", "amsgrad"), 3.0),
+}
+"""Numbers that an optimizer keeps for each weight; 2 of those that are not here."""
+
+
+def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
+    """Whether a device has room for gathered weights; True where its memory is unknown.
+
+    Beside them it has its part of the training state, unless it only samples, and the cache of the
+    keys and values of a rollout.
+
+    Args:
+      config: the run's.
+      model: the policy's shape.
+      mesh: that completions are drawn on.
     """
     limit = _memory(mesh)
-    return limit is None or 2 * sampler_bytes(model, mesh.shape, gathered=True) <= limit
+    if limit is None or mesh.shape["fsdp"] == 1:
+        return True
+    short = "weights" in config.sampling.int8
+    size = sampler_bytes(model, mesh.shape, gathered=True, int8=short)
+    size += _state_bytes(config, model, mesh) + _cache_bytes(config, model, mesh)
+    return size <= ROOM * limit
 
 
-def sampler_bytes(model: ModelConfig, axes: Mapping[str, int], *, gathered: bool) -> float:
+def sampler_bytes(
+    model: ModelConfig, axes: Mapping[str, int], *, gathered: bool, int8: bool = False
+) -> float:
     """Bytes of the weights as the sampler reads them, on one device.
 
     Args:
       model: the policy's shape.
       axes: devices along each axis of the mesh.
       gathered: whether every device holds what fsdp divides.
+      int8: whether matrices are integers with a float32 scale for each output channel.
     """
     table = dict(weight_table(model))
     if model.tied_embeddings:
-        table["head"] = table["embed"]
+        v, d = table["embed"].shape
+        table["head"] = WeightSpec((d, v), table["embed"].axes[::-1], inputs=1)
+    whole = ("fsdp",) if gathered else ()
     total = 0.0
-    for spec in jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, WeightSpec)):
-        over = {a for name in spec.axes if name is not None for a in RULES[name]}
-        over -= {"fsdp"} if gathered else set()
-        total += np.prod(spec.shape) / np.prod([axes[a] for a in over])
-    return float(total * jnp.dtype(model.dtype).itemsize)
+    for spec in _specs(table):
+        size = jnp.dtype(model.dtype).itemsize
+        if int8 and spec.inputs:
+            lead = 1 if spec.axes[0] == "layers" else 0
+            scales = slice(lead, lead + spec.inputs)
+            shape = (*spec.shape[: scales.start], *spec.shape[scales.stop :])
+            names = (*spec.axes[: scales.start], *spec.axes[scales.stop :])
+            total += 4 * _numbers(shape, names, axes, whole)
+            size = 1
+        total += size * _numbers(spec.shape, spec.axes, axes, whole)
+    return total
+
+
+def _numbers(
+    shape: tuple[int, ...],
+    names: tuple[str | None, ...],
+    axes: Mapping[str, int],
+    whole: tuple[str, ...] = (),
+) -> float:
+    """Those of an array that one device has."""
+    over = {a for name in names if name is not None for a in RULES[name]} - {*whole}
+    return float(np.prod(shape) / np.prod([axes[a] for a in over]))
+
+
+def _specs(table: Any) -> list[WeightSpec]:
+    return jax.tree.leaves(table, is_leaf=lambda x: isinstance(x, WeightSpec))
+
+
+def _state_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
+    """Bytes of weights and moments on a device of training; 0 where those of rollout are others."""
+    if config.placement is not None:
+        return 0.0
+    axes = dict(config.mesh_axes)
+    rest = -(-mesh.size // max(math.prod(n for n in axes.values() if n > 0), 1))
+    axes = {axis: n if n > 0 else rest for axis, n in axes.items()}
+    copies = 1.0 if config.lora is not None else 1 + _MOMENTS.get(config.optimizer.name, 2.0)
+    size = sum(_numbers(spec.shape, spec.axes, axes) for spec in _specs(dict(weight_table(model))))
+    return copies * size * jnp.dtype(model.param_dtype).itemsize
+
+
+def _cache_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
+    """Bytes of the keys and values of a rollout on a device, with gathered weights."""
+    sampling = config.sampling
+    prompts = -(-config.train.prompts // batch_shards(mesh))
+    slots = slots_on_chip(sampling.slots, mesh.shape, True)
+    width, new = config.max_prompt_tokens, sampling.max_new_tokens or 0
+    tokens = cached_tokens(prompts, sampling.group, width, new, slots)
+    return tokens * token_bytes(model, mesh.shape["tensor"], sampling.int8)
+
+
+def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:
+    """Bytes of the keys and values of one token on one chip, all layers together.
+
+    Args:
+      model: the policy's shape.
+      tensor: devices that heads are divided over.
+      int8: ``sampling.int8``; a vector of 8-bit numbers has a float32 scale.
+    """
+    heads = -(-model.kv_heads // tensor)
+    size = jnp.dtype(model.dtype).itemsize
+    vector = model.head_dim + 4 if "cache" in int8 else model.head_dim * size
+    return float(2 * model.layers * heads * vector)
+
+
+def slots_on_chip(slots: int, axes: Mapping[str, int], gathered: bool) -> int:
+    """Of ``sampling.slots``, those that are on one chip; 0 for one of each sequence.
+
+    A device that samples by itself has them all, else all devices share them
+    (``sampling.generate``).
+
+    Args:
+      slots: ``sampling.slots``.
+      axes: devices along each axis of the sampler's mesh.
+      gathered: whether every device has what fsdp divides.
+    """
+    lone = ("data", "fsdp") if gathered else ("data",)
+    if all(n == 1 or axis in lone for axis, n in axes.items()):
+        return slots
+    return -(-slots // math.prod(axes.get(axis, 1) for axis in RULES["batch"]))
+
+
+def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) -> float:
+    """Tokens whose keys and values one chip holds: each prompt's once, and those of its slots."""
+    rows = prompts * group
+    return prompts * width + min(rows, slots or rows) * new
 
 
 def _memory(mesh: Mesh) -> int | None:

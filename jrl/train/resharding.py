@@ -2,7 +2,7 @@
 
     draw = ReshardedSampler(...)
     groups = draw(key, params, ...)     # params as training divides them
-    draw.free()                         # before training goes on
+    draw.free()                         # before training continues
 
 Training wants weights divided over many devices, and a batch over all; sampling reads all weights
 for every token and sends activations, so that few devices for a copy of the weights are best. Once
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.mesh import RULES, replicated, tree_shardings
-from jrl.models.decode import rounded
+from jrl.models.quant import axes_in_8_bits, in_8_bits
+from jrl.models.weights import rounded
 from jrl.train.adapters import trained_network
 from jrl.train.build import Run, policy_network
 from jrl.types import Array, Network, Params
@@ -46,15 +48,19 @@ def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
     """
     model = run.model
     shapes = jax.eval_shape(network.init, jax.random.key(0))
+    axes, short = network.axes(), lambda params: params
+    if model is not None and run.config.lora is None:  # rounded before they are sent
+        short = partial(rounded, config=model)
+        if "weights" in run.config.sampling.int8:
+            short, axes = partial(in_8_bits, config=model), axes_in_8_bits(model, axes)
     # A network of one's own does not say how its prepared weights are divided: as its weights are.
     into = None if model is not None else tree_shardings(mesh, network.axes(), shapes)
     gathered = model is not None and network.extras.gathered
-    through = stopovers(run.mesh, mesh, network.axes(), shapes, gathered=gathered)
+    sent = jax.eval_shape(short, shapes)
+    through = stopovers(run.mesh, mesh, axes, sent, gathered=gathered)
 
     def prepare(params: Params) -> Any:
-        if model is not None and run.config.lora is None:
-            params = rounded(params, config=model)  # before they are sent
-        leaves, tree = jax.tree.flatten(params)
+        leaves, tree = jax.tree.flatten(short(params))
         pairs = zip(leaves, through, strict=True)
         leaves = [x if at is None else with_sharding_constraint(x, at) for x, at in pairs]
         params = jax.tree.unflatten(tree, leaves)

@@ -1,5 +1,6 @@
 """Weights, keys and values in 8 bits: errors within bounds, and the distribution drawn from."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,11 +9,15 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.models import cpu
 from jrl.models.config import ModelConfig
 from jrl.models.matmul import project
 from jrl.models.quant import (
+    INPUTS,
     Int8,
+    axes_in_8_bits,
     dequantise,
+    in_8_bits,
     layer_axes,
     quantise,
     quantise_entries,
@@ -203,3 +208,35 @@ def test_routed_experts_are_refused():
     with pytest.raises(UserError, match=r"sampling.int8 = 'weights'.*4 routed experts"):
         sampler(network, config, weights="int8", cache="same")
     assert sampler(network, config, weights="same", cache="int8") is not network
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_weights_rounded_before_they_are_joined_are_those_rounded_after(tied, monkeypatch):
+    """Channels have scales of their own, so that joining them changes none."""
+    monkeypatch.setattr(cpu, "tuned", lambda dtype: False)  # plain matrices, as on a TPU
+    config = dataclasses.replace(CONFIG, tied_embeddings=tied, dtype="bfloat16")
+    network = transformer(config)
+    params = network.init(jax.random.key(0))
+    short = jax.jit(sampler(network, config, weights="int8", cache="same").prepare)
+
+    @jax.jit
+    def after(params):
+        made = network.prepare(params)
+        matrices = [layer["attention"] | layer["mlp"] for layer in made["layers"]]
+        layers = [
+            {name: quantise(w, INPUTS[name]) for name, w in layer.items() if name in INPUTS}
+            for layer in matrices
+        ]
+        return layers, quantise(made["head"], 1)
+
+    layers, head = after(params)
+    given = jax.jit(functools.partial(in_8_bits, config=config))(params)
+    for made in (short(params), short(given)):
+        jax.tree.map(np.testing.assert_array_equal, made["head"], head)
+        for layer, expected in zip(made["layers"], layers, strict=True):
+            found = layer["attention"] | layer["mlp"]
+            for name, matrix in expected.items():
+                jax.tree.map(np.testing.assert_array_equal, found[name], matrix)
+    names = axes_in_8_bits(config, network.axes())
+    ranks = jax.tree.map(len, names, is_leaf=lambda x: isinstance(x, tuple))
+    assert ranks == jax.tree.map(lambda x: x.ndim, given)

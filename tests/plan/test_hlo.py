@@ -234,3 +234,38 @@ ENTRY %main (q: bf16[4,32,64], k: bf16[2,64,256], v: bf16[2,256,64]) -> bf16[4,3
     for kind, products in (("fwd", 2), ("dq", 3), ("dkv", 4)):
         assert totals(text.replace("PASS", kind))[0] == products * product
     assert totals(text.replace("splash_mha_PASS", "other"))[0] == 0
+
+
+def test_a_grouped_product_counts_the_rows_of_its_own_experts():
+    """XLA reports the work of all rows, of which a device's experts are visited by its share."""
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[64,16], w: bf16[2,16,32]) -> f32[64,32] {
+  %x = bf16[64,16]{1,0} parameter(0)
+  %w = bf16[2,16,32]{2,1,0} parameter(1)
+  ROOT %ragged-dot-none = f32[64,32]{1,0} custom-call(%x, %w), metadata={op_name="jit(f)/one_of_4/ragged_dot_general/ragged-dot-none"}, backend_config={"cost":{"flops":"65536","bytes_accessed":"12288"}}
+}
+"""  # noqa: E501
+    weights, rows = 2 * 16 * 32 * 2, 64 * 16 * 2 + 64 * 32 * 4
+    assert totals(text)[:2] == (2 * 64 * 16 * 32 / 4, weights + rows / 4)
+    assert totals(text.replace("one_of_4/", ""))[:2] == (2 * 64 * 16 * 32, weights + rows)
+
+
+def test_the_kernel_that_reads_caches_counts_what_is_filled_of_a_row_s_own():
+    """Known by its name and scope, whatever the sizes: here those of prompt and rows are equal."""
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (q: bf16[4,2,8,64], k: bf16[4,2,64,256], v: bf16[4,2,256,64]) -> f32[4,2,8,64] {
+  %q = bf16[4,2,8,64]{3,2,1,0} parameter(0)
+  %k = bf16[4,2,64,256]{3,2,1,0} parameter(1)
+  %v = bf16[4,2,256,64]{3,2,1,0} parameter(2)
+  %mask = s32[4,1,256]{2,1,0} constant({...})
+  %read_cache.1 = f32[4,2,8,64]{3,2,1,0} custom-call(%q, %k, %v, %mask), metadata={op_name="jit(f)/own_cache/read_cache/pallas_call"}
+  ROOT %read_cache.2 = f32[4,2,8,64]{3,2,1,0} custom-call(%q, %k, %v, %mask), metadata={op_name="jit(f)/read_cache/pallas_call"}
+}
+"""  # noqa: E501
+    queries, held = 4 * 2 * 8 * 64, 2 * 4 * 2 * 64 * 256 * 2 + 4 * 256 * 4
+    for share in (1.0, 0.5):
+        (cost,) = program_costs(text, (1,), {"read_cache": share, "splash": 0.1})
+        assert cost.flops == 2 * 2 * queries * 256 * (1 + share)
+        assert cost.bytes == 2 * (2 + 4) * queries + held * (1 + share)

@@ -28,7 +28,7 @@ from jrl.plan.disjoint import plan_disjoint
 from jrl.plan.search import Candidate, enumerate_candidates, estimate
 from jrl.plan.text import as_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
-from jrl.train import fits
+from jrl.train import gather
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {
@@ -329,7 +329,7 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
 
 def test_a_chip_holds_each_prompt_once_and_no_more_completions_than_slots():
     for slots, rows in ((0, 4 * 8), (16, 16), (100, 4 * 8)):
-        assert fits.cached_tokens(4, 8, 512, 1024, slots) == 4 * 512 + rows * 1024
+        assert gather.cached_tokens(4, 8, 512, 1024, slots) == 4 * 512 + rows * 1024
 
 
 def test_the_estimate_depends_on_slots():

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jrl.config_io import load_config
-from jrl.mesh import make_mesh
+from jrl.mesh import batch_shards, lone_axes, make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.plan.lower import abstract_run
+from jrl.plan.memory import cache_bytes
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import (
     Lengths,
@@ -23,6 +24,7 @@ from jrl.plan.useful import (
     layer_matrices,
     model_flops,
 )
+from jrl.train.gather import slots_on_chip, token_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ModelConfig(
@@ -105,13 +107,41 @@ def test_decoding_reads_weights_and_the_live_part_of_the_cache_for_every_token(p
     matrices = layer_matrices(pod.shape) + 4096 * 151936
     norms = 4096 * (2 * 36 + 1) + 2 * 36 * 128
     assert found.weights == 2 * (matrices + norms)
-    # blocks of 512 of 1,024 columns: half of the time one is read, half of it both
-    assert (found.own, found.live) == (1024 * 8 * 128 * 1024, 0.75)
+    # of 1,024 columns blocks of 128: on average four and a half of the eight
+    assert found.live == {"read_cache": 4.5 / 8, "splash": 0.75}
     few = pod._replace(
         config=pod.config.model_copy(
             update={"sampling": pod.config.sampling.model_copy(update={"slots": 256})}
         )
     )
     queued = decoding(few, few.mesh)
-    assert (queued.steps, queued.own) == (4 * 1024, 256 * 8 * 128 * 1024)
+    assert queued.steps == 4 * 1024
     assert queued.cache == each * (32 * 512 + 256 * 1025 / 2)
+
+
+def test_slots_are_of_each_device_that_samples_by_itself_else_of_all():
+    """As ``mesh.lone_axes`` has it, which the sampler asks."""
+    devices = jax.devices()[:8]
+    for axes, gathered in (
+        ({"data": 8}, True),
+        ({"fsdp": 8}, True),
+        ({"fsdp": 8}, False),
+        ({"data": 2, "fsdp": 4}, False),
+        ({"data": 2, "tensor": 4}, True),
+        ({"fsdp": 2, "expert": 4}, True),
+    ):
+        mesh = make_mesh(axes, devices)
+        with jax.set_mesh(mesh):
+            alone = bool(lone_axes(gathered))
+        found = slots_on_chip(64, mesh.shape, gathered)
+        assert found == (64 if alone else 64 // batch_shards(mesh)), (axes, gathered)
+        assert slots_on_chip(0, mesh.shape, gathered) == 0
+
+
+def test_a_token_of_an_8_bit_cache_has_a_scale_for_each_vector(pod):
+    assert token_bytes(pod.shape, 4, []) == 2 * 36 * 2 * 128 * 2
+    assert token_bytes(pod.shape, 4, ["cache"]) == 2 * 36 * 2 * (128 + 4)
+    short = pod.config.sampling.model_copy(update={"int8": ["cache"]})
+    run = pod._replace(config=pod.config.model_copy(update={"sampling": short}))
+    assert decoding(run, run.mesh).cache == decoding(pod, pod.mesh).cache * 132 / 256
+    assert cache_bytes(run) == cache_bytes(pod) * 132 / 256

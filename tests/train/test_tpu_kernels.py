@@ -15,8 +15,7 @@ MODEL = {
     "mlp_dim": 256,
     "max_length": 512,
 }
-FORWARD, FILL = "splash_mha_fwd_segmented_residuals", "splash_mha_fwd_residuals"
-WRITE = "write_columns"
+FORWARD, READ, WRITE = "splash_mha_fwd_segmented_residuals", "read_cache", "write_columns"
 BACKWARD = ["splash_mha_dkv_segmented_no_residuals", "splash_mha_dq_segmented_no_residuals"]
 
 
@@ -47,7 +46,7 @@ def test_the_sampler_for_v5e_reads_and_writes_its_cache_by_kernels(slots):
     assert found.pop("copied") < (slots or 4) * 128 * 128
     # Over tokens; in a queue also over chunks and over slots to fill. There are no smaller states.
     assert found.pop("loops") == (3 if slots else 1)
-    assert found == {"kernels": [FILL, FILL, WRITE], "in_loop": 3, "devices": 16}
+    assert found == {"kernels": [READ, READ, WRITE], "in_loop": 3, "devices": 16}
 
 
 @needs_libtpu
@@ -66,7 +65,7 @@ def test_both_programs_run_attention_on_the_kernels(topology, mesh):
     """
     chips = 16 if topology == "v5e:4x4" else 64
     found = ask("kernels", run(mesh, layers=2), topology, ["sampler", "train_step"])
-    assert found["sampler"]["kernels"] == sorted([FORWARD, *[FILL] * 4, WRITE, WRITE])
+    assert found["sampler"]["kernels"] == sorted([FORWARD, *[READ] * 4, WRITE, WRITE])
     assert found["sampler"]["in_loop"] == 6
     step = found["train_step"]["kernels"]
     assert set(step) == {FORWARD, *BACKWARD}

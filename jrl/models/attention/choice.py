@@ -164,6 +164,15 @@ def reads_caches_by_kernel(how: str) -> bool:
     return how == "splash" or (how == "auto" and platform() == "tpu")
 
 
+def reads_in_one_piece(how: str, rows: int, columns: int) -> bool:
+    """Whether the kernel reads of a device's rows, with this many columns, only what is filled."""
+    if not reads_caches_by_kernel(how):
+        return False
+    from jrl.models.attention.cache_read import has_tables  # Pallas takes long to import
+
+    return has_tables(rows, columns)
+
+
 def caches_in_tiles(how: str) -> bool:
     """Whether caches have lengths that kernels take: on TPUs all are written by one."""
     return how == "splash" or platform() == "tpu"
@@ -342,30 +351,46 @@ def _places(
 # ---------------------------------------------------------------- to a cache
 
 
-def cached_attention(how: str, config: ModelConfig) -> Callable[[Array, Sequence[Part]], Array]:
+def cached_attention(how: str, config: ModelConfig) -> Callable[..., Array]:
     """``attend_parts`` as a model does it, by the kernel that is chosen.
 
     Args:
       how: one of ``choice.ATTENTION``.
       config: the model.
+
+    Returns:
+      (queries, parts, how many of them are first that each row has of its own, whether those have
+      the same length in all rows) -> values seen.
     """
     dense = functools.partial(
         attend_parts, scale=scale_of(config), softcap=config.attention_softcap
     )
     if not reads_caches_by_kernel(how):
-        return dense
-    from jrl.models.attention.splash_cache import fits, splash_look  # Pallas takes long to import
+        return lambda q, parts, own=0, together=False: dense(q, parts)
+    from jrl.models.attention import cache_read  # Pallas takes long to import
+    from jrl.models.attention.splash_cache import fits, splash_look
 
-    kernel = functools.partial(splash_look, interpret=platform() != "tpu")
+    interpret = platform() != "tpu"
 
-    def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
-        found = kernel if fits(q, part, MOST_TABLES) else attend_part
-        return found(q, part, scale, softcap)
+    def look(q: Array, part: Part, scale: float, softcap: float | None, together: bool) -> Seen:
+        if cache_read.takes(q, part):
+            return cache_read.look(q, part, scale, softcap, together=together, interpret=interpret)
+        if fits(q, part, MOST_TABLES):
+            return splash_look(q, part, scale, softcap, interpret=interpret)
+        return attend_part(q, part, scale, softcap)
 
-    def by_kernel(q: Array, parts: list[Part]) -> Array:
-        return dense(q, parts, attend_one=attend_one)
+    def attend(q: Array, parts: Sequence[Part], own: int = 0, together: bool = False) -> Array:
+        def by_kernel(q: Array, parts: list[Part]) -> Array:
+            firsts = {id(part) for part in parts[:own]}
 
-    def attend(q: Array, parts: Sequence[Part]) -> Array:
+            def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+                if id(part) not in firsts:
+                    return look(q, part, scale, softcap, False)
+                with jax.named_scope("own_cache"):  # of which plan.costs knows how much is filled
+                    return look(q, part, scale, softcap, together)
+
+            return dense(q, parts, attend_one=attend_one)
+
         batch = mesh_axes("batch", min(part.v_mkcd.shape[0] for part in parts))
         heads = mesh_axes("kv_heads", config.kv_heads)
         if batch is None and mesh_axes("batch", 0):  # every device would be sent the whole cache

@@ -1,4 +1,4 @@
-"""Attention to a cache by JAX's splash kernel for TPUs: the decode path.
+"""Attention to a cache by JAX's splash kernel for TPUs, for more queries than ``cache_read`` takes.
 
 Each kind of keys is read in place: a prompt once for all rows that continue it, and of a
 row's own keys the blocks that some query sees. Keys are taken transposed, as the cache holds them.
@@ -27,6 +27,11 @@ _SUBLANES = 16
 
 _QUERIES = 256
 """Most queries of a block."""
+
+
+def block_columns(columns: int) -> int:
+    """Keys of a block: the most that divide the cache."""
+    return next(b for b in range(_LARGEST, 0, -LANES) if columns % b == 0)
 
 
 def fits(q_sqhd: Array, part: Part, tables: int) -> bool:
@@ -59,7 +64,7 @@ def splash_look(
     m, k, c, _ = part.v_mkcd.shape
     g, rows = h // k, s // m * (h // k) * q
     bq = min(-(-rows // _SUBLANES) * _SUBLANES, _QUERIES)
-    bk = next(b for b in range(_LARGEST, 0, -LANES) if c % b == 0)
+    bk = block_columns(c)
     more = -rows % bq
     # All queries that read the same keys, of m's rows and a head's group, are rows of one block.
     q_mkrd = (q_sqhd.astype(jnp.float32) * scale).astype(q_sqhd.dtype)

@@ -73,10 +73,12 @@ def test_each_device_writes_its_own_rows_and_heads(axes):
 
 
 def test_caches_for_kernels_have_columns_in_whole_tiles():
-    def sizes(how, length, pieces):
-        cache = init_cache(400, length, None, pieces, config=CONFIG, attention=how)
-        return [piece["v"].shape[2] for piece in cache.own[0]]
+    def sizes(how, rows, length, pieces):
+        make = partial(init_cache, rows, length, None, pieces, config=CONFIG, attention=how)
+        return [piece["v"].shape[2] for piece in jax.eval_shape(make).own[0]]
 
-    assert sizes("xla", 600, 5) == [120] * 5
-    assert sizes("splash", 600, 4) == [640]  # no number of up to 4 divides its 5 tiles
-    assert sizes("splash", 600, 5) == [128] * 5
+    assert sizes("xla", 400, 600, 5) == [120] * 5
+    # the kernel finds what is filled by itself, as long as it has tables for all rows
+    assert sizes("splash", 400, 600, 5) == [640]
+    assert sizes("splash", 20_000, 600, 5) == [128] * 5
+    assert sizes("splash", 20_000, 600, 4) == [640]  # no number of up to 4 divides its 5 tiles
