@@ -293,7 +293,9 @@ def serve(
         str | None, typer.Option(help="Name of the model; by default the directory's.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
-    queue: Annotated[int, typer.Option(help="Completions that may wait for a slot.", min=0)] = 256,
+    queue: Annotated[
+        int, typer.Option(help="Completions that may wait for a slot.", min=0, max=1_000_000)
+    ] = 256,
     chunk: Annotated[
         int, typer.Option(help="Decode steps between returns to the host; 0 measures.", min=0)
     ] = 0,
@@ -411,6 +413,9 @@ def methods(
     from jrl.methods import list_methods, show_method
 
     if name is not None:
+        if family is not None or complete:
+            unread = "--complete" if family is None else "--family"
+            raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
         shown = show_method(name)
         if as_json:
             typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))

@@ -88,7 +88,7 @@ def _number(name: str) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{name} = {text!r}; must be a whole number")
     return int(text)
 

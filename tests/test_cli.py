@@ -315,6 +315,18 @@ def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     assert 0 < len(chosen) < len(everything)
     wrong = jrl("methods", "--family", "preferences")
     assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
+    for unread in (["--family", "preference"], ["--complete"]):
+        both = jrl("methods", "grpo", *unread)
+        assert (both.exit_code, f"error: {unread[0]} chooses from the list" in both.stderr) == (
+            2,
+            True,
+        )
+
+
+@pytest.mark.parametrize("difficulty", ["\u00b2", "9" * 5000, "-1", "5:5"])
+def test_difficulties_that_are_no_number(difficulty):
+    wrong = jrl("compare", "configs/tiny.toml", "--task", f"sorting:{difficulty}")
+    assert (wrong.exit_code, "write NAME or NAME:DIFFICULTY" in wrong.stderr) == (2, True)
 
 
 def test_an_unknown_method_names_its_neighbours_alone():
