@@ -42,11 +42,12 @@ from jrl.models.layers import (
     layer_weights,
     rms_norm,
     rotations,
+    stored_dtype,
 )
 from jrl.models.matmul import prepare_weight
 from jrl.models.quant import INPUTS, Int8, quantise_entries
 from jrl.models.routing import record
-from jrl.models.weights import Factored, WeightSpec, stored_dtype, weights
+from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Params
 
 AXES = {"k": 3, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jrl.mesh import parts_of, platform
 from jrl.models import cpu
-from jrl.models.weights import Factored, part_dtype
+from jrl.models.weights import Factored
 from jrl.types import Array
 
 PRODUCT = "product"
@@ -47,6 +47,16 @@ def divided(side: str, logical: str, size: int) -> str | None:
     None on CPUs, which cannot sum shorter numbers in float32 in one product.
     """
     return side if platform() != "cpu" and parts_of(logical, size) > 1 else None
+
+
+def part_dtype(dtype: Any, wide: bool) -> Any:
+    """In which dtype a device's part of a sum over devices is sent: float32, or the activations'.
+
+    A device sums its own part in float32 either way, and rounds it once before it is sent, which
+    halves what tensor parallelism sends. The parts are few, so that this is no more than the
+    rounding of what comes out.
+    """
+    return jnp.float32 if wide else dtype
 
 
 def prepare_weight(w: Array, inputs: int) -> Array | Factored:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +27,13 @@ class Factored:
         """``matmul(spec, x, self, dtype, divided)``."""
         raise NotImplementedError
 
-    def in_8_bits(self, inputs: int) -> Factored:
-        """The weight with its matrix in 8 bits; ``inputs`` axes are summed over."""
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Any]) -> Any:
+        """The weight with its matrix in 8 bits.
+
+        Args:
+          inputs: axes that products sum over, the first ones.
+          quantise: ``quant.quantise``.
+        """
         raise NotImplementedError
 
 
@@ -153,31 +158,3 @@ def abstract(config: ModelConfig) -> Any:
 def count_params(config: ModelConfig) -> int:
     """How many numbers the parameters hold; a tied output matrix counts once."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=_is_spec))
-
-
-def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
-    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
-
-
-def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
-    dtype = stored_dtype(config)
-
-    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
-        name = path[-1].key
-        matrix = name == "embed" or (spec.inputs and name != "router")
-        return w.astype(dtype) if matrix else w
-
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)
-
-
-def part_dtype(dtype: Any, wide: bool) -> Any:
-    """In which dtype a device's part of a sum over devices is sent: float32, or the activations'.
-
-    A device sums its own part in float32 either way, and rounds it once before it is sent, which
-    halves what tensor parallelism sends. The parts are few, so that this is no more than the
-    rounding of what comes out.
-    """
-    return jnp.float32 if wide else dtype
