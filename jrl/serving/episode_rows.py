@@ -26,8 +26,12 @@ from jrl.types import Network, Params, StopReason
 
 _MAX_ADMITTED = 8
 """The most rows of one admission; more take several."""
-_MOST_EXTENDED = 16
-"""The most rows that get tokens in one call; each is copied for it."""
+_EXTENDED = 4
+"""Rows that get tokens in one call, if there are as many slots.
+
+Always the same number, each padded for itself, and prompts are computed one by one: products of
+other shapes add in another order, and a row's bits must not depend on whose turn came with its own.
+"""
 _SHORT = 16
 """The narrowest width that answers are padded to, tokens."""
 
@@ -94,9 +98,6 @@ class EpisodeRows:
         self.costs = RowCosts(slots)
         widths = programs.widths(max_new_tokens)
         self._widths = (_SHORT, *widths) if widths[0] > _SHORT else widths
-        most = min(_MOST_EXTENDED, slots)
-        # Few sizes, each of which is a program: one row, four, and the most.
-        self._sizes = sorted({1, min(4, most), most})
         limits = Limits(
             slots=slots,
             prompt_tokens=prompt_tokens,
@@ -169,32 +170,40 @@ class EpisodeRows:
         Returns:
           The prompts' tokens, each prompt counted as often as it was computed.
         """
-        rows, most, read = list(starts), self._builder.max_blocks, 0
-        for first in range(0, len(rows), most):
-            some = rows[first : first + most]
+        of_prompt: dict[tuple[int, ...], list[int]] = {}
+        for row, start in starts.items():
+            of_prompt.setdefault(start.tokens, []).append(row)
+        most, read = self._builder.max_blocks, 0
+        parts = [
+            rows[i : i + most] for rows in of_prompt.values() for i in range(0, len(rows), most)
+        ]
+        for some in parts:
             groups = []
             for row in some:
                 start = starts[row]
                 request = Request(start.tokens, start.limit, seed=start.seed, **self._sampling)
-                number = [starts[other].tokens for other in some].index(start.tokens)
-                groups.append([PartialCompletion(number, start.member, request, None)])
+                groups.append([PartialCompletion(0, start.member, request, None)])
             new = self._builder.build(some, groups)
             admit = functools.partial(self._admit, self._weights, self._batch, new)
             shape = new.tokens.shape
             self._batch = self._timed(self.costs.reading, ("admit", *shape), new.tokens.size, admit)
             self._halted[some] = StopReason.RUNNING
-            read += sum(map(len, {starts[row].tokens for row in some}))
+            read += len(groups[0][0].request.tokens)
         return read
 
     def extend(self, answers: Mapping[int, More]) -> None:
         """Appends ids from outside to rows that have stopped, which then run again."""
-        # Of similar length together, since all are padded to the longest.
-        rows = sorted(answers, key=lambda row: len(answers[row].tokens))
-        most = self._sizes[-1]
-        for some in (rows[i : i + most] for i in range(0, len(rows), most)):
-            longest = len(answers[some[-1]].tokens)
-            width = next(w for w in self._widths if w >= longest)
-            size = next(n for n in self._sizes if n >= len(some))
+        size = min(_EXTENDED, self.slots)
+        of_width: dict[int, list[int]] = {}
+        for row, more in answers.items():
+            width = next(w for w in self._widths if w >= len(more.tokens))
+            of_width.setdefault(width, []).append(row)
+        parts = [
+            (width, rows[i : i + size])
+            for width, rows in of_width.items()
+            for i in range(0, len(rows), size)
+        ]
+        for width, some in parts:
             index = np.full(size, self.slots, np.int32)
             tokens = np.zeros((size, width), np.int32)
             counts, limits = np.zeros(size, np.int32), np.zeros(size, np.int32)
