@@ -281,21 +281,26 @@ def _parameters(inner: dict[str, Operation]) -> dict[int, Operation]:
     return {int(re.match(r"parameter\((\d+)\)", o.text)[1]): o for o in found}  # type: ignore[index]
 
 
-def _read_of(program: HloProgram, inner: dict[str, Operation], source: Operation) -> float:
+def _read_of(
+    program: HloProgram, inner: dict[str, Operation], source: Operation, inside: bool = False
+) -> float:
     """Bytes that a fusion reads of one of its parameters, or of what passes it on.
 
     Where all that reads it are slices, in fusions within the fusion too, they alone are read: a
-    loop over layers slices what is stacked over them where it is multiplied.
+    loop over layers slices what is stacked over them where it is multiplied. What leaves a fusion
+    within (``inside``) as it is is read by another one.
     """
     whole, read = source.outputs[0].bytes, 0.0
+    if inside and (source.root or _is_result(inner, source)):
+        return whole
     for reader in _readers(inner, source):
         if reader.kind in _SLICES:
             read += reader.outputs[0].bytes
         elif reader.kind == "bitcast":
-            read += _read_of(program, inner, reader)
+            read += _read_of(program, inner, reader, inside=True)
         elif reader.kind == "fusion":
             for within, parameter in _entries(program, source, reader):
-                read += _read_of(program, within, parameter)
+                read += _read_of(program, within, parameter, inside=True)
         else:
             return whole
     return min(read, whole)
@@ -311,6 +316,11 @@ def _is_updated(program: HloProgram, inner: dict[str, Operation], source: Operat
         elif reader.kind not in _UPDATES or reader.operands[0] != source.name:
             return False
     return bool(readers)
+
+
+def _is_result(inner: dict[str, Operation], source: Operation) -> bool:
+    """Whether an operation is one of a computation's results."""
+    return any(o.root and o.kind == "tuple" and source.name in o.operands for o in inner.values())
 
 
 def _readers(inner: dict[str, Operation], source: Operation) -> list[Operation]:

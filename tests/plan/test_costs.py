@@ -77,6 +77,12 @@ def test_a_fusion_within_a_fusion_reads_and_writes_one_layer_of_a_stack():
             "dynamic-slice(%view, %i",
             0,
         ),
+        # a fusion within only passes the weight on, to the product that reads it
+        (
+            "dot(%x, %w)",
+            "dot(%x, %same)",
+            0,
+        ),
     ],
 )
 def test_what_else_reads_a_stack_counts(line, instead, more):
@@ -84,5 +90,16 @@ def test_what_else_reads_a_stack_counts(line, instead, more):
     if "%view" in instead:
         start = "  %zero = s32[] constant(0)\n"
         text = text.replace(start, f"{start}  %view = bf16[36,8,16]{{2,1,0}} bitcast(%s)\n")
+    if "%same" in instead:
+        start = "  %x = bf16[8,16]{1,0} fusion"
+        text = text.replace(
+            start,
+            "  %same = bf16[16,4]{1,0} fusion(%w), kind=kLoop, calls=%view\n" + start,
+        )
+        text = text.replace(
+            "%product (stack",
+            "%view (v: bf16[16,4]) -> bf16[16,4] {\n  %v = bf16[16,4]{1,0} parameter(0)\n"
+            "  ROOT %as_it_is = bf16[16,4]{1,0} bitcast(%v)\n}\n\n%product (stack",
+        )
     assert text != NESTED
     assert moved(text) == moved(NESTED) + more
