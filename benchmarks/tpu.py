@@ -41,7 +41,7 @@ from jrl.train import build, programs
 from jrl.train.collect import Groups, collect
 from jrl.train.placement import make_meshes
 from jrl.train.resharding import ReshardedSampler, freed_after
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 from jrl.types import Prompt
 
 PROGRAMS = {"resharding": "resharding_s", "sampler": "sampler_s", "train_step": "train_s"}

@@ -28,6 +28,7 @@ from jrl.hub import hub_name
 from jrl.own import remember
 from jrl.signals import end_at_once, end_within
 from jrl.step_files import what_is_saved
+from jrl.stored_config import stored_config
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -292,7 +293,9 @@ def serve(
         str | None, typer.Option(help="Name of the model; by default the directory's.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
-    queue: Annotated[int, typer.Option(help="Completions that may wait for a slot.", min=0)] = 256,
+    queue: Annotated[
+        int, typer.Option(help="Completions that may wait for a slot.", min=0, max=1_000_000)
+    ] = 256,
     chunk: Annotated[
         int, typer.Option(help="Decode steps between returns to the host; 0 measures.", min=0)
     ] = 0,
@@ -410,6 +413,9 @@ def methods(
     from jrl.methods import list_methods, show_method
 
     if name is not None:
+        if family is not None or complete:
+            unread = "--complete" if family is None else "--family"
+            raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
         shown = show_method(name)
         if as_json:
             typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
@@ -602,10 +608,14 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
         target = None
     if target is None or not os.path.isdir(target):
         return load_config(target, changes)
-    if not (Path(target) / "config.toml").exists():
+    found = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    if found is None:
         raise UserError(f"{target} is not a run directory: it has no config.toml")
+    config, said = found
+    if said:
+        typer.echo(f"jrl: {said}", err=True)
     remember(Path(target) / "python")  # the rows of a run from Python
-    return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
+    return config
 
 
 def _prepare_jax() -> None:

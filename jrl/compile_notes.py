@@ -59,6 +59,7 @@ class CompileNotes:
         self._said: str | None = None
         self._began = 0.0
         self._traced: dict[str, float] = {}
+        self._compiling: set[int] = set()  # threads between lowering a program and having it
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -77,15 +78,22 @@ class CompileNotes:
         with self._lock:
             self._stop()
 
+    @property
+    def compiling(self) -> bool:
+        """Whether the main thread is in the compiler."""
+        return threading.main_thread().ident in self._compiling
+
     def _on_duration(self, event: str, duration_secs: float, **about: Any) -> None:
         name = _plain_name(str(about.get("fun_name", "")))
         if event.endswith(_TRACED):
             self._traced[name] = duration_secs
         elif event.endswith(_LOWERED):
+            self._compiling.add(threading.get_ident())
             if name in NAMES:
                 traced = self._traced.pop(name, None)
                 self._start(NAMES[name] + _about(traced, duration_secs), NAMES[name])
         elif event.endswith(_COMPILED):
+            self._compiling.discard(threading.get_ident())
             with self._lock:
                 if self._said is not None:
                     self._echo(f"compiled {self._said} in {time.monotonic() - self._began:.0f} s")

@@ -258,8 +258,9 @@ class TrainTable(Table):
 
     wait_seconds: float = key(
         3600.0,
-        "longest wait without progress for rewards, environments, rollout devices, other processes"
-        " or saving; beyond it the run saves what it can and ends",
+        "longest wait without progress for rewards, environments, rollouts, training steps,"
+        " evaluations, other processes, files or saving; beyond it the run saves what it can and"
+        " ends",
         gt=0,
     )
 

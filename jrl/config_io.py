@@ -5,6 +5,7 @@ The keys are declared in ``jrl/config.py``. Problems are reported all at once, o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -145,13 +146,15 @@ def _kind(annotation: Any) -> str:
     return _KINDS[annotation]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> Config:
     """Reads a TOML file, applies ``a.b=value`` overrides, and checks the result.
 
     A value is read as TOML; a bare word is text; nothing after the ``=`` removes the key.
 
     Args:
-      path: the TOML file, or None to start from the defaults.
+      path: the TOML file, its tables as nested dicts, or None to start from the defaults.
       overrides: in order; later ones win.
 
     Returns:
@@ -163,7 +166,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     >>> load_config(None, ["sampling.group=4", "method=rloo"]).sampling.group
     4
     """
-    tree = {} if path is None else _read_toml(Path(path))
+    if isinstance(path, Mapping):
+        tree = copy.deepcopy(dict(path))
+    else:
+        tree = {} if path is None else _read_toml(Path(path))
     for override in overrides:
         _apply(tree, override)
     return build_config(tree)

@@ -19,7 +19,8 @@ _WORDS = {
 }
 _FORMS = re.compile(
     r"(?:Bearer|Basic|Token)\s+\S{6,}|"
-    r"(?:sk|pk|rk|ghp|gho|ghs|github_pat|glpat|hf|xox[abprs])[-_](?=.*\d)[\w-]{11,}|AKIA[A-Z0-9]{12,}|eyJ[\w-]{8,}\.[\w-]{8,}.*|-----BEGIN.*|\w+://[^/\s:@]*:[^/\s@]+@.*",
+    r"(?:sk|pk|rk|ghp|gho|ghs|github_pat|glpat|hf|xox[abprs])[-_](?=.*\d)[\w-]{11,}|AKIA[A-Z0-9]{12,}|"
+    r"eyJ[\w-]{8,}\.[\w-]{8,}.*|-----BEGIN.*|\w+://[^/\s:@]*:[^/\s@]+@.*",
     re.DOTALL,
 )
 """Texts that are secrets whatever their name: headers, keys of well-known services, addresses with

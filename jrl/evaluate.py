@@ -156,6 +156,21 @@ def evaluation_metrics(
     return metrics
 
 
+def evaluation_names(run: Run) -> set[str] | None:
+    """The metrics of an evaluation of a run on prompts; None where its environment adds some.
+
+    Args:
+      run: from ``setup``.
+    """
+    table = run.config.eval
+    if run.config.episodes:
+        return None
+    answers = [["1"] * table.samples] if run.task is None else None
+    one = np.ones((1, table.samples), int)
+    names = evaluation_metrics(one == 1, one, pass_k=table.pass_k, answers=answers).keys()
+    return {*names, *(("success", "reward", "turns") if isinstance(run.task, Env) else ())}
+
+
 def episode_metrics(groups: Groups) -> dict[str, float]:
     """Means over evaluated episodes: success (fraction), reward (points) and turns."""
     taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
@@ -191,6 +206,7 @@ class Evaluator:
         )
         mesh = programs.drawing_mesh(run, "eval")
         self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
+        self.told = ""  # how far an evaluation on text is; read by another thread
         self._episodes: HostEpisodes | None = None
         self._program: Any = None
         if run.task is not None:
@@ -257,15 +273,12 @@ class Evaluator:
         config, prompts = self.run.config, self.run.data.prompts["eval"]
         size, total = config.train.prompts, min(config.eval.problems, len(prompts))
         draw = self._source(prompts)
-        draws = [
-            draw(
-                compiled_stream(key, "eval", np.int32(0)),
-                params,
-                np.int32(0),
-                (start + np.arange(size)).astype(np.int32),
-            )
-            for start in range(0, total, size)
-        ]
+        draws = []
+        for start in range(0, total, size):
+            self.told = f"{start} of {total} prompts done"
+            positions = (start + np.arange(size)).astype(np.int32)
+            drawing = compiled_stream(key, "eval", np.int32(0))
+            draws.append(draw(drawing, params, np.int32(0), positions))
         join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
         counts: collections.Counter[str] = collections.Counter()
         for drawn in draws:

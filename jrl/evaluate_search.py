@@ -25,7 +25,7 @@ from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.fits import check_evaluation, check_slots
+from jrl.train.fits import check_problems, check_slots
 from jrl.train.objective import max_new_tokens
 from jrl.types import Array, Prompt, stream
 
@@ -64,8 +64,8 @@ def search_run(
     plan = named_search(name, width, rounds=rounds)
     longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
     check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if run.task is not None or run.data.prompts["eval"]:
-        check_evaluation(run)
+    if run.task is not None:
+        check_problems(run, "eval.problems", config.eval.problems)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         problems, prompts = _problems(run, key)

@@ -88,7 +88,7 @@ NAMES = st.sampled_from(["model.safetensors", "../model.safetensors", "/etc/pass
     | anything,
     st.sampled_from(["weight_map", "metadata"]),
 )
-@settings(100)
+@settings(50)
 def test_any_index_file_is_read_or_refused(checkpoint, tmp_path, found, key):
     copy_once(checkpoint, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_bytes(as_json({key: found}))
@@ -116,7 +116,7 @@ def use(directory):
 
 
 @hypothesis.given(st.data())
-@settings(200)
+@settings(100)
 def test_any_tokenizer_is_read_or_refused(checkpoint, tmp_path, data):
     found = json.loads((checkpoint / "tokenizer.json").read_text())
     place = data.draw(st.sampled_from(list(places(found))))
@@ -142,7 +142,7 @@ PIECES = st.sampled_from(
 @hypothesis.example("{{ 'a' * 10**9 * 10**9 }}")
 @hypothesis.example("{% for m in range(10**9) %}{{ messages }}{% endfor %}")
 @hypothesis.example("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(f) }}")
-@QUICK
+@settings(150)
 def test_any_chat_template_writes_a_text_or_is_refused(checkpoint, tmp_path, template):
     copy_once(checkpoint, tmp_path)
     config = {"eos_token": "<end>", "chat_template": template}

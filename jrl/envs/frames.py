@@ -144,7 +144,7 @@ def plain_names(message: Message, number: int) -> Message:
     plain = dict(message)
     for key, other in (("name", "unknown"), ("tool_call_id", f"jrlcall{number % 100:02d}")):
         given = plain.get(key, other)
-        if not (isinstance(given, str) and _PLAIN_NAME.fullmatch(given)):
+        if not (isinstance(given, str) and _PLAIN_NAME.fullmatch(given)) or ANSWER in given:
             plain[key] = other
     return plain
 

@@ -65,11 +65,13 @@ class Limits(NamedTuple):
           UserError: a limit that no episode can keep.
         """
         least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
-        for name, value in self._asdict().items():
-            kind, said = (
-                (Real, "a number") if name.endswith("seconds") else (Integral, "an integer")
-            )
-            if not isinstance(value, kind) or isinstance(value, bool):
+        given: dict[str, Any] = self._asdict()
+        for name, value in given.items():
+            seconds = name.endswith("seconds")
+            if isinstance(value, bool) or not issubclass(
+                type(value), Real if seconds else Integral
+            ):
+                said = "a number" if seconds else "an integer"
                 raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
             if not float(value) >= least.get(name, 0) or not math.isfinite(value):
                 raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")

@@ -245,7 +245,7 @@ def gymnasium(
     read: str = "",
     turns: int = 50,
     turn_tokens: int = 0,
-    options: Mapping[str, Any] = NOTHING,
+    arguments: Mapping[str, Any] = NOTHING,
 ) -> HostEnv:
     """``gymnasium.from_gymnasium``: an environment of gymnasium by its name.
 
@@ -256,12 +256,12 @@ def gymnasium(
         last whole number of the text.
       turns: the most of an episode.
       turn_tokens: the most of one turn; 0 for what is left.
-      options: of ``gymnasium.make``.
+      arguments: of ``gymnasium.make``.
     """
     shown: Callable[[Any], str] = load(show, "data.show") if show else str
     taken = load(read, "data.read") if read else last_integer
     limits = Limits(turns=turns, turn_tokens=turn_tokens)
-    return from_gymnasium(id, shown, taken, limits, options=options)
+    return from_gymnasium(id, shown, taken, limits, options=arguments)
 
 
 def last_integer(text: str) -> int | None:

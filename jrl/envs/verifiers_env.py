@@ -29,7 +29,7 @@ _TURNS = 16
 def from_verifiers(
     id: str,
     *,
-    options: Mapping[str, Any] = NOTHING,
+    arguments: Mapping[str, Any] = NOTHING,
     parser: str = "hermes",
     turns: int = 0,
     turn_tokens: int = 0,
@@ -45,7 +45,7 @@ def from_verifiers(
 
     Args:
       id: that ``verifiers.load_environment`` knows, or ``FILE.py:function`` that returns one.
-      options: arguments of the environment.
+      arguments: of ``load_environment``, or of that function.
       parser: of the policy's family, by name, where the environment has tools.
       turns: the most of an episode, after which it is scored; 0 for the environment's own, or 16
         where it has none.
@@ -64,7 +64,7 @@ def from_verifiers(
         raise UserError(
             f"{id!r} needs verifiers 0.1, in which MultiTurnEnv is; pip install 'verifiers<0.2'"
         )
-    made = _made(vf, id, options)
+    made = _made(vf, id, arguments)
     if turns:
         made.max_turns = turns
     family = get_parser(parser)
@@ -108,12 +108,12 @@ def from_verifiers(
     )
 
 
-def _made(vf: Any, id: str, options: Mapping[str, Any]) -> Any:
+def _made(vf: Any, id: str, arguments: Mapping[str, Any]) -> Any:
     if ":" in id:
-        made = load(id, "data.id")(**options)
+        made = load(id, "data.id")(**arguments)
     else:
         try:
-            made = vf.load_environment(id, **options)
+            made = vf.load_environment(id, **arguments)
         except Exception as error:
             said = str(error).strip().partition("\n")[0]
             raise UserError(f"data.id = {id!r}: verifiers cannot load it: {said:.300}") from None

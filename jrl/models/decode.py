@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jrl.mesh import constrain, parts_of, platform
+from jrl.mesh import constrain, divided, parts_of, platform
 from jrl.models.attention.choice import (
     SHORTEST,
     RowAttention,
@@ -42,6 +42,7 @@ from jrl.models.layers import (
     layer_weights,
     rms_norm,
     rotations,
+    stored_dtype,
 )
 from jrl.models.matmul import prepare_weight
 from jrl.models.quant import INPUTS, Int8, quantise_entries
@@ -93,24 +94,6 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
     }
 
 
-def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
-    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
-
-
-def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
-    dtype = stored_dtype(config)
-
-    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
-        name = path[-1].key
-        matrix = name == "embed" or (spec.inputs and name != "router")
-        return w.astype(dtype) if matrix else w
-
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)
-
-
 def output_matrix(
     config: ModelConfig, params: Params, lay: Callable[..., Array] = lambda w, *axes: w
 ) -> Array | Factored:
@@ -134,8 +117,11 @@ def _short(w: Any, dtype: Any) -> Any:
 def _ready(w: Any, dtype: Any, inputs: int, lay: Callable[..., Array], *axes: str | None) -> Any:
     """A weight as ``matmul.prepare_weight`` returns it, divided by its logical axes."""
     if isinstance(w, Int8):  # of the axes that are summed over the scales have nothing
-        scales = lay(w.scales, *(None,) * inputs, *axes[inputs:])
-        return Int8(lay(w.values, *axes), scales)
+        scales, values = lay(w.scales, *(None,) * inputs, *axes[inputs:]), lay(w.values, *axes)
+        # All scales are above 0. Without an operation on what is sent to a device XLA copies it, as
+        # late as it can, for which the weights need their room twice: compiled for TPUs, 47.5 GiB
+        # more for 405B parameters.
+        return Int8(jnp.where(scales > 0, values, 0) if divided() else values, scales)
     return prepare_weight(lay(w.astype(dtype), *axes), inputs)
 
 

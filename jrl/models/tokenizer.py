@@ -199,7 +199,7 @@ def _is_panic(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _named(source: str, given: object) -> Iterator[None]:
+def _named(source: str, given: str | list[int]) -> Iterator[None]:
     """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
     try:
         yield
@@ -208,7 +208,7 @@ def _named(source: str, given: object) -> Iterator[None]:
             raise
         said = " ".join(str(error).split())
         raise UserError(
-            f"{source}: its tokenizer.json cannot be used on {repr(given)[:60]}: {said:.300}"
+            f"{source}: its tokenizer.json cannot be used on {given[:40]!r:.60}: {said:.300}"
         ) from None
 
 

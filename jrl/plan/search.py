@@ -9,24 +9,29 @@ candidates, and XLA compiles the first few for the chips.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jrl.config import Config, PlacementTable
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.models.transformer import count_params
+from jrl.models.layers import REMAT
 from jrl.plan.compile import Plan, quick_plan
 from jrl.plan.disjoint import half, plan_disjoint
+from jrl.plan.estimate import Training, resharding_seconds, sampling_seconds, training_seconds
+from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.lower import run_model
-from jrl.plan.topology import Chip, Topology
+from jrl.plan.topology import Topology
 from jrl.train.frozen import run_task
-from jrl.train.gather import cached_tokens
+from jrl.train.gather import slots_on_chip
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -47,6 +52,8 @@ class Candidate(NamedTuple):
       rollout: devices of rollout along each axis, half of the chips; None where rollout and
         training alternate on all of them.
       sampler: the mesh that they are arranged in while sampling; None for that of training.
+      slots: see ``sampling.slots``; None for the configuration's.
+      int8: see ``sampling.int8``; None for the configuration's.
     """
 
     mesh: Sizes
@@ -54,6 +61,8 @@ class Candidate(NamedTuple):
     microbatches: int
     rollout: Sizes | None
     sampler: Sizes | None = None
+    slots: int | None = None
+    int8: tuple[str, ...] | None = None
 
     def text(self) -> str:
         """As changes to a configuration, KEY=VALUE."""
@@ -62,6 +71,12 @@ class Candidate(NamedTuple):
         if self.rollout is not None:
             found += ["placement.staleness=1"]
         found += [f"sampling.mesh.{axis}={n}" for axis, n in self.rollout or self.sampler or ()]
+        found += [] if self.slots is None else [f"sampling.slots={self.slots}"]
+        found += (
+            []
+            if self.int8 is None
+            else [f"sampling.int8={json.dumps(self.int8, separators=(',', ':'))}"]
+        )
         return " ".join(found)
 
     def applied(self, config: Config) -> Config:
@@ -70,7 +85,10 @@ class Candidate(NamedTuple):
         model = config.model.model_copy(update={"remat": self.remat})
         train = config.train.model_copy(update={"microbatches": self.microbatches})
         own = {axis: n for axis, n in self.rollout or self.sampler or () if n > 1}
-        sampling = config.sampling.model_copy(update={"mesh": own})
+        changes: dict[str, Any] = {"mesh": own}
+        changes |= {} if self.slots is None else {"slots": self.slots}
+        changes |= {} if self.int8 is None else {"int8": self.int8}
+        sampling = config.sampling.model_copy(update=changes)
         tables: dict[str, Any] = {
             "mesh": dict(self.mesh),
             "model": model,
@@ -105,9 +123,11 @@ def search(
 
     Returns:
       For each: ``changes`` (text), ``mesh``, ``rollout_mesh``, ``sampling_mesh``, ``remat``,
-      ``microbatches``, ``placement``, ``fits``, ``step_seconds``, ``effort`` with which that was
-      compiled, ``ranked_seconds`` (with the effort of the ranking), ``estimated_seconds`` (before
-      compiling), ``seconds`` of each program, and ``bytes_per_chip`` (the larger program's).
+      ``microbatches``, ``slots``, ``int8``, ``placement``, ``fits``, ``step_seconds``, ``effort``
+      with which that was compiled, ``ranked_seconds`` (with the effort of the ranking),
+      ``estimated_seconds`` (before compiling), ``estimate_ratio`` (of all: the median of compiled
+      over estimated times), ``seconds`` of each program, ``bytes_per_chip`` (the larger program's),
+      and ``error``: why it could not be compiled, or None.
 
     Raises:
       UserError: no mesh divides the model and the batch over the chips.
@@ -120,35 +140,42 @@ def search(
             f"{model.kv_heads} key-value heads) and train.prompts = {config.train.prompts}; make "
             "train.prompts a multiple of the chips"
         )
-    ranked = sorted(candidates, key=lambda c: estimate(config, model, topology, c))
+    estimate = Estimates(config, model, topology)
+    ranked = sorted(candidates, key=estimate)
     found: list[dict[str, Any]] = []
     chosen: dict[str, Candidate] = {}
     hopeless: set[Sizes | None] = set()
     began, longest, compiled = time.monotonic(), 0.0, Compiled(config, topology, effort)
-    for candidate in dict.fromkeys([*configured(config, candidates), *diverse_first(ranked)]):
-        if len(found) == limit:
-            break
-        if candidate.rollout in hopeless:
-            continue
-        start = time.monotonic()
-        if seconds is not None and found and start - began + longest > seconds:
-            echo(f"stopped after {len(found)} of {limit}: another would go beyond {seconds:g} s")
-            break
-        echo(f"{len(found) + 1} of {limit}: {candidate.text()}")
-        judged, samples = _judge(compiled, candidate)
-        judged["estimated_seconds"] = estimate(config, model, topology, candidate)
-        chosen[judged["changes"]] = candidate
-        longest = max(longest, time.monotonic() - start)
-        if candidate.rollout is not None and not samples:
-            hopeless.add(candidate.rollout)  # on any mesh of training
-        found.append(judged)
-    found.sort(key=_order)
-    left = np.inf if seconds is None else began + seconds - time.monotonic()
-    if effort and found[0]["fits"] and left > SLOWER * longest:
-        echo(f"compiling the best with effort 0, as in a run: {found[0]['changes']}")
-        again, _ = _judge(Compiled(config, topology, 0.0), chosen[found[0]["changes"]])
-        found[0] |= again | {"ranked_seconds": found[0]["ranked_seconds"]}
-    return sorted(found, key=_order)
+    with contextlib.closing(compiled.isolated):
+        for candidate in dict.fromkeys([*configured(config, candidates), *diverse_first(ranked)]):
+            if len(found) == limit:
+                break
+            if candidate.rollout in hopeless:
+                continue
+            start = time.monotonic()
+            if seconds is not None and found and start - began + longest > seconds:
+                echo(
+                    f"stopped after {len(found)} of {limit}: another would go beyond {seconds:g} s"
+                )
+                break
+            echo(f"{len(found) + 1} of {limit}: {candidate.text()}")
+            judged, samples = _judge(compiled, candidate)
+            judged["estimated_seconds"] = estimate(candidate)
+            chosen[judged["changes"]] = candidate
+            longest = max(longest, time.monotonic() - start)
+            if candidate.rollout is not None and not samples:
+                hopeless.add(candidate.rollout)  # on any mesh of training
+            found.append(judged)
+        found.sort(key=_order)
+        left = np.inf if seconds is None else began + seconds - time.monotonic()
+        if effort and found[0]["fits"] and left > SLOWER * longest:
+            echo(f"compiling the best with effort 0, as in a run: {found[0]['changes']}")
+            as_run = Compiled(config, topology, 0.0, compiled.isolated)
+            again, _ = _judge(as_run, chosen[found[0]["changes"]])
+            if again["error"] is None:
+                found[0] |= again | {"ranked_seconds": found[0]["ranked_seconds"]}
+    ratio = estimate_ratio(found)
+    return sorted((f | {"estimate_ratio": ratio} for f in found), key=_order)
 
 
 def _order(found: Mapping[str, Any]) -> tuple[bool, float]:
@@ -189,9 +216,7 @@ def enumerate_candidates(
         if part is None:
             continue
         options = _meshes(model, part.chips, config.train.prompts, slices)
-        best = sorted(
-            options, key=lambda m: sampling_seconds(config, model, topology.chip, dict(m))
-        )
+        best = sorted(options, key=lambda m: sampling_seconds(config, model, part, dict(m)))
         samplers: list[Sizes | None] = [*best[:2]]
         if part == topology:
             samplers = [None, *best[:SAMPLERS]]
@@ -202,9 +227,29 @@ def enumerate_candidates(
                 continue
             where = (None, sampler) if part == topology else (sampler, None)
             local = prompts // _shards(dict(mesh))
-            for remat, parts in itertools.product(("full", "elementwise"), (1, 2, 4, 8, 16, 32)):
+            for remat, parts in itertools.product(REMAT, (1, 2, 4, 8, 16, 32)):
                 if local % parts == 0:
-                    yield Candidate(mesh, remat, parts, *where)
+                    plain = Candidate(mesh, remat, parts, *where)
+                    for slots, int8 in itertools.product(
+                        _slots(config, sampler or mesh), _formats(config)
+                    ):
+                        yield plain._replace(slots=slots, int8=int8)
+
+
+def _slots(config: Config, mesh: Sizes) -> list[int | None]:
+    """The configuration's slots, and where it has one for each sequence a half and a quarter."""
+    rows = config.train.prompts // _shards(dict(mesh)) * config.sampling.group
+    shared = slots_on_chip(rows, dict(mesh), gathered=True) != rows
+    few = [rows // parts for parts in (2, 4) if rows % parts == 0]
+    own = [n * (_shards(dict(mesh)) if shared else 1) for n in few]
+    return [None, *(own if not config.sampling.slots else [])]
+
+
+def _formats(config: Config) -> list[tuple[str, ...] | None]:
+    """What of ``sampling.int8`` is kept; nothing is rounded that the configuration does not."""
+    given = tuple(config.sampling.int8)
+    fewer = [x for n in range(len(given)) for x in itertools.combinations(given, n)]
+    return [None, *fewer]
 
 
 def _shards(mesh: Mapping[str, int]) -> int:
@@ -225,80 +270,52 @@ def _meshes(model: ModelConfig, chips: int, prompts: int, slices: int) -> Iterat
         yield (("data", data), ("fsdp", fsdp), ("tensor", tensor), ("expert", expert))
 
 
-# ---------------------------------------------------------------- estimates before compiling
+class Estimates:
+    """Rough step times of candidates; halves that several of them share are computed once.
 
-
-def estimate(config: Config, model: ModelConfig, topology: Topology, c: Candidate) -> float:
-    """A rough step time, seconds, multiplied by a large factor if memory is clearly too small."""
-    train, kept = training_seconds(config, model, topology.chip, c)
-    if c.rollout is None:
-        mesh = dict(c.sampler or c.mesh)
-        sampling = sampling_seconds(config, model, topology.chip, mesh, kept)
-        moved = resharding_seconds(model, topology.chip, mesh) if c.sampler else 0.0
-        return train + sampling + moved
-    return max(train, sampling_seconds(config, model, topology.chip, dict(c.rollout)))
-
-
-def _tokens(config: Config, mesh: Mapping[str, int]) -> float:
-    """Tokens of all sequences on one chip."""
-    rows = config.train.prompts * config.sampling.group / _shards(mesh)
-    return rows * (config.max_prompt_tokens + config.sampling.max_new_tokens)
-
-
-def _too_large(size: float, chip: Chip) -> float:
-    """The factor on the time of a program of this many bytes."""
-    over = size / chip.hbm_bytes
-    return 1.0 if over < 0.9 else 1e3 * over
-
-
-def training_seconds(
-    config: Config, model: ModelConfig, chip: Chip, c: Candidate
-) -> tuple[float, float]:
-    """Rough seconds of a training step, and bytes of the state with its gradient.
-
-    Counts the matrix products of all layers and the collectives of weights, gradients and layer
-    outputs.
+    Args:
+      config: the run's.
+      model: the policy's shape.
+      topology: the slices.
     """
-    mesh, params = dict(c.mesh), count_params(model)
-    tokens, matrices = _tokens(config, mesh), mesh["tensor"] * mesh["expert"]
-    kept = 4 * params * jnp.dtype(config.model.param_dtype).itemsize / (mesh["fsdp"] * matrices)
-    layer = 2 * model.embed_dim * tokens / c.microbatches  # bfloat16
-    saved = 1 if c.remat == "full" else 3 + (model.mlp_dim * 2 / model.embed_dim) / mesh["tensor"]
-    active = 1.0 if not model.experts else 0.15  # share of the parameters that a token uses
-    compute = (8 if c.remat == "full" else 6) * params * active * tokens / chip.flops
-    link = 2 * chip.link_bandwidth
-    weights = 2 * params / matrices
-    gather = (3 * c.microbatches if mesh["fsdp"] > 1 else 2) * weights / link
-    exchange = 12 * model.layers * layer * c.microbatches / link if mesh["tensor"] > 1 else 0.0
-    size = kept + layer * saved * model.layers
-    return (compute / mesh["tensor"] + gather + exchange) * _too_large(size, chip), kept
+
+    def __init__(self, config: Config, model: ModelConfig, topology: Topology) -> None:
+        self.config, self.model = config, model
+        self.topology, self.half = topology, half(topology) or topology
+        self._training = functools.cache(self._train)
+        self._sampling = functools.cache(self._sample)
+
+    def __call__(self, c: Candidate) -> float:
+        """Seconds of a step, multiplied by a large factor if memory is clearly too small."""
+        apart = c.rollout is not None
+        train, kept = self._training(c.mesh, c.remat, c.microbatches, apart)
+        mesh = c.rollout or c.sampler or c.mesh
+        sampling = self._sampling(mesh, c.slots, c.int8, 0.0 if apart else kept, apart)
+        if apart:
+            return max(train, sampling)
+        moved = 0.0
+        if c.sampler is not None:
+            moved = resharding_seconds(self.config, self.model, self.topology, dict(mesh))
+        return train + sampling + moved
+
+    def _train(self, mesh: Sizes, remat: str, parts: int, apart: bool) -> tuple[float, float]:
+        topology, how = self.half if apart else self.topology, Training(dict(mesh), remat, parts)
+        return training_seconds(self.config, self.model, topology, how)
+
+    def _sample(self, mesh: Sizes, slots: int | None, int8: Any, kept: float, apart: bool) -> float:
+        given = {"slots": slots, "int8": int8}
+        changes = {name: value for name, value in given.items() if value is not None}
+        sampling = self.config.sampling.model_copy(update=changes)
+        chosen = self.config.model_copy(update={"sampling": sampling})
+        topology = self.half if apart else self.topology
+        return sampling_seconds(chosen, self.model, topology, dict(mesh), kept)
 
 
-def resharding_seconds(model: ModelConfig, chip: Chip, mesh: Mapping[str, int]) -> float:
-    """Rough seconds until every device has its part of the sampler's weights, in 16 bits."""
-    return 2 * count_params(model) / (mesh["tensor"] * mesh["expert"]) / (2 * chip.link_bandwidth)
-
-
-def sampling_seconds(
-    config: Config, model: ModelConfig, chip: Chip, mesh: Mapping[str, int], kept: float = 0.0
-) -> float:
-    """Rough seconds of a rollout: weights and cache are read for every token."""
-    heads = max(model.kv_heads // mesh["tensor"], 1)
-    group, new = config.sampling.group, config.sampling.max_new_tokens
-    prompts, width = config.train.prompts / _shards(mesh), config.max_prompt_tokens
-    tokens = cached_tokens(prompts, group, width, new, config.sampling.slots)
-    cache = 4 * model.layers * heads * model.head_dim * tokens
-    weights = 2 * count_params(model) / (mesh["tensor"] * mesh["expert"])
-    gathered = 2 * weights <= chip.hbm_bytes  # as in train.gather
-    read = (weights + cache / 2) / chip.hbm_bandwidth
-    if mesh["fsdp"] > 1 and not gathered:
-        read += weights / (2 * chip.link_bandwidth)
-    if mesh["tensor"] > 1:  # two all-reduces a layer, and one of the logits
-        rows = prompts * group
-        sums = 8 * model.layers * model.embed_dim + 4 * model.vocab_size
-        read += rows * sums / (2 * chip.link_bandwidth)
-    size = kept + cache + (weights if gathered else weights / mesh["fsdp"])
-    return read * new * _too_large(size, chip)
+def estimate_ratio(found: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median of compiled over estimated times, of what fits; None if nothing does."""
+    pairs = [(x["ranked_seconds"], x["estimated_seconds"]) for x in found if x["fits"]]
+    ratios = [took / guessed for took, guessed in pairs if took and guessed]
+    return float(np.median(ratios)) if ratios else None
 
 
 # ---------------------------------------------------------------- by compiling
@@ -311,26 +328,53 @@ class Compiled:
       config: the run's.
       topology: the slices.
       effort: XLA's.
+      isolated: where they are compiled; None for a process of their own.
     """
 
-    def __init__(self, config: Config, topology: Topology, effort: float) -> None:
+    def __init__(
+        self, config: Config, topology: Topology, effort: float, isolated: Isolated | None = None
+    ) -> None:
         self.config, self.topology, self.effort = config, topology, effort
-        self._halves: dict[Any, Plan] = {}
+        self.isolated = isolated or Isolated()
+        self._halves: dict[Any, Plan | CannotError] = {}
 
     def __call__(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate."""
+        """The plan of a candidate.
+
+        Raises:
+          CannotError: it cannot be compiled.
+        """
         chosen = candidate.applied(self.config)
         if candidate.rollout is not None:
-            return plan_disjoint(chosen, self.topology, quick_plan, effort=self.effort)
+            planner = plan_disjoint, chosen, self.topology, quick_plan
+            return self._made(*planner, effort=self.effort)
         training = candidate.mesh, candidate.remat, candidate.microbatches
-        sampling = candidate.mesh, candidate.sampler
+        sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.int8
         halves = []
         for placement, key in (("sampler", sampling), ("train_step", training)):
             if key not in self._halves:
                 options: dict[str, Any] = {"placement": placement, "effort": self.effort}
-                self._halves[key] = quick_plan(chosen, self.topology, **options)
-            halves.append(self._halves[key])
+                try:
+                    self._halves[key] = self._made(quick_plan, chosen, self.topology, **options)
+                except CannotError as error:
+                    self._halves[key] = error
+            found = self._halves[key]
+            if isinstance(found, CannotError):
+                raise found
+            halves.append(found)
         return together(*halves)
+
+    def _made(self, function: Callable[..., Plan], *args: Any, **options: Any) -> Plan:
+        try:
+            return self.isolated(function, *args, **options)
+        except EndedError:
+            raise CannotError("XLA ended the process") from None
+        except jax.errors.JaxRuntimeError as error:
+            raise CannotError(f"XLA: {str(error).splitlines()[0]:.200}") from None
+
+
+class CannotError(Exception):
+    """A candidate that XLA does not compile."""
 
 
 def together(sampler: Plan, training: Plan) -> Plan:
@@ -356,23 +400,34 @@ def together(sampler: Plan, training: Plan) -> Plan:
 
 def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bool]:
     """A candidate's plan as a row of the result, and whether its sampler fits."""
-    plan = compiled(candidate)
-    programs, own = plan.programs, candidate.sampler
+    own, config = candidate.sampler, compiled.config
     shared = own is None and candidate.rollout is None
-    without = " sampling.mesh={}" if compiled.config.sampling.mesh and shared else ""
-    judged = {
+    without = " sampling.mesh={}" if config.sampling.mesh and shared else ""
+    chosen = candidate.applied(config).sampling
+    judged: dict[str, Any] = {
         "changes": candidate.text() + without,
         "mesh": dict(candidate.mesh),
         "rollout_mesh": None if candidate.rollout is None else dict(candidate.rollout),
         "sampling_mesh": None if own is None else dict(own),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
+        "slots": chosen.slots,
+        "int8": list(chosen.int8),
         "placement": "colocated" if candidate.rollout is None else "disjoint",
+        "effort": compiled.effort,
+    }
+    try:
+        plan = compiled(candidate)
+    except CannotError as error:
+        unknown = dict.fromkeys(("step_seconds", "ranked_seconds", "bytes_per_chip"))
+        return judged | unknown | {"fits": False, "seconds": {}, "error": str(error)}, True
+    programs = plan.programs
+    judged |= {
         "fits": plan.fits,
         "step_seconds": plan.step_seconds,
         "ranked_seconds": plan.step_seconds,
-        "effort": compiled.effort,
         "seconds": {name: p.roofline_seconds for name, p in programs.items()},
         "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs.values()),
+        "error": None,
     }
     return judged, all(p.fits for name, p in programs.items() if name == "sampler")

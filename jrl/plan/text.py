@@ -166,19 +166,23 @@ def _seconds(seconds: float) -> str:
 
 
 def search_text(found: Sequence[Mapping[str, Any]]) -> str:
-    """The candidates of a search as a table, best first."""
+    """The candidates of a search as a table, best first, and how far the estimates were off."""
     rows = [("", "predicted step", "estimated before", "GiB a chip", "changes")]
     for i, item in enumerate(found, 1):
-        seconds = item["step_seconds"]
+        seconds, bytes_ = item["step_seconds"], item["bytes_per_chip"]
         time = "-" if seconds is None else _seconds(seconds)
-        size = f"{item['bytes_per_chip'] / GIB:.1f}"
-        verdict = item["changes"] if item["fits"] else f"{item['changes']} (does not fit)"
+        size = "-" if bytes_ is None else f"{bytes_ / GIB:.1f}"
+        why = item["error"] or "does not fit"
+        verdict = item["changes"] if item["fits"] else f"{item['changes']} ({why})"
         rough = _seconds(item["estimated_seconds"]) if item["fits"] else "-"
         if item["step_seconds"] != item["ranked_seconds"]:
             verdict += f" (compiled as in a run; ranked by {_seconds(item['ranked_seconds'])})"
         rows.append((str(i), time, rough, size, verdict))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
+    lines = [
         "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
-    )
+    ]
+    if found and (ratio := found[0]["estimate_ratio"]) is not None:
+        lines.append(f"compiled times are {ratio:.2g} times the estimates (median of what fits)")
+    return "\n".join(lines)

@@ -335,7 +335,7 @@ class _Workers:
         if failure is None:
             return None
         ended = worker.call
-        self._end(worker)
+        self._end(worker, its_files=not failure.timed_out)
         return None if ended is None else (ended, failure)
 
     def _lost(self, worker: Worker) -> tuple[_Call, Failure] | None:
@@ -381,9 +381,9 @@ class _Workers:
             self._warden.stdin.write(f"{number}\n".encode())
             self._warden.stdin.flush()
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker, *, its_files: bool = False) -> None:
         self._living.remove(worker)
-        worker.kill()
+        worker.kill(its_files=its_files)
         self._tell_warden(-worker.pid)
 
     def loading(self) -> str:

@@ -120,10 +120,11 @@ class Worker:
         pids = tree(self.pid)
         return memory_bytes(pids, above, self._files.bytes(pids))
 
-    def kill(self) -> None:
-        """Ends the process and all that it started."""
+    def kill(self, *, its_files: bool = False) -> None:
+        """Ends the process and all that it started; with what it wrote in /dev/shm if asked."""
         kill_tree(self.pid)
-        self._files.remove()
+        if its_files:
+            self._files.remove()
         self._process.kill()  # in case it does not lead a session yet
         self._process.join()
         self._process.close()

@@ -8,6 +8,7 @@ these functions together for a batch in one program, ``serving`` for requests th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import chex
@@ -249,12 +250,7 @@ def decode(
         goes = (i < steps) & (runs > until)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    def one_token(carry: tuple[Array, Slots, Array]) -> tuple[Array, Slots, Array]:
-        i, slots, spent = carry
-        if idle is not None:
-            spent = spent + idle.of(jnp.sum(slots.stop == StopReason.RUNNING))
-        return *_one_token(weights, version, stops, first, network, (i, slots)), spent
-
+    one_token = partial(_one_token, weights, version, stops, first, network, idle)
     with at_most(steps if isinstance(steps, int) else slots.tokens.shape[1]):
         begin = jnp.int32(0), slots, jnp.int32(0)
         count, slots, _ = jax.lax.while_loop(running, one_token, begin)
@@ -268,8 +264,9 @@ def _one_token(
     stops: Array,
     first: Array | None,
     network: Network,
-    carry: tuple[Array, Slots],
-) -> tuple[Array, Slots]:
+    idle: IdleLimit | None,
+    carry: tuple[Array, Slots, Array],
+) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
 
     Args:
@@ -278,11 +275,13 @@ def _one_token(
       stops: [S or 1, K] int32.
       first: [] int32, where the rows are aligned their column at step 0.
       network: the policy.
-      carry: the number of the step, and the state.
+      idle: counts the slot-steps that draw nothing; None where nobody asks.
+      carry: the number of the step, the state, and the slot-steps so far that drew nothing.
     """
-    i, slots = carry
+    i, slots, spent = carry
     column = None if first is None else first + i
     runs = slots.stop == StopReason.RUNNING
+    spent = spent if idle is None else spent + idle.of(jnp.sum(runs))
     # The newest token is the only one that the cache lacks; its position is the row's last.
     position = slots.prompt_lengths + slots.lengths - 1
     cache = slots.cache.replace(column=column)
@@ -319,7 +318,7 @@ def _one_token(
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         report=report,
     )
-    return i + 1, slots
+    return i + 1, slots, spent
 
 
 def _uniforms(keys: Array, counts: Array) -> Array:

@@ -54,16 +54,24 @@ def check_training(run: Any) -> None:
         check_evaluation(run)
 
 
-def check_weights(run: Any) -> None:
-    """Raises a UserError where the policy's weights alone cannot fit."""
+def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
+    """Raises a UserError where the policy's weights alone cannot fit.
+
+    Args:
+      run: from ``build.setup``.
+      key: what sets how many policies there are.
+      times: as many.
+    """
     shapes = jax.eval_shape(run.network.init, jax.random.key(0))
     lora, path = run.config.lora, run.config.model.path
     least = 1 if lora is not None and lora.base == "int8" else 8
     size = sum(
         float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
     )
-    said = "model.config" if path is None else f"model.path = {path!r}"
-    check_fits(f"{said}: the weights", size, "choose a smaller model", available=available_bytes())
+    model = "model.config" if path is None else f"model.path = {path!r}"
+    said = f"{key} = {times}" if key else model
+    remedy = f"lower {key}" if key else "choose a smaller model"
+    check_fits(f"{said}: the weights", times * size, remedy, available=available_bytes())
 
 
 def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
@@ -81,6 +89,17 @@ def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.sam
         there = min(table.problems, len(run.data.prompts["eval"]))
         _check(run, said, min(there, run.config.train.prompts), table.samples)
         _check(run, said, there, table.samples, drawn=False)
+
+
+def check_problems(run: Any, key: str, problems: int) -> None:
+    """Raises a UserError where problems and one completion of each cannot fit.
+
+    Args:
+      run: from ``build.setup``.
+      key: what sets how many there are.
+      problems: as many.
+    """
+    _check(run, f"{key} = {problems}", problems, 1, drawn=False)
 
 
 def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) -> None:

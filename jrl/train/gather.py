@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config import Config
-from jrl.mesh import RULES, batch_shards
+from jrl.mesh import RULES
 from jrl.models.config import ModelConfig
 from jrl.models.weights import WeightSpec
 from jrl.models.weights import weights as weight_table
@@ -58,10 +58,16 @@ def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
     limit = _memory(mesh)
     if limit is None or mesh.shape["fsdp"] == 1:
         return True
+    return has_room(config, model, mesh.shape, limit, _state_bytes(config, model, mesh))
+
+
+def has_room(
+    config: Config, model: ModelConfig, axes: Mapping[str, int], limit: float, state: float
+) -> bool:
+    """``gathers`` on a mesh with these axes, beside ``state`` bytes of the training state."""
     short = "weights" in config.sampling.int8
-    size = sampler_bytes(model, mesh.shape, gathered=True, int8=short)
-    size += _state_bytes(config, model, mesh) + _cache_bytes(config, model, mesh)
-    return size <= ROOM * limit
+    size = sampler_bytes(model, axes, gathered=True, int8=short)
+    return size + state + _cache_bytes(config, model, axes) <= ROOM * limit
 
 
 def sampler_bytes(
@@ -116,19 +122,30 @@ def _state_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
     axes = dict(config.mesh_axes)
     rest = -(-mesh.size // max(math.prod(n for n in axes.values() if n > 0), 1))
     axes = {axis: n if n > 0 else rest for axis, n in axes.items()}
-    copies = 1.0 if config.lora is not None else 1 + _MOMENTS.get(config.optimizer.name, 2.0)
-    size = sum(_numbers(spec.shape, spec.axes, axes) for spec in _specs(dict(weight_table(model))))
-    return copies * size * jnp.dtype(model.param_dtype).itemsize
+    size = weight_numbers(model, axes) * jnp.dtype(model.param_dtype).itemsize
+    return (1 + moments(config)) * size
 
 
-def _cache_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
+def moments(config: Config) -> float:
+    """Numbers that the optimizer keeps for each weight; adapters are few."""
+    return 0.0 if config.lora is not None else _MOMENTS.get(config.optimizer.name, 2.0)
+
+
+def weight_numbers(model: ModelConfig, axes: Mapping[str, int], *, gathered: bool = False) -> float:
+    """Numbers of the policy's weights on a device; ``gathered`` as in ``sampler_bytes``."""
+    whole = ("fsdp",) if gathered else ()
+    specs = _specs(dict(weight_table(model)))
+    return sum(_numbers(spec.shape, spec.axes, axes, whole) for spec in specs)
+
+
+def _cache_bytes(config: Config, model: ModelConfig, axes: Mapping[str, int]) -> float:
     """Bytes of the keys and values of a rollout on a device, with gathered weights."""
     sampling = config.sampling
-    prompts = -(-config.train.prompts // batch_shards(mesh))
-    slots = slots_on_chip(sampling.slots, mesh.shape, True)
+    shards = math.prod(axes.get(axis, 1) for axis in RULES["batch"])
+    prompts, slots = -(-config.train.prompts // shards), slots_on_chip(sampling.slots, axes, True)
     width, new = config.max_prompt_tokens, sampling.max_new_tokens or 0
     tokens = cached_tokens(prompts, sampling.group, width, new, slots)
-    return tokens * token_bytes(model, mesh.shape["tensor"], sampling.int8)
+    return tokens * token_bytes(model, axes["tensor"], sampling.int8)
 
 
 def token_bytes(model: ModelConfig, tensor: int, int8: Sequence[str]) -> float:

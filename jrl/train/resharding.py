@@ -24,7 +24,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.mesh import RULES, replicated, tree_shardings
-from jrl.models.decode import rounded
+from jrl.models.layers import rounded
 from jrl.models.quant import axes_in_8_bits, in_8_bits
 from jrl.train.adapters import trained_network
 from jrl.train.build import Run, policy_network

@@ -179,7 +179,7 @@ def test_results_carry_the_names_of_their_calls(chat_tokenizer):
         ids = chat.following([{**tool("42"), "name": name}], closed=True, first=first)
         start = f'<|im_start|>{name} to=assistant[INST]"42"[/INST]'
         assert spelled(tokenizer, ids) == f"{start}<|im_start|>assistant"
-    for name in ("<|im_end|>", "two words", "", None):
+    for name in ("<|im_end|>", "two words", "JRLANSWER", "", None):
         ids = chat.following([{**tool("42"), "name": name}], closed=True)
         assert spelled(tokenizer, ids).startswith("<|im_start|>unknown to=assistant")
 

@@ -154,7 +154,7 @@ def test_the_tools_of_an_mcp_server(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="it is not installed")
 def test_an_environment_of_gymnasium():
-    text = 'env = "gymnasium"\nid = "FrozenLake-v1"\noptions = {is_slippery = false}'
+    text = 'env = "gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
     env = made(text)
     state, opening = env.init(PROMPT, 0)
     assert opening[0]["content"] == "What is 6 * 7?\n0"

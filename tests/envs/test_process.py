@@ -227,7 +227,7 @@ def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
     async def episode(number):
         hang = Prompt(1, "you", np.zeros(0, np.int32), None, {"hang": number == 0})
         try:
-            state, _ = await asyncio.wait_for(env.init(hang, 0), 3.0 if number == 0 else None)
+            state, _ = await asyncio.wait_for(env.init(hang, 0), 1.5 if number == 0 else None)
         except TimeoutError:
             return "gone"
         seen.append(len(processes()))

@@ -140,7 +140,7 @@ def test_what_goes_wrong_fails_the_member_and_is_cleaned_up(own):
     with pytest.raises(EnvError, match="it broke"):
         play(from_verifiers(f"{own}:talk"), ["break"])
     with pytest.raises(EnvError, match="rewrites what was said"):
-        play(from_verifiers(f"{own}:talk", options={"rewrites": True}), ["a", "b"])
+        play(from_verifiers(f"{own}:talk", arguments={"rewrites": True}), ["a", "b"])
     play(from_verifiers(f"{own}:talk"), ["a"])  # closed in the middle
     from jrl.own import load
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,17 @@ from jrl.cli import app
 from jrl.config_io import build_config, load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
+from jrl.models.transformer import count_params
 from jrl.plan import compile as plan
 from jrl.plan import lower
 from jrl.plan import memory as plan_memory
 from jrl.plan import search as plan_search
 from jrl.plan.costs import Collective, Cost
 from jrl.plan.disjoint import plan_disjoint
-from jrl.plan.search import Candidate, enumerate_candidates, estimate
-from jrl.plan.text import as_text
+from jrl.plan.estimate import ring_bandwidth, sampling_seconds
+from jrl.plan.isolate import EndedError, Isolated
+from jrl.plan.search import Candidate, Estimates, enumerate_candidates
+from jrl.plan.text import as_text, search_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
 from jrl.train import gather
 
@@ -225,13 +229,15 @@ def test_missing_sizes_are_named():
 
 
 def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
-    mesh = SimpleNamespace(shape={"data": 1, "fsdp": 4, "tensor": 1, "context": 1, "expert": 1})
+    chip = SimpleNamespace(device_kind="TPU v5 lite", platform="tpu")
+    shape = {"data": 1, "fsdp": 4, "tensor": 1, "context": 1, "expert": 1}
+    mesh = SimpleNamespace(shape=shape, devices=np.array([chip]), size=4)
     topology, gib = parse_topology("v5e:2x2"), plan_memory.GIB
 
     model = lower.run_model(tiny(), None)
 
     def remedies(name, config, **sizes):
-        run = SimpleNamespace(config=config, mesh=mesh, model=model)
+        run = SimpleNamespace(config=config, mesh=mesh, model=model, shape=model, rollout_mesh=None)
         sizes = {k: v * gib for k, v in sizes.items()}
         sizes["total"] = sum(sizes.values())
         return plan_memory.remedies(run, topology, name, sizes)
@@ -323,7 +329,13 @@ def test_the_search_proposes_only_what_divides_and_prefers_what_fits():
         assert c.sampler != c.mesh
         assert c.sampler is None or (c.rollout is None and np.prod([n for _, n in c.sampler]) == 64)
     assert len({c.sampler for c in found}) == 1 + plan_search.SAMPLERS
-    best = min(found, key=lambda c: estimate(config, model, topology, c))
+    assert {c.remat for c in found} == {"full", "dots", "elementwise", "none"}
+    assert {c.int8 for c in found} == {None}  # nothing is rounded that was not asked for
+    assert {c.slots is None for c in found} == {True, False}
+    rounded = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.int8=['weights', 'cache']"])
+    formats = {c.int8 for c in enumerate_candidates(rounded, model, topology)}
+    assert formats == {None, (), ("weights",), ("cache",)}
+    best = min(found, key=Estimates(config, model, topology))
     assert dict(best.mesh)["data"] < 64  # eight billion weights and moments on one chip do not fit
 
 
@@ -332,14 +344,19 @@ def test_a_chip_holds_each_prompt_once_and_no_more_completions_than_slots():
         assert gather.cached_tokens(4, 8, 512, 1024, slots) == 4 * 512 + rows * 1024
 
 
-def test_the_estimate_depends_on_slots():
-    config = load_config(CONFIGS / "pod_8b_v6e.toml")
-    few = load_config(CONFIGS / "pod_8b_v6e.toml", ["sampling.slots=2"])
-    topology = parse_topology("v6e:8x8")
-    model = lower.run_model(config, None)
-    mesh = {"data": 4, "fsdp": 16, "tensor": 1, "expert": 1}
-    seconds = [plan_search.sampling_seconds(c, model, topology.chip, mesh) for c in (few, config)]
-    assert seconds[0] < seconds[1]
+def test_few_slots_take_more_turns_and_less_memory():
+    """Each turn reads the weights again; where the cache of all does not fit that is what does."""
+    topology, mesh = parse_topology("v6e:8x8"), {"data": 16, "fsdp": 1, "tensor": 4, "expert": 1}
+
+    def seconds(kept, **sampling):
+        given = [f"sampling.{name}={value}" for name, value in sampling.items()]
+        config = load_config(CONFIGS / "pod_8b_v6e.toml", given)
+        return sampling_seconds(config, lower.run_model(config, None), topology, mesh, kept)
+
+    assert seconds(0.0) < seconds(0.0, slots=512) < 2 * seconds(0.0)
+    kept = 24.0 * plan_memory.GIB
+    assert seconds(kept, slots=256) < seconds(kept)
+    assert seconds(0.0, int8="['weights', 'cache']") < 0.6 * seconds(0.0)
 
 
 def test_different_candidates_are_compiled_first():
@@ -350,6 +367,21 @@ def test_different_candidates_are_compiled_first():
     ranked = [one(1, 1), one(1, 2), one(2, 1), one(1, 1, half), one(2, 2), one(4, 1)]
     order = [0, 3, 2, 5, 1, 4]
     assert plan_search.diverse_first(ranked) == [ranked[i] for i in order]
+
+
+class Inline:
+    """``Isolated`` in this process, where what is compiled can be replaced."""
+
+    def __call__(self, function, *args, **kwargs):
+        return function(*args, **kwargs)
+
+    def close(self):
+        """Nothing to end."""
+
+
+@pytest.fixture
+def inline(monkeypatch):
+    monkeypatch.setattr(plan_search, "Isolated", Inline)
 
 
 def pretend_plan(config, topology, *, placement, effort=0.0):
@@ -372,7 +404,7 @@ def pretend_plan(config, topology, *, placement, effort=0.0):
     return plan.Plan(topology, config.mesh_axes, programs, fits, [], 1, 1)
 
 
-def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
+def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch, inline):
     """A step takes as long as the slower half and the transfer of the weights."""
     topology = parse_topology("v6e:8x8")
     monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
@@ -409,7 +441,59 @@ def test_the_search_ranks_by_time_with_what_fits_first(monkeypatch):
     assert same.step_seconds == apart["step_seconds"]
 
 
-def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch):
+def test_a_candidate_whose_compilation_ends_the_process_is_one_of_the_found(monkeypatch, inline):
+    ends = []
+
+    def abort(self, function, *args, **kwargs):
+        if kwargs.get("placement") == "train_step" and not ends:
+            ends.append(kwargs)
+            raise EndedError
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(plan_search, "quick_plan", pretend_plan)
+    monkeypatch.setattr(Inline, "__call__", abort)
+    config = load_config(CONFIGS / "pod_8b_v6e.toml")
+    found = plan_search.search(config, parse_topology("v6e:8x8"), limit=3)
+    assert [f["error"] for f in found].count("XLA ended the process") == 1
+    assert (found[-1]["fits"], found[-1]["step_seconds"]) == (False, None)
+    table = search_text(found)
+    assert "(XLA ended the process)" in table
+    ratios = [f["ranked_seconds"] / f["estimated_seconds"] for f in found if f["fits"]]
+    assert found[0]["estimate_ratio"] == pytest.approx(np.median(ratios))
+    assert table.endswith("times the estimates (median of what fits)")
+
+
+def test_a_process_that_ends_is_told_from_an_error_and_the_next_call_has_another():
+    run = Isolated()
+    try:
+        assert run(math.prod, [2, 3]) == 6
+        with pytest.raises(EndedError):
+            run(os.abort)
+        with pytest.raises(ZeroDivisionError):
+            run(divmod, 1, 0)
+        assert run(math.prod, [3, 5]) == 15
+    finally:
+        run.close()
+
+
+def test_estimates_divide_experts_alone_over_the_expert_axis():
+    config = load_config(CONFIGS / "pod_30b_a3b_v5p.toml")
+    model, one = lower.run_model(config, None), {"data": 1, "fsdp": 1, "tensor": 1, "context": 1}
+    whole, split = (gather.weight_numbers(model, one | {"expert": n}) for n in (1, 4))
+    experts = 48 * 128 * (3 * 2048 * 768 + 2048)  # and the router's columns
+    assert whole - split == experts * 3 / 4
+    assert whole == count_params(model)
+
+
+def test_collectives_have_the_links_of_the_dimensions_that_they_span():
+    link = CHIPS["v5p"].link_bandwidth
+    pod = parse_topology("v5p:8x8x16")
+    rates = {n: ring_bandwidth(pod, n) / link for n in (2, 8, 16, 128, 1024)}
+    assert rates == {2: 1, 8: 2, 16: 2, 128: 4, 1024: 6}
+    assert ring_bandwidth(parse_topology("v6e:8x8"), 64) == 2 * CHIPS["v6e"].link_bandwidth
+
+
+def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch, inline):
     def cannot(config, topology, **options):
         found = pretend_plan(config, topology, **options)
         placement = options["placement"]
@@ -425,7 +509,7 @@ def test_a_rollout_mesh_that_cannot_fit_is_compiled_for_once(monkeypatch):
     assert not any(f["fits"] for f in found)
 
 
-def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch):
+def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch, inline):
     asked, clock = [], iter(range(0, 10**6, 40))
 
     def counted(config, topology, *, placement, effort):

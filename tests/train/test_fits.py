@@ -1,13 +1,16 @@
 """Sizes that cannot fit in memory are refused before anything compiles, all by one check."""
 
+import pathlib
 import types
 
 import numpy as np
 import pytest
 
+from jrl.compare import compare
 from jrl.config_io import load_config
 from jrl.data.sources import Rows
 from jrl.data.tables import Mixture
+from jrl.drift import measure_drift
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, pass_at_k, sample_run
 from jrl.evaluate_search import search_run
@@ -44,9 +47,15 @@ def test_what_is_not_drawn_or_trained_is_not_counted():
     build.setup(config, trains=False)
 
 
+PLAIN = {"meshes": (), "dtypes": ()}
 COMMANDS = {
     "--count = ": lambda config: sample_run(config, count=MANY),
     "--width = ": lambda config: search_run(config, "beam", width=10**12),
+    "--batch = ": lambda config: measure_drift(config, batches=(1, MANY), problems=2, **PLAIN),
+    "--problems = ": lambda config: measure_drift(config, batches=(1, 2), problems=10**12, **PLAIN),
+    "--seeds = ": lambda config: compare(
+        config, methods=["grpo"], tasks=["sorting"], seeds=MANY, out=pathlib.Path("none")
+    ),
     "--slots = ": lambda config: served_policy(config, checkpoint=None, slots=MANY),
     "eval.problems = ": lambda config: evaluate_run(
         config.model_copy(update={"eval": config.eval.model_copy(update={"problems": MANY})})

@@ -12,8 +12,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
-from jrl.errors import UserError
+from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
@@ -56,6 +57,16 @@ def talk(turns, points=1.0):
 def sums():
     reward = lambda prompt, reply: float(prompt.answer in reply.text)
     return tool_env([calculator_tool()], PARSERS["gemma"], reward, Limits(turns=2))
+
+
+def broken():
+    def init(prompt, seed):
+        raise RuntimeError("no server")
+
+    async def step(prompt, reply):
+        raise AssertionError
+
+    return HostEnv(init, step, limits=Limits(turns=2))
 
 
 def closed():
@@ -302,3 +313,13 @@ def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, s
     assert not (tmp_path / "run").exists()
     if env == "closed":  # what was made to be checked is ended, too
         assert (place / "ended").exists()
+
+
+def test_a_run_whose_environment_always_fails_ends_with_its_state_saved(place, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(RunStopped, match="env_failures = 1, above 0.99 for 3 steps in a row") as e:
+        train(settings(place, run, "broken", "train.steps=9"), echo=lambda line: None)
+    assert e.value.exit_code == 3
+    assert f"step 3 is saved; `jrl train {run}` resumes from it" in str(e.value)
+    assert Checkpoints(run / "checkpoints", 1).latest_step() == 3
+    assert not (run / "summary.json").exists()

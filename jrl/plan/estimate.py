@@ -1,0 +1,197 @@
+"""Rough times of a training step and of a rollout, before anything is compiled.
+
+They order the candidates of a search; the plans of the best say how far they were off. As in a
+plan, compute units, memory and network work in parallel, and the slowest of them counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jrl.config import Config
+from jrl.mesh import RULES
+from jrl.models.config import ModelConfig
+from jrl.plan.topology import Topology
+from jrl.plan.useful import Lengths, forward_flops
+from jrl.train.gather import (
+    ROOM,
+    cached_tokens,
+    has_room,
+    moments,
+    sampler_bytes,
+    slots_on_chip,
+    token_bytes,
+    weight_numbers,
+)
+
+_forward_flops = functools.cache(forward_flops)
+"""The same for all candidates of a search."""
+
+
+class Training(NamedTuple):
+    """How a training step runs.
+
+    Attributes:
+      mesh: devices along each axis.
+      remat: see ``model.remat``.
+      microbatches: see ``train.microbatches``.
+    """
+
+    mesh: Mapping[str, int]
+    remat: str
+    microbatches: int
+
+
+def ring_bandwidth(topology: Topology, n: int) -> float:
+    """Rough bytes a second that a chip sends in a collective over n chips.
+
+    They are taken to span a dimension of the torus that has their number, else the longest.
+    """
+    sizes = sorted(enumerate(topology.shape), key=lambda x: (x[1] != n, -x[1]))
+    links, left = 0, n
+    for dimension, size in sizes:
+        if left > 1:
+            links += 2 if topology.wraps(dimension) and left >= size else 1
+            left = -(-left // size)
+    return topology.chip.link_bandwidth * max(links, 1)
+
+
+def too_large(size: float, topology: Topology) -> float:
+    """The factor on the time of a program of this many bytes."""
+    over = size / topology.chip.hbm_bytes
+    return 1.0 if over < ROOM else 1e3 * over
+
+
+def _sent(size: float, n: int) -> float:
+    """Bytes that each of n chips sends until all have the ``size`` that they had parts of."""
+    return size * (n - 1) / n
+
+
+# ---------------------------------------------------------------- training
+
+
+def training_seconds(
+    config: Config, model: ModelConfig, topology: Topology, how: Training
+) -> tuple[float, float]:
+    """Rough seconds of a training step, and bytes of the state while nothing trains."""
+    axes = {"context": 1, **how.mesh}
+    size = jnp.dtype(config.model.param_dtype).itemsize
+    own = weight_numbers(model, axes) * size
+    kept = own * (1 + moments(config))
+    group, new = config.sampling.group, config.sampling.max_new_tokens
+    lengths = Lengths(config.train.prompts, group, config.max_prompt_tokens, new)
+    again = {"full": 4, "dots": 3.1}.get(how.remat, 3)
+    compute = again * _forward_flops(model, lengths) / topology.chips / topology.chip.flops
+    tokens = lengths.prompts * (lengths.prompt + group * new) / _shards(axes)
+    saved = tokens / how.microbatches * model.layers * _saved(model, axes["tensor"], how.remat)
+    network = _weights_sent(model, topology, how) + _tokens_sent(model, topology, axes, tokens)
+    # The gradient is float32, and of the head's scores some are there at once.
+    total = kept + own * 4 / size + saved + 2**28
+    return max(compute, network) * too_large(total, topology), kept
+
+
+def _shards(axes: Mapping[str, int]) -> int:
+    parts = 1
+    for axis in RULES["batch"]:
+        parts *= axes.get(axis, 1)
+    return parts
+
+
+def _saved(model: ModelConfig, tensor: int, remat: str) -> float:
+    """Bytes of a layer that are kept for the backward pass, of one token, in 16 bits."""
+    if remat == "full":
+        return 2.0 * model.embed_dim
+    wide = model.mlp_dim
+    if any(model.sparse):
+        wide = model.experts_per_token * model.expert_mlp_dim
+    heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+    products = 3.0 * model.embed_dim + (heads + 2 * wide) / tensor
+    seen = {"dots": 0.0, "elementwise": 1.0}.get(remat, 3.0) * model.heads * model.head_dim / tensor
+    rest = 0.0 if remat != "none" else 4.0 * model.embed_dim + 2 * wide / tensor
+    return 2.0 * (products + seen + rest)
+
+
+def _weights_sent(model: ModelConfig, topology: Topology, how: Training) -> float:
+    """Seconds of weights that are gathered in 16 bits, and of their gradients in 32."""
+    axes, parts = {"context": 1, **how.mesh}, 1
+    for axis in ("data", "fsdp"):
+        parts *= axes[axis]
+    whole = weight_numbers(model, axes, gathered=True)
+    fsdp, rate = axes["fsdp"], ring_bandwidth(topology, parts)
+    gathers = 2 * (2 if how.remat != "full" else 3) * _sent(whole, fsdp) * how.microbatches
+    # Reduced over fsdp with every microbatch, and what is left of it over data once.
+    gradients = 4 * _sent(whole, fsdp) * how.microbatches
+    gradients += 2 * 4 * _sent(whole / fsdp, axes["data"])
+    return (gathers + gradients) / rate
+
+
+def _tokens_sent(
+    model: ModelConfig, topology: Topology, axes: Mapping[str, int], tokens: float
+) -> float:
+    """Seconds of activations: sums over ``tensor``, and tokens on their way to experts."""
+    layer, seconds = 2.0 * model.embed_dim * tokens, 0.0
+    if (n := axes["tensor"]) > 1:  # two sums forward, made again, and two backward
+        seconds += 6 * 2 * _sent(layer, n) * model.layers / ring_bandwidth(topology, n)
+    if (n := axes["expert"]) > 1:  # there in 16 bits and back in 32, three times
+        sparse = sum(model.sparse)
+        seconds += 3 * 3 * _sent(n * layer, n) * sparse / ring_bandwidth(topology, n)
+    return seconds
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def resharding_seconds(
+    config: Config, model: ModelConfig, topology: Topology, mesh: Mapping[str, int]
+) -> float:
+    """Rough seconds until every device has its part of the sampler's weights."""
+    short = "weights" in config.sampling.int8
+    size = sampler_bytes(model, {"context": 1, **mesh}, gathered=True, int8=short)
+    return size / ring_bandwidth(topology, topology.chips)
+
+
+def sampling_seconds(
+    config: Config,
+    model: ModelConfig,
+    topology: Topology,
+    mesh: Mapping[str, int],
+    kept: float = 0.0,
+) -> float:
+    """Rough seconds of a rollout: weights and live cache are read for every token.
+
+    Args:
+      config: the run's; its meshes are not looked at.
+      model: the policy's shape.
+      topology: the slices.
+      mesh: the sampler's.
+      kept: bytes of a chip's training state that stay in memory.
+    """
+    axes, chip, sampling = {"context": 1, **mesh}, topology.chip, config.sampling
+    gathered = has_room(config, model, axes, chip.hbm_bytes, kept)
+    short = "weights" in sampling.int8
+    weights = sampler_bytes(model, axes, gathered=gathered, int8=short)
+    prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
+    slots = slots_on_chip(sampling.slots, axes, gathered)
+    each = token_bytes(model, axes["tensor"], sampling.int8)
+    cache = each * cached_tokens(prompts, sampling.group, config.max_prompt_tokens, new, slots)
+    rows = min(prompts * sampling.group, slots or prompts * sampling.group)
+    rounds = -(-prompts * sampling.group // rows)
+    shared = prompts * config.max_prompt_tokens * each
+    memory = (weights + shared + (cache - shared) / 2) / chip.hbm_bandwidth
+    lengths = Lengths(config.train.prompts, sampling.group, config.max_prompt_tokens, new)
+    compute = _forward_flops(model, lengths) / topology.chips / chip.flops / (new * rounds)
+    network = 0.0
+    if not gathered:
+        whole = sampler_bytes(model, axes, gathered=True, int8=short)
+        network += _sent(whole, axes["fsdp"]) / ring_bandwidth(topology, axes["fsdp"])
+    layer = 2.0 * model.embed_dim * rows
+    if (n := axes["tensor"]) > 1:  # two sums in every layer
+        network += 2 * 2 * _sent(layer, n) * model.layers / ring_bandwidth(topology, n)
+    if (n := axes["expert"]) > 1:
+        network += 3 * _sent(n * layer, n) * sum(model.sparse) / ring_bandwidth(topology, n)
+    seconds = max(memory, compute, network) * new * rounds
+    return seconds * too_large(kept + cache + weights, topology)
