@@ -140,6 +140,50 @@ def test_rows_of_a_data_set(cache):
         open_source("openai/gsm9k", key="data.eval")
 
 
+A, B = "a/train.jsonl", "b/train.jsonl"
+CARDS = {  # configs of a card, files, what is asked for -> files
+    "any folders": ("[{data_files: 'd/**/t-*'}]", "d/x/y/t-0.csv d/t-1.csv e/t.csv", "o/n", "01"),
+    "one folder": ("[{data_files: 'd/*.csv'}]", "d/0.csv d/x/1.csv", "o/n", "0"),
+    "all below": ("[{data_files: 'd/**'}]", "d/0.csv d/x/1.csv e.csv", "o/n", "01"),
+    "classes": ("[{data_files: './d-[0-1].cs?'}]", "d-0.csv d-1.csv d-2.csv", "o/n", "01"),
+    "no class": ("[{data_files: 'd-[9-0].csv'}, {}]", "d-0.csv", "o/n", "0"),
+    "data_dir": ("[{config_name: a, data_dir: a}, {config_name: b}]", f"{A} {B}", "o/n/a", "0"),
+    "in data_dir": ("[{data_dir: ./b/, data_files: '*.jsonl'}]", f"{A} {B}", "o/n", "1"),
+    "default": (
+        "[{config_name: a, data_dir: a}, {config_name: b, data_dir: b, default: true}]",
+        *(f"{A} {B}", "o/n", "1"),
+    ),
+    "a table": ("[{data_files: {train: b/*, test: a/*}}]", f"{A} {B}", "o/n:test", "0"),
+    "about the data": ("[]", "dataset_infos.json meta.json rows.json", "o/n", "2"),
+    "one form": ("[]", "train-0.parquet train-1.parquet train.csv", "o/n", "01"),
+    "only that": ("[]", "meta.json", "o/n", "0"),
+    "compressed": ("[]", "test.tsv train.jsonl.gz train.gz", "o/n", "1"),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_files_that_a_card_names(name, tmp_path):
+    configs, files, spec, wanted = CARDS[name]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    found = chosen_files(files.split(), hub._card(tmp_path), hub_name(spec), "data.train")
+    assert found == sorted(files.split()[int(each)] for each in wanted)
+
+
+@pytest.mark.parametrize("configs", ["hello", "[hello]", "[{data_files: 3}]", "{a: b}"])
+def test_a_card_that_cannot_be_read_is_said(configs, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    with pytest.raises(UserError, match=r"data.train = 'o/n': '\w+' in its README.md") as caught:
+        chosen_files(["a.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_card_in_another_encoding_still_counts(tmp_path):
+    configs = b"---\nconfigs: [{config_name: x, data_files: b.csv}]\n---\n\xff\xfe"
+    (tmp_path / "README.md").write_bytes(configs)
+    found = chosen_files(["a.csv", "b.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
+    assert found == ["b.csv"]
+
+
 @pytest.fixture
 def online(cache, monkeypatch):
     """As if the Hub could be asked: what it is asked, and an answer of our own."""

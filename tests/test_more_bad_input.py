@@ -498,7 +498,8 @@ ROWS = {
     ("d.json", b"[" * 100_000): "d.json: nested too deeply to be read",
     ("d.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n'): "line 1: the key 'answer' is",
     ("d.csv", b"question,answer\n"): "has no rows",
-    ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
+    ("d.jsonl.gz", b"\x1f\x8b\x08"): "not a readable gzip file",
+    ("d.txt.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
 }
 
 
