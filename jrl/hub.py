@@ -115,6 +115,34 @@ def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Pa
     return _fetched(name, "model", key, MODEL_FILES)
 
 
+def near_models(directory: Path) -> str:
+    """Where a checkpoint was looked for, and the nearest names there and in the Hub's cache."""
+    place = directory.absolute().parent
+    there = (
+        [path.name for path in place.glob("*") if path.is_dir() and path.name != directory.name]
+        if place.is_dir()
+        else []
+    )
+    near = [f"{directory.parent / each}" for each in _nearest(directory.name, there)]
+    of_hub = {name.rpartition("/")[2]: name for name in _in_cache("model")}
+    near += [of_hub[each] for each in _nearest(directory.name, of_hub)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"(looked in {place}{'' if place.is_dir() else ', which is not there'}){hint}"
+
+
+def _nearest(name: str, there: Iterable[str]) -> list[str]:
+    """The nearest of some names, whatever their case."""
+    lower = {each.lower(): each for each in there}
+    return [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
+
+
+def _in_cache(kind: Kind) -> list[str]:
+    """ORG/NAME of what huggingface_hub keeps on this disk."""
+    start = f"{kind}s--"
+    folders = cache_directory().glob(f"{start}*")
+    return sorted(p.name.removeprefix(start).replace("--", "/", 1) for p in folders)
+
+
 def data_files(name: HubName, key: str) -> list[Path]:
     """The files that hold a split of a data set, in the order of their names.
 
@@ -351,6 +379,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     """The directory that holds these files of a repository at a commit."""
     from huggingface_hub import errors
 
+    asked = name
     name, cache = name._replace(config=None, split=None), str(cache_directory())
     why = "HF_HUB_OFFLINE is set, so the Hub was not asked"
     if not offline():
@@ -369,16 +398,14 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     try:
         return Path(_snapshot(name, kind, patterns, cache, True))
     except Exception:
-        raise _not_found(name, kind, key, why) from None
+        raise _not_found(asked, kind, key, why) from None
 
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
-    folder, start = cache_directory(), f"{kind}s--"
-    there = [p.name.removeprefix(start).replace("--", "/", 1) for p in folder.glob(f"{start}*")]
-    near = difflib.get_close_matches(name.repo, there, n=1)
-    hint = f"; did you mean {near[0]}, which is there?" if near else ""
+    near = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
+    hint = f"; did you mean {name._replace(repo=near[0])}, which is there?" if near else ""
     what = "directory" if kind == "model" else "file"
     return UserError(
         f"{key} = {str(name)!r}: there is no such {what} in {Path.cwd()}, {why}, and its cache"
-        f" {folder} does not hold it{hint}"
+        f" {cache_directory()} does not hold it{hint}"
     )

@@ -9,6 +9,7 @@ from jrl import hub
 from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.hub import HubName, chosen_files, data_files, hub_name, model_directory, pinned_name
+from jrl.models.hf import read_config
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(3)]
 
@@ -136,8 +137,23 @@ def test_rows_of_a_data_set(cache):
     assert data_files(hub_name("openai/gsm8k/socratic:train"), "data.train")[0].is_file()
     said = pinned_name("openai/gsm8k/socratic:train", "dataset", "data.train")
     assert said == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
-    with pytest.raises(UserError, match=r"data.eval = 'openai/gsm9k': .*did you mean openai/gsm8k"):
-        open_source("openai/gsm9k", key="data.eval")
+    near = r"data.eval = 'openai/gsm9k/main': .*did you mean openai/gsm8k/main, which is there"
+    with pytest.raises(UserError, match=near):
+        open_source("openai/gsm9k/main", key="data.eval")
+
+
+def test_a_checkpoint_that_is_not_there_has_neighbours(cache, tmp_path):
+    add(cache, "Qwen/Qwen3-0.6B", "model", {"config.json": "{}"})
+    (tmp_path / "model").mkdir()
+    for given, near in {"modle": "model", "qwen3-0.6B": "Qwen/Qwen3-0.6B"}.items():
+        with pytest.raises(UserError) as caught:
+            read_config(given)
+        said = f"{given}/config.json: no such file (looked in {tmp_path}); did you mean {near}?"
+        assert str(caught.value).startswith(said)
+    with pytest.raises(
+        UserError, match=r"model/config.json: no such file \(looked in [^;]*\); give"
+    ):
+        read_config("model")
 
 
 A, B = "a/train.jsonl", "b/train.jsonl"

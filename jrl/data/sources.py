@@ -42,7 +42,8 @@ def open_source(
 
     Args:
       spec: a file (JSONL, also compressed by gzip, Parquet, CSV, TSV, or JSON with one list or
-        with an object a line); several of one kind as a pattern, such as ``DIR/*.jsonl``, in the order of their names; ``tfds:NAME[/CONFIG][:SPLIT]``, where
+        with an object a line); several of one kind as a pattern, such as ``DIR/*.jsonl``, in the
+        order of their names; ``tfds:NAME[/CONFIG][:SPLIT]``, where
         the split is "train" when left out, and may be a slice ("train[:10%]"), and
         ``tfds:NAME/SPLIT`` works too; a data set of the Hugging Face Hub as
         ``ORG/NAME[/CONFIG][:SPLIT][@REVISION]``; or a table of several of these with their weights
@@ -281,11 +282,19 @@ def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
         raise
     except Exception as error:  # TFDS raises many kinds, most of them its own
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        near = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
+        hint = f"; did you mean tfds:{near[0]}?" if near else ""
         raise UserError(
-            f"data {spec!r} (in {root}): {type(error).__name__}: {first}; name a prepared dataset "
-            "and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
+            f"data {spec!r} (in {root}): {type(error).__name__}: {first}{hint}; name a prepared"
+            " dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
             "TFDS_DATA_DIR"
         ) from error
+
+
+def _tfds_names(root: Path) -> list[str]:
+    """Data sets that are prepared here, and GSM8K, which this library prepares itself."""
+    there = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return [*there, "gsm8k"]
 
 
 def _prepared(directory: Path) -> str | None:

@@ -170,6 +170,8 @@ def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
         open_source("tfds:gsm8k:tset", tfds_dir=str(tfds_dir))
     with pytest.raises(UserError, match=r"no_such_dataset.*TFDS_DATA_DIR"):
         open_source("tfds:no_such_dataset", tfds_dir=str(tfds_dir))
+    with pytest.raises(UserError, match=r"did you mean tfds:gsm8k\?; name"):
+        open_source("tfds:gsm9k", tfds_dir=str(tfds_dir))
 
 
 def test_preparing_gsm8k_refuses_bad_lines_and_leaves_nothing(tmp_path):
