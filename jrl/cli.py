@@ -446,7 +446,12 @@ def doctor(
     from jrl.doctor import examine, lacks
 
     found = examine()
-    lacking = [] if config is None else lacks(_read(config, overrides))
+    lacking: list[str] = []
+    if config is not None:
+        try:
+            lacking = lacks(_read(config, overrides))
+        except UserError as error:  # what this machine is, is said all the same
+            lacking = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
     else:

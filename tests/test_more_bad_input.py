@@ -515,7 +515,8 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(None, overrides(place, data="d.jsonl"))
     said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
-    refused(said, check_reward_columns, build.setup(config))
+    run = build.setup(config)
+    refused(said, check_reward_columns, run.config, run.data.prompts["train"])
 
 
 # ---------------------------------------------------------------- requests

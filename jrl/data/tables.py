@@ -221,6 +221,30 @@ class Chain:
         return self._sources[number], index - self._starts[number]
 
 
+class Head:
+    """The first rows of a source.
+
+    Args:
+      source: all rows.
+      most: rows at the most.
+    """
+
+    def __init__(self, source: Source, most: int) -> None:
+        self._source, self._most = source, most
+
+    def __len__(self) -> int:
+        """Rows."""
+        return min(len(self._source), self._most)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row."""
+        return self._source[index]
+
+    def where(self, index: int) -> str:
+        """The location of a row."""
+        return self._source.where(index)
+
+
 _ROW_BYTES = 5 * 8
 """Of a row of a mixture while the order is found."""
 
