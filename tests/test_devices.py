@@ -23,6 +23,7 @@ def test_what_is_asked_for_and_absent(error, monkeypatch):
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "missing", lambda needed: needed)
     with pytest.raises(UserError) as caught:
         find_devices()
     message = str(caught.value)
@@ -30,6 +31,21 @@ def test_what_is_asked_for_and_absent(error, monkeypatch):
     assert "[cuda13]" in message
     assert message.endswith("; or set JAX_PLATFORMS=cpu")
     assert "\n" not in message
+
+
+def test_what_is_installed_is_not_advised(monkeypatch):
+    def none():
+        raise RuntimeError("no TPU")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "packages", lambda extra: ["jax[tpu]"])
+    for absent, said in (([], "this machine has no TPU that it finds"), (["libtpu"], "[tpu]")):
+        monkeypatch.setattr(devices, "missing", lambda needed, absent=absent: absent)
+        with pytest.raises(UserError) as caught:
+            find_devices()
+        assert said in str(caught.value)
+        assert ("pip install" in str(caught.value)) == bool(absent)
 
 
 def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):

@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last, and git holds them without outputs."""
+"""The notebooks run from their first cell to their last, and git holds them with their outputs."""
 
 import ast
 import importlib.metadata
