@@ -407,8 +407,12 @@ def methods(
 
     Example: jrl methods --family preference --complete
     """
+    import jax
+
     from jrl.methods import list_methods, show_method
 
+    # A list needs no accelerator, and one that is asked for and absent must not end it.
+    jax.config.update("jax_platforms", "cpu")
     if name is not None:
         shown = show_method(name)
         if as_json:

@@ -72,6 +72,17 @@ def test_the_command_says_it_without_a_traceback(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_methods_are_listed_without_a_device():
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "methods", "--family", "nothing"],
+        env=os.environ | {"JAX_PLATFORMS": "tpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("jrl: error: --family = 'nothing'; choose from")
+
+
 def test_no_module_asks_for_a_device_while_it_is_imported():
     """A message about devices comes before anything else, and `jrl --help` needs none."""
     script = (
