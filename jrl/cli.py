@@ -410,8 +410,12 @@ def methods(
 
     Example: jrl methods --family preference --complete
     """
+    import jax
+
     from jrl.methods import list_methods, show_method
 
+    # A list needs no accelerator, and one that is asked for and absent must not end it.
+    jax.config.update("jax_platforms", "cpu")
     if name is not None:
         if family is not None or complete:
             unread = "--complete" if family is None else "--family"
@@ -452,7 +456,12 @@ def doctor(
     from jrl.doctor import examine, lacks
 
     found = examine()
-    lacking = [] if config is None else lacks(_read(config, overrides))
+    lacking: list[str] = []
+    if config is not None:
+        try:
+            lacking = lacks(_read(config, overrides))
+        except UserError as error:  # what this machine is, is said all the same
+            lacking = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
     else:

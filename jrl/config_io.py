@@ -305,10 +305,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
     except OSError as error:
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.toml")] or [], n=1
-        )
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        places = (path.parent, path.parent / "configs", Path("configs"))
+        there = {p.name: p for place in reversed(places) for p in place.glob("*.toml")}
+        near = difflib.get_close_matches(path.name, there, n=1)
+        hint = f"; did you mean {there[near[0]]}?" if near else ""
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 

@@ -93,7 +93,7 @@ class Result(NamedTuple):
 def fit(
     rows: Rows | str | Mapping[str, float] | None = None,
     reward: Reward | str | Mapping[str, Reward | float] | None = None,
-    model: str | Path | Mapping[str, Any] | Callable[..., Network] | None = None,
+    model: str | Path | Mapping[str, Any] | Network | Callable[..., Network] | None = None,
     *,
     method: str | Method | Callable[..., Method] | None = None,
     task: str | Task | Callable[..., Task] | None = None,
@@ -119,7 +119,7 @@ def fit(
         one of a script or notebook in this process, without, unless ``reward_pool.workers`` is
         set.
       model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
-        random weights (with ``task``), or a function that makes a ``jrl.Network``.
+        random weights (with ``task``), a ``jrl.Network``, or a function that makes one.
       method: a name of ``jrl methods``, a method, or a function that makes one of the keys of
         ``[objective]``; GRPO by default.
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
@@ -221,17 +221,36 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
         table["config"] = dict(model)
     elif isinstance(model, str | Path):
         table["path"] = str(model)
-    elif callable(model):
-        values["network"] = model
+    elif isinstance(model, Network) or callable(model):
+        values["network"] = _that_network(model) if isinstance(model, Network) else model
         table["network"] = f"{GIVEN}network"
     else:
         raise UserError(
-            f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, or a"
-            " function that makes a jrl.Network"
+            f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, a"
+            " jrl.Network, or a function that makes one"
         )
 
 
+def _that_network(network: Network) -> Callable[..., Network]:
+    """What makes a network that is already there; it must hold the run's sequences."""
+
+    def make(vocab_size: int, max_length: int) -> Network:
+        if network.max_length < max_length:
+            raise UserError(
+                f"model: the network has max_length = {network.max_length}, and prompts and"
+                f" completions of this run take up to {max_length} tokens"
+            )
+        return network
+
+    return make
+
+
 def _set_method(tree: dict[str, Any], method: Any, values: dict[str, Any]) -> None:
+    if not isinstance(tree.get("method", ""), str):
+        raise UserError(
+            "config['method'] is a value of Python, and a configuration holds names; pass it to"
+            " fit as method="
+        )
     if isinstance(method, str):
         tree["method"] = method
     elif isinstance(method, Method) or callable(method):

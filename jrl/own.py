@@ -212,6 +212,11 @@ def check_options(
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
     lines = []
+
+    def removed(name: str) -> str:
+        # A task of one's own on a shipped configuration meets the keys of the task that was there.
+        return f"; where a configuration file sets it, data.{name}= removes it" * (table == "data")
+
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = {name: value for name, value in options.items() if name not in named}
         known = [*named, *others]
@@ -221,14 +226,20 @@ def check_options(
         else:
             lines = [
                 f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
+                + removed(name)
                 for name, value in unknown.items()
             ]
     needed = [name for name, p in named.items() if p.default is p.empty]
-    lines += [
-        f"{table}.{name} is missing: {called} needs it; set it, or give the argument a default"
-        for name in needed
-        if all_given and name not in options
-    ]
+    absent = [f"{table}.{name}" for name in needed if all_given and name not in options]
+    if len(absent) == 1:
+        lines.append(
+            f"{absent[0]} is missing: {called} needs it; set it, or give the argument a default"
+        )
+    elif absent:
+        lines.append(
+            f"{', '.join(absent)} are missing: {called} needs them; set them, or give the"
+            " arguments defaults"
+        )
     if lines:
         raise UserError("\n".join(lines))
 

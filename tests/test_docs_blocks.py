@@ -135,8 +135,14 @@ def test_commands(words, tmp_path):
         assert any("=" not in word for word in rest)
     elif program.endswith(".sh"):
         check_script(program, rest)
+    elif first == "git":
+        address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+        assert rest == ["clone", address["Repository"], "jrl"]
+    elif program == "jupyter":
+        assert rest[0] == "lab"
+        assert (ROOT / rest[1]).is_dir()
     else:
-        assert first in (".ci/run", ".venv/bin/pre-commit"), words
+        assert first in (".ci/run", ".venv/bin/pre-commit") or words == ["cd", "jrl"], words
 
 
 def check_jrl(words):

@@ -247,6 +247,19 @@ def test_dotted_and_nested_keys_come_together(model):
         jrl.fit(model=model, config={"seed": 3, "seed.x": 1})
 
 
+def test_a_network_may_be_a_value(model):
+    network = jrl.transformer(jrl.ModelConfig(vocab_size=80, max_length=64, **SIZES))
+    tree, values = {"method": "grpo"}, {}
+    entry._set_model(tree, network, values)
+    assert tree["model"] == {"network": "python:network"}
+    assert values["network"](vocab_size=80, max_length=64) is network
+    with pytest.raises(UserError, match="max_length = 64, and prompts .* up to 65 tokens"):
+        values["network"](vocab_size=80, max_length=65)
+    with pytest.raises(UserError, match=r"config\['method'\] is a value of Python") as caught:
+        jrl.fit(rows=ROWS, reward=digits, model=model, config={"method": jrl.get_method("grpo")})
+    assert "\n" not in str(caught.value)
+
+
 def test_train_is_called_with_a_configuration(monkeypatch):
     """``from jrl import train`` gives the package of that name, which trains."""
     from jrl import Config, train

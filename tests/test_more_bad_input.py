@@ -498,7 +498,8 @@ ROWS = {
     ("d.json", b"[" * 100_000): "d.json: nested too deeply to be read",
     ("d.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n'): "line 1: the key 'answer' is",
     ("d.csv", b"question,answer\n"): "has no rows",
-    ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
+    ("d.jsonl.gz", b"\x1f\x8b\x08"): "not a readable gzip file",
+    ("d.txt.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
 }
 
 
@@ -514,7 +515,8 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(None, overrides(place, data="d.jsonl"))
     said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
-    refused(said, check_reward_columns, build.setup(config))
+    run = build.setup(config)
+    refused(said, check_reward_columns, run.config, run.data.prompts["train"])
 
 
 # ---------------------------------------------------------------- requests

@@ -1,4 +1,4 @@
-"""Queues for what only so many may use at a time, and clocks that do not count the queueing.
+"""Queues for what a limited number may use at a time, and clocks that do not count the queueing.
 
 A call has a limit on its seconds. Those that it spends waiting for others are not its own: a member
 must not fail because the machine is busy with its neighbours.
@@ -95,7 +95,7 @@ def seen(task: asyncio.Future[Any]) -> None:
 
 
 class Gate:
-    """Lets so many through at a time, the first that came first.
+    """Lets a limited number through at a time, in the order in which they came.
 
     Args:
       at_once: how many.
@@ -103,7 +103,7 @@ class Gate:
       seconds: how long one waits while nobody goes through or comes out.
 
     Raises:
-      EnvError: on entering, after so long.
+      EnvError: on entering, after ``seconds``.
     """
 
     def __init__(self, at_once: int, what: str, seconds: float = QUEUE_SECONDS) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from jrl.envs.host import EnvError, HostEnv
 from jrl.envs.tools import Tool, ToolError, check_tool
 from jrl.errors import UserError
-from jrl.extras import need
+from jrl.extras import install_line, need
 
 _START_SECONDS = 30.0
 
@@ -44,7 +44,7 @@ class McpServer:
     ) -> None:
         mcp = need("mcp", "mcp", "an MCP server")
         if not hasattr(mcp, "Client"):
-            raise UserError("an MCP server needs mcp 2 or newer; pip install -U mcp")
+            raise UserError(f"an MCP server needs mcp 2 or newer; {install_line('mcp')} --upgrade")
         self._name, self._client = server, mcp.Client
         self._connect = lambda: server
         if not isinstance(server, str):

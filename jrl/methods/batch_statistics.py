@@ -471,7 +471,8 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    if level_low >= level_high:
+    known = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
+    if known and level_low >= level_high:  # else they are traced, by vmap over runs
         raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
     levels = (level_low, level_high)
     advantage = bundled_risk(

@@ -210,7 +210,7 @@ def variant(
 
 def state_kept(objective: Objective) -> list[str]:
     """Which parts of an objective keep state from step to step: "advantage", a regularizer."""
-    state = objective.init()
+    state = jax.eval_shape(objective.init)  # its shapes alone: a list of methods needs no device
     kept = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
     parts = zip(objective.regularizers, state["regularizers"], strict=True)
     return kept + [part.name for part, inner in parts if jax.tree.leaves(inner)]

@@ -44,7 +44,7 @@ from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
 from jrl.train.records import RunRecords, all_heard
 from jrl.train.resharding import freed_after
-from jrl.train.reward_text import check_reward_columns, reward_text
+from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
 from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
 from jrl.train.step import Metrics, Step
@@ -202,7 +202,7 @@ def _set_up(
     """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
-    check_reward_columns(run)
+    check_reward_columns(run.config, run.data.prompts.get("train") or ())
     check_metric_names(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
@@ -210,8 +210,12 @@ def _set_up(
         echo(f"data.{split}: {counts}")
     if said := reward_text(run):
         echo(said)
+    if said := missing_math(config):
+        echo(said)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
     pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
+    if pool is not None:
+        probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool
 

@@ -107,6 +107,8 @@ def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 _BELOW_ONE = ("b1", "b2", "b3", "beta", "decay", "decay_rate", "momentum", "rho")
+_OF_SHAPES = ("min_dim_size_to_factor",)
+"""Numbers that decide what arrays an optimizer's state has: no value of theirs can be traced."""
 _NOT_BELOW_ZERO = ("weight_decay", "weight_decay_rate", "eps", "eps_root")
 
 
@@ -137,7 +139,11 @@ def _with_numbers(
       UserError: the optimizer has no such number.
     """
     values = {**arguments, **table.options}
-    known = [name for name, value in values.items() if type(value) in (int, float)]
+    known = [
+        name
+        for name, value in values.items()
+        if type(value) in (int, float) and name not in _OF_SHAPES
+    ]
     for name in numbers:
         if name not in (*known, "warmup_steps", "clip_norm"):
             raise choose("optimizer", name, [*known, "warmup_steps", "clip_norm"])
