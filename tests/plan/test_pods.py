@@ -204,7 +204,7 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
         ([], [36, 2, 4]),
         (["sampling.mesh={tensor=8}"], [36, 4, 6]),
         # so small that all of it stays there, and no more of a deeper one is read
-        (["model.config.embed_dim=256", "model.config.mlp_dim=512"], [36, 2, 4]),
+        (["model.config.embed_dim=128", "model.config.mlp_dim=512"], [36, 2, 4]),
     ):
         asked.clear()
         given = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
