@@ -14,6 +14,7 @@ from tpu_programs import ask, needs_libtpu
 
 from jrl.config_io import build_config, load_config
 from jrl.mesh import make_mesh
+from jrl.plan import compile as plan
 from jrl.plan.lower import abstract_run, abstract_state
 from jrl.plan.topology import parse_topology
 from jrl.plan.useful import lengths_of, model_flops
@@ -186,3 +187,26 @@ def test_a_pod_compiles_fits_and_takes_what_the_table_says(name):
         assert made["roofline_seconds"] == pytest.approx(float(row[f"{column}, s"]), **near)
         said = float(sizes[f"{column}, GiB"])
         assert made["bytes_per_chip"] / 2**30 == pytest.approx(said, rel=0.05, abs=0.1)
+
+
+def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
+    """Of 8B over 8 chips a layer has 48 MB: of two layers XLA would keep most on the chip."""
+    asked = []
+
+    def compiled(run, topology, names, *options):
+        asked.append(run.shape.layers)
+        none = plan.Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
+        return dict.fromkeys(names, none)
+
+    monkeypatch.setattr(plan, "_programs", compiled)
+    monkeypatch.setattr(plan, "plan_mesh", lambda config, _: make_mesh(config.mesh_axes))
+    for changes, layers in (
+        ([], [36, 2, 4]),
+        (["sampling.mesh={tensor=8}"], [36, 4, 6]),
+        # so small that all of it stays there, and no more of a deeper one is read
+        (["model.config.embed_dim=128", "model.config.mlp_dim=512"], [36, 2, 4]),
+    ):
+        asked.clear()
+        given = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
+        plan.quick_plan(load_config(CONFIGS / "pod_8b_v6e.toml", given), parse_topology("v6e:2x4"))
+        assert asked == layers
