@@ -511,7 +511,7 @@ def _segment(left: int, most: int) -> int:
     if left <= most:
         return left
     # Other lengths are other programs, which take long to compile.
-    return next((n for n in range(most, most // 2, -1) if left % n == 0), min(left, most))
+    return next((n for n in range(most, most // 2 - 1, -1) if left % n == 0), most)
 
 
 def _report(directory: str, echo: Callable[[str], object]) -> str | None:
