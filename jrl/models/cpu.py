@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jrl.mesh import divided, platform
+from jrl.mesh import Axes, divided, platform
 from jrl.models.weights import Factored
 from jrl.types import Array
 
@@ -102,7 +102,7 @@ class WeightFirst(struct.PyTreeNode, Factored):
         """From a weight [input axes, output axes]."""
         return cls(jnp.moveaxis(w, range(inputs), range(-inputs, 0)))
 
-    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
+    def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
         """``matmul(spec, x, weight, dtype)``, [rows, inputs] to [rows, outputs]."""
         letters = matrices(spec)
         assert letters is not None, spec

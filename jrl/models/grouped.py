@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jrl.errors import choose
 from jrl.mesh import platform
+from jrl.models.collectives import gathered, sum_scattered
 from jrl.models.matmul import PRODUCT
 from jrl.types import Array
 
@@ -106,7 +107,7 @@ def _backward(
     dw_edf = _by_group(how, x_md, g_mf, rows_e)
     if how.gather is not None:
         axis, dim = how.gather
-        dw_edf = jax.lax.psum_scatter(dw_edf, axis, scatter_dimension=dim, tiled=True)
+        dw_edf = sum_scattered(dw_edf, axis, dim)
     return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
 
 
@@ -118,7 +119,7 @@ def _whole(how: _How, w_edf: Array, like: Array) -> Array:
     w_edf = w_edf.astype(like.dtype)
     if how.gather is None:
         return w_edf
-    return jax.lax.all_gather(w_edf, how.gather.axis, axis=how.gather.dim, tiled=True)
+    return gathered(w_edf, *how.gather)
 
 
 def _rows_times(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:

@@ -24,7 +24,7 @@ from jrl.models import moe
 from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_attention
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
-from jrl.models.matmul import PRODUCT, SEEN, divided, project
+from jrl.models.matmul import PRODUCT, SEEN, project
 from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
@@ -194,9 +194,9 @@ def _projected(
 ) -> tuple[Array, Array, Array]:
     """Queries [B, Q, H, h], keys and values [B, K, Q, h], normalised and rotated."""
     cos, sin = rotation
-    out = divided("outputs", "kv_heads", config.kv_heads)
     q_bqhd, k_bqkd, v_bqkd = (
-        project("bqd,dhk->bqhk", x_bqd, w[name], divided=out) for name in "qkv"
+        project("bqd,dhk->bqhk", x_bqd, w[name], axes=("embed", heads, None))
+        for name, heads in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads"))
     )
     if config.qkv_bias:
         q_bqhd = q_bqhd + _row(w["q_bias"], 4).astype(x_bqd.dtype)
@@ -245,8 +245,7 @@ def _attention(
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
     v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
-    by_head = divided("inputs", "heads", config.heads)
-    out = project("bqhk,hkd->bqd", seen_bqhd, w["o"], divided=by_head)
+    out = project("bqhk,hkd->bqd", seen_bqhd, w["o"], axes=("heads", None, "embed"))
     if config.o_bias:
         out = out + _row(w["o_bias"], 3).astype(out.dtype)
     return out, extra
@@ -262,12 +261,11 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
         both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
-        out = divided("outputs", "mlp", config.mlp_dim)
-        gate, up = (project("bqd,df->bqf", x_bqd, w[name], divided=out) for name in ("gate", "up"))
+        wide = "embed", "mlp"
+        gate, up = (project("bqd,df->bqf", x_bqd, w[name], axes=wide) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
-    by_part = divided("inputs", "mlp", config.mlp_dim)
-    return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"], divided=by_part))
+    return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"], axes=("mlp", "embed")))
 
 
 def _experts(

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.errors import UserError, choose
-from jrl.mesh import constrain
+from jrl.mesh import Axes, constrain
 from jrl.models.config import ModelConfig
 from jrl.models.decode import output_matrix
 from jrl.models.layers import layer_weights, stored_dtype
@@ -122,7 +122,7 @@ class Adapted(struct.PyTreeNode, Factored):
     b: Any
     scale: float = struct.field(pytree_node=False)
 
-    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
+    def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
         """``matmul`` with both, summed in float32 before it is rounded."""
         operands, out = spec.split("->")
         left, right = operands.split(",")

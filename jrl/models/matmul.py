@@ -16,9 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from jrl.mesh import parts_of, platform
+from jrl.mesh import AXES, RULES, Axes, constrain, divides, free_axes, parts_of, platform
+from jrl.mesh import spec as partition
 from jrl.models import cpu
+from jrl.models.collectives import gathered, sum_scattered
 from jrl.models.weights import Factored
 from jrl.types import Array
 
@@ -30,33 +33,37 @@ SEEN = "seen"
 
 
 def project(
-    spec: str, x: Array, w: Array | Factored, dtype: Any = None, divided: str | None = None
+    spec: str, x: Array, w: Array | Factored, dtype: Any = None, axes: Axes | None = None
 ) -> Array:
     """``matmul`` of activations with a weight, named ``PRODUCT`` for rematerialisation."""
     # A policy that looks for products does not find those inside a custom derivative.
     if isinstance(w, Factored):
-        out = w.times(spec, x, dtype, divided)
+        out = w.times(spec, x, dtype, axes)
     else:
-        out = matmul(spec, x, w, dtype, divided)
+        out = matmul(spec, x, w, dtype, axes)
     return checkpoint_name(out, PRODUCT)
 
 
-def divided(side: str, logical: str, size: int) -> str | None:
-    """``side`` where devices divide an axis of this logical name and size on that side of a weight.
+def summed_short(spec: str, shape: tuple[int, ...], axes: Axes | None) -> str | None:
+    """Which sum with a weight devices share: over its "inputs", its "outputs" (backward), or none.
 
-    None on CPUs, which cannot sum shorter numbers in float32 in one product.
+    Such sums are sent in the dtype of the activations. A device sums its own part in float32 and
+    rounds it once, which halves what tensor parallelism sends; the parts are few, so that this is
+    no more than the rounding of what comes out. None on CPUs, which cannot sum shorter numbers in
+    float32 in one product.
+
+    Args:
+      spec: of the product, as for ``matmul``.
+      shape: the weight's.
+      axes: its logical axes.
     """
-    return side if platform() != "cpu" and parts_of(logical, size) > 1 else None
-
-
-def part_dtype(dtype: Any, wide: bool) -> Any:
-    """In which dtype a device's part of a sum over devices is sent: float32, or the activations'.
-
-    A device sums its own part in float32 either way, and rounds it once before it is sent, which
-    halves what tensor parallelism sends. The parts are few, so that this is no more than the
-    rounding of what comes out.
-    """
-    return jnp.float32 if wide else dtype
+    if axes is None or platform() == "cpu":
+        return None
+    operands, out = spec.split("->")
+    for letter, name, size in zip(operands.split(",")[1], axes, shape, strict=True):
+        if name in ("heads", "kv_heads", "mlp") and parts_of(name, size) > 1:
+            return "outputs" if letter in out else "inputs"
+    return None
 
 
 def prepare_weight(w: Array, inputs: int) -> Array | Factored:
@@ -77,7 +84,7 @@ def time_follows_rows() -> bool:
     return cpu.time_follows_rows()
 
 
-def matmul(spec: str, x: Array, w: Array, dtype: Any = None, divided: str | None = None) -> Array:
+def matmul(spec: str, x: Array, w: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
     """``einsum(spec, x, w)`` in the dtype of ``x``, accumulated in float32.
 
     Args:
@@ -85,47 +92,129 @@ def matmul(spec: str, x: Array, w: Array, dtype: Any = None, divided: str | None
       x: activations.
       w: the other operand, converted to the dtype of ``x`` for the product.
       dtype: of the result; None for that of ``x``.
-      divided: whether devices divide the "inputs" or the "outputs" of the weight; then parts of the
-        sum over the inputs, or of that over the outputs in the backward pass, are added up over
-        devices in the dtype of ``x``. See ``part_dtype``.
+      axes: the logical axes of a weight, None for another operand. They say which sums over devices
+        are sent short (``summed_short``), and how the gradient is (``weight_gradient``).
     """
-    return _matmul(spec, x, w, dtype, divided)
+    return _matmul(spec, x, w, dtype, axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def _matmul(spec: str, x: Array, w: Array, dtype: Any, divided: str | None) -> Array:
-    out = einsum(spec, x, w.astype(x.dtype), part_dtype(x.dtype, divided != "inputs"))
+def _matmul(spec: str, x: Array, w: Array, dtype: Any, axes: Axes | None) -> Array:
+    short = summed_short(spec, w.shape, axes) == "inputs"
+    out = einsum(spec, x, w.astype(x.dtype), x.dtype if short else jnp.float32)
     return out.astype(dtype or x.dtype)
 
 
 def _forward(
-    spec: str, x: Array, w: Array, dtype: Any, divided: str | None
+    spec: str, x: Array, w: Array, dtype: Any, axes: Axes | None
 ) -> tuple[Array, tuple[Array, Array]]:
-    return _matmul(spec, x, w, dtype, divided), (x, w)
+    return _matmul(spec, x, w, dtype, axes), (x, w)
 
 
 def _backward(
-    spec: str, dtype: Any, divided: str | None, kept: tuple[Array, Array], g: Array
+    spec: str, dtype: Any, axes: Axes | None, kept: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     del dtype
-    return gradients(spec, *kept, g, divided)
+    return gradients(spec, *kept, g, axes)
 
 
 _matmul.defvjp(_forward, _backward)
 
 
 def gradients(
-    spec: str, x: Array, w: Array, g: Array, divided: str | None = None
+    spec: str, x: Array, w: Array, g: Array, axes: Axes | None = None
 ) -> tuple[Array, Array]:
     """Of ``x`` and ``w``, in their dtypes, where that of ``matmul(spec, x, w)`` is ``g``."""
     operands, out = spec.split("->")
     left, right = operands.split(",")
     g = g.astype(x.dtype)
     # Weights first: XLA's CPU backend cannot sum bfloat16 in float32 for every other order.
-    sent = part_dtype(x.dtype, divided != "outputs")
+    short = summed_short(spec, w.shape, axes) == "outputs"
+    sent = x.dtype if short else jnp.float32
     dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, sent)
-    dw = gradient_einsum(f"{left},{out}->{right}", x, g)
+    dw = weight_gradient(f"{left},{out}->{right}", x, g, axes)
     return dx.astype(x.dtype), dw.astype(w.dtype)
+
+
+def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
+    """``gradient_einsum`` of activations [batch, length, ...] with a weight's axes as its result.
+
+    Where devices divide the weight along its width and the batch, each multiplies its own rows, and
+    gets the sum over all of the part that it keeps (a reduce-scatter). XLA sums the gradient of the
+    whole weight on every device and cuts the part out, which sends twice as much, as compiled for
+    TPUs.
+
+    Args:
+      spec: "<activations>,<gradients>-><weight>", each beginning with batch and length.
+      x: what the weight was multiplied with.
+      g: the gradient of the product.
+      axes: logical axes of the weight; None if it has none.
+
+    Returns:
+      float32, divided as the weight is.
+    """
+    split = None if axes is None else _scattered(spec, x, g, axes)
+    if split is None:
+        return gradient_einsum(spec, x, g)
+    ins, out, along, others = split
+
+    def local(x: Array, g: Array) -> Array:
+        part = sum_scattered(gradient_einsum(spec, x, g), "fsdp", along)
+        return jax.lax.psum(part, others) if others else part
+
+    return jax.shard_map(local, in_specs=ins, out_specs=out, check_vma=False)(x, g)
+
+
+def whole_width(w: Array, axes: Axes) -> Array:
+    """A weight, or a part of one, of which every device has all of its width (an all-gather).
+
+    Asked for by a constraint alone, XLA may sum parts that are zero elsewhere over all devices,
+    which sends twice as much, as compiled for TPUs.
+
+    Args:
+      w: divided as ``axes`` say.
+      axes: its logical axes, "embed" among them.
+    """
+    whole = tuple("act_embed" if name == "embed" else name for name in axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    if free_axes().get("fsdp", 1) == 1 or mesh.manual_axes:
+        return constrain(w, *whole)
+    sizes = zip(axes, w.shape, strict=True)
+    if not all(name is None or divides(mesh, name, size) for name, size in sizes):
+        return constrain(w, *whole)
+    gather = functools.partial(gathered, axis="fsdp", dim=axes.index("embed"))
+    ins, out = partition(axes), partition(whole)
+    return jax.shard_map(gather, in_specs=ins, out_specs=out, check_vma=False)(w)
+
+
+def _scattered(
+    spec: str, x: Array, g: Array, axes: Axes
+) -> tuple[tuple[PartitionSpec, PartitionSpec], PartitionSpec, int, tuple[str, ...]] | None:
+    """How ``weight_gradient`` divides its operands and its result; None where it does not.
+
+    Returns:
+      Partitions of the operands and of the result, the result's axis that ``fsdp`` divides, and the
+      other axes of the mesh that rows are divided over.
+    """
+    sizes = free_axes()
+    mesh = jax.sharding.get_abstract_mesh()
+    if "embed" not in axes or sizes.get("fsdp", 1) == 1 or mesh.manual_axes:
+        return None
+    operands, weight = spec.split("->")
+    named = dict(zip(weight, axes, strict=True))
+    rows = "batch", "length" if divides(mesh, "length", x.shape[1]) else None
+    if not divides(mesh, "batch", x.shape[0]):
+        return None
+    ins = []
+    for letters, operand in zip(operands.split(","), (x, g), strict=True):
+        logical = [*rows, *(named.get(c) for c in letters[2:])]
+        for name, size in zip(logical, operand.shape, strict=True):
+            if name is not None and not divides(mesh, name, size):
+                return None
+        ins.append(partition(tuple("act_embed" if n == "embed" else n for n in logical)))
+    over = {a for name in rows if name is not None for a in RULES[name]} - {"fsdp"}
+    others = tuple(a for a in AXES if a in over and sizes.get(a, 1) > 1)
+    return (ins[0], ins[1]), partition(axes), axes.index("embed"), others
 
 
 def einsum(spec: str, a: Array, b: Array, dtype: Any = jnp.float32) -> Array:

@@ -17,9 +17,10 @@ import numpy as np
 from flax import struct
 
 from jrl.errors import UserError
+from jrl.mesh import Axes
 from jrl.models.config import ModelConfig
 from jrl.models.layers import rounded
-from jrl.models.matmul import part_dtype
+from jrl.models.matmul import summed_short
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Network, Params
 
@@ -37,9 +38,10 @@ class Int8(struct.PyTreeNode, Factored):
     values: Any
     scales: Any
 
-    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
-        """``matmul(spec, x, whole, dtype, divided)``."""
-        return _times(spec, x, self.values, self.scales, dtype, divided)
+    def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
+        """``matmul(spec, x, whole, dtype, axes)``."""
+        short = summed_short(spec, self.values.shape, axes)
+        return _times(spec, x, self.values, self.scales, dtype, short)
 
     def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Int8:
         """Itself."""
@@ -102,28 +104,28 @@ def _along_output(scales: Array, spec: str) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 4, 5))
 def _times(
-    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, short: str | None
 ) -> Array:
-    sent = part_dtype(x.dtype, divided != "inputs")
+    sent = x.dtype if short == "inputs" else jnp.float32
     out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=sent)
     return (out.astype(jnp.float32) * _along_output(scales, spec)).astype(dtype or x.dtype)
 
 
 def _forward(
-    spec: str, x: Array, values: Array, scales: Array, dtype: Any, divided: str | None
+    spec: str, x: Array, values: Array, scales: Array, dtype: Any, short: str | None
 ) -> tuple[Array, tuple]:
     # No numbers of x are kept: only their dtype is needed to go back.
     kept = jnp.zeros((), x.dtype), values, scales
-    return _times(spec, x, values, scales, dtype, divided), kept
+    return _times(spec, x, values, scales, dtype, short), kept
 
 
 def _backward(
-    spec: str, dtype: Any, divided: str | None, kept: tuple, g: Array
+    spec: str, dtype: Any, short: str | None, kept: tuple, g: Array
 ) -> tuple[Array, None, None]:
     like, values, scales = kept
     x, w, out = _letters(spec)
     g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(like.dtype)
-    sent = part_dtype(like.dtype, divided != "outputs")
+    sent = like.dtype if short == "outputs" else jnp.float32
     spec = f"{w},{out}->{x}"
     back = jnp.einsum(spec, values.astype(like.dtype), g, preferred_element_type=sent)
     return back.astype(like.dtype), None, None

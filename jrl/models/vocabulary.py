@@ -14,8 +14,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.mesh import constrain
-from jrl.models.matmul import einsum, gradient_einsum
+from jrl.mesh import Axes, constrain
+from jrl.models.matmul import einsum, weight_gradient, whole_width
 from jrl.types import Array, Head
 
 _LOWEST = -1e30  # finite, so that nothing times it is 0
@@ -112,12 +112,12 @@ def _part(walk: _Walk, weight: Array, i: Array | int, dtype: Any) -> Array:
     part = weight.reshape(_shape(walk, weight.shape[1 - walk.axis]))
     if walk.parts > 1:
         part = jax.lax.dynamic_slice_in_dim(part, _start(walk, i), walk.width, walk.axis + 1)
-    return constrain(part.astype(dtype), *_axes(walk, "act_embed"))
+    return whole_width(part.astype(dtype), _axes(walk))
 
 
-def _axes(walk: _Walk, width: str) -> tuple[str | None, ...]:
-    """Logical axes of a part, its width named as asked."""
-    return ("vocab", None, width) if walk.axis == 0 else (width, "vocab", None)
+def _axes(walk: _Walk) -> Axes:
+    """Logical axes of a part."""
+    return ("vocab", None, "embed") if walk.axis == 0 else ("embed", "vocab", None)
 
 
 def _spec(walk: _Walk) -> str:
@@ -213,11 +213,11 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             slope = jnp.where(_new(walk, i), slope, 0)
         # Rounded to the operands' dtype first, so that both products use the fast matrix units.
         slope = (slope if temperature is None else slope / temperature).astype(hidden.dtype)
-        back = jnp.einsum(f"{spec},btsv->btd", part, slope, preferred_element_type=jnp.float32)
-        slopes = gradient_einsum(f"btd,btsv->{spec}", hidden, slope)
-        # Divided as the part was while it was multiplied, and only then as the weight is.
-        slopes = constrain(slopes, *_axes(walk, "act_embed"))
-        return back, constrain(slopes, *_axes(walk, "embed"))
+        # Of each shard by itself: devices add theirs up once, after the last part.
+        back = jnp.einsum(f"{spec},btsv->sbtd", part, slope, preferred_element_type=jnp.float32)
+        back = constrain(back, "vocab", "batch", "length", None)
+        slopes = weight_gradient(f"btd,btsv->{spec}", hidden, slope, _axes(walk))
+        return back, constrain(slopes, *_axes(walk))
 
     if walk.parts == 1:
         back, slopes = visit(0)
@@ -234,10 +234,11 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             return (back + more, slopes), None
 
         shape = _shape(walk, weight.shape[1 - walk.axis])
-        start = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros(shape, jnp.float32)
+        backs = jnp.zeros((walk.shards, *hidden.shape), jnp.float32)
+        start = constrain(backs, "vocab", "batch", "length", None), jnp.zeros(shape, jnp.float32)
         (back, slopes), _ = jax.lax.scan(add, start, _parts(walk))
     slopes = slopes.reshape(weight.shape).astype(weight.dtype)
-    return back.astype(hidden.dtype), slopes, None, jax.tree.map(jnp.zeros_like, temperature)
+    return back.sum(0).astype(hidden.dtype), slopes, None, jax.tree.map(jnp.zeros_like, temperature)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jrl.mesh import Axes
 from jrl.models.config import ModelConfig
 from jrl.types import Array, Params
 
@@ -23,8 +24,8 @@ class Factored:
     For example ``quant.Int8`` and ``lora.Adapted``.
     """
 
-    def times(self, spec: str, x: Array, dtype: Any = None, divided: str | None = None) -> Array:
-        """``matmul(spec, x, self, dtype, divided)``."""
+    def times(self, spec: str, x: Array, dtype: Any = None, axes: Axes | None = None) -> Array:
+        """``matmul(spec, x, self, dtype, axes)``."""
         raise NotImplementedError
 
     def in_8_bits(self, inputs: int, quantise: Callable[..., Any]) -> Any:

@@ -1,13 +1,16 @@
+import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import NamedSharding
 
-from jrl.mesh import make_mesh
+from jrl.mesh import make_mesh, spec
 from jrl.models import cpu
 from jrl.models import matmul as module
-from jrl.models.matmul import divided, matmul
+from jrl.models.matmul import matmul, summed_short
 
 
 def test_matmul_has_the_derivatives_of_einsum():
@@ -34,20 +37,42 @@ def test_matmul_has_the_derivatives_of_einsum():
 def test_parts_of_a_sum_over_devices_are_sent_as_short_as_the_activations(monkeypatch):
     """A device's own part is summed in float32 and rounded once; all other sums stay float32."""
     monkeypatch.setattr(cpu, "tuned", lambda dtype: False)
-    x, w = jnp.ones((2, 3), jnp.bfloat16), jnp.ones((3, 4))
+    x, w = jnp.ones((4, 2, 4), jnp.bfloat16), jnp.ones((4, 4))
 
-    pairs = {}
-    for side in (None, "inputs", "outputs"):
-        product = partial(module._matmul, "bd,df->bf", dtype=None, divided=side)
-        forward = jax.make_jaxpr(product)(x, w)
-        back = partial(module.gradients, "bd,df->bf", divided=side)
-        backward = jax.make_jaxpr(back)(x, w, jnp.ones((2, 4), jnp.bfloat16))
-        pairs[side] = [str(j).count("preferred_element_type=bfloat16") for j in (forward, backward)]
-    assert pairs == {None: [0, 0], "inputs": [1, 0], "outputs": [0, 1]}
-    mesh = make_mesh({"tensor": 2, "fsdp": 4}, jax.devices()[:8])
+    monkeypatch.setattr(module, "platform", lambda: "tpu")
+    made = {}
+    mesh = make_mesh({"tensor": 2, "data": 4}, jax.devices()[:8])
+    for axes in (None, ("mlp", "embed"), ("embed", "mlp")):
+        with jax.set_mesh(mesh):
+            product = partial(module._matmul, "bqd,df->bqf", dtype=None, axes=axes)
+            forward = jax.make_jaxpr(product)(x, w)
+            back = partial(module.gradients, "bqd,df->bqf", axes=axes)
+            backward = jax.make_jaxpr(back)(x, w, jnp.ones((4, 2, 4), jnp.bfloat16))
+        short = "preferred_element_type=bfloat16"
+        made[axes] = [str(jaxpr).count(short) for jaxpr in (forward, backward)]
+    assert made == {None: [0, 0], ("mlp", "embed"): [1, 0], ("embed", "mlp"): [0, 1]}
+    monkeypatch.setattr(module, "platform", lambda: "cpu")  # which cannot
     with jax.set_mesh(mesh):
-        assert divided("inputs", "heads", 4) is None  # CPUs cannot
-        monkeypatch.setattr(module, "platform", lambda: "tpu")
-        assert divided("inputs", "heads", 4) == "inputs"
-        assert divided("inputs", "heads", 3) is None
-    assert divided("inputs", "heads", 4) is None
+        assert summed_short("bqd,df->bqf", (4, 4), ("embed", "mlp")) is None
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_gradient_of_a_divided_weight_is_summed_and_divided_at_once(axes):
+    """A reduce-scatter of what a device has multiplied; no device sums the whole gradient."""
+    mesh = make_mesh(axes, jax.devices()[:8])
+    x = jax.random.normal(jax.random.key(0), (8, 2, 16))
+    w = jax.random.normal(jax.random.key(1), (16, 4))
+    probe = jax.random.normal(jax.random.key(2), (8, 2, 4))
+
+    def gradient(x, w, named):
+        return jax.grad(lambda w: (matmul("bqd,df->bqf", x, w, None, named) * probe).sum())(w)
+
+    with jax.set_mesh(mesh):
+        named = "embed", "mlp"
+        at = NamedSharding(mesh, spec(named))
+        given = jax.device_put(x, NamedSharding(mesh, spec(("batch",)))), jax.device_put(w, at)
+        compiled = jax.jit(partial(gradient, named=named), out_shardings=at).lower(*given).compile()
+        found = compiled(*given)
+    kinds = re.findall(r" (all-reduce|reduce-scatter)(?:-start)?\(", compiled.as_text())
+    assert kinds == ["reduce-scatter", *["all-reduce"] * ("data" in axes)]
+    np.testing.assert_allclose(found, gradient(x, w, None), atol=1e-5)
