@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
-import tomllib
 from pathlib import Path
 
 import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from tpu_programs import ask, needs_libtpu
 
 from jrl.config_io import build_config, load_config
 from jrl.mesh import make_mesh
@@ -114,79 +111,6 @@ def test_the_1_7b_step_multiplies_5_14e14_times_a_chip_of_16():
     useful += 12 * 28 * 16 * 128 * pairs
     assert model_flops(run, "train_step") == pytest.approx(useful)
     assert useful / 16 == pytest.approx(3.79e14, rel=1e-3)
-
-
-# ---------------------------------------------------------------- the tables of configs/README.md
-
-
-def rows(head):
-    """The rows of the table of configs/README.md with this first line, as dicts by column."""
-    text = (CONFIGS / "README.md").read_text()
-    (table,) = re.findall(rf"^\| {re.escape(head)}.*(?:\n\|.*)+", text, re.M)
-    names, _, *lines = [
-        [c.strip() for c in line.strip("| ").split("|")] for line in table.split("\n")
-    ]
-    return [dict(zip(names, cells, strict=True)) for cells in lines]
-
-
-def figures():
-    """What is said of each configuration as it is: times, and memory with floors."""
-    times = {row["configuration"]: row for row in rows("configuration | slice") if row[""] == "now"}
-    return {
-        name.strip("`").split("`")[0]: (row, sizes)
-        for name, row in times.items()
-        for sizes in rows("configuration | resharding, GiB")
-        if sizes["configuration"] == name
-    }
-
-
-def axes(table):
-    return " x ".join(f"{axis} {n}" for axis, n in table.items()) or "as training"
-
-
-def test_the_tables_have_every_pod_and_its_meshes_and_add_up():
-    found = figures()
-    assert set(found) == {path.name for path in CONFIGS.glob("pod_*.toml")}
-    for name, (row, sizes) in found.items():
-        tree = tomllib.loads((CONFIGS / name).read_text())
-        assert row["mesh"] == axes(tree["mesh"]), name
-        assert row["sampler's mesh"] == axes(tree["sampling"].get("mesh", {})), name
-        assert f"--topology {row['slice']}" in (CONFIGS / name).read_text()
-        parts = [float(row[c]) for c in ("sampler, s", "training step, s", "resharding, s")]
-        step, chips = float(row["step, s"]), parse_topology(row["slice"]).chips
-        assert sum(parts) == pytest.approx(step, abs=0.02)
-        new = tree["train"]["prompts"] * tree["sampling"]["group"]
-        new *= tree["sampling"]["max_new_tokens"]
-        rate = float(row["tokens/s a chip"].replace(",", ""))
-        assert rate == pytest.approx(new / step / chips, rel=5e-3), name
-        run, chip = pod(name), parse_topology(row["slice"]).chip
-        floor = model_flops(run, "train_step") / chips / chip.flops
-        assert float(sizes["training's floor, s"]) == pytest.approx(floor, abs=0.006), name
-        used = float(row["training MFU"].removesuffix(" %")) / 100
-        assert used == pytest.approx(floor / parts[1], rel=0.01), name
-
-
-@pytest.mark.slow
-@needs_libtpu
-@pytest.mark.parametrize("name", sorted(path.name for path in CONFIGS.glob("pod_*.toml")))
-def test_a_pod_compiles_fits_and_takes_what_the_table_says(name):
-    """Compiled as a run compiles it, the sampler with few layers: minutes for each."""
-    row, sizes = figures()[name]
-    plan = ask("pod", str(CONFIGS / name), row["slice"])
-    assert plan["fits"]
-    for program, column in (
-        ("resharding", "resharding"),
-        ("sampler", "sampler"),
-        ("train_step", "training step"),
-    ):
-        if program not in plan["programs"]:
-            assert row[f"{column}, s"] == "0"
-            continue
-        made = plan["programs"][program]
-        near = {"rel": 0.05, "abs": 0.01}
-        assert made["roofline_seconds"] == pytest.approx(float(row[f"{column}, s"]), **near)
-        said = float(sizes[f"{column}, GiB"])
-        assert made["bytes_per_chip"] / 2**30 == pytest.approx(said, rel=0.05, abs=0.1)
 
 
 def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
