@@ -30,11 +30,12 @@ from jrl.plan.lower import (
     lower_step,
     outputs,
 )
-from jrl.plan.memory import cache_bytes, prepared_bytes, remedies, state_bytes
+from jrl.plan.memory import cache_bytes, remedies, state_bytes
 from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
 from jrl.plan.useful import decoding, floor_seconds, model_flops
 from jrl.train import build
-from jrl.train.programs import drawing_mesh
+from jrl.train.gather import prepared_bytes
+from jrl.train.programs import check_resharding, drawing_mesh
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
@@ -238,7 +239,9 @@ def _abstract_run(config: Config, topology: Topology) -> build.Run:
             f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
             "product of its axes the number of chips, or set one axis to -1"
         )
-    return abstract_run(config, mesh)
+    run = abstract_run(config, mesh)
+    check_resharding(run)
+    return run
 
 
 def _programs(
@@ -337,8 +340,12 @@ def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[st
     if name == "train_step":
         return dict(state)
     if name == "sampler" and run.config.sampling.mesh and drawing_mesh(run) != run.mesh:
-        return {"prepared": prepared_bytes(run)}
+        return {"prepared": _prepared_bytes(run)}
     return {"weights": state["weights"]}
+
+
+def _prepared_bytes(run: build.Run) -> float:
+    return prepared_bytes(run.config, run.shape, drawing_mesh(run))
 
 
 def _measured(
@@ -362,7 +369,7 @@ def _measured(
     elif name == "sampler":
         sizes["cache"] = min(cache_bytes(run), room)
         if "prepared" not in sizes:
-            sizes["prepared"] = min(prepared_bytes(run), room - sizes["cache"])
+            sizes["prepared"] = min(_prepared_bytes(run), room - sizes["cache"])
     sizes["program"] = float(stats.generated_code_size_in_bytes)
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)
