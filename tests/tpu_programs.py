@@ -59,6 +59,19 @@ def pod(path: str, topology: str) -> dict[str, Any]:
     return as_json(plan.quick_plan(load_config(path), parse_topology(topology)))
 
 
+def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, Any]:
+    """The plan of what makes the sampler's weights, in JSON."""
+    from jrl.config_io import build_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    slices = parse_topology(topology)
+    run = plan._abstract_run(build_config(tree), slices)
+    programs = plan._programs(run, slices, ("resharding",), "sampler", effort, lambda line: None)
+    return as_json(plan._judged(run, slices, programs))["programs"]["resharding"]
+
+
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """What is said of configurations that cannot be planned for."""
     from jrl.config_io import build_config

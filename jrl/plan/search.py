@@ -369,12 +369,14 @@ class Compiled:
             return self.isolated(function, *args, **options)
         except EndedError:
             raise CannotError("XLA ended the process") from None
+        except UserError as error:
+            raise CannotError(str(error)) from None
         except jax.errors.JaxRuntimeError as error:
             raise CannotError(f"XLA: {str(error).splitlines()[0]:.200}") from None
 
 
 class CannotError(Exception):
-    """A candidate that XLA does not compile."""
+    """A candidate that has no plan: it is refused, or XLA does not compile it."""
 
 
 def together(sampler: Plan, training: Plan) -> Plan:

@@ -55,10 +55,16 @@ def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
       model: the policy's shape.
       mesh: that completions are drawn on.
     """
-    limit = _memory(mesh)
+    limit = device_memory(mesh)
     if limit is None or mesh.shape["fsdp"] == 1:
         return True
     return has_room(config, model, mesh.shape, limit, _state_bytes(config, model, mesh))
+
+
+def prepared_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
+    """Bytes of the weights on one device as the sampler reads them on this mesh."""
+    whole, short = gathers(config, model, mesh), "weights" in config.sampling.int8
+    return sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
 
 
 def has_room(
@@ -185,7 +191,8 @@ def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) 
     return prompts * width + min(rows, slots or rows) * new
 
 
-def _memory(mesh: Mesh) -> int | None:
+def device_memory(mesh: Mesh) -> int | None:
+    """Bytes of a device of a mesh; None where that is unknown."""
     device = mesh.devices.flat[0]
     if device.device_kind in MEMORY or device.platform != "gpu":
         return MEMORY.get(device.device_kind)
