@@ -1,4 +1,4 @@
-"""Writes the repository's address into pyproject.toml and the notebooks: make address URL=..."""
+"""Writes the repository's address where it stands: make address URL=..."""
 
 import pathlib
 import re
@@ -13,6 +13,7 @@ def main(address: str) -> None:
         print(f"{address!r} is no address; give one such as https://HOST/ORG/NAME", file=sys.stderr)
         raise SystemExit(2)
     replace(ROOT / "pyproject.toml", r'^(Repository = )"[^"]*"', rf'\1"{address}"')
+    replace(ROOT / "README.md", r"^(    git clone )\S+( jrl)$", rf"\g<1>{address}\g<2>")
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         replace(path, r'(REPO = \\")[^"\\]*(\\")', rf"\g<1>{address}\g<2>")
 

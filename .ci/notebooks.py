@@ -11,6 +11,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import sys
 import tempfile
 
@@ -64,10 +65,12 @@ def is_kept(output: dict) -> bool:
 
 
 def kept(output: dict) -> dict:
-    """The output without a picture's description in words."""
+    """The output without a picture's description in words, and without addresses in memory."""
     if output["output_type"] == "display_data":
         output["metadata"] = {}
         output["data"] = {"image/png": smaller(output["data"]["image/png"])}
+    else:
+        output["text"] = re.sub(r" at 0x[0-9a-f]+", "", output["text"])
     return output
 
 

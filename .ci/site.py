@@ -7,6 +7,7 @@ is an error.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
@@ -34,6 +35,17 @@ PAGES = {
     "pods.md": "tpu_scripts/README.md",
     "benchmarks.md": "benchmarks/README.md",
 }
+FURTHER = {
+    "jrl.methods": ("find_method", "variant"),
+    "jrl.objectives.transforms": ("per_group",),
+    "jrl.rewards": ("over_group",),
+    "jrl.data.tasks.base": ("make_task",),
+    "jrl.envs": ("Env", "Turn"),
+    "jrl.envs.host": ("HostEnv",),
+    "jrl.envs.tools": ("tool_env",),
+}
+"""Module -> its names that own.md and environments.md use, for the Python reference."""
+
 NAV = [
     {"JRL": "index.md"},
     {"Get started": "start.md"},
@@ -127,17 +139,26 @@ def keys_page() -> str:
 
 
 def api_page() -> str:
-    """Every name of ``jrl`` itself, with its signature and its docstring."""
+    """Every name of ``jrl`` itself and of what one's own parts are written with."""
     import jrl
 
     lines = [
         "# Python reference",
         "",
-        "What `from jrl import ...` gives, by name. Records and further",
+        "What `from jrl import ...` gives, by name; then what methods, tasks, environments and",
+        "rewards of your own are written with, behind the module of each. Records and further",
     ]
     lines += ["functions have their documentation in the source: `help(jrl.types)`.", ""]
-    for name in sorted(set(jrl.__all__) - {"__version__"}, key=str.lower):
-        value = getattr(jrl, name)
+    names = [(name, jrl) for name in sorted(set(jrl.__all__) - {"__version__"}, key=str.lower)]
+    names += [
+        (name, importlib.import_module(module))
+        for module, listed in FURTHER.items()
+        for name in listed
+    ]
+    for name, module in names:
+        value = getattr(module, name)
+        if module is not jrl:
+            name = f"{module.__name__}.{name}"
         lines += [f"## {name}", "", f"    {signature(name, value)}", ""]
         lines += ["```text", (inspect.getdoc(value) or "").strip(), "```", ""]
     return "\n".join(lines)

@@ -4,9 +4,11 @@
 
 The work of a chip stays the same while chips are added: 4 prompts of 512 tokens, 8 completions of
 1,024 tokens each, of the 1.7B-class policy of ``configs/pod_1.7b_v5e.toml``, on v5p. The state is
-divided over up to 16 chips (mesh.fsdp), further chips are replicas (mesh.data). For each slice both
-programs are compiled for all of its chips, the sampler with 2 and with 4 layers, and the line
-through the two gives the figures of 28 (``jrl plan --quick``); nothing is extrapolated over chips.
+divided over up to 16 chips (mesh.fsdp), further chips are replicas (mesh.data); the sampler divides
+its weights over 4 chips (sampling.mesh.tensor). For each slice the programs are compiled for all of
+its chips as a run compiles them, the sampler and the resharding with 2 and with 4 layers, and the
+line through the two gives the figures of 28 (``jrl plan --quick``); nothing is extrapolated over
+chips.
 Writes OUT.json, OUT.md, OUT.png.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 CONFIG = Path(__file__).parents[1] / "configs" / "pod_1.7b_v5e.toml"
 SLICES = ("2x2x1", "2x2x4", "4x4x4", "4x8x8", "8x8x16")
-PROMPTS_PER_CHIP, MOST_SHARDS = 4, 16
+PROMPTS_PER_CHIP, MOST_SHARDS, TENSOR = 4, 16, 4
 
 
 def measure(shape: str) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def measure(shape: str) -> dict[str, Any]:
         f"mesh.data={topology.chips // shards}",
         f"train.prompts={PROMPTS_PER_CHIP * topology.chips}",
         f"train.microbatches={PROMPTS_PER_CHIP}",
+        f"sampling.mesh={{data={topology.chips // TENSOR},tensor={TENSOR}}}",
     ]
     plan = quick_plan(load_config(CONFIG, changes), topology)
     row: dict[str, Any] = {"topology": topology.name, "chips": topology.chips, "fits": plan.fits}
@@ -46,16 +50,38 @@ def measure(shape: str) -> dict[str, Any]:
             "collective_bytes": program.collective_bytes,
             "roofline_seconds": program.roofline_seconds,
             "bound": program.bound,
+            "alone": program.alone,
             "bytes_per_chip": program.bytes_per_chip["total"],
         }
     row["step_seconds"] = plan.step_seconds
     return row
 
 
+PROGRAMS = {"train_step": "training step", "sampler": "sampler"}
+
+
+def limits(row: dict[str, Any]) -> str:
+    """What takes most of each program's time, with the seconds of each resource by itself."""
+    found = []
+    for name, word in PROGRAMS.items():
+        bound, alone = row[name]["bound"], row[name]["alone"]
+        first = max(bound, key=lambda k: bound[k])
+        rest = ", ".join(f"{k} {alone[k]:.2f} s" for k in alone)
+        share = 100 * bound[first] / row[name]["roofline_seconds"]
+        found.append(f"{first} limits {share:.0f} % of the {word} ({rest} each by itself)")
+    return "; ".join(found)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    heads = ("chips", "GB sent in training", "over fsdp", "over data", "GB sent in sampling")
-    heads += ("training step, s", "sampler, s", "step, s at least")
+    heads: tuple[str, ...] = (
+        "chips",
+        "GB sent in training",
+        "over fsdp",
+        "over data",
+        "GB sent in sampling",
+    )
+    heads += ("training step, s", "sampler, s", "resharding, s", "step, s at least")
     lines = [f"| {' | '.join(heads)} |", "| " + "---: | " * len(heads)]
     for row in rows:
         sent, drawn = (row[name]["collective_bytes"] for name in ("train_step", "sampler"))
@@ -64,7 +90,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             for axis in ("fsdp", "data")
         ]
         sizes = [sum(sent.values()), *over, sum(drawn.values())]
-        times = [row[name]["roofline_seconds"] for name in ("train_step", "sampler")]
+        names = ("train_step", "sampler", "resharding")
+        times = [row[name]["roofline_seconds"] for name in names]
         cells = [f"{row['chips']:,}", *(f"{size / 1e9:.1f}" for size in sizes)]
         cells += [f"{seconds:.2f}" for seconds in (*times, row["step_seconds"])]
         lines.append(f"| {' | '.join(cells)} |")
@@ -80,11 +107,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     chips = [row["chips"] for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name, label in (("train_step", "training step"), ("sampler", "sampler")):
+    for name, label in PROGRAMS.items():
         sent = [sum(row[name]["collective_bytes"].values()) / 1e9 for row in rows]
         left.plot(chips, sent, "o-", label=label)
         right.plot(chips, [row[name]["roofline_seconds"] for row in rows], "o-", label=label)
-    right.plot(chips, [row["step_seconds"] for row in rows], "k--", label="both")
+    right.plot(chips, [row["step_seconds"] for row in rows], "k--", label="step")
     for axes, text in ((left, "GB sent by a chip"), (right, "seconds, at least")):
         axes.set(xlabel="chips (v5p)", ylabel=text, ylim=(0, None))
         axes.set_xscale("log", base=2)
@@ -108,11 +135,18 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     rows.sort(key=lambda row: row["chips"])
     about = __doc__.split("\n\n")[2].partition("Writes")[0].strip()
+    most = rows[-1]
+    drawn = [sum(row["sampler"]["collective_bytes"].values()) / 1e9 for row in (rows[0], most)]
+    longer = most["step_seconds"] / rows[0]["step_seconds"]
+    found = (
+        f"On {most['chips']:,} chips {limits(most)}. A step takes {longer:.2f} times as long as on "
+        f"{rows[0]['chips']} chips. What grows with the chips in sampling is the rollout itself, "
+        f"which every chip gets complete: {drawn[0]:.1f} GB sent become {drawn[1]:.1f} GB."
+    )
     notes = (
         "What goes over both axes at once counts in both columns. Made by\n"
-        "`python -m benchmarks.weak_scaling`, which resumes where its JSON ends.\n\n"
-        "What grows with the chips in sampling is the rollout itself, which every chip gets "
-        "complete: on 1,024\nchips 0.9 GB sent, and 0.4 GiB of memory more than on 256."
+        f"`python -m benchmarks.weak_scaling`, which resumes where its JSON ends.\n\n"
+        f"{textwrap.fill(found, 100)}"
     )
     if len(rows) < len(SLICES):
         notes += f"\n\nHere are {len(rows)} of the {len(SLICES)} slices that it compiles for."

@@ -9,6 +9,7 @@ template gives the sharding of each leaf.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import pathlib
@@ -21,9 +22,9 @@ import jax
 import numpy as np
 
 from jrl.errors import StorageError, UserError
-from jrl.step_contents import contents, read_contents
+from jrl.step_contents import contents, drop_late_callbacks, read_contents
 from jrl.step_files import readable, write_record
-from jrl.waits import waiting
+from jrl.waits import moved, waiting
 
 STEP_DIGITS = 8
 
@@ -125,7 +126,7 @@ class Checkpoints:
             for old in sorted(self._damaged & set(self.steps())):
                 writer.delete(old)
             self._writing = step
-            with waiting(f"saving of step {step}"):
+            with waiting(f"saving of step {step}", moved):
                 writer.save(
                     step,
                     args=ocp.args.Composite(
@@ -177,7 +178,7 @@ class Checkpoints:
             return
         try:
             if wait:
-                with waiting(f"saving of step {self._writing}"):
+                with waiting(f"saving of step {self._writing}", moved):
                     self._writer.wait_until_finished()
             self._writer.check_for_errors()
         except (OSError, ValueError) as error:
@@ -259,7 +260,8 @@ class Checkpoints:
             if not _all_processes(fault is None):
                 raise fault or OSError("another process could not read it")
             what = f"checkpoint step {step} in {self.directory}"
-            result = read_contents(path, template, subset=subset, what=what)
+            with waiting(f"reading of step {step}", moved):
+                result = read_contents(path, template, subset=subset, what=what)
         if mended:
             warnings.warn(
                 f"{what}: {', '.join(mended)} damaged, and read from a copy", stacklevel=3
@@ -270,8 +272,9 @@ class Checkpoints:
         import orbax.checkpoint as ocp
 
         if self._writer is None:
-            # Orbax logs errors of its threads that the user already gets as an exception.
+            # Errors of its threads, which the user already gets as an exception.
             logging.getLogger("absl").addFilter(_not_orbax)
+            drop_late_callbacks()
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=self,
                 cleanup_tmp_directories=True,  # left by a killed save
@@ -313,8 +316,17 @@ class Checkpoints:
         self._newest = -1
         return StorageError(
             f"checkpoint step {step} was not written to {self.directory} ({_short(error)});"
-            " earlier steps are unchanged; free disk space or set another run.dir"
+            f" earlier steps are unchanged; {self._remedy(error)}"
         )
+
+    def _remedy(self, error: Exception) -> str:
+        """What would make a save succeed that did not."""
+        path = pathlib.Path(self.directory)
+        if "://" not in self.directory and path.exists() and not path.is_dir():
+            return f"{path} is a file; move it away"
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return "make the directory writable or set another run.dir"
+        return "free disk space or set another run.dir"
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

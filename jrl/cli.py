@@ -28,6 +28,7 @@ from jrl.hub import hub_name
 from jrl.own import remember
 from jrl.signals import end_at_once, end_within
 from jrl.step_files import what_is_saved
+from jrl.stored_config import stored_config
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -292,7 +293,9 @@ def serve(
         str | None, typer.Option(help="Name of the model; by default the directory's.")
     ] = None,
     slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
-    queue: Annotated[int, typer.Option(help="Completions that may wait for a slot.", min=0)] = 256,
+    queue: Annotated[
+        int, typer.Option(help="Completions that may wait for a slot.", min=0, max=1_000_000)
+    ] = 256,
     chunk: Annotated[
         int, typer.Option(help="Decode steps between returns to the host; 0 measures.", min=0)
     ] = 0,
@@ -407,9 +410,16 @@ def methods(
 
     Example: jrl methods --family preference --complete
     """
+    import jax
+
     from jrl.methods import list_methods, show_method
 
+    # A list needs no accelerator, and one that is asked for and absent must not end it.
+    jax.config.update("jax_platforms", "cpu")
     if name is not None:
+        if family is not None or complete:
+            unread = "--complete" if family is None else "--family"
+            raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
         shown = show_method(name)
         if as_json:
             typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
@@ -446,7 +456,12 @@ def doctor(
     from jrl.doctor import examine, lacks
 
     found = examine()
-    lacking = [] if config is None else lacks(_read(config, overrides))
+    lacking: list[str] = []
+    if config is not None:
+        try:
+            lacking = lacks(_read(config, overrides))
+        except UserError as error:  # what this machine is, is said all the same
+            lacking = str(error).splitlines()
     if as_json:
         typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
     else:
@@ -581,6 +596,10 @@ def show_config(
     Example: jrl show-config configs/tiny.toml sampling.group=16
     """
     chosen = _read(config, overrides)
+    if chosen.objective or chosen.method != Config().method:  # else there is nothing to be wrong
+        from jrl.train.objective import method_of
+
+        method_of(chosen, None)
     if as_json:
         typer.echo(json.dumps(as_tree(chosen, none=True), indent=2, ensure_ascii=False))
     else:
@@ -598,10 +617,14 @@ def _read(target: str | None, overrides: Sequence[str] | None) -> Config:
         target = None
     if target is None or not os.path.isdir(target):
         return load_config(target, changes)
-    if not (Path(target) / "config.toml").exists():
+    found = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    if found is None:
         raise UserError(f"{target} is not a run directory: it has no config.toml")
+    config, said = found
+    if said:
+        typer.echo(f"jrl: {said}", err=True)
     remember(Path(target) / "python")  # the rows of a run from Python
-    return load_config(Path(target) / "config.toml", [f"run.dir={json.dumps(target)}", *changes])
+    return config
 
 
 def _prepare_jax() -> None:

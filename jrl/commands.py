@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from jrl.config_io import describe
 from jrl.console import keys_text
-from jrl.errors import INTERRUPTED, UserError
+from jrl.errors import INTERRUPTED, StorageError, UserError
 
 
 class Main(TyperGroup):
@@ -21,8 +24,13 @@ class Main(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            sys.stdout.flush()
+            return found
         except OSError as error:
+            if error.errno in _FULL:
+                _say_full(error)
+                raise typer.Exit(StorageError.exit_code) from None
             if error.errno not in _NAMES or error.filename is None:
                 raise
             said = _clipped(f"jrl: error: {error.filename!r}: {error.strerror}; name another file")
@@ -34,6 +42,12 @@ class Main(TyperGroup):
                 "\n".join([f"jrl: error: {first}", *(f"  {line}" for line in rest)]), err=True
             )
             raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if not _is_out_of_memory(error):
+                raise
+            first = _clipped(" ".join(str(error).split("\n")[0].split()) or "no memory is left")
+            typer.echo(f"jrl: error: out of memory: {first}; {_SMALLER}", err=True)
+            raise typer.Exit(UserError.exit_code) from None
         except KeyboardInterrupt:
             typer.echo("jrl: stopped", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -46,12 +60,32 @@ class Main(TyperGroup):
         return found
 
 
+def _say_full(error: OSError) -> None:
+    """One line about what cannot be written; what is left of the output is dropped."""
+    where = "standard output" if error.filename is None else repr(error.filename)
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    typer.echo(f"jrl: error: {where}: {error.strerror}; free disk space", err=True)
+
+
 def _clipped(line: str) -> str:
     """A line without the middle of a value that fills the screen."""
     return line if len(line) <= _LONGEST else f"{line[:_HALF]} ... {line[-_HALF:]}"
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether the host or a device has no memory left; does not import JAX for its error."""
+    exhausted = "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+    return isinstance(error, MemoryError) or (
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError") and exhausted
+    )
+
+
+_SMALLER = (
+    "lower sampling.slots, train.prompts, eval.problems or the lengths, or raise train.microbatches"
+)
 _LONGEST, _HALF = 2000, 500
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NAMES = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 """Errors of the system that are about a name that somebody gave, whichever key it was in."""
 

@@ -36,7 +36,8 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.compiled import held_out, iterate, warm_start
-from jrl.train.state import policy_of
+from jrl.train.fits import check_weights
+from jrl.train.score import policy_of
 from jrl.types import Array, Params
 
 RESAMPLES = 10_000
@@ -141,6 +142,8 @@ def compare(
         raise UserError(f"{out} already holds a comparison; name a new directory")
     enable_compile_cache()
     runs = _runs(config, methods, tasks)
+    for run in runs.values():
+        check_weights(run, key="--seeds", times=seeds)
     out.mkdir(parents=True, exist_ok=True)
     keys = jax.vmap(jax.random.key)(config.seed + jnp.arange(seeds))
     results: list[dict[str, Any]] = []
@@ -174,7 +177,7 @@ def _runs(
     runs, problems = {}, []
     for task in tasks:
         name, _, difficulty = task.partition(":")
-        if difficulty and not difficulty.isdigit():
+        if difficulty and not (difficulty.isdecimal() and len(difficulty) < 10):
             raise UserError(f"--task {task}; write NAME or NAME:DIFFICULTY, such as sorting:5")
         tree = config.model_dump(mode="json", exclude_none=True)
         if config.task is None or config.task.name != name or difficulty:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +27,9 @@ RATIO = 11.0
 Measured 5 to 22 for the sampler, the training step, the evaluation and whole runs of
 configs/tiny.toml and configs/gridworld.toml, on two cores with JAX 0.10.
 """
+
+_MOST = 120
+"""Seconds; more is no estimate: on a busy machine tracing takes many times as long."""
 
 NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -55,10 +59,9 @@ class CompileNotes:
 
     def __init__(self, echo: Callable[[str], object]) -> None:
         self._echo = echo
-        self._timer: threading.Timer | None = None
-        self._said: str | None = None
-        self._began = 0.0
+        self._open: dict[str, _Note] = {}
         self._traced: dict[str, float] = {}
+        self._compiling: set[int] = set()  # threads between lowering a program and having it
         self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -75,40 +78,59 @@ class CompileNotes:
         """Stops listening."""
         jax.monitoring.unregister_event_duration_listener(self._on_duration)
         with self._lock:
-            self._stop()
+            for note in self._open.values():
+                note.timer.cancel()
+            self._open.clear()
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the main thread is in the compiler."""
+        return threading.main_thread().ident in self._compiling
 
     def _on_duration(self, event: str, duration_secs: float, **about: Any) -> None:
         name = _plain_name(str(about.get("fun_name", "")))
         if event.endswith(_TRACED):
             self._traced[name] = duration_secs
         elif event.endswith(_LOWERED):
+            self._compiling.add(threading.get_ident())
             if name in NAMES:
                 traced = self._traced.pop(name, None)
-                self._start(NAMES[name] + _about(traced, duration_secs), NAMES[name])
+                self._start(name, NAMES[name] + _about(traced, duration_secs))
         elif event.endswith(_COMPILED):
+            self._compiling.discard(threading.get_ident())
+            # Small programs are compiled in between, and some beside this one.
             with self._lock:
-                if self._said is not None:
-                    self._echo(f"compiled {self._said} in {time.monotonic() - self._began:.0f} s")
-                self._stop()
+                note = self._open.pop(name, None)
+                if note is not None:
+                    note.timer.cancel()
+                    if note.said:
+                        took = time.monotonic() - note.began
+                        self._echo(f"compiled {NAMES[name]} in {took:.0f} s")
 
-    def _start(self, text: str, what: str) -> None:
+    def _start(self, name: str, text: str) -> None:
+        timer = threading.Timer(PATIENCE, self._say, [name, text])
+        timer.daemon = True
         with self._lock:
-            self._stop()
-            self._began = time.monotonic()
-            self._timer = threading.Timer(PATIENCE, self._say, [text, what])
-            self._timer.daemon = True
-            self._timer.start()
+            if name in self._open:
+                self._open[name].timer.cancel()
+            self._open[name] = _Note(timer, time.monotonic())
+            timer.start()
 
-    def _say(self, text: str, what: str) -> None:
+    def _say(self, name: str, text: str) -> None:
         with self._lock:
-            if self._timer is not None:
-                self._said = what
+            note = self._open.get(name)
+            if note is not None and not note.said:
+                note.said = True
                 self._echo(f"compiling {text}")
 
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._said = None
+
+@dataclasses.dataclass
+class _Note:
+    """A program that is being compiled, since when, and whether a line said so."""
+
+    timer: threading.Timer
+    began: float
+    said: bool = False
 
 
 def _plain_name(name: str) -> str:
@@ -120,7 +142,8 @@ def _about(traced: float | None, lowered: float) -> str:
     """Seconds, such as " (about 20 s)", or " ..." where there is nothing to estimate them from."""
     if traced is None or jax.default_backend() != "cpu":
         return " ..."
-    return f" (about {max(5, 5 * round(RATIO * (traced + lowered) / 5))} s)"
+    seconds = max(5, 5 * round(RATIO * (traced + lowered) / 5))
+    return f" (about {seconds} s)" if seconds <= _MOST else " (2 minutes or more)"
 
 
 def compile_run(

@@ -214,7 +214,12 @@ class RewardTable(Table):
 class RewardPoolTable(Table):
     """The processes that run reward functions."""
 
-    workers: int = key(2, "processes; 0 runs rewards in the trainer, without limits", ge=0, le=1024)
+    workers: int = key(
+        2,
+        "processes; 0 runs rewards in the trainer, without limits of time and memory",
+        ge=0,
+        le=1024,
+    )
     timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
         4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
@@ -253,8 +258,9 @@ class TrainTable(Table):
 
     wait_seconds: float = key(
         3600.0,
-        "longest wait without progress for rewards, environments, rollout devices, other processes"
-        " or saving; beyond it the run saves what it can and ends",
+        "longest wait without progress for rewards, environments, rollouts, training steps,"
+        " evaluations, other processes, files or saving; beyond it the run saves what it can and"
+        " ends",
         gt=0,
     )
 
@@ -287,7 +293,10 @@ class EvalTable(Table):
     every: int = key(0, "training steps between evaluations; 0: only before and after", ge=0)
     problems: int = key(512, "at most this many held-out problems", ge=1)
     samples: int = key(
-        1, "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it", ge=1
+        1,
+        "completions per problem; pass@k is reported for k = 1, 2, 4, ... up to it",
+        ge=1,
+        le=1_000_000,
     )
     temperature: float = key(0.0, "softmax temperature in evaluation", ge=0)
     dtype: DType | None = key(
@@ -456,8 +465,8 @@ class Config(Table):
     watch: dict[str, WatchTable] = key(
         {},
         "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
-        " (more than so many times its mean over the first 10 steps), falls (by more than this"
-        " share from its best mean over 10 steps), steps (broken so many in a row, 1 when not set)"
+        " (more than this multiple of its mean over the first 10 steps), falls (by more than this"
+        " share from its best mean over 10 steps), steps (in a row that break it, 1 when not set)"
         " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
         " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
         " stop: save and end; none). configs/README.md lists those that hold without being asked"

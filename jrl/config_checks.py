@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -70,6 +71,12 @@ def _table_conflicts(config: Config) -> Iterator[str]:
         yield (
             "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
         )
+    best = (config.checkpoint.best or "").removeprefix("-")
+    asked = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []
+    acting = (name for name, limit in config.watch.items() if limit.action != "none")
+    asked += [f"watch.{json.dumps(name)}" for name in acting if name.startswith("eval/")]
+    if asked and not config.eval.every:
+        yield f"{asked[0]} needs evaluations between the steps; set eval.every"
     judges = [f"rewards.{name}.judge" for name, part in config.rewards.items() if part.judge]
     if len(judges) > 1:
         yield f"{' and '.join(judges)} are true; accuracy is measured by one part"

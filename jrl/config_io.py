@@ -5,6 +5,7 @@ The keys are declared in ``jrl/config.py``. Problems are reported all at once, o
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -21,7 +22,7 @@ from pydantic.fields import FieldInfo
 
 from jrl.config import Config
 from jrl.config_checks import check_batch
-from jrl.config_secrets import hide
+from jrl.config_secrets import hide_own
 from jrl.config_unions import Table
 from jrl.errors import UserError, choose
 
@@ -145,13 +146,15 @@ def _kind(annotation: Any) -> str:
     return _KINDS[annotation]
 
 
-def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> Config:
     """Reads a TOML file, applies ``a.b=value`` overrides, and checks the result.
 
     A value is read as TOML; a bare word is text; nothing after the ``=`` removes the key.
 
     Args:
-      path: the TOML file, or None to start from the defaults.
+      path: the TOML file, its tables as nested dicts, or None to start from the defaults.
       overrides: in order; later ones win.
 
     Returns:
@@ -163,7 +166,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     >>> load_config(None, ["sampling.group=4", "method=rloo"]).sampling.group
     4
     """
-    tree = {} if path is None else _read_toml(Path(path))
+    if isinstance(path, Mapping):
+        tree = copy.deepcopy(dict(path))
+    else:
+        tree = {} if path is None else _read_toml(Path(path))
     for override in overrides:
         _apply(tree, override)
     return build_config(tree)
@@ -191,6 +197,7 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     else:
         lines += _of_other_kinds(config)
         lines += _unwritable(as_tree(config), config.model_dump())
+        lines += _beyond_32_bits(config)
     if lines:
         raise UserError("\n".join(lines))
     return config
@@ -213,6 +220,33 @@ def _unwritable(value: object, given: Any, key: str = "") -> Iterator[str]:
         yield from _unwritable(item, given[name], f"{key}.{name}" if key else str(name))
 
 
+_MOST, _SEED = 2**31 - 1, "seed"
+_LARGEST_FLOAT, _LEAST_FLOAT = 3.4028234e38, 1.1754944e-38
+"""Of float32, without denormal numbers, which devices take for 0."""
+
+
+def _beyond_32_bits(config: Config) -> Iterator[str]:
+    """A line for each number that int32 and float32, in which a run computes, do not hold.
+
+    Options of functions of one's own are left out: they may compute as they like.
+    """
+    own = {f"data.{name}" for name in config.data.model_extra or ()}
+    for name, table in config.rewards.items():
+        own |= {f"rewards.{name}.{option}" for option in table.options}
+    for key, value in _flatten(config.model_dump(mode="json", exclude_none=True), ""):
+        if any(key == name or key.startswith(f"{name}.") for name in own):
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if isinstance(number, int) and abs(number) > _MOST and key != _SEED:
+                yield f"{key} = {number}; must be at most {_MOST}"
+            elif abs(number) > _LARGEST_FLOAT:
+                yield f"{key} = {number}; is infinite in float32: must be at most 3.4e38"
+            elif 0 < abs(number) < _LEAST_FLOAT:
+                yield f"{key} = {number}; is 0 in float32: must be 0, or at least 1.2e-38"
+
+
 def dump(config: Config) -> str:
     """The configuration as TOML with every key written out; ``load_config`` reads it back."""
     return tomli_w.dumps(as_tree(config))
@@ -221,7 +255,8 @@ def dump(config: Config) -> str:
 def as_tree(config: Config, *, none: bool = False) -> dict[str, Any]:
     """The configuration as nested dicts of JSON values, secrets hidden; with None if asked."""
     tree = config.model_dump(mode="json", exclude_none=not none)
-    return tree | {"rewards": {name: hide(table) for name, table in tree["rewards"].items()}}
+    tables = {"data": config.data, "optimizer": config.optimizer}
+    return hide_own(tree, {name: table.model_extra or {} for name, table in tables.items()})
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -270,10 +305,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
     except OSError as error:
-        near = difflib.get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*.toml")] or [], n=1
-        )
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        places = (path.parent, path.parent / "configs", Path("configs"))
+        there = {p.name: p for place in reversed(places) for p in place.glob("*.toml")}
+        near = difflib.get_close_matches(path.name, there, n=1)
+        hint = f"; did you mean {there[near[0]]}?" if near else ""
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 

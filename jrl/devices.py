@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jrl.errors import UserError
-from jrl.extras import install_line
+from jrl.extras import install_line, missing, packages
 
 _EXTRAS = {"cuda": "cuda13", "gpu": "cuda13", "tpu": "tpu"}
 """Platform -> the extra that brings JAX's part for it."""
@@ -32,6 +32,9 @@ def find_devices(echo: Callable[[str], object] = lambda line: None) -> list[jax.
         why = f" ({said})" if said else ""
         extra = next((_EXTRAS[name] for name in asked.split(",") if name in _EXTRAS), None)
         hint = f"install JAX for it: {install_line(extra)}; or " if extra else ""
+        if extra and (needed := packages(extra)) and not missing(needed):
+            kind = "TPU" if extra == "tpu" else "GPU"
+            hint = f"JAX's part for it is installed, and this machine has no {kind} that it finds; "
         raise UserError(
             f"JAX_PLATFORMS = {asked!r}: JAX finds no such device here{why}; {hint}set"
             " JAX_PLATFORMS=cpu"

@@ -13,6 +13,7 @@ from typing import Any
 
 from jrl.config import Config
 from jrl.config_unions import QuestionTable
+from jrl.data.tables import Head, Source
 from jrl.errors import UserError
 from jrl.extras import DISTRIBUTION, extras, install_line, missing, version
 from jrl.hub import cache_directory, offline
@@ -51,6 +52,7 @@ def lacks(config: Config) -> list[str]:
     from jrl.train.frozen import run_shape, run_task
     from jrl.train.objective import method_of
     from jrl.train.placement import make_meshes
+    from jrl.train.reward_text import check_reward_columns, missing_math
 
     found: list[str] = []
 
@@ -64,24 +66,43 @@ def lacks(config: Config) -> list[str]:
     if look(find_devices) is None:
         return found  # nothing else can be looked at
     task = look(lambda: run_task(config))
-    look(lambda: method_of(config, task))
+    method = look(lambda: method_of(config, task))
+    tokenizer = task and task.tokenizer
     look(lambda: make_meshes(config, apart=True))
     path = config.model.path
     if path is not None and config.model.network is None:
         if look(lambda: hf.read_config(path)) is not None and task is None:
-            look(lambda: load_tokenizer(path))
+            tokenizer = look(lambda: load_tokenizer(path))
     elif config.model.network is None and (task is not None or config.task is None):
         look(lambda: run_shape(config, task))
     for name in ("train", "eval", "pairs"):
         if (spec := getattr(config.data, name, None)) is not None:
             look(functools.partial(_first_row, spec, f"data.{name}"))
     if isinstance(config.data, QuestionTable) and config.data.train is None:
-        found.append("data.train and data.task are both missing; name prompts or a task")
+        found.append(
+            "data.train and data.task are both missing; name a file of prompts or a procedural task"
+        )
     if task is None and config.pairs is None:
         look(lambda: build.reward_pool(config).close())
     elif task is not None:
         look(lambda: build.reward_weights(config, task))
+    if method is not None and tokenizer is not None:
+        read = look(lambda: build.read_data(config, tokenizer, task, method, opened=_head))
+        if read is not None:
+            look(lambda: check_reward_columns(config, read.prompts["train"]))
+    if said := missing_math(config):
+        found.append(said)
     return found + list(_missing_sinks(config))
+
+
+_ROWS = 100
+"""Rows of each source that become prompts, to see whether fields and template fit."""
+
+
+def _head(spec: str | Mapping[str, float], *, key: str) -> Source:
+    from jrl.data.sources import open_source
+
+    return Head(open_source(spec, key=key), _ROWS)
 
 
 def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:

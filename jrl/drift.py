@@ -29,6 +29,8 @@ from jrl.serving.launch import ServedPolicy, served_policy
 from jrl.serving.request import Completion, Request
 from jrl.train import build
 from jrl.train.build import Run
+from jrl.train.fits import check_problems, check_slots
+from jrl.train.objective import max_new_tokens
 from jrl.types import StopReason, stream
 
 _CHUNK = 16
@@ -195,6 +197,10 @@ def measure_drift(
     run = build.setup(config, trains=False)
     if config.episodes or isinstance(run.task, Env):
         raise UserError("data.env: episodes are not measured; give a run on prompts or a task")
+    for batch in batches:
+        check_slots("--batch", batch, run.width + max_new_tokens(config, run.task), run.model)
+    if run.task is not None:
+        check_problems(run, "--problems", problems)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         del params  # it is loaded anew on each mesh

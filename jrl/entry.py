@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
+import inspect
 import json
+import pickle
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.config import Config
 from jrl.config_io import build_config, dump, load_config
 from jrl.data.tasks import Task
 from jrl.directories import fresh_dir
 from jrl.errors import UserError
+from jrl.methods.base import Method
 from jrl.metrics import read_jsonl
 from jrl.own import GIVEN, given, keep_rows
 from jrl.rewards.columns import SIGNATURE
 from jrl.types import Network, Params, TrainState
+
+if TYPE_CHECKING:
+    from jrl.envs import Env
+    from jrl.envs.host import HostEnv
 
 ROWS = "python"
 """Where in a run directory the rows are that were passed in Python."""
@@ -84,9 +93,11 @@ class Result(NamedTuple):
 def fit(
     rows: Rows | str | Mapping[str, float] | None = None,
     reward: Reward | str | Mapping[str, Reward | float] | None = None,
-    model: str | Path | Mapping[str, Any] | Callable[..., Network] | None = None,
+    model: str | Path | Mapping[str, Any] | Network | Callable[..., Network] | None = None,
     *,
+    method: str | Method | Callable[..., Method] | None = None,
     task: str | Task | Callable[..., Task] | None = None,
+    env: str | Callable[..., Env | HostEnv] | None = None,
     eval_rows: Rows | str | None = None,
     config: Config | str | Path | Mapping[str, Any] | None = None,
     dir: str | Path | None = None,
@@ -103,11 +114,18 @@ def fit(
       reward: ``f(samples) -> list of numbers``, where a sample has ``completion``, ``tokens``,
         ``stop`` and ``prompt`` (with ``text``, ``answer`` and ``meta``, the further columns); or
         ``f(completions, **columns)``, the form of TRL; or a name that ``[rewards]`` takes, such as
-        "math"; or a dict of several, by name: functions, or weights of named ones. It runs in this
-        process unless ``reward_pool.workers`` is set.
+        "math"; or a dict of several, by name: functions, or weights of named ones. A function of
+        a module runs in processes of its own, with limits of time and memory (``[reward_pool]``);
+        one of a script or notebook in this process, without, unless ``reward_pool.workers`` is
+        set.
       model: a checkpoint directory, a name of the Hugging Face Hub, the sizes of a model with
-        random weights (with ``task``), or a function that makes a ``jrl.Network``.
+        random weights (with ``task``), a ``jrl.Network``, or a function that makes one.
+      method: a name of ``jrl methods``, a method, or a function that makes one of the keys of
+        ``[objective]``; GRPO by default.
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
+      env: an environment to play instead, its name or a function that makes it of further keys of
+        ``[data]``: a ``jrl.envs.Env`` on the device, or with ``rows`` a ``jrl.envs.host.HostEnv``
+        that plays them.
       eval_rows: held-out prompts, as ``rows``.
       config: everything else: a configuration, a TOML file, or its keys as a dict, nested or
         dotted ({"train.steps": 100}).
@@ -124,13 +142,15 @@ def fit(
       KeyboardInterrupt: after SIGINT or SIGTERM, when the state has been saved.
     """
     from jrl.train.loop import run_config
-    from jrl.train.state import policy_of
+    from jrl.train.score import policy_of
 
     values: dict[str, Any] = {}
     tree = _tree(config)
     _set(tree, {name.replace("__", "."): value for name, value in settings.items()})
     _set_model(tree, model, values)
+    _set_method(tree, method, values)
     _set_data(tree, rows, eval_rows, task, values)
+    _set_env(tree, env, values)
     _set_rewards(tree, reward, values)
     if dir is not None or not tree.get("run", {}).get("dir"):
         chosen = str(dir) if dir is not None else str(fresh_dir("fit"))
@@ -201,13 +221,57 @@ def _set_model(tree: dict[str, Any], model: Any, values: dict[str, Any]) -> None
         table["config"] = dict(model)
     elif isinstance(model, str | Path):
         table["path"] = str(model)
-    elif callable(model):
-        values["network"] = model
+    elif isinstance(model, Network) or callable(model):
+        values["network"] = _that_network(model) if isinstance(model, Network) else model
         table["network"] = f"{GIVEN}network"
     else:
         raise UserError(
-            f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, or a"
-            " function that makes a jrl.Network"
+            f"model = {model!r:.60}; give a directory, a name of the Hub, a dict of sizes, a"
+            " jrl.Network, or a function that makes one"
+        )
+
+
+def _that_network(network: Network) -> Callable[..., Network]:
+    """What makes a network that is already there; it must hold the run's sequences."""
+
+    def make(vocab_size: int, max_length: int) -> Network:
+        if network.max_length < max_length:
+            raise UserError(
+                f"model: the network has max_length = {network.max_length}, and prompts and"
+                f" completions of this run take up to {max_length} tokens"
+            )
+        return network
+
+    return make
+
+
+def _set_method(tree: dict[str, Any], method: Any, values: dict[str, Any]) -> None:
+    if not isinstance(tree.get("method", ""), str):
+        raise UserError(
+            "config['method'] is a value of Python, and a configuration holds names; pass it to"
+            " fit as method="
+        )
+    if isinstance(method, str):
+        tree["method"] = method
+    elif isinstance(method, Method) or callable(method):
+        values["method"] = method if callable(method) else lambda: method
+        tree["method"] = f"{GIVEN}method"
+    elif method is not None:
+        raise UserError(
+            f"method = {method!r:.60}; give a name of `jrl methods`, a jrl.methods.Method, or a"
+            " function that makes one"
+        )
+
+
+def _set_env(tree: dict[str, Any], env: Any, values: dict[str, Any]) -> None:
+    if isinstance(env, str):
+        tree["data"]["env"] = env
+    elif callable(env):
+        values["env"] = env
+        tree["data"]["env"] = f"{GIVEN}env"
+    elif env is not None:
+        raise UserError(
+            f"env = {env!r:.60}; give the name of an environment, or a function that makes one"
         )
 
 
@@ -254,12 +318,31 @@ def _set_rewards(tree: dict[str, Any], reward: Any, values: dict[str, Any]) -> N
             label = name or getattr(part, "__name__", "reward").strip("<>")
             values[label] = part
             table.setdefault(f"{GIVEN}{label}", {})
-            # Functions of a script or notebook cannot be sent to other processes.
-            tree.setdefault("reward_pool", {}).setdefault("workers", 0)
+            if not _is_of_a_module(part):
+                tree.setdefault("reward_pool", {}).setdefault("workers", 0)
         elif name is not None and isinstance(part, int | float):
             table.setdefault(name, {})["weight"] = part
         else:
             raise UserError(f"reward = {part!r:.60}; give a function, {SIGNATURE}, or a name")
+
+
+def _is_of_a_module(function: Callable[..., Any]) -> bool:
+    """Whether a worker process can import a function by its name.
+
+    One of a script or notebook it cannot. Nor does an object with a state of its own go, of which
+    the worker would change a copy. And where the running script has no ``if __name__ ==
+    "__main__":``, each worker would run it again.
+    """
+    module = getattr(function, "__module__", None)
+    if not inspect.isfunction(function) or module in (None, "__main__", "__mp_main__"):
+        return False
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        guarded = script is None or "__main__" in Path(script).read_text(encoding="utf-8")
+        found = importlib.util.find_spec(str(module))
+        return guarded and found is not None and bool(pickle.dumps(function))
+    except Exception:  # whatever a module's own finder, or pickling, raises
+        return False
 
 
 def _digest(rows: list[dict[str, Any]]) -> str:

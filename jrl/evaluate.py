@@ -28,6 +28,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream
 from jrl.train.compiled import held_out
 from jrl.train.episodes import eval_parts
+from jrl.train.fits import check_evaluation
 from jrl.train.host_episodes import HostEpisodes, host_source
 from jrl.train.resharding import free
 from jrl.types import Array, Params, Prompt, StopReason
@@ -67,8 +68,11 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
     n = correct.shape[1]
     if not 1 <= k <= n:
         raise UserError(f"pass@{k}: there are {n} completions a problem; raise eval.samples")
-    wrong = n - correct.sum(axis=1)
-    return float(np.mean([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong]))
+    counts = [int(c) for c in correct.sum(axis=1)]
+    # C(n - c, k) / C(n, k) as a product of c factors: the binomials have millions of digits.
+    factors = np.clip(1 - k / np.arange(n, 0, -1.0), 0, 1)  # at i: 1 - k / (n - i)
+    none_right = [float(np.prod(factors[:c])) for c in counts]
+    return float(np.mean(1 - np.array(none_right)))
 
 
 def majority_vote(answers: Sequence[Sequence[str | None]], correct: np.ndarray) -> float:
@@ -152,6 +156,21 @@ def evaluation_metrics(
     return metrics
 
 
+def evaluation_names(run: Run) -> set[str] | None:
+    """The metrics of an evaluation of a run on prompts; None where its environment adds some.
+
+    Args:
+      run: from ``setup``.
+    """
+    table = run.config.eval
+    if run.config.episodes:
+        return None
+    answers = [["1"] * table.samples] if run.task is None else None
+    one = np.ones((1, table.samples), int)
+    names = evaluation_metrics(one == 1, one, pass_k=table.pass_k, answers=answers).keys()
+    return {*names, *(("success", "reward", "turns") if isinstance(run.task, Env) else ())}
+
+
 def episode_metrics(groups: Groups) -> dict[str, float]:
     """Means over evaluated episodes: success (fraction), reward (points) and turns."""
     taken = np.where(groups.rollout.mask, np.asarray(groups.ids["turn"]) + 1, 0).max(-1)
@@ -187,6 +206,7 @@ class Evaluator:
         )
         mesh = programs.drawing_mesh(run, "eval")
         self.sampling_params = jax.device_put(sampling_params, replicated(mesh))
+        self.told = ""  # how far an evaluation on text is; read by another thread
         self._episodes: HostEpisodes | None = None
         self._program: Any = None
         if run.task is not None:
@@ -253,15 +273,12 @@ class Evaluator:
         config, prompts = self.run.config, self.run.data.prompts["eval"]
         size, total = config.train.prompts, min(config.eval.problems, len(prompts))
         draw = self._source(prompts)
-        draws = [
-            draw(
-                compiled_stream(key, "eval", np.int32(0)),
-                params,
-                np.int32(0),
-                (start + np.arange(size)).astype(np.int32),
-            )
-            for start in range(0, total, size)
-        ]
+        draws = []
+        for start in range(0, total, size):
+            self.told = f"{start} of {total} prompts done"
+            positions = (start + np.arange(size)).astype(np.int32)
+            drawing = compiled_stream(key, "eval", np.int32(0))
+            draws.append(draw(drawing, params, np.int32(0), positions))
         join = lambda *xs: np.concatenate(xs)[:total]  # noqa: E731
         counts: collections.Counter[str] = collections.Counter()
         for drawn in draws:
@@ -330,6 +347,8 @@ def evaluate_run(config: Config, *, checkpoint: int | None = None) -> dict[str, 
       UserError: nothing to evaluate on, or no such checkpoint.
     """
     run = build.setup(config, trains=False)
+    if run.task is not None or run.data.prompts["eval"]:
+        check_evaluation(run)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         if run.task is not None:
@@ -404,17 +423,17 @@ def sample_run(
             raise UserError("data.eval is missing; give prompts, or a file of held-out ones")
         run = run._replace(data=run.data._replace(prompts={"eval": chosen}))
     held_out = not prompts
-    count = len(prompts) if prompts else count
+    table = run.config.eval.model_copy(
+        update={
+            "problems": len(prompts) if prompts else count,
+            "samples": config.sampling.group,
+            "temperature": config.sampling.temperature,
+        }
+    )
+    run = run._replace(config=config.model_copy(update={"eval": table}))
+    check_evaluation(run, keys=("--count", "sampling.group"))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        table = run.config.eval.model_copy(
-            update={
-                "problems": count,
-                "samples": config.sampling.group,
-                "temperature": config.sampling.temperature,
-            }
-        )
-        run = run._replace(config=config.model_copy(update={"eval": table}))
         with contextlib.ExitStack() as stack:
             judged = held_out and run.task is None
             pool = stack.enter_context(build.reward_pool(config)) if judged else None

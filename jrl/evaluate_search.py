@@ -25,6 +25,8 @@ from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
+from jrl.train.fits import check_problems, check_slots
+from jrl.train.objective import max_new_tokens
 from jrl.types import Array, Prompt, stream
 
 _SLOTS = 32
@@ -60,6 +62,10 @@ def search_run(
     if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
         raise UserError("--search: episodes in an environment are not searched; leave it out")
     plan = named_search(name, width, rounds=rounds)
+    longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
+    check_slots("--width", max(_SLOTS, width), longest, run.model)
+    if run.task is not None:
+        check_problems(run, "eval.problems", config.eval.problems)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         problems, prompts = _problems(run, key)

@@ -11,7 +11,6 @@ network where HF_HUB_OFFLINE=1, where the Hub cannot be reached, and where the r
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import functools
 import os
 import re
@@ -21,8 +20,20 @@ from typing import Any, Literal, NamedTuple
 
 from jrl.errors import UserError
 
-DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".parquet")
+DATA_SUFFIXES = (".csv", ".json", ".jsonl", ".jsonl.gz", ".parquet", ".tsv")
 """Suffixes of the files of rows that are read."""
+
+_FORMS = ((".parquet",), (".json", ".jsonl", ".jsonl.gz"), (".csv", ".tsv"))
+"""Suffixes of one form. Of files that lie together in several forms, ``datasets`` reads one."""
+
+_NOT_ROWS = frozenset(
+    f"{name}.json"
+    for name in (
+        *("config", "dataset_dict", "dataset_info", "dataset_infos", "meta", "metadata", "state"),
+        *("croissant", "schema", "special_tokens_map", "stats", "tokenizer", "tokenizer_config"),
+    )
+)
+"""Files that describe a data set; rows only where its card says so, or where it holds no others."""
 
 MODEL_FILES = (
     *("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"),
@@ -38,7 +49,7 @@ _NAME = re.compile(
     r"(?::(?P<split>[\w.-]+))?(?:@(?P<revision>[\w./-]+))?"
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_FILES = (".gz", ".py", ".toml", ".tsv", ".txt", ".xlsx", ".zip")
+_FILES = (".gz", ".py", ".toml", ".txt", ".xlsx", ".zip")
 """Suffixes of other files: a name with one is that of a file that is not there."""
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
@@ -102,6 +113,34 @@ def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Pa
     if name is None or name.config or name.split:
         return Path(spec).expanduser()
     return _fetched(name, "model", key, MODEL_FILES)
+
+
+def near_models(directory: Path) -> str:
+    """Where a checkpoint was looked for, and the nearest names there and in the Hub's cache."""
+    place = directory.absolute().parent
+    there = (
+        [path.name for path in place.glob("*") if path.is_dir() and path.name != directory.name]
+        if place.is_dir()
+        else []
+    )
+    near = [f"{directory.parent / each}" for each in _nearest(directory.name, there)]
+    of_hub = {name.rpartition("/")[2]: name for name in _in_cache("model")}
+    near += [of_hub[each] for each in _nearest(directory.name, of_hub)]
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"(looked in {place}{'' if place.is_dir() else ', which is not there'}){hint}"
+
+
+def _nearest(name: str, there: Iterable[str]) -> list[str]:
+    """The nearest of some names, whatever their case."""
+    lower = {each.lower(): each for each in there}
+    return [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
+
+
+def _in_cache(kind: Kind) -> list[str]:
+    """ORG/NAME of what huggingface_hub keeps on this disk."""
+    start = f"{kind}s--"
+    folders = cache_directory().glob(f"{start}*")
+    return sorted(p.name.removeprefix(start).replace("--", "/", 1) for p in folders)
 
 
 def data_files(name: HubName, key: str) -> list[Path]:
@@ -172,15 +211,16 @@ def chosen_files(
     Raises:
       UserError: see ``data_files``.
     """
-    found = [file for file in sorted(files) if PurePosixPath(file).suffix in DATA_SUFFIXES]
-    table = _of_card(found, card) or _of_names(found)
+    found = [file for file in sorted(files) if file.endswith(DATA_SUFFIXES)]
+    table, default = _of_card(found, card, f"{key} = {str(name)!r}")
+    table = table or _of_names(found)
     name = name._replace(revision=None) if name.pinned else name  # nobody wrote the commit
     if not table:
         raise UserError(
             f"{key} = {str(name)!r}: the data set holds no {', '.join(DATA_SUFFIXES)} file; one"
             " that is made by a script has them at @refs/convert/parquet"
         )
-    config = name.config or (next(iter(table)) if len(table) == 1 else "default")
+    config = name.config or (next(iter(table)) if len(table) == 1 else default)
     if config not in table:
         choices = ", ".join(f"{name.repo}/{each}" for each in table)
         raise UserError(f"{key} = {str(name)!r}: name one of its configurations: {choices}")
@@ -191,30 +231,87 @@ def chosen_files(
     return table[config][split]
 
 
-def _of_card(files: list[str], card: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
+def _of_card(
+    files: list[str], card: Mapping[str, Any], said: str
+) -> tuple[dict[str, dict[str, list[str]]], str]:
+    """The files of every configuration and split of a card, and the default configuration."""
     table: dict[str, dict[str, list[str]]] = {}
-    for config in card.get("configs") or ():
-        given = config.get("data_files") or ()
-        if isinstance(given, str) or (given and isinstance(given[0], str)):
-            given = [{"split": "train", "path": given}]
-        for part in given:
-            paths = part.get("path") or ()
-            patterns = [paths] if isinstance(paths, str) else list(paths)
-            inside = [f for f in files if any(fnmatch.fnmatch(f, p) for p in patterns)]
-            if inside:
-                splits = table.setdefault(str(config.get("config_name", "default")), {})
-                splits.setdefault(str(part.get("split", "train")), []).extend(inside)
-    return table
+    default = "default"
+    configs = card.get("configs") or []
+    if not isinstance(configs, list) or not all(isinstance(each, Mapping) for each in configs):
+        raise UserError(
+            f"{said}: 'configs' in its README.md is {configs!r:.60}, not a list of tables with"
+            " config_name and data_files; datasets refuses it too"
+        )
+    for config in configs:
+        name, folder = str(config.get("config_name", "default")), str(config.get("data_dir") or "")
+        folder = folder.removeprefix("./").strip("/")
+        inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
+        if splits := _splits(inside, config.get("data_files"), folder, said):
+            table[name] = splits
+            default = name if config.get("default") is True else default
+    return table, default
+
+
+def _splits(files: list[str], given: Any, folder: str, said: str) -> dict[str, list[str]]:
+    """The files of each split, by the ``data_files`` of a configuration or else by their names."""
+    splits: dict[str, list[str]] = {}
+    if not given:
+        for each in _of_names(files).values():
+            for split, found in each.items():
+                splits.setdefault(split, []).extend(found)
+        return splits
+    if isinstance(given, Mapping) and "path" not in given:
+        given = [{"split": split, "path": path} for split, path in given.items()]
+    parts = given if isinstance(given, list) else [given]
+    for part in parts:
+        part = {"path": part} if isinstance(part, str) else part
+        paths = part.get("path") if isinstance(part, Mapping) else None
+        paths = [paths] if isinstance(paths, str) else paths
+        if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+            raise UserError(
+                f"{said}: 'data_files' in its README.md holds {part!r:.60}, not a path or a table"
+                " with split and path; datasets refuses it too"
+            )
+        patterns = [_glob(f"{folder}/{path}" if folder else path) for path in paths]
+        found = [file for file in files if any(each.fullmatch(file) for each in patterns)]
+        if found:
+            splits.setdefault(str(part.get("split", "train")), []).extend(found)
+    return splits
+
+
+def _glob(pattern: str) -> re.Pattern[str]:
+    """A pattern of paths as the Hub reads it: ``*`` stays in a folder, ``**/`` is any number."""
+    found = re.findall(r"\*\*/|\*\*|\*|\?|\[!?[^\]/]+\]|.", pattern.removeprefix("./"))
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    try:
+        return re.compile("".join(parts.get(each) or _class(each) for each in found), re.DOTALL)
+    except re.error:  # such as [z-a]
+        return re.compile(re.escape(pattern))
+
+
+def _class(text: str) -> str:
+    """Of a pattern, one letter or a class of letters such as ``[0-9]``, as a regular expression."""
+    if len(text) == 1:
+        return re.escape(text)
+    inside = re.sub(r"([\\^&~|\[])", r"\\\1", text[1:-1].removeprefix("!"))
+    return f"[{'^' if text.startswith('[!') else ''}{inside}]"
 
 
 def _of_names(files: list[str]) -> dict[str, dict[str, list[str]]]:
     table: dict[str, dict[str, list[str]]] = {}
+    files = [f for f in files if PurePosixPath(f).name not in _NOT_ROWS] or files
     for file in files:
         *folders, last = PurePosixPath(file).with_suffix("").parts
         split = next((s for part in (last, *reversed(folders)) if (s := _split_in(part))), "train")
         named = [f for f in folders if f != "data" and not _split_in(f)]
         table.setdefault(named[0] if named else "default", {}).setdefault(split, []).append(file)
-    return table
+    return {c: {split: _one_form(f) for split, f in splits.items()} for c, splits in table.items()}
+
+
+def _one_form(files: list[str]) -> list[str]:
+    """Of the files of a split those of the most common form, else rows would come twice."""
+    return max(([f for f in files if f.endswith(form)] for form in _FORMS), key=len)
 
 
 def _split_in(part: str) -> str | None:
@@ -229,7 +326,9 @@ def _card(directory: Path | None) -> dict[str, Any]:
         return {}
     import yaml
 
-    found = re.match(r"---\s*\n(.*?)\n---", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    # Only the front matter counts; a letter in another encoding below it must not end a run.
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    found = re.match(r"---\s*\n(.*?)\n---", text, flags=re.DOTALL)
     try:
         card = yaml.safe_load(found[1]) if found else {}
     except yaml.YAMLError:
@@ -280,6 +379,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     """The directory that holds these files of a repository at a commit."""
     from huggingface_hub import errors
 
+    asked = name
     name, cache = name._replace(config=None, split=None), str(cache_directory())
     why = "HF_HUB_OFFLINE is set, so the Hub was not asked"
     if not offline():
@@ -298,16 +398,14 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     try:
         return Path(_snapshot(name, kind, patterns, cache, True))
     except Exception:
-        raise _not_found(name, kind, key, why) from None
+        raise _not_found(asked, kind, key, why) from None
 
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
-    folder, start = cache_directory(), f"{kind}s--"
-    there = [p.name.removeprefix(start).replace("--", "/", 1) for p in folder.glob(f"{start}*")]
-    near = difflib.get_close_matches(name.repo, there, n=1)
-    hint = f"; did you mean {near[0]}, which is there?" if near else ""
+    near = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
+    hint = f"; did you mean {name._replace(repo=near[0])}, which is there?" if near else ""
     what = "directory" if kind == "model" else "file"
     return UserError(
         f"{key} = {str(name)!r}: there is no such {what} in {Path.cwd()}, {why}, and its cache"
-        f" {folder} does not hold it{hint}"
+        f" {cache_directory()} does not hold it{hint}"
     )

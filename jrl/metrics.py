@@ -5,7 +5,9 @@
     samples.jsonl  some rollouts with their rewards
     summary.json   written at the end
 
-Numbers in JSON are finite: NaN and infinity are written as null. A logging error never ends a run.
+Numbers in JSON are finite: NaN and infinity are written as null. Lines that cannot be written are
+kept and tried again with the next ones; where that does not help for LOG_SECONDS, the run ends. An
+error of TensorBoard or Weights & Biases never ends a run.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 import os
 import platform
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,25 +31,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.config import Config
-from jrl.config_io import (
-    as_tree,
-    build_config,
-    config_hash,
-    dump,
-    flatten,
-    load_config,
-    may_differ,
-)
-from jrl.errors import UserError
+from jrl.config_io import as_tree, config_hash, dump
+from jrl.errors import StorageError, UserError
 from jrl.extras import DISTRIBUTION
 from jrl.processes import first_says
 from jrl.sinks import open_sinks
+from jrl.stored_config import check_unchanged, differences, stored_config
 
 _PACKAGES = (
     *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),
     "math-verify",  # the math reward depends on whether it is installed
 )
 _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
+
+LOG_SECONDS = 20.0
+"""How long the files of a run may refuse what is written before the run ends."""
 
 CLOCKS = frozenset(
     {
@@ -101,9 +100,13 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """
     if not Path(path).exists():
         return []
+    return _parsed(Path(path).read_text(encoding="utf-8", errors="replace"))
+
+
+def _parsed(text: str) -> list[dict[str, Any]]:
     records = []
     # not splitlines(): a record's text may hold other line separators, such as U+2028
-    for line in Path(path).read_text(encoding="utf-8", errors="replace").split("\n"):
+    for line in text.split("\n"):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):  # bytes of something else
@@ -195,7 +198,8 @@ class RunWriter:
         self.resuming = first_says(check_run_dir(config))
         self._active = jax.process_index() == 0
         self._warned = False
-        self._torn = False
+        self._kept: dict[str, str] = {}  # by file, what could not be written yet
+        self._fault: tuple[float, str] | None = None  # since when, and why
         self._sinks: list[Any] = []
         if not self._active:
             return
@@ -209,7 +213,7 @@ class RunWriter:
         if not self.resuming:
             self._append("metrics.jsonl", [self._header])
 
-    def truncate_after(self, step: int) -> None:
+    def truncate_after(self, step: int, unwritten: Mapping[str, str] | None = None) -> None:
         """Removes records logged after a step, before those steps run again.
 
         Call it once when resuming from a checkpoint, with the checkpoint's step; -1 removes all
@@ -217,6 +221,10 @@ class RunWriter:
 
         Args:
           step: the last training step whose records stay.
+          unwritten: what the property of this name was when the checkpoint was made.
+
+        Raises:
+          StorageError: the files cannot be written.
         """
         if not self._active:
             return
@@ -226,6 +234,9 @@ class RunWriter:
         again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
         first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
         samples, kept = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
+        kept += _missing((unwritten or {}).get("metrics.jsonl", ""), kept)
+        kept_samples = _until(samples, step)
+        kept_samples += _missing((unwritten or {}).get("samples.jsonl", ""), kept_samples)
         lost = step - len({r["step"] for r in kept if r.get("step", 0) > 0})
         if step > 0 and lost > 0:
             warnings.warn(
@@ -233,9 +244,30 @@ class RunWriter:
                 " checkpoint; they could not be logged, or the file was damaged",
                 stacklevel=2,
             )
-        self._guard(self._rewrite, "metrics.jsonl", [first, *kept])
-        self._guard(self._rewrite, "samples.jsonl", _until(samples, step))
-        self._guard((self.dir / "summary.json").unlink, True)
+        try:
+            self._rewrite("metrics.jsonl", [first, *kept])
+            self._rewrite("samples.jsonl", kept_samples)
+            (self.dir / "summary.json").unlink(missing_ok=True)
+        except OSError as error:  # steps would be logged twice
+            raise StorageError(
+                f"{self.dir}: the logs cannot be written ({error.strerror}); free disk space"
+            ) from error
+
+    def last_evaluation(self, step: int) -> dict[str, Any]:
+        """The evaluation with which a run ended at a step, as a record; only the step of none.
+
+        Call it before ``truncate_after``, which removes ``summary.json``.
+
+        Args:
+          step: of the checkpoint that is resumed from.
+        """
+        found: dict[str, Any] = {}
+        if self._active:
+            with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+                summary = json.loads((self.dir / "summary.json").read_text(encoding="utf-8"))
+                if summary["steps"] == step:
+                    found = {f"eval/{name}": x for name, x in summary["eval_after"].items()}
+        return {"step": step, **first_says(found)}
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Logs one step's metrics.
@@ -268,11 +300,21 @@ class RunWriter:
             self._append("samples.jsonl", records)
 
     def write_summary(self, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes ``summary.json`` atomically, and returns its content."""
+        """Writes ``summary.json`` atomically, and returns its content.
+
+        Raises:
+          StorageError: it cannot be written.
+        """
         record = plain(dict(summary))
         if self._active:
             text = json.dumps(record, indent=2, allow_nan=False, ensure_ascii=False)
-            self._guard(write_atomic, self.dir / "summary.json", text + "\n")
+            try:
+                write_atomic(self.dir / "summary.json", text + "\n")
+            except OSError as error:
+                raise StorageError(
+                    f"{self.dir / 'summary.json'} cannot be written ({error.strerror}); free disk"
+                    " space"
+                ) from error
         return record
 
     def close(self) -> None:
@@ -283,21 +325,61 @@ class RunWriter:
 
     def _append(self, name: str, records: list[dict[str, Any]]) -> None:
         lines = [json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records]
-        self._guard(self._append_text, name, "".join(lines))
+        self._append_text(name, "".join(lines))
 
     def _append_text(self, name: str, text: str) -> None:
-        # A failed write can leave a partial line; the next record must not be appended to it.
-        text, self._torn = ("\n" + text if self._torn else text), True
-        with (self.dir / name).open("a", encoding="utf-8") as file:
-            file.write(text)
-        self._torn = False
+        """Appends to a file; what it does not take is kept for the next time."""
+        text = self._kept.pop(name, "") + text
+        path, before = self.dir / name, None
+        try:
+            before = path.stat().st_size if path.exists() else 0
+            torn = self._fault is not None and _is_torn(path)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("\n" + text if torn else text)
+        except OSError as error:
+            self._kept[name] = text
+            if before is not None:
+                with contextlib.suppress(OSError):  # a partial line of it
+                    os.truncate(path, before)
+            now = time.monotonic() if self._fault is None else self._fault[0]
+            self._fault = now, f"{path} cannot be written ({error.strerror})"
+        else:
+            if not self._kept:
+                self._fault = None
+
+    @property
+    def unwritten(self) -> dict[str, str]:
+        """By file, lines that it has not taken yet, for a checkpoint to hold; {} as a rule."""
+        return dict(self._kept)
+
+    def retry(self) -> None:
+        """Writes what the files have not taken yet.
+
+        Raises:
+          StorageError: they still do not.
+        """
+        for name in list(self._kept):
+            self._append_text(name, "")
+        if said := self.fault(0.0):
+            raise StorageError(f"{said}; free disk space")
+
+    def fault(self, patience: float | None = None) -> str:
+        """Why the files cannot be written, once that has lasted for LOG_SECONDS; "" else.
+
+        Args:
+          patience: seconds instead of LOG_SECONDS.
+        """
+        patience = LOG_SECONDS if patience is None else patience
+        if self._fault is None or time.monotonic() - self._fault[0] < patience:
+            return ""
+        return self._fault[1]
 
     def _rewrite(self, name: str, records: list[dict[str, Any]]) -> None:
         lines = (json.dumps(r, allow_nan=False, ensure_ascii=False) + "\n" for r in records)
         write_atomic(self.dir / name, "".join(lines))
 
     def _guard(self, call: Callable[..., object], *args: object) -> None:
-        """Warns about the first logging error; the run continues."""
+        """Warns about the first error of TensorBoard or the like; the run continues."""
         try:
             call(*args)
         except Exception as error:
@@ -350,37 +432,21 @@ def check_run_dir(config: Config) -> bool:
             f"run.dir = {str(directory)!r} holds a run, but run.resume = 'never'; name another"
             " directory, or set run.resume to 'auto' to resume it"
         )
-    old, new = flatten(there), flatten(config)
-    differing = [
-        f"  {key} = {old.get(key)!r} there, {new.get(key)!r} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not may_differ(key)
-    ]
-    scheduled = new["optimizer.schedule"] != "constant"
-    if scheduled and old["train.steps"] != new["train.steps"]:
-        differing.append(
-            f"  train.steps = {old['train.steps']} there, {new['train.steps']} now: the learning "
-            f"rate schedule ({new['optimizer.schedule']}) ends at the last step"
-        )
-    if differing:
+    check_unchanged(directory, there)
+    if differing := differences(there, config, "there", "now"):
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run with another configuration; name another"
-            " directory, or restore these keys:\n" + "\n".join(differing)
+            " directory, or restore these keys:\n  " + "\n  ".join(differing)
         )
     return True
 
 
 def _config_of(directory: Path) -> Config | None:
-    """The configuration of the run that a directory holds; None where it holds none.
-
-    A run without its config.toml is still that run: the header of its metrics has the same.
-    """
-    if (directory / "config.toml").exists():
-        return load_config(directory / "config.toml")
+    """The configuration of the run that a directory holds; None where it holds none."""
+    if (found := stored_config(directory)) is not None:
+        return found[0]
     metrics = directory / "metrics.jsonl"
     records = read_jsonl(metrics) if metrics.is_file() else []
-    if records and "config" in records[0]:
-        return build_config(records[0]["config"])
     folder = directory / "checkpoints"
     if records or (folder.is_dir() and any(p.name.isdigit() for p in folder.iterdir())):
         raise UserError(f"{directory} has steps of a run and no config.toml; put that back")
@@ -390,6 +456,20 @@ def _config_of(directory: Path) -> Config | None:
 def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     found = [(record, record.get("step", step)) for record in records]
     return [record for record, at in found if isinstance(at, int | float) and at <= step]
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a file ends in the middle of a line."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _missing(text: str, there: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records in some text that a file does not hold."""
+    return [r for r in _parsed(text) if "versions" not in r and r not in there]
 
 
 def _now() -> str:

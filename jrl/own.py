@@ -28,6 +28,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 from jrl.errors import UserError
+from jrl.json_text import parse_json
 
 FORMS = "FILE.py:function or module:function"
 
@@ -66,10 +67,34 @@ def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
 
 
 def remember(directory: Path) -> None:
-    """From here on, the rows that ``keep_rows`` wrote are values that were passed."""
-    found = {path.stem: path.read_text(encoding="utf-8") for path in directory.glob("*.jsonl")}
-    rows = {n: [json.loads(x) for x in text.split("\n") if x] for n, text in found.items()}
+    """From here on, the rows that ``keep_rows`` wrote are values that were passed.
+
+    Raises:
+      UserError: a file of them is damaged; names its line.
+    """
+    rows = {path.stem: _read_rows(path) for path in sorted(directory.glob("*.jsonl"))}
     _given.set({**_given.get(), **rows})
+
+
+def _read_rows(path: Path) -> list[Any]:
+    remedy = "restore the file, or pass the rows again in Python"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}; {remedy}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = parse_json(line, where)
+        except UserError as error:
+            raise UserError(f"{error}; {remedy}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: holds {row!r:.40} and no row; {remedy}")
+        rows.append(row)
+    return rows
 
 
 def given_value(spec: str, key: str) -> Any:
@@ -144,6 +169,26 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     return found
 
 
+def parameters_of(function: Callable[..., Any], said: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a function of one's own, by name.
+
+    Args:
+      function: it.
+      said: the key that names it, for the message.
+
+    Raises:
+      UserError: Python does not know them, as of ``max`` and other functions written in C.
+    """
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        name = getattr(function, "__name__", "the function")
+        raise UserError(
+            f"{said}: the arguments of {name} cannot be read, as it is not written in Python; call"
+            " it from a function of your own"
+        ) from None
+
+
 def check_options(
     function: Callable[..., Any],
     options: Mapping[str, Any],
@@ -163,10 +208,15 @@ def check_options(
       others: keys of the table that are not options, which may have been meant.
       all_given: whether nothing but the options is passed by name, so that none may be missing.
     """
-    parameters = list(inspect.signature(function).parameters.values())[first:]
+    parameters = list(parameters_of(function, f"[{table}]").values())[first:]
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
     lines = []
+
+    def removed(name: str) -> str:
+        # A task of one's own on a shipped configuration meets the keys of the task that was there.
+        return f"; where a configuration file sets it, data.{name}= removes it" * (table == "data")
+
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = {name: value for name, value in options.items() if name not in named}
         known = [*named, *others]
@@ -176,14 +226,20 @@ def check_options(
         else:
             lines = [
                 f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
+                + removed(name)
                 for name, value in unknown.items()
             ]
     needed = [name for name, p in named.items() if p.default is p.empty]
-    lines += [
-        f"{table}.{name} is missing: {called} needs it; set it, or give the argument a default"
-        for name in needed
-        if all_given and name not in options
-    ]
+    absent = [f"{table}.{name}" for name in needed if all_given and name not in options]
+    if len(absent) == 1:
+        lines.append(
+            f"{absent[0]} is missing: {called} needs it; set it, or give the argument a default"
+        )
+    elif absent:
+        lines.append(
+            f"{', '.join(absent)} are missing: {called} needs them; set them, or give the"
+            " arguments defaults"
+        )
     if lines:
         raise UserError("\n".join(lines))
 
@@ -196,7 +252,7 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -
       names: what the library passes to it, by name.
       said: the key that names it with its value, for the message.
     """
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function, said)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     if not set(names) <= set(parameters):

@@ -61,7 +61,7 @@ def start(
     if not automatic:
         if missing := [name for name, value in given.items() if value is None]:
             raise UserError(
-                f"{', '.join(missing)} missing beside {', '.join(set(given) - set(missing))}; give "
+                f"{', '.join(missing)} missing, {', '.join(set(given) - set(missing))} given; give "
                 f"all three (--coordinator, --processes, --process), or set {DETECT}=auto"
             )
         assert processes is not None
@@ -88,7 +88,7 @@ def _number(name: str) -> int | None:
     text = os.environ.get(name)
     if text is None:
         return None
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{name} = {text!r}; must be a whole number")
     return int(text)
 
@@ -218,7 +218,9 @@ def any_says(mine: bool) -> bool:
 
 
 def stop_requested(stopping: Stopping) -> bool:
-    """Whether a signal asks the run to stop; when one process is asked, all of them are."""
-    if any_says(stopping.is_set()):
+    """Whether a signal or a wait that took too long asks the run to stop, in whichever process."""
+    mine = stopping.is_set() or bool(stopping.late)
+    if any_says(mine) and not mine:
         stopping.set()
-    return stopping.is_set()
+        return True
+    return mine

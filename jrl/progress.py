@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -137,7 +138,8 @@ class Progress:
         return "  ".join(parts)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):  # a log on a full disk ends no run
+            self._console.print(text, markup=False)
 
 
 def duration(seconds: float) -> str:

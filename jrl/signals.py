@@ -3,6 +3,8 @@
 Free of JAX, so that the command line can listen before it imports anything.
 
     starting, last evaluation, report   ends at once; there is nothing to save, or all is saved
+    compiling                           the same, in a command, where no step is newer than what is
+                                        saved
     rollout, evaluation                 has STEP_SECONDS to end; then the step before is saved
     training step, saving               ends first
     whatever else                       END_SECONDS after the signal the process ends
@@ -43,11 +45,19 @@ class Stopping:
     Args:
       patient: whether rollouts under way are waited for however long they take, as processes that
         must stop together do.
+
+    Attributes:
+      at_rest: whether the main thread is in a compiler, which nothing interrupts, and nothing is
+        lost where the process ends there; called in another thread after a signal, in a process
+        that ``end_at_once`` may end, and not in a notebook.
+      saved: what is on disk, said where the process is ended; called in another thread.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
         self._patient = patient
         self._asked = threading.Event()
+        self.at_rest: Callable[[], bool] = lambda: False
+        self.saved: Callable[[], str] = lambda: "ended without saving"
         self._expired = self._interruptible = self._at_once = False
         self._heard = self._insisted = self._closed = False
         self._overdue = ""
@@ -78,14 +88,27 @@ class Stopping:
         """Whether a rollout or an evaluation was interrupted because it took too long."""
         return self._expired and not self._insisted
 
+    @property
+    def late(self) -> str:
+        """What was waited for too long, a line; "" as a rule."""
+        return self._overdue
+
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt at once; one that has come raises it first."""
+        """Inside, a signal raises KeyboardInterrupt at once; one that has come raises it first.
+
+        Raises:
+          Overdue: instead, where a wait took too long.
+        """
         self._at_once = True
         try:
             if self.is_set():
                 raise KeyboardInterrupt
             yield
+        except KeyboardInterrupt:
+            if self._overdue and not self.is_set():
+                raise Overdue(self._overdue) from None
+            raise
         except Exception:
             if self.is_set():  # some packages turn what interrupts their import into an ImportError
                 raise KeyboardInterrupt from None
@@ -124,7 +147,7 @@ class Stopping:
         if not self._listens:
             return  # in a thread of somebody's program, which is not to be ended
         self._overdue = said
-        self._start_timer(END_SECONDS, lambda: _exit(f"error: {said}", Overdue.exit_code))
+        self._start_timer(END_SECONDS, lambda: self._exit(f"error: {said}", Overdue.exit_code))
         if not self._patient:
             self._give_up()
 
@@ -141,7 +164,7 @@ class Stopping:
         """Called in a thread, for the first signal, whatever the main thread is in."""
         self._asked.set()
         late = f"still not stopped {END_SECONDS:.0f} s after {signal.Signals(number).name}"
-        self._start_timer(END_SECONDS, lambda: _exit(late, INTERRUPTED))
+        self._start_timer(END_SECONDS, lambda: self._exit(late, INTERRUPTED))
         self._start_timer(_AGAIN_SECONDS, self._interrupt)
         if not self._patient:
             self._start_timer(STEP_SECONDS, self._give_up)
@@ -166,7 +189,15 @@ class Stopping:
             return
         if self._listens and self._may_interrupt():
             signal.pthread_kill(threading.main_thread().ident or 0, _POKE)
+        elif self.is_set() and _ends and not self._patient and self.at_rest():
+            self._exit("stopped while compiling", INTERRUPTED)
         self._start_timer(_AGAIN_SECONDS, self._interrupt)
+
+    def _exit(self, said: str, code: int) -> None:
+        """Ends the process, soon even where the disk is what hangs."""
+        end_within(_AGAIN_SECONDS, code)
+        _say(f"{said}; {self.saved()}")
+        os._exit(code)
 
 
 @contextlib.contextmanager
@@ -183,8 +214,17 @@ def end_at_once(said: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
         finally:
             os._exit(INTERRUPTED)
 
-    with _listening(lambda number, frame: None, end):
-        yield
+    global _ends
+    before, _ends = _ends, True
+    try:
+        with _listening(lambda number, frame: None, end):
+            yield
+    finally:
+        _ends = before
+
+
+_ends = False
+"""Whether the process is a command, which a signal may end."""
 
 
 def end_within(seconds: float, code: int = INTERRUPTED) -> None:
@@ -240,8 +280,3 @@ def _listening(handler: Callable[[int, Any], None], first: Callable[[int], None]
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(2, f"jrl: {text}\n".encode())
-
-
-def _exit(said: str, code: int) -> None:
-    _say(f"{said}; ended without saving")
-    os._exit(code)

@@ -6,11 +6,9 @@ the host's values are stored like leaves; a name stands in their place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -100,7 +98,8 @@ def _read_arrays(path: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by name, each placed as the leaf that is given for it."""
     import orbax.checkpoint as ocp
 
-    with _quiet_readers(), ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+    drop_late_callbacks()
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         args = ocp.args.Composite(
             state=ocp.args.PyTreeRestore(
                 item=dict.fromkeys(wanted, 0),
@@ -111,26 +110,26 @@ def _read_arrays(path: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
         return reader.restore(path, args=args)["state"]
 
 
-@contextlib.contextmanager
-def _quiet_readers() -> Iterator[None]:
-    """Drops what the readers of other arrays print when one array cannot be read.
+def drop_late_callbacks() -> None:
+    """From here on nothing is printed of arrays that end after another could not be transferred.
 
-    They come back to an event loop that the first error has closed; the error itself is raised.
+    Each comes back to an event loop that the first error has closed, seconds later where a disk is
+    full, and would print a traceback; the first error itself is raised.
     """
+    global _hook
     before = sys.unraisablehook
+    if before is _hook:
+        return
 
     def drop(event: Any) -> None:
         if "Event loop is closed" not in str(event.exc_value):
             before(event)
 
-    sys.unraisablehook = drop
-    try:
-        yield
-    except BaseException:
-        time.sleep(0.2)  # for those still on their way
-        raise
-    finally:
-        sys.unraisablehook = before
+    _hook = sys.unraisablehook = drop
+
+
+_hook: Any = None
+"""What was set last; another may have been set since."""
 
 
 def _verify(arrays: Mapping[str, Any], known: Mapping[str, int]) -> None:

@@ -57,8 +57,6 @@ STATISTICS: Mapping[str, str] = {
     "entropy_smoothing": "weight of the smoothing term at the token, written by a transform",
     "pair_share": "what one preference pair of the group counts for, written by the advantage",
     "pass_rate": "fraction of right answers in the group, written by a transform",
-    "item": "number of the token's item in a list, written by a transform",
-    "step": "number of the token's reasoning step, written by a transform",
     "tie_breaker": "24 random bits of the member, fresh in every step, written by a transform",
     "positive": "weight of a good completion's token in a likelihood term, written by a transform",
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
@@ -361,6 +359,8 @@ class Surrogate(NamedTuple):
       over: "sequence", or "group" for losses that compare the members of a group (pairs, lists).
         The rows of the aggregate are then groups: ``sequence_sum`` is the mean over groups.
       statistics: those that it brings along.
+      labels: names of the labels in ``Batch.ids`` that it reads; they come among the statistics, as
+        int32, and are 0 where nobody recorded any: one turn, one step.
       parts: what it was made of (``objectives.ratios.RatioParts``), for variants; None otherwise.
     """
 
@@ -368,6 +368,7 @@ class Surrogate(NamedTuple):
     needs: frozenset[str] = frozenset({"sampler_logprobs"})
     over: str = "sequence"
     statistics: tuple[Statistic, ...] = ()
+    labels: frozenset[str] = frozenset()
     parts: Any = None
 
 

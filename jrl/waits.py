@@ -15,6 +15,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +33,6 @@ class Wait:
       what: it is for, after "waiting for the".
       of: what that belongs to, such as "step 12"; None for what the wait around it says.
       detail: how far it is; called from another thread.
-      limited: whether it may end the run.
       seconds: the least time that it must be given, whatever the limit is.
       began: of ``time.monotonic``.
       moved: when the detail last changed.
@@ -43,7 +43,6 @@ class Wait:
     what: str
     of: str | None
     detail: Callable[[], str]
-    limited: bool
     seconds: float
     began: float
     moved: float
@@ -76,7 +75,6 @@ def waiting(
     detail: Callable[[], str] = str,
     *,
     of: str | None = None,
-    limited: bool = True,
     seconds: float = 0.0,
 ) -> Iterator[None]:
     """Notes that this thread waits for something as long as the block lasts.
@@ -86,7 +84,6 @@ def waiting(
       detail: says how far it is, in few words; a change of it is progress. Called from another
         thread.
       of: what that belongs to, such as "step 12"; None for what the wait around it says.
-      limited: whether a wait without progress may end the run.
       seconds: the least time that a wait without progress must be given, whatever the limit.
     """
     thread, now = threading.get_ident(), time.monotonic()
@@ -94,7 +91,7 @@ def waiting(
         stack = _waits.setdefault(thread, [])
         of = stack[-1].of if of is None and stack else of
         says = max(SAY_SECONDS, 2 * _longest.get(what, 0.0))
-        wait = Wait(what, of, detail, limited, seconds, now, now, says=says)
+        wait = Wait(what, of, detail, seconds, now, now, says=says)
         stack.append(wait)
     try:
         yield
@@ -104,6 +101,17 @@ def waiting(
             _longest[what] = max(_longest.get(what, 0.0), time.monotonic() - now)
             if not stack:
                 _waits.pop(thread, None)
+
+
+def moved() -> str:
+    """What this process has read and written so far: the progress of a wait for files."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        counts = [line.split() for line in Path("/proc/self/io").read_text().splitlines()]
+        kept = {name: int(count) for name, count in counts}
+        # What is mapped into memory counts as storage alone.
+        total = kept["wchar:"] + max(kept["rchar:"], kept["read_bytes:"])
+        return f"{total // 1_000_000:,} MB read and written by now"
+    return ""
 
 
 class Waits:
@@ -150,7 +158,7 @@ class Waits:
                     limit = max(self._limit, wait.seconds)
                     # Progress inside is progress of what is around it.
                     moved = max(each.moved for each in stack[stack.index(wait) :])
-                    if wait.limited and not ended and now - moved > limit:
+                    if not ended and now - moved > limit:
                         ended = True
                         self._end(f"waited too long for {stack[-1].text(now)}")
 

@@ -202,6 +202,10 @@ def test_1_few_frames_from_fit_to_the_network():
     assert depths == {"collect", "step"}  # both ways were seen
 
 
+WATCHERS = ("compiles.py", "compile_notes.py", "waits.py", "signals.py")
+"""Files that look at a run from outside: at what JAX compiles, at waits, at signals."""
+
+
 def entered(run):
     """The files of jrl/ that a call enters, in the order of their first functions."""
     names = {}
@@ -216,8 +220,7 @@ def entered(run):
     finally:
         sys.settrace(before)
     own = [Path(name) for name in names if Path(name).is_relative_to(LIBRARY)]
-    # compiles.py listens to JAX where there was a run in this process, and is no part of the step.
-    return [p.relative_to(LIBRARY).as_posix() for p in own if p.name != "compiles.py"]
+    return [p.relative_to(LIBRARY).as_posix() for p in own if p.name not in WATCHERS]
 
 
 def hops_of_the_readme():
@@ -253,7 +256,29 @@ def test_2_few_files_from_fit_to_optax():
     w.state = w.make(jax.random.key(0))
     files = entered(lambda: w.fit(1))
     assert {"train/collect.py", "train/step.py", "objectives/policy.py"} <= set(files)
-    assert len(files) <= 25, files
+    assert len(files) <= 25, " ".join(files)
+
+
+def test_2_few_files_from_fit_to_optax_in_the_demo(tmp_path, monkeypatch):
+    """The same of a run of ``configs/tiny.toml``, from where its loop begins."""
+    before, seen = sys.gettrace(), []
+
+    def watched_fit(*args, on_step, **kwargs):
+        def after(*made):
+            sys.settrace(before)  # what is written after a step is not on the way to it
+            return on_step(*made)
+
+        ended = []
+        seen.extend(entered(lambda: ended.append(fit(*args, on_step=after, **kwargs))))
+        return ended[0]
+
+    monkeypatch.setattr("jrl.train.loop.fit", watched_fit)
+    short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
+    short += ["warmup.steps=1", f"run.dir={tmp_path / 'run'}"]
+    train(load_config(str(README.parent / "configs" / "tiny.toml"), short))
+    assert {"train/collect.py", "train/step.py", "objectives/policy.py"} <= set(seen)
+    # On a processor matrix products take a way of their own, one file more.
+    assert len({*seen} - {"models/cpu.py"}) <= 25, seen
 
 
 # A layout that does not come back also draws this warning; the assertions are to say what is wrong.

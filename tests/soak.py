@@ -1,12 +1,18 @@
 """A day of a run compressed: thousands of tiny iterations, killed again and again.
 
-    python tests/soak.py --dir DIR [--steps 10000] [--kills 30] [--seconds 540] [--record FILE]
+    python tests/soak.py --dir DIR [--modes host,compiled,episodes] [--steps 10000] [--kills 30]
+        [--seconds 540] [--record FILE]
 
-Two runs of one configuration, with reward functions in processes of their own: one is left alone
-and watched (memory, files, threads, processes, programs), the other is ended by SIGKILL at random
-moments, during its start too, and resumed each time. Both must have logged every step once and end
-with the same state bit for bit. With ``--seconds`` it ends by then, and the same command goes on;
-``tests/test_soak.py`` runs it, and ``tests/last_soak.md`` holds what the last whole one gave.
+For each mode two runs of one configuration: one is left alone and watched (memory, files, threads,
+processes, programs), the other is ended by SIGKILL at random moments, during its start too, and
+resumed each time. Both must have logged every step once and end with the same state bit for bit.
+
+    host      two programs a step, with reward functions in processes of their own
+    compiled  one program for all steps between two checkpoints
+    episodes  an environment of several turns, in host mode
+
+With ``--seconds`` it ends by then, and the same command resumes; ``tests/test_soak.py`` runs it,
+and ``tests/last_soak.md`` holds what the last whole one gave.
 """
 
 from __future__ import annotations
@@ -29,14 +35,24 @@ LOOK_SECONDS = 0.5
 BOOT_SHARE, BOOT_SECONDS = 0.2, 10.0  # of the kills, and how far into the start they come
 
 
-def overrides(directory: pathlib.Path, steps: int) -> list[str]:
-    """The configuration, with a reward of one's own in two processes."""
+def of_mode(mode: str, directory: pathlib.Path) -> list[str]:
+    """What distinguishes a mode."""
+    if mode == "episodes":
+        return ["data={env='guess_number', numbers=4, turns=3}"]
+    task = ["data.task=sequence", "data.difficulty=1"]
+    if mode == "compiled":
+        return [*task, "rewards={partial={}}", "train.mode=compiled"]
     reward = directory.parent / "soak_reward.py"
     reward.write_text(REWARD)
+    return [*task, "rewards={partial={}, " + json.dumps(f"{reward}:letters") + "={weight=0.1}}"]
+
+
+def overrides(mode: str, directory: pathlib.Path, steps: int) -> list[str]:
+    """The configuration."""
     return [
-        *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=2"),
+        *of_mode(mode, directory),
+        *("sampling.group=2", "train.prompts=2"),
         "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}",
-        "rewards={partial={}, " + json.dumps(f"{reward}:letters") + "={weight=0.1}}",
         *("optimizer.learning_rate=1e-3", "objective={kl_coef=0.01}"),
         *("eval.problems=4", f"checkpoint.every={max(steps // 100, 1)}", "log.samples_every=100"),
         f"train.steps={steps}",
@@ -44,11 +60,11 @@ def overrides(directory: pathlib.Path, steps: int) -> list[str]:
     ]
 
 
-def start(directory: pathlib.Path, steps: int) -> subprocess.Popen[bytes]:
+def start(mode: str, directory: pathlib.Path, steps: int) -> subprocess.Popen[bytes]:
     """``jrl train`` in a session of its own, so that nothing of it is left by a kill of it."""
     with (directory.parent / f"{directory.name}.log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "jrl", "train", *overrides(directory, steps)],
+            [sys.executable, "-m", "jrl", "train", *overrides(mode, directory, steps)],
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -100,11 +116,12 @@ def look(process: int, directory: pathlib.Path) -> dict[str, int] | None:
 class Soak:
     """Both runs, and what was seen so far, kept beside them."""
 
-    def __init__(self, directory: pathlib.Path, steps: int, kills: int, seconds: float) -> None:
+    def __init__(
+        self, mode: str, directory: pathlib.Path, steps: int, kills: int, until: float
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.whole, self.killed = directory / "whole", directory / "killed"
-        self.steps, self.kills = steps, kills
-        self.until = time.monotonic() + seconds
+        self.mode, self.steps, self.kills, self.until = mode, steps, kills, until
         self.notes = directory / "soak.json"
         self.seen: dict = {"looks": [], "kills": [], "starts": {"whole": 0, "killed": 0}}
         if self.notes.exists():
@@ -123,7 +140,7 @@ class Soak:
 
     def watch(self) -> None:
         """The run that is left alone; only the end of the time stops it, with SIGTERM."""
-        child = start(self.whole, self.steps)
+        child = start(self.mode, self.whole, self.steps)
         self.seen["starts"]["whole"] += 1
         while child.poll() is None and not self.late:
             time.sleep(LOOK_SECONDS)
@@ -133,7 +150,7 @@ class Soak:
 
     def kill(self) -> None:
         """The other one: ended at a random moment, or left to finish after the last kill."""
-        child = start(self.killed, self.steps)
+        child = start(self.mode, self.killed, self.steps)
         began = time.monotonic()
         self.seen["starts"]["killed"] += 1
         left = self.kills - len(self.seen["kills"])
@@ -186,6 +203,12 @@ def leaves(directory: pathlib.Path) -> dict:
         return reader.restore(newest, restore_args=kinds)
 
 
+def least(looks: list[dict], begin: float, end: float) -> dict:
+    """The least of each number between two steps: what stays where no checkpoint is written."""
+    within = [x for x in looks if begin <= x["step"] <= end]
+    return {name: min(x[name] for x in within) for name in within[0]}
+
+
 def compare(soak: Soak) -> dict:
     """What the two runs end with; raises AssertionError where they differ or something grew."""
     import jax
@@ -205,8 +228,10 @@ def compare(soak: Soak) -> dict:
     ]
     last = max(starts, key=len)
     span = last[-1]["step"] - last[0]["step"]
-    early = next(x for x in last if x["step"] >= last[0]["step"] + span / 5)
-    found = {"early": early, "late": last[-1], "arrays": len(jax.tree.leaves(whole))}
+    begin = last[0]["step"]
+    early = least(last, begin + span / 5, begin + span / 2)
+    late = least(last, begin + span * 0.7, begin + span)
+    found = {"early": early, "late": late, "arrays": len(jax.tree.leaves(whole))}
     for name in ("threads", "files", "processes"):
         assert abs(found["late"][name] - early[name]) <= 2, (name, found)
     assert found["late"]["programs"] == early["programs"], found
@@ -215,25 +240,22 @@ def compare(soak: Soak) -> dict:
 
 
 def report(soak: Soak, found: dict) -> str:
-    """The record of a whole soak, in Markdown."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=CHECKOUT, capture_output=True, text=True
-    ).stdout.strip()
+    """The record of a whole soak of one mode, in Markdown."""
     kills = soak.seen["kills"]
     seconds = sum(r["seconds"] for r in records(soak.whole))
     names = ("memory_mb", "threads", "files", "processes", "programs")
     rows = [f"| {n} | {found['early'][n]} | {found['late'][n]} |" for n in names]
     return "\n".join(
         [
-            "# The last soak",
+            f"## {soak.mode}",
             "",
-            f"`python tests/soak.py` at {commit} on {datetime.date.today()}: {soak.steps} steps"
+            f"{soak.steps} steps"
             f" ({seconds / soak.steps * 1000:.1f} ms each), {len(kills)} SIGKILLs at random"
             f" moments, {sum(k['start'] for k in kills)} of them within {BOOT_SECONDS:.0f} s of a"
             f" start. Every step is logged once, and all {found['arrays']} arrays of the last"
             " checkpoint equal those of a run that nobody killed, bit for bit.",
             "",
-            f"| run left alone | at step {found['early']['step']} | at step"
+            f"| run left alone, least | from step {found['early']['step']} | from step"
             f" {found['late']['step']} |",
             "| --- | ---: | ---: |",
             *rows,
@@ -248,17 +270,25 @@ def main() -> int:
     """0 when all is done and equal, 3 when the time was over first."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=pathlib.Path, required=True)
+    parser.add_argument("--modes", default="host,compiled,episodes")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--record", type=pathlib.Path)
     arguments = parser.parse_args()
-    soak = Soak(arguments.dir, arguments.steps, arguments.kills, arguments.seconds)
-    if not soak.run():
-        step = last_record(soak.killed).get("step", 0)
-        print(f"{len(soak.seen['kills'])} kills, step {step}; the same command goes on")
-        return 3
-    text = report(soak, compare(soak))
+    until = time.monotonic() + arguments.seconds
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=CHECKOUT, capture_output=True, text=True
+    ).stdout.strip()
+    text = f"# The last soak\n\n`python tests/soak.py` at {commit} on {datetime.date.today()}.\n"
+    for mode in arguments.modes.split(","):
+        soak = Soak(mode, arguments.dir / mode, arguments.steps, arguments.kills, until)
+        if not soak.run():
+            step = last_record(soak.killed).get("step", 0)
+            kills = len(soak.seen["kills"])
+            print(f"{mode}: {kills} kills, step {step}; the same command resumes")
+            return 3
+        text += "\n" + report(soak, compare(soak))
     print(text)
     if arguments.record:
         arguments.record.write_text(text)

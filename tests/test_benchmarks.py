@@ -14,15 +14,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import episodes, flags, floor, gpu, rollout, runs, sampler_drift, step, work
+from benchmarks import (
+    episodes,
+    flags,
+    floor,
+    gpu,
+    host_episodes,
+    rollout,
+    runs,
+    sampler_drift,
+    step,
+    tpu,
+    work,
+)
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
 from jrl.config_io import load_config
 from jrl.envs import get_env
 from jrl.envs.games.gridworld import Grid
+from jrl.envs.transcript import Segment, Transcript
+from jrl.errors import UserError
 from jrl.models.config import ModelConfig
-from jrl.types import Rollout, StopReason
+from jrl.types import Prompt, Rollout, StopReason
 
 TINY = [
     *("--layers", "1", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--head-dim", "8"),
@@ -45,6 +59,34 @@ def test_episodes_print_every_figure(capsys):
     drawn = 4 * found["turns"]
     assert found["env_steps_s"] == pytest.approx(drawn / found["step_s"], rel=2e-3)
     assert found["first_step_s"] > found["step_s"] > 0
+
+
+@pytest.mark.slow
+def test_host_episodes_print_both_loops(capsys):
+    sizes = ["--slots", "2", "--turns", "3", "--turn-tokens", "3", "--answer-tokens", "2"]
+    host_episodes.main([*TINY, *sizes, "--gen-len", "40", "--rounds", "1"])
+    found = json.loads(capsys.readouterr().out)
+    for loop in ("free", "lockstep"):
+        assert 0 < found[loop]["live_with_waits"] <= found[loop]["live_slot_steps"] <= 1
+    (only,) = found["rounds"]
+    assert only["equal_first_turns"] == 1
+    assert only["free"]["tokens"] == only["lockstep"]["tokens"]
+    once, pasts = only["tokens_once"], only["tokens_of_histories"]
+    assert 0 < only["read_tokens"] - only["reread_tokens"] <= once
+    assert once < pasts
+    assert found["speedup"] == pytest.approx(
+        only["free"]["tokens_s"] / only["lockstep"]["tokens_s"], rel=1e-2
+    )
+
+
+def test_histories_count_every_token_once_and_every_past():
+    def segment(tokens, drawn):
+        return Segment(np.zeros(tokens, np.int32), drawn)
+
+    parts = segment(3, True), segment(2, False), segment(4, True)
+    opening = np.zeros(5, np.int32)
+    row = Transcript(Prompt(0, "", opening, None), 0, opening, parts, StopReason.TURNS)
+    assert host_episodes.histories([row, row]) == (2 * 7, 2 * (5 + 10))
 
 
 @pytest.mark.slow
@@ -143,6 +185,128 @@ def test_training_gives_up_activations_and_then_layers(monkeypatch):
     assert (found["layers"], found["remat"]) == (2, "full")
     assert found["refused"] == ["5 layers, elementwise: too much", "5 layers, full: too much"]
     assert gpu.cell(found, "refused") == "5 layers, elementwise: too much; 5 layers, full: too much"
+
+
+SMALL_POD = """
+method = "grpo"
+
+[model.config]
+vocab_size = 64
+layers = 1
+embed_dim = 16
+heads = 2
+kv_heads = 2
+head_dim = 8
+mlp_dim = 16
+max_length = 32
+
+[data]
+max_prompt_tokens = 8
+
+[sampling]
+group = 2
+max_new_tokens = 4
+
+[train]
+prompts = 4
+
+[mesh]
+fsdp = 4
+
+[sampling.mesh]
+data = 2
+tensor = 2
+"""
+
+
+@pytest.fixture
+def small_pod(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL_POD)
+    return path
+
+
+def small_plan(**changes):
+    """What the benchmark reads of a plan's JSON, of the small configuration on 4 chips."""
+    axes = dict.fromkeys(("data", "fsdp", "tensor", "context", "expert"), 1)
+    programs = {
+        name: {"roofline_seconds": seconds, "bytes_per_chip": size}
+        for name, seconds, size in (
+            ("resharding", 1.0, 10),
+            ("sampler", 4.0, 30),
+            ("train_step", 2.0, 20),
+        )
+    }
+    plan = {"topology": "v5e:2x2", "mesh": axes | {"fsdp": 4}, "programs": programs}
+    plan |= {"sampling_mesh": axes | {"data": 2, "tensor": 2}, "step_seconds": 7.0}
+    return plan | changes
+
+
+@pytest.mark.slow
+def test_a_pod_is_measured_beside_its_plan(small_pod, capsys):
+    """The same programs as those of a run, on the mesh of the configuration; only two compile."""
+    plan = small_pod.with_name("plan.json")
+    plan.write_text(json.dumps(small_plan()))
+    given = ["--topology", "v5e:2x2", "--plan", str(plan), "--steps", "4"]
+    tpu.main([str(small_pod), "sampling.group=4", *given])
+    found = json.loads(capsys.readouterr().out)
+    measured, planned = found["measured"], found["predicted"]
+    assert (found["chips"], found["sampling_mesh"]["tensor"]) == (4, 2)
+    parts = [measured[name] for name in ("resharding_s", "sampler_s", "train_s")]
+    assert min(parts) > 0
+    assert sum(parts) <= measured["step_s"] * 1.5  # medians of different steps
+    assert measured["first_step_s"] > 2 * measured["step_s"]  # it compiles
+    assert measured["tokens_s_chip"] == pytest.approx(4 * 4 * 4 / measured["step_s"] / 4, rel=1e-2)
+    assert planned["tokens_s_chip"] == pytest.approx(4 * 4 * 4 / 7 / 4, rel=1e-3)
+    ratio = found["measured_over_predicted"]["step_s"]
+    assert ratio == pytest.approx(measured["step_s"] / 7, rel=1e-2)
+
+
+def test_predicted_figures_follow_from_a_plan_and_measured_ones_from_times(small_pod):
+    run = tpu.synthetic_run(load_config(small_pod))
+    topology = tpu.parse_topology("v5e:2x2")
+    planned = tpu.predicted(small_plan(), run, topology)
+    assert (planned["step_s"], planned["bytes_per_chip"]) == (7.0, 30)
+    # By hand, a token: q, k, v, o of two heads of 8, three matrices of 16 x 16, and the output
+    # matrix for completions. Prompts are 16 wide, and count once for their two completions of 4.
+    tokens, pairs = 16 + 2 * 4, 16 * 17 / 2 + 2 * (4 * 16 + 4 * 5 / 2)
+    forward = 2 * 4 * ((16 * 8 * 8 + 3 * 16 * 16) * tokens + 16 * 64 * 8 + 2 * 2 * 8 * pairs)
+    assert planned["sampler_mfu"] == pytest.approx(forward / 4 / topology.chip.flops / 4)
+    assert planned["train_step_mfu"] == pytest.approx(3 * forward / 4 / topology.chip.flops / 2)
+    times = {"step_s": 14.0, "sampler_s": 8.0, "train_s": 4.0, "bytes_per_chip": None}
+    both = tpu.beside(tpu.figures(times, run, topology), planned)
+    assert both["measured_over_predicted"]["step_s"] == 2
+    assert both["measured_over_predicted"]["train_step_mfu"] == 0.5
+    assert "bytes_per_chip" not in both["measured_over_predicted"]  # nothing was measured
+    assert tpu.figures(times, run, None)["train_step_mfu"] is None
+    prompts = run.data.prompts["train"]
+    assert {p.tokens.shape for p in prompts} == {(16,)}  # the width of the plan
+    assert len({p.tokens.tobytes() for p in prompts}) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"topology": "v5e:4x4"}, r"of topology v5e:4x4, and this run has v5e:2x2"),
+        ({"mesh": {"fsdp": 2}}, r"of mesh .*2.*, and this run has .*'fsdp': 4"),
+        ({"sampling_mesh": None}, r"of sampling\.mesh None, and this run has .*'tensor': 2"),
+    ],
+)
+def test_a_plan_of_something_else_is_refused(small_pod, changes, said):
+    run = tpu.synthetic_run(load_config(small_pod))
+    with pytest.raises(UserError, match=said):
+        tpu.predicted(small_plan(**changes), run, tpu.parse_topology("v5e:2x2"))
+
+
+def test_what_the_pod_benchmark_cannot_make_up_is_named(small_pod):
+    for change, said in (
+        ("data={task='sorting'}", "data.task = 'sorting'"),
+        ("placement.staleness=1", "placement = "),
+    ):
+        with pytest.raises(UserError, match=said):
+            tpu.synthetic_run(load_config(small_pod, [change]))
+    with pytest.raises(SystemExit, match=r"v5e:4x4 has 16 chips, and mesh uses 4 devices"):
+        tpu.main([str(small_pod), "--topology", "v5e:4x4"])
 
 
 SMALL_RUN = [

@@ -91,6 +91,22 @@ def test_a_mistake_is_one_message_and_exit_code_2():
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("objective.waits=1", "coefficient of grpo = 'waits'"),
+        ("objective.clip_low=-1", "grpo.clip_low = -1; give a number of at least 0"),
+        ("objective.epochs=0", "epochs = 0; give a whole number of at least 1"),
+        ("method=grop", "method = 'grop'; did you mean 'grpo'"),
+    ],
+)
+def test_show_config_refuses_what_the_method_does(change, message):
+    result = jrl("show-config", TINY, change)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train", "none.toml"], "none.toml: No such file"),
@@ -144,6 +160,35 @@ def test_train_gets_the_configuration_and_its_summary_is_printed(replace, tmp_pa
         "  accuracy after   -",
         "  steps            3",
     ]
+
+
+def test_a_lost_config_toml_is_read_from_the_header(run_dir, replace):
+    before = (run_dir / "config.toml").read_text()
+    (run_dir / "config.toml").unlink()
+    shown = jrl("show-config", run_dir, "train.steps=7")
+    assert shown.exit_code == 0
+    assert shown.stderr == (
+        f"jrl: {run_dir / 'config.toml'} is missing; the configuration is that of the header of"
+        " metrics.jsonl\n"
+    )
+    assert "seed = 4" in shown.stdout
+    assert "steps = 7" in shown.stdout
+    assert f'dir = "{run_dir}"' in shown.stdout
+    (run_dir / "config.toml").write_text(before.replace("seed = 4", "seed = ="))
+    broken = jrl("show-config", run_dir)
+    assert broken.exit_code == 2
+    assert f"delete {run_dir / 'config.toml'} to use the configuration of" in broken.stderr
+    (run_dir / "config.toml").unlink()
+    (run_dir / "metrics.jsonl").write_text('{"config": {"see')
+    assert "it has no config.toml" in jrl("show-config", run_dir).stderr
+
+
+def test_output_that_cannot_be_written_is_one_line():
+    command = [sys.executable, "-m", "jrl", "show-config", TINY]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "jrl: error: standard output: No space left on device; free disk space\n"
+    assert (done.returncode, done.stderr) == (4, said)
 
 
 def test_train_without_run_dir_gets_a_new_one(replace, tmp_path, monkeypatch):
@@ -270,6 +315,18 @@ def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     assert 0 < len(chosen) < len(everything)
     wrong = jrl("methods", "--family", "preferences")
     assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
+    for unread in (["--family", "preference"], ["--complete"]):
+        both = jrl("methods", "grpo", *unread)
+        assert (both.exit_code, f"error: {unread[0]} chooses from the list" in both.stderr) == (
+            2,
+            True,
+        )
+
+
+@pytest.mark.parametrize("difficulty", ["\u00b2", "9" * 5000, "-1", "5:5"])
+def test_difficulties_that_are_no_number(difficulty):
+    wrong = jrl("compare", "configs/tiny.toml", "--task", f"sorting:{difficulty}")
+    assert (wrong.exit_code, "write NAME or NAME:DIFFICULTY" in wrong.stderr) == (2, True)
 
 
 def test_an_unknown_method_names_its_neighbours_alone():

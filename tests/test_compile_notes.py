@@ -47,6 +47,29 @@ def test_the_time_is_estimated_from_tracing_and_lowering(patience):
     ]
 
 
+def test_a_line_ends_with_its_own_program(patience):
+    said = []
+    with CompileNotes(said.append) as notes:
+        lowered = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+        compiled = "/jax/core/compile/backend_compile_duration"
+        notes._on_duration(lowered, 0.1, fun_name="generate")
+        time.sleep(0.2)
+        notes._on_duration(lowered, 0.1, fun_name="step")
+        notes._on_duration(compiled, 0.1, fun_name="broadcast_in_dim")
+        assert said == ["compiling the sampler ..."]
+        time.sleep(0.2)
+        notes._on_duration(compiled, 0.1, fun_name="jit(step)")
+        notes._on_duration(compiled, 0.1, fun_name="generate")
+    assert [line.rpartition(" in ")[0] for line in said[2:]] == [
+        *("compiled the training step", "compiled the sampler")
+    ]
+
+
+def test_an_estimate_has_an_end():
+    assert compile_notes._about(5.0, 1.0) == " (about 65 s)"
+    assert compile_notes._about(50.0, 6.0) == " (2 minutes or more)"
+
+
 def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
     said = []
 

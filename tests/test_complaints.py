@@ -5,6 +5,7 @@ its tests must exist. ``OPEN`` says what of a row no test holds yet.
 """
 
 import ast
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import tomllib
 from functools import partial
 
 import jax
+import jax.extend.core as jax_core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -39,6 +41,11 @@ ROWS = {
         "house_test.py::test_7_trainer_logprobs_equal_the_samplers",
         "house_test.py::test_7_the_sampler_draws_from_the_distribution_by_definition",
         "train/test_watch.py::test_faults_of_a_run_are_warned_of_at_their_steps",
+        "objectives/test_corrections.py::test_corrections_by_name_use_their_cap",
+        "objectives/test_corrections.py::test_geometric_rejection_does_not_weigh_what_it_keeps",
+        "objectives/test_corrections.py::"
+        "test_icepop_is_that_of_ring_with_two_bounds_and_that_of_glm_with_one",
+        "objectives/test_corrections.py::test_no_gradient_passes_through_a_weight",
     ),
     2: (  # generation dominates the step
         "sampling/test_generate.py::test_slots_stay_full",
@@ -56,6 +63,7 @@ ROWS = {
     ),
     4: (
         "models/test_vocabulary.py::test_the_memory_of_a_fused_head_does_not_grow_with_the_vocabulary",
+        "test_complaints.py::test_logits_of_prompts_are_never_computed",
     ),
     5: (
         "train/test_disjoint.py::test_weights_arrive_bit_for_bit_and_never_through_the_host",
@@ -63,6 +71,7 @@ ROWS = {
     ),
     6: (  # installation
         "test_complaints.py::test_it_installs_without_another_framework",
+        "test_complaints.py::test_what_is_installed_is_within_the_bounds_that_are_declared",
         "test_package.py::test_every_import_is_declared",
         "test_readme.py::test_it_installs_from_the_checkout_only",
     ),
@@ -101,7 +110,10 @@ ROWS = {
         "methods/test_group_relative.py::"
         "test_masking_truncated_completions_takes_their_gradient_away",
     ),
-    13: ("train/test_collect.py::test_refilling_until_the_batch_is_full",),
+    13: (
+        "train/test_collect.py::test_refilling_until_the_batch_is_full",
+        "objectives/test_policy.py::test_zero_std_groups_counts_groups_that_can_be_compared",
+    ),
     14: (  # collapse
         "train/test_watch.py::test_each_fault_is_warned_of_without_being_asked_for",
         "train/test_watch.py::test_a_step_beyond_a_limit_is_left_out_and_counted",
@@ -164,8 +176,15 @@ ROWS = {
     ),
 }
 OPEN = {
-    2: "the speed itself is measured by benchmarks/ and not held by a test",
+    2: "the speed itself is measured by benchmarks/ and not held by a test; a run's metrics have"
+    " tokens a second and no MFU",
+    3: "a batch is not oversampled to be cut at its first finished groups, and rows that have not"
+    " finished are not carried over from one step of a synchronous run to the next",
+    6: "the lowest versions that pyproject.toml allows are not tried; its core dependencies have no"
+    " upper bounds, as no later major version of one is known to break it",
     17: "the suite runs on CPU; GPU programs are compiled and looked at",
+    25: "the recipe of docs/recipes.md for Qwen3-1.7B on GSM8K, where others publish a reward of"
+    " 0.808 after 100 steps, was not run",
 }
 
 
@@ -179,7 +198,25 @@ def test_the_tests_of_a_row_exist(row):
     for name in ROWS[row]:
         file, _, function = name.partition("::")
         tree = ast.parse((TESTS / file).read_text())
-        assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}, name
+        found = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        assert function in found, name
+        assert checks_something(found[function], found), name
+
+
+def checks_something(function, others, depth=2):
+    """Whether a test can fail: an assertion in it, or in a function of its file that it calls."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assert):
+            return True
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+        name = name.id if isinstance(name, ast.Name) else name
+        if isinstance(name, str) and re.match("assert_|raises$|warns$", name):
+            return True
+        if depth and name in others and checks_something(others[name], others, depth - 1):
+            return True
+    return False
 
 
 def test_it_installs_without_another_framework(checkout):
@@ -189,6 +226,27 @@ def test_it_installs_without_another_framework(checkout):
     assert not names & {"torch", "vllm", "ray", "transformers", "trl", "deepspeed", "flash-attn"}
     unbound = [line for line in project["dependencies"] if not re.search(r"[<>=~]=?\d", line)]
     assert not unbound
+
+
+def test_what_is_installed_is_within_the_bounds_that_are_declared(checkout):
+    """Row 6: each bound can be read, and what the tests run with is within it."""
+    requirements = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        lines += [line for line in extra if not line.startswith(project["name"])]
+    core = set(project["dependencies"])
+    checked = 0
+    for line in lines:
+        needed = requirements.Requirement(line)
+        try:
+            there = importlib.metadata.version(needed.name)
+        except importlib.metadata.PackageNotFoundError:
+            assert line not in core, f"{line} is not installed"
+            continue
+        checked += 1
+        assert needed.specifier.contains(there, prereleases=True), f"{line}: {there} is installed"
+    assert checked > len(core)
 
 
 class OneWay:
@@ -321,6 +379,52 @@ def test_a_group_is_an_axis_that_nothing_can_cut(sample, params):
     flat = batch.replace(tokens=batch.tokens.reshape(N * G, T))
     with pytest.raises((AssertionError, ValueError)):
         jax.eval_shape(step, shapes, flat, make_sampling_params())
+
+
+def arrays_of(jaxpr):
+    """The shapes of all values of a program, those inside of its loops and calls too."""
+    for equation in jaxpr.eqns:
+        yield from (v.aval.shape for v in equation.outvars if hasattr(v.aval, "shape"))
+        for inner in jax_core.jaxprs_in_params(equation.params):
+            yield from arrays_of(inner)
+
+
+def positions_with_logits(program, config):
+    """The most positions for which one value has a number for each token of the vocabulary."""
+    v, weights = config.vocab_size, sorted([config.vocab_size, config.embed_dim])
+    shapes = [shape for shape in arrays_of(program.jaxpr) if v in shape]
+    return max(int(np.prod(s)) // v for s in shapes if sorted(x for x in s if x > 1) != weights)
+
+
+def test_logits_of_prompts_are_never_computed():
+    """Row 4: with sizes that cannot be confused, no value holds logits of a prompt's positions."""
+    v, n, g, p, t = 37, 2, 3, 11, 5
+    config = ModelConfig(
+        **{"vocab_size": v, "layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 1},
+        **{"head_dim": 8, "mlp_dim": 32, "max_length": p + t},
+    )
+    network = transformer(config)
+    params = jax.eval_shape(network.init, jax.random.key(0))
+    prompts, lengths = np.ones((n, p), np.int32), np.full(n, p, np.int32)
+    draw = partial(generate, network=network, group=g, max_new_tokens=t, stop_tokens=(STOP,))
+    ids = np.arange(n, dtype=np.int32)
+    given = (jax.random.key(1), params, prompts, lengths, make_sampling_params(), jnp.int32(0), ids)
+    sampled = jax.make_jaxpr(draw)(*given)
+    assert positions_with_logits(sampled, config) <= n * g  # one position of each row
+    rollout, _ = jax.eval_shape(draw, *given)
+    rollout = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), rollout)
+    batch = to_batch(rollout, np.zeros((n, g, 1), np.float32), np.ones(1, np.float32))
+    common = {"network": network, "objective": get_method("grpo").objective}
+    step = make_step(**common, optimizer=optax.sgd(1.0))
+    state = jax.eval_shape(
+        partial(init_state, jax.random.key(1), **common, optimizer=optax.sgd(1.0)), params
+    )
+    trained = jax.make_jaxpr(step)(state, batch, make_sampling_params())
+    assert n * g <= positions_with_logits(trained, config) <= n * g * t
+    whole = jax.make_jaxpr(lambda w, x: network.logits(w, x))(
+        params, jnp.zeros((n * g, p + t, config.embed_dim))
+    )
+    assert positions_with_logits(whole, config) == n * g * (p + t)  # what the measure sees
 
 
 @pytest.mark.slow

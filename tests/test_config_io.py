@@ -231,3 +231,12 @@ def test_weights_of_sources_are_kept(tmp_path):
     assert config.data.train == {"o/n/main": 3.0, "a.csv": 1.5}
     (tmp_path / "a.toml").write_text(dump(config))
     assert load_config(tmp_path / "a.toml") == config
+
+
+def test_a_configuration_that_is_not_there_has_neighbours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.toml").write_text("")
+    for given in ("tiny.tml", "configs/tny.toml", "elsewhere/tiny.toml"):
+        with pytest.raises(UserError, match="did you mean configs/tiny.toml"):
+            load_config(given)

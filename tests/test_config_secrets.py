@@ -55,3 +55,89 @@ def test_the_environment_gives_a_secret(monkeypatch):
 def test_the_secret_of_a_run_directory_is_asked_for():
     with pytest.raises(UserError, match=r"rewards.j.c.token = .*give it again, or keep it in an e"):
         reveal({"c": {"token": HIDDEN}}, "rewards.j")
+
+
+@pytest.mark.parametrize("name", ["auth", "Authorization", "bearer", "pwd", "cred", "cookies"])
+def test_further_names_of_secrets(name):
+    assert hide({name: "x"}) == {name: HIDDEN}
+    assert hide({name: ["x", {"a": "y"}]}) == {name: [HIDDEN, {"a": HIDDEN}]}
+    assert reveal({name: ["x", {"a": "y"}]}, "r") == {name: ["x", {"a": "y"}]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Bearer sk-1234567",
+        "sk-proj-abcdefgh1234",
+        "ghp_0123456789abcdef",
+        "https://me:secret@host/v1",
+        "eyJhbGciOiJI.eyJzdWIiOiIx.x",
+    ],
+)
+def test_texts_that_are_secrets_whatever_their_name(text):
+    assert hide({"x": text, "y": [text]}) == {"x": HIDDEN, "y": [HIDDEN]}
+    with pytest.raises(UserError, match="r.y.0 = .*the run directory does not hold it"):
+        reveal({"y": [HIDDEN]}, "r")
+
+
+@pytest.mark.parametrize("text", ["https://host:8000/v1", "hf-internal", "sk-learn", "a@b.c"])
+def test_other_texts_are_kept(text):
+    assert hide({"x": text}) == {"x": text}
+
+
+OWN = {
+    "data": {"env": "a.py:f", "train": "rows.jsonl", "headers": {"Authorization": "Bearer sk-77x"}},
+    "optimizer": {"name": "a.py:g", "auth": "sk-77x"},
+    "objective": {"keys": ["sk-77x"]},
+    "model": {"network": "a.py:h", "path": "x", "config": {"pwd": "sk-77x"}},
+    "rewards": {"a.py:judge": {"keys": ["sk-77x"], "nested": [{"token": "sk-77x"}]}},
+}
+
+
+def test_secrets_of_every_table_of_options_are_hidden():
+    config = build_config(OWN)
+    for written in (dump(config), str(flatten(config)), str(as_tree(config))):
+        assert "sk-77x" not in written
+        assert written.count(HIDDEN) == 6
+    assert build_config(OWN).episodes.train == "rows.jsonl"
+
+
+def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):
+    import optax
+
+    from jrl.config_io import load_config
+    from jrl.train import build
+
+    monkeypatch.setenv("THE_KEY", "sk-77x")
+    (tmp_path / "own.py").write_text(
+        "import optax\nfrom jrl.data.tasks import get_task\nfrom jrl.methods import get_method\n"
+        "seen = []\n"
+        "def task(auth):\n    seen.append(auth)\n    return get_task('sorting')\n"
+        "def method(api_key):\n    seen.append(api_key)\n    return get_method('grpo')\n"
+        "def sgd(rate, tokens):\n    seen.append(tokens)\n    return optax.sgd(rate)\n"
+    )
+    sizes = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+    own = f"{tmp_path}/own.py"
+    config = load_config(
+        None,
+        [
+            *(f"data.task='{own}:task'", "data.auth='env:THE_KEY'", f"model.config={sizes}"),
+            *(f"method='{own}:method'", "objective.api_key=abc"),
+            *(f"optimizer.name='{own}:sgd'", "optimizer.tokens=['env:THE_KEY']"),
+        ],
+    )
+    run = build.setup(config)
+    assert isinstance(run.optimizer, optax.GradientTransformation)
+    seen = _module(own).seen
+    assert {"sk-77x", "abc"} <= {x for x in seen if isinstance(x, str)}
+    assert ["sk-77x"] in seen
+    assert "THE_KEY" in dump(config)
+    assert "abc" not in dump(config)
+
+
+def _module(path):
+    import pathlib
+
+    from jrl.own import _of_file
+
+    return _of_file(pathlib.Path(path).resolve())

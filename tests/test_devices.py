@@ -23,6 +23,7 @@ def test_what_is_asked_for_and_absent(error, monkeypatch):
 
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "missing", lambda needed: needed)
     with pytest.raises(UserError) as caught:
         find_devices()
     message = str(caught.value)
@@ -30,6 +31,21 @@ def test_what_is_asked_for_and_absent(error, monkeypatch):
     assert "[cuda13]" in message
     assert message.endswith("; or set JAX_PLATFORMS=cpu")
     assert "\n" not in message
+
+
+def test_what_is_installed_is_not_advised(monkeypatch):
+    def none():
+        raise RuntimeError("no TPU")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "packages", lambda extra: ["jax[tpu]"])
+    for absent, said in (([], "this machine has no TPU that it finds"), (["libtpu"], "[tpu]")):
+        monkeypatch.setattr(devices, "missing", lambda needed, absent=absent: absent)
+        with pytest.raises(UserError) as caught:
+            find_devices()
+        assert said in str(caught.value)
+        assert ("pip install" in str(caught.value)) == bool(absent)
 
 
 def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
@@ -54,6 +70,17 @@ def test_the_command_says_it_without_a_traceback(tmp_path):
     assert result.returncode == 2
     assert result.stderr.splitlines()[-1].startswith("jrl: error: JAX_PLATFORMS = 'cuda'")
     assert not (tmp_path / "run").exists()
+
+
+def test_methods_are_listed_without_a_device():
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "methods", "--family", "nothing"],
+        env=os.environ | {"JAX_PLATFORMS": "tpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("jrl: error: --family = 'nothing'; choose from")
 
 
 def test_no_module_asks_for_a_device_while_it_is_imported():

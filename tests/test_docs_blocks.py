@@ -41,6 +41,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "README.md": {
         "# rewards.py": "test_readme::test_the_reward_of_the_command_line_is_one",
         "from jrl import fit": "test_readme::test_the_example_with_values_runs",
+        "# mine.py": "test_readme::test_the_readmes_method_is_gspo",
     },
     "docs/python.md": {"from jrl import fit": "test_readme::test_the_example_of_the_docs_runs"},
     "docs/own.md": {
@@ -134,8 +135,14 @@ def test_commands(words, tmp_path):
         assert any("=" not in word for word in rest)
     elif program.endswith(".sh"):
         check_script(program, rest)
+    elif first == "git":
+        address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+        assert rest == ["clone", address["Repository"], "jrl"]
+    elif program == "jupyter":
+        assert rest[0] == "lab"
+        assert (ROOT / rest[1]).is_dir()
     else:
-        assert first in (".ci/run", ".venv/bin/pre-commit"), words
+        assert first in (".ci/run", ".venv/bin/pre-commit") or words == ["cd", "jrl"], words
 
 
 def check_jrl(words):

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from jrl import doctor, extras
 from jrl.cli import app
 from jrl.config_io import load_config
+from jrl.train import reward_text
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 
@@ -38,7 +39,7 @@ def test_extras_that_are_missing_come_with_the_line(monkeypatch):
 
 def test_a_run_that_lacks_nothing(tmp_path):
     assert doctor.lacks(load_config(None, ["data.task=sorting", SIZES])) == []
-    model = checkpoint(tmp_path / "model")
+    model = checkpoint(tmp_path / "model", chat=True)
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
     assert doctor.lacks(load_config(None, names)) == []
@@ -51,6 +52,33 @@ def test_everything_that_is_lacking_is_named_at_once(monkeypatch):
     found = doctor.lacks(load_config(None, wrong))
     for part in ("'grop'", "org/none", "none.jsonl", "'maht'", "needs 64 devices", "extra wandb"):
         assert sum(part in line for line in found) == 1, (part, found)
+
+
+def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
+    model = checkpoint(tmp_path / "model", chat=True)
+    (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
+    (tmp_path / "mine.py").write_text("def f(completions, level):\n    return [0.0]\n")
+    names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
+    found = doctor.lacks(load_config(None, [*names, "data.fields.question=ask"]))
+    assert any("ask" in line for line in found), found
+    own = f"rewards={{{json.dumps(f'{tmp_path}/mine.py:f')}={{}}}}"
+    found = doctor.lacks(load_config(None, [*names, own]))
+    assert any("takes level, and the data has no such column" in line for line in found), found
+    monkeypatch.setattr(reward_text, "missing", lambda requirements: requirements)
+    found = doctor.lacks(load_config(None, names))
+    assert found == [reward_text.missing_math(load_config(None, names))]
+    assert found[0].endswith(extras.install_line("math"))
+    assert not reward_text.missing_math(load_config(None, [*names, "rewards={exact={}}"]))
+
+
+def test_a_configuration_that_is_wrong_hides_nothing(tmp_path):
+    wrong = CliRunner().invoke(app, ["doctor", "sampling.grup=1", "train.stps=2", "--json"])
+    said = json.loads(wrong.stdout)
+    assert wrong.exit_code == 1
+    assert [line.split(" = ")[0] for line in said["lacks"]] == [
+        *("unknown key sampling.grup", "unknown key train.stps")
+    ]
+    assert "cpu" in said["devices"]
 
 
 def test_the_command_prints_it_and_its_exit_code_says_so():

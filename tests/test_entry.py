@@ -1,19 +1,32 @@
 """``fit``: rows, a reward function and a model passed as values; metrics and weights come back."""
 
 import json
+import math
 import pathlib
+import pickle
+import sys
+import types
+from functools import partial
 
+import numpy as np
 import pytest
 from hub_mirror import COMMITS, add, checkpoint, lines
 from typer.testing import CliRunner
 
 import jrl
+from jrl import entry
 from jrl.cli import app
 from jrl.config_io import load_config
 from jrl.data.tasks import get_task
+from jrl.envs import get_env
 from jrl.errors import UserError
+from jrl.methods import variant
+from jrl.methods.domains import Positive
+from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.own import given
+from jrl.rewards import Sample, make_reward
 from jrl.train import loop
 
 ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
@@ -23,6 +36,7 @@ QUICK = {
     "sampling.group": 2,
     "sampling.max_new_tokens": 4,
     "checkpoint.every": 0,
+    "reward_pool.workers": 0,  # processes take seconds to start
     "data": {"template": "plain", "max_prompt_tokens": 16},
     "optimizer": {"learning_rate": 1e-2},
 }
@@ -112,6 +126,38 @@ def test_rows_a_reward_and_a_model_of_the_hub(model, monkeypatch, tmp_path):
         jrl.fit(ROWS[:2], digits, "org/tiny", config=QUICK | {"seed": 3}, dir=result.dir)
 
 
+def test_a_method_and_an_environment_as_values(tmp_path):
+    @variant(grpo, clip_high=0.5)
+    def louder(base, gain: Positive = 1.0):
+        return base.with_(advantage=scaled_by(base.objective.advantage, gain))
+
+    def scaled_by(advantage, gain):
+        def apply(score, batch, state):
+            values, batch, state = advantage.apply(score, batch, state)
+            return gain * values, batch, state
+
+        return advantage._replace(apply=apply)
+
+    def walk(difficulty: int = 2):
+        return get_env("gridworld", size=difficulty)
+
+    how = {"train.steps": 1, "train.prompts": 2, "sampling.group": 4, "eval.problems": 4}
+    run = partial(jrl.fit, model=SIZES, env=walk, config=how, echo=lambda line: None)
+    plain = run(method=grpo(clip_high=0.5), dir=tmp_path / "plain")
+    loud = run(method=louder, dir=tmp_path / "loud", objective__gain=3.0, data__difficulty=2)
+    assert loud.config.method == "python:method"
+    assert loud.config.data.env == "python:env"
+    assert loud.metrics[0]["turns"] == plain.metrics[0]["turns"]
+    assert loud.metrics[0]["advantage_std"] == pytest.approx(3 * plain.metrics[0]["advantage_std"])
+
+
+def test_what_is_no_method_and_no_environment():
+    with pytest.raises(UserError, match=r"method = 3; give a name of `jrl methods`, a jrl.methods"):
+        jrl.fit(method=3, task="sorting")
+    with pytest.raises(UserError, match=r"env = 3; give the name of an environment, or a function"):
+        jrl.fit(env=3)
+
+
 def test_files_named_rewards_and_trl_s_form(model, tmp_path):
     (tmp_path / "rows.jsonl").write_text(lines(ROWS))
     (tmp_path / "more.csv").write_text("question,answer,a\nhow many?,3,7\n")
@@ -122,7 +168,7 @@ def test_files_named_rewards_and_trl_s_form(model, tmp_path):
         {"rows.jsonl": 4.0, "more.csv": 1.0},
         {"exact": 1.0, "mine.py:length": 0.5},
         model,
-        config=QUICK | {"reward_pool.workers": 0},
+        config=QUICK,
         echo=lambda line: None,
         dir="run",
     )
@@ -201,6 +247,19 @@ def test_dotted_and_nested_keys_come_together(model):
         jrl.fit(model=model, config={"seed": 3, "seed.x": 1})
 
 
+def test_a_network_may_be_a_value(model):
+    network = jrl.transformer(jrl.ModelConfig(vocab_size=80, max_length=64, **SIZES))
+    tree, values = {"method": "grpo"}, {}
+    entry._set_model(tree, network, values)
+    assert tree["model"] == {"network": "python:network"}
+    assert values["network"](vocab_size=80, max_length=64) is network
+    with pytest.raises(UserError, match="max_length = 64, and prompts .* up to 65 tokens"):
+        values["network"](vocab_size=80, max_length=65)
+    with pytest.raises(UserError, match=r"config\['method'\] is a value of Python") as caught:
+        jrl.fit(rows=ROWS, reward=digits, model=model, config={"method": jrl.get_method("grpo")})
+    assert "\n" not in str(caught.value)
+
+
 def test_train_is_called_with_a_configuration(monkeypatch):
     """``from jrl import train`` gives the package of that name, which trains."""
     from jrl import Config, train
@@ -213,3 +272,37 @@ def test_train_is_called_with_a_configuration(monkeypatch):
     train("configs/tiny.toml", dir="somewhere")
     assert seen == [{"config": "configs/tiny.toml", "dir": "somewhere"}]
     assert build.__name__ == "jrl.train.build"  # it is a package all the same
+
+
+def test_functions_of_modules_run_in_processes_and_those_of_scripts_here(monkeypatch, tmp_path):
+    def inner(samples):
+        return [0.0]
+
+    def workers(function, **tree):
+        entry._set_rewards(tree, function, {})
+        return tree.get("reward_pool", {}).get("workers")
+
+    assert workers(digits) is None  # the default, processes
+    assert workers(digits, reward_pool={"workers": 1}) == 1
+    for here in (inner, lambda samples: [0.0], math.gcd, types.SimpleNamespace().__class__):
+        assert workers(here) == 0
+    script = tmp_path / "script.py"
+    script.write_text("import jrl\njrl.fit()\n")
+    main = types.SimpleNamespace(__file__=str(script))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert workers(digits) == 0  # each worker would run the script again
+    script.write_text("if __name__ == '__main__':\n    main()\n")
+    assert workers(digits) is None
+    del main.__file__  # a notebook
+    assert workers(digits) is None
+    monkeypatch.setattr(digits, "__module__", "__main__")
+    assert workers(digits) == 0
+
+
+@pytest.mark.parametrize("function", [digits, in_trl_form])
+def test_functions_that_were_passed_reach_a_process(function):
+    with given({"mine": function}):
+        sent = pickle.dumps(make_reward("python:mine"))
+    prompt = types.SimpleNamespace(id=0, text="1", tokens=[1], answer="2", meta={"a": 1})
+    sample = Sample(prompt, "12", np.arange(2), "length")
+    assert pickle.loads(sent)([sample]) == [1.0 if function is digits else 2.0]

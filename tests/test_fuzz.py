@@ -5,39 +5,15 @@ import json
 
 import hypothesis
 import pytest
+from fuzzing import QUICK, anything, outcome
 from hypothesis import strategies as st
 
 from jrl.config_io import build_config, describe, dump, load_config
-from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer, load_tokenizer
-from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, ApiError, parse
+from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, parse
 from jrl.serving.request import Limits
 
-QUICK = hypothesis.settings(
-    max_examples=300,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
 NAMES = sorted(key.name for key in describe())
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-
-
-def outcome(function, *arguments):
-    """What it says where it refuses; other errors pass, and fail the test."""
-    try:
-        function(*arguments)
-    except (UserError, ApiError) as error:
-        return str(error)
-    return ""
-
-
 FOUND = [
     "seed=\udcff",
     "data.template='{question!r}'",

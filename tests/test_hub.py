@@ -9,6 +9,7 @@ from jrl import hub
 from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.hub import HubName, chosen_files, data_files, hub_name, model_directory, pinned_name
+from jrl.models.hf import read_config
 
 ROWS = [{"question": f"{i}?", "answer": str(i)} for i in range(3)]
 
@@ -136,8 +137,67 @@ def test_rows_of_a_data_set(cache):
     assert data_files(hub_name("openai/gsm8k/socratic:train"), "data.train")[0].is_file()
     said = pinned_name("openai/gsm8k/socratic:train", "dataset", "data.train")
     assert said == f"openai/gsm8k/socratic:train@{COMMITS['first']}"
-    with pytest.raises(UserError, match=r"data.eval = 'openai/gsm9k': .*did you mean openai/gsm8k"):
-        open_source("openai/gsm9k", key="data.eval")
+    near = r"data.eval = 'openai/gsm9k/main': .*did you mean openai/gsm8k/main, which is there"
+    with pytest.raises(UserError, match=near):
+        open_source("openai/gsm9k/main", key="data.eval")
+
+
+def test_a_checkpoint_that_is_not_there_has_neighbours(cache, tmp_path):
+    add(cache, "Qwen/Qwen3-0.6B", "model", {"config.json": "{}"})
+    (tmp_path / "model").mkdir()
+    for given, near in {"modle": "model", "qwen3-0.6B": "Qwen/Qwen3-0.6B"}.items():
+        with pytest.raises(UserError) as caught:
+            read_config(given)
+        said = f"{given}/config.json: no such file (looked in {tmp_path}); did you mean {near}?"
+        assert str(caught.value).startswith(said)
+    with pytest.raises(
+        UserError, match=r"model/config.json: no such file \(looked in [^;]*\); give"
+    ):
+        read_config("model")
+
+
+A, B = "a/train.jsonl", "b/train.jsonl"
+CARDS = {  # configs of a card, files, what is asked for -> files
+    "any folders": ("[{data_files: 'd/**/t-*'}]", "d/x/y/t-0.csv d/t-1.csv e/t.csv", "o/n", "01"),
+    "one folder": ("[{data_files: 'd/*.csv'}]", "d/0.csv d/x/1.csv", "o/n", "0"),
+    "all below": ("[{data_files: 'd/**'}]", "d/0.csv d/x/1.csv e.csv", "o/n", "01"),
+    "classes": ("[{data_files: './d-[0-1].cs?'}]", "d-0.csv d-1.csv d-2.csv", "o/n", "01"),
+    "no class": ("[{data_files: 'd-[9-0].csv'}, {}]", "d-0.csv", "o/n", "0"),
+    "data_dir": ("[{config_name: a, data_dir: a}, {config_name: b}]", f"{A} {B}", "o/n/a", "0"),
+    "in data_dir": ("[{data_dir: ./b/, data_files: '*.jsonl'}]", f"{A} {B}", "o/n", "1"),
+    "default": (
+        "[{config_name: a, data_dir: a}, {config_name: b, data_dir: b, default: true}]",
+        *(f"{A} {B}", "o/n", "1"),
+    ),
+    "a table": ("[{data_files: {train: b/*, test: a/*}}]", f"{A} {B}", "o/n:test", "0"),
+    "about the data": ("[]", "dataset_infos.json meta.json rows.json", "o/n", "2"),
+    "one form": ("[]", "train-0.parquet train-1.parquet train.csv", "o/n", "01"),
+    "only that": ("[]", "meta.json", "o/n", "0"),
+    "compressed": ("[]", "test.tsv train.jsonl.gz train.gz", "o/n", "1"),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_the_files_that_a_card_names(name, tmp_path):
+    configs, files, spec, wanted = CARDS[name]
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    found = chosen_files(files.split(), hub._card(tmp_path), hub_name(spec), "data.train")
+    assert found == sorted(files.split()[int(each)] for each in wanted)
+
+
+@pytest.mark.parametrize("configs", ["hello", "[hello]", "[{data_files: 3}]", "{a: b}"])
+def test_a_card_that_cannot_be_read_is_said(configs, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    with pytest.raises(UserError, match=r"data.train = 'o/n': '\w+' in its README.md") as caught:
+        chosen_files(["a.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_card_in_another_encoding_still_counts(tmp_path):
+    configs = b"---\nconfigs: [{config_name: x, data_files: b.csv}]\n---\n\xff\xfe"
+    (tmp_path / "README.md").write_bytes(configs)
+    found = chosen_files(["a.csv", "b.csv"], hub._card(tmp_path), hub_name("o/n"), "data.train")
+    assert found == ["b.csv"]
 
 
 @pytest.fixture

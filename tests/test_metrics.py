@@ -2,13 +2,14 @@
 
 import json
 import math
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jrl.config_io import load_config
-from jrl.errors import UserError
+from jrl.errors import StorageError, UserError
 from jrl.metrics import RunWriter, check_run_dir, plain, read_jsonl, write_atomic
 
 
@@ -151,21 +152,55 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path):
         RunWriter(config_in(tmp_path))
 
 
-def test_a_full_disk_warns_once_and_the_run_continues(tmp_path, capsys):
+def test_an_edit_of_config_toml_is_seen_and_a_damaged_header_is_not_one(tmp_path):
+    config = config_in(tmp_path)
+    RunWriter(config)
+    path, log = tmp_path / "config.toml", tmp_path / "metrics.jsonl"
+    before, header = path.read_text(), json.loads(log.read_text())
+    rate = header["config"]["optimizer"]["learning_rate"]
+    edited = re.sub(r"learning_rate = .*", "learning_rate = 0.01", before, count=1)
+    assert edited != before
+    path.write_text(edited)
+    said = f"learning_rate = {rate!r} in the header of metrics.jsonl, 0.01 there; restore it, or"
+    with pytest.raises(UserError, match=re.escape(said)):
+        check_run_dir(load_config(path))
+    path.write_text(re.sub(r"every = .*", "every = 7", before))  # what may differ
+    assert check_run_dir(load_config(path))
+    path.write_text(before)
+    header["config"]["optimizer"]["learning_rate"] = 3.0
+    log.write_text(json.dumps(header) + "\n")
+    assert check_run_dir(load_config(path))
+
+
+def test_lines_that_a_full_disk_does_not_take_are_kept_and_written_later(tmp_path, capsys):
     writer = RunWriter(config_in(tmp_path))
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     writer.write(1, {"loss": 1.0})
     record = writer.write(2, {"loss": 2.0})
     assert record == {"step": 2, "loss": 2.0}
-    warned = capsys.readouterr().err
-    assert warned.count("No space left") == 1
-    assert "training continues" in warned
+    assert writer.fault() == ""  # not for long enough
+    said = f"{tmp_path / 'metrics.jsonl'} cannot be written (No space left on device)"
+    assert writer.fault(0) == said
+    with pytest.raises(StorageError, match="No space left"):
+        writer.retry()
+    kept = writer.unwritten
+    assert list(kept) == ["metrics.jsonl"]
+    assert [json.loads(line)["step"] for line in kept["metrics.jsonl"].splitlines()] == [1, 2]
 
     (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo')  # what fitted
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "lo')  # what fitted of another line
     writer.write(3, {"loss": 3.0})
-    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3, "loss": 3.0}]
+    steps = [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == steps
+    assert (writer.fault(0), writer.unwritten) == ("", {})
+    assert capsys.readouterr().err == ""
+
+    again = RunWriter(config_in(tmp_path))
+    again.truncate_after(1)
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1]
+    again.truncate_after(2, kept)  # of a checkpoint: only what is not there is added
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")[1:]] == [1, 2]
 
 
 def test_write_atomic_leaves_the_old_file_when_it_fails(tmp_path):

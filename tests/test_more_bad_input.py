@@ -5,6 +5,7 @@ mistakes take little time.
 """
 
 import contextlib
+import contextvars
 import json
 import pathlib
 import shutil
@@ -14,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import processes
+from jrl import own, processes
 from jrl.config_io import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter, check_run_dir, read_jsonl
@@ -73,6 +74,14 @@ CONFIGURATIONS = {
     "frozen.ref=[]": "frozen.ref = []; must not be empty",
     "mesh={data=-1, fsdp=-1}": "mesh.data and mesh.fsdp are -1; only one axis",
     "placement={rollout={data=4}}": "placement.rollout = {'data': 4} is no longer a key; set",
+    "eval.problems=100000000000": "eval.problems = 100000000000; must be at most 2147483647",
+    "model.config.layers=1000000000000": "model.config.layers = 1000000000000; must be at most 2",
+    "eval.samples=1000000000": "eval.samples = 1000000000; must be at most 1000000",
+    "optimizer.learning_rate=1e300": "= 1e+300; is infinite in float32: must be at most 3.4e38",
+    "optimizer.learning_rate=1e-300": "is 0 in float32: must be 0, or at least 1.2e-38",
+    "optimizer.b1=1e300": "optimizer.b1 = 1e+300; is infinite in float32",
+    "objective.kl_coef=1e300": "objective.kl_coef = 1e+300; is infinite in float32",
+    "rewards={verify={weight=1e308}}": "rewards.verify.weight = 1e+308; is infinite in float32",
     "objective=grpo": "objective = 'grpo'; must be a table",
     "train.=1": "override 'train.=1'; write table.key=value",
 }
@@ -90,7 +99,7 @@ MODELS = {
     "model.config.experts=-1": "model.experts = -1; it must be 0 (dense) or more",
     "lora.rank=10000": "lora.rank = 10000; the model's matrices have 16 rows",
     "lora={rank=2, targets=['q', 'q']}": "lora.targets names 'q' twice",
-    "sampling.temperature=1e-300": "sampling.temperature = 1e-300; must be 0 (greedy) or",
+    "sampling.temperature=1e-30": "sampling.temperature = 1e-30; must be 0 (greedy) or",
     "data.difficulty=true": "data.difficulty = True; choose an integer",
 }
 
@@ -98,6 +107,43 @@ MODELS = {
 @pytest.mark.parametrize("override", MODELS)
 def test_models_and_tasks(override):
     refused(MODELS[override], build.setup, load_config(None, [*TASK, override]))
+
+
+BUILTINS = {
+    "data.task": ["data.task=builtins:max"],
+    "data.env": ["data.task=", "data.env=builtins:max"],
+    "method": ["method=builtins:max"],
+    "model.network": ["model.network=builtins:max"],
+    "optimizer.name": ["optimizer.name=builtins:max"],
+}
+
+
+@pytest.mark.parametrize("key", BUILTINS)
+def test_functions_whose_arguments_nobody_knows(key):
+    config = load_config(None, [*TASK, *BUILTINS[key]])
+    refused("the arguments of max cannot be read", build.setup, config)
+    refused("the arguments of max cannot be read", make_reward, "builtins:max")
+
+
+KEPT_ROWS = {
+    b'{"question": "1", "answ': "rows-1.jsonl, line 2: not valid JSON",
+    b"\xff\xfe": "rows-1.jsonl, line 2: not UTF-8 text",
+    b"[1]": "rows-1.jsonl, line 2: holds [1] and no row",
+    b"[" * 100_000: "rows-1.jsonl, line 2: nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", KEPT_ROWS, ids=lambda line: repr(line[:9]))
+def test_rows_of_a_run_from_python_that_are_damaged(line, tmp_path):
+    path = tmp_path / "rows-1.jsonl"
+    path.write_bytes(b'{"question": "1", "answer": "2"}\n' + line + b"\n")
+    refused(KEPT_ROWS[line], own.remember, tmp_path)
+    refused("restore the file, or pass the rows again in Python", own.remember, tmp_path)
+    path.write_bytes(b'{"question": "1", "answer": "2"}\n')
+    context = contextvars.copy_context()
+    context.run(own.remember, tmp_path)
+    rows = context.run(own.given_value, "python:rows-1", "data.train")
+    assert rows == [{"question": "1", "answer": "2"}]
 
 
 def test_options_of_rewards():
@@ -452,7 +498,8 @@ ROWS = {
     ("d.json", b"[" * 100_000): "d.json: nested too deeply to be read",
     ("d.jsonl", b'{"question": "a?", "answer": 1, "answer": 2}\n'): "line 1: the key 'answer' is",
     ("d.csv", b"question,answer\n"): "has no rows",
-    ("d.jsonl.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
+    ("d.jsonl.gz", b"\x1f\x8b\x08"): "not a readable gzip file",
+    ("d.txt.gz", b"\x1f\x8b\x08"): "name a FILE.jsonl",
 }
 
 
@@ -468,7 +515,8 @@ def test_answers_that_no_text_is_equal_to(answer, place):
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config(None, overrides(place, data="d.jsonl"))
     said = f"row 2: the answer is {answer}, and rewards.exact compares text and numbers"
-    refused(said, check_reward_columns, build.setup(config))
+    run = build.setup(config)
+    refused(said, check_reward_columns, run.config, run.data.prompts["train"])
 
 
 # ---------------------------------------------------------------- requests

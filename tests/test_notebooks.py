@@ -1,4 +1,4 @@
-"""The notebooks run from their first cell to their last, and git holds them without outputs."""
+"""The notebooks run from their first cell to their last, and git holds them with their outputs."""
 
 import ast
 import importlib.metadata
@@ -213,9 +213,10 @@ def test_the_first_cell_clones_the_address_that_a_maintainer_set(monkeypatch, tm
 
 
 def test_the_address_is_written_in_one_place():
-    """pyproject.toml has it; the notebooks say the same, or nothing while it is the placeholder."""
+    """pyproject.toml has it, README the same; the notebooks have nothing for the placeholder."""
     about = tomllib.loads((ROOT / "pyproject.toml").read_text())
     address = about["project"]["urls"]["Repository"]
+    assert f"\n    git clone {address} jrl\n" in (ROOT / "README.md").read_text()
     wanted = "" if address == PLACEHOLDER else address
     for path in NOTEBOOKS:
         source = next(c.source for c in read(path).cells if c.cell_type == "code")
@@ -223,7 +224,8 @@ def test_the_address_is_written_in_one_place():
 
 
 def test_a_maintainer_sets_the_address_with_one_command(tmp_path):
-    for name in ("pyproject.toml", ".ci/address.py", *(f"notebooks/{p.name}" for p in NOTEBOOKS)):
+    names = ["pyproject.toml", "README.md", ".ci/address.py"]
+    for name in (*names, *(f"notebooks/{p.name}" for p in NOTEBOOKS)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
     address = "https://git.example.com/org/jrl"
@@ -235,6 +237,7 @@ def test_a_maintainer_sets_the_address_with_one_command(tmp_path):
         text = (tmp_path / "notebooks" / path.name).read_text()
         assert f'REPO = \\"{address}\\"' in text
         assert text.replace(address, "") == path.read_text().replace(address, "")
+    assert f"\n    git clone {address} jrl\n" in (tmp_path / "README.md").read_text()
     wrong = subprocess.run([*command[:2], "nowhere"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "is no address" in wrong.stderr

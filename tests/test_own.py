@@ -140,10 +140,15 @@ def test_options_are_those_of_the_function():
     with pytest.raises(UserError) as caught:
         check_options(function, {"c": 1}, "data", first=1)
     assert str(caught.value).splitlines() == [
-        "data.c = 1: there is no such option; choose from a, b",
+        "data.c = 1: there is no such option; choose from a, b; where a configuration file sets it,"
+        " data.c= removes it",
         "data.a is missing: function(a, b) needs it; set it, or give the argument a default",
     ]
     check_options(lambda **anything: anything, {"c": 1}, "data")
+    with pytest.raises(UserError) as caught:
+        check_options(lambda a, b: a, {}, "objective")
+    said = "objective.a, objective.b are missing: <lambda>(a, b) needs them; set them"
+    assert str(caught.value) == f"{said}, or give the arguments defaults"
 
 
 def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(mine):

@@ -6,13 +6,14 @@ import sys
 import tomllib
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hub_mirror import add, checkpoint
 from typer.main import get_command
 
 from jrl.cli import app
 from jrl.config_io import build_config
-from jrl.methods import list_methods
+from jrl.methods import get_method, list_methods
 from jrl.metrics import CLOCKS
 from jrl.models.hf.parse import FAMILIES
 from jrl.rewards.columns import form_of
@@ -138,9 +139,10 @@ def test_the_comparison_says_what_is_true_of_this_library():
 
 def test_it_is_one_screen_of_why_and_short_examples():
     shown = README.partition("## Five hops")[0]
-    assert len(shown.splitlines()) <= 100
-    command, python = blocks(README)
+    assert len(shown.splitlines()) <= 125
+    command, python, method = blocks(README)
     assert len(command.splitlines()) <= 10
+    assert len(method.splitlines()) <= 12
     assert len([line for line in python.splitlines() if line.strip()]) <= 15
 
 
@@ -191,6 +193,18 @@ def test_the_rewards_of_the_docs_are_rewards():
         namespace = {}
         exec(code, namespace)
         assert form_of(namespace["right"], "rewards") == form
+
+
+def test_the_readmes_method_is_gspo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(blocks(README)[2])
+    method, gspo = (get_method(name, kl_coef=0.01) for name in ("mine.py:by_sequence", "gspo"))
+    rows = np.random.default_rng(0).normal(size=(4, 7)).astype(np.float32)
+    stats = {"logprobs": rows[0], "sampler_logprobs": rows[1], "ref_logprobs": rows[2]}
+    live = np.arange(7) < 5
+    mine, theirs = (m.objective.surrogate.apply(stats, rows[3], live)[0] for m in (method, gspo))
+    np.testing.assert_array_equal(mine, theirs)
+    assert np.abs(mine).max() > 0
 
 
 def test_the_reward_of_the_command_line_is_one():

@@ -69,6 +69,24 @@ LONG = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**8)"
 """A call of half a minute that, like a compiler, lets other threads run and no handler."""
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_compiler_is_left_where_nothing_is_lost(lost):
+    """A compiler of a second and a half, or half a minute."""
+    began = time.monotonic()
+    code, said = ends(f"""
+        import os, threading
+        with signals.end_at_once(), signals.Stopping() as stopping:
+            stopping.at_rest = lambda: not {lost}
+            stopping.saved = lambda: "step 3 is saved"
+            threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            {LONG.replace("10**8", "5 * 10**6") if lost else LONG}
+            raise SystemExit(5)
+    """)
+    saved = (INTERRUPTED, "jrl: stopped while compiling; step 3 is saved\n")
+    assert (code, said) == ((5, "") if lost else saved)
+    assert time.monotonic() - began < 20
+
+
 def test_a_signal_is_heard_while_the_main_thread_is_in_a_compiler():
     code, said = ends(f"""
         import os, threading

@@ -1,4 +1,4 @@
-"""The soak of ``tests/soak.py``; JRL_SOAK_STEPS and JRL_SOAK_KILLS make it shorter."""
+"""The soak of ``tests/soak.py``; JRL_SOAK_STEPS, _KILLS and _MODES make it shorter."""
 
 import os
 import subprocess
@@ -11,15 +11,16 @@ import pytest
 def test_thousands_of_steps_and_many_kills_leave_nothing_and_change_nothing(checkout, tmp_path):
     steps = os.environ.get("JRL_SOAK_STEPS", "10000")
     kills = os.environ.get("JRL_SOAK_KILLS", "30")
+    modes = os.environ.get("JRL_SOAK_MODES", "host,compiled,episodes")
     record = ["--record", str(checkout / "tests" / "last_soak.md")] if steps == "10000" else []
     done = subprocess.run(
         [
             *(sys.executable, str(checkout / "tests" / "soak.py"), "--dir", str(tmp_path / "soak")),
-            *("--steps", steps, "--kills", kills, *record),
+            *("--modes", modes, "--steps", steps, "--kills", kills, *record),
         ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{steps} steps" in done.stdout
-    assert f"{kills} SIGKILLs" in done.stdout
+    assert done.stdout.count(f"{steps} steps") == len(modes.split(","))
+    assert done.stdout.count(f"{kills} SIGKILLs") == len(modes.split(","))

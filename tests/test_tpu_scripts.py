@@ -90,8 +90,50 @@ def test_gke_and_slurm_say_what_they_would_run():
     assert "scontrol requeue $SLURM_JOB_ID; exit $code" in command[-1]
 
 
+def test_the_benchmark_plans_here_and_measures_on_all_slices_at_once():
+    args = ("--zone", "z", "--name", "a", "--topology", "v5e:4x4", "--slices", "2")
+    commands = dry("benchmark.sh", *args, "--", "c.toml", "mesh.data=2", "--steps", "5")
+    assert commands[0] == [
+        *("jrl", "plan", "c.toml", "mesh.data=2", "--topology", "2*v5e:4x4", "--json")
+    ]
+    copied, measured = commands[1:3], commands[3:]
+    assert [c[5:7] for c in copied] == [["a-plan.json", f"a-{i}:jrl/plan.json"] for i in (0, 1)]
+    assert sorted(c[5] for c in measured) == ["a-0", "a-1"]
+    (line,) = {c[-1].removeprefix("--command=") for c in measured}
+    start = "cd $HOME/jrl && JRL_DISTRIBUTED=auto .venv/bin/python -m benchmarks.tpu c.toml"
+    assert line.startswith(f"{start} mesh.data=2 --steps 5 --topology ")
+    assert shlex.split(line)[-6:] == [
+        *("--topology", "2*v5e:4x4", "--plan", "plan.json", "--json", "benchmark.json")
+    ]
+    given = dry("benchmark.sh", *args[:4], "--plan", "p.json", "--", "c.toml")
+    assert [c[0] for c in given] == ["gcloud", "gcloud"]
+    assert "p.json" in given[0]
+
+
+def test_the_benchmark_ends_with_the_code_of_a_process_that_failed(tmp_path):
+    """Two processes here, as two hosts: both are given the plan, and one of them fails."""
+    python = tmp_path / "python"
+    python.write_text('#!/usr/bin/env bash\necho "$JAX_PROCESS_ID: $*"\nexit "$JAX_PROCESS_ID"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        [
+            *(SCRIPTS / "benchmark.sh", "--local", "2", "--topology", "v5e:2x2"),
+            *("--plan", "p.json", "--", "c.toml", "data.system=a b"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHON": str(python)},
+    )
+    assert done.returncode == 1
+    said = sorted(done.stdout.splitlines())
+    expected = "-m benchmarks.tpu c.toml data.system=a b --topology v5e:2x2 --plan p.json"
+    assert said == [f"{i}: {expected}" for i in (0, 1)]
+
+
 def test_what_is_missing_is_named():
     assert "--zone is missing" in script("create.sh", ok=False)
+    assert "nothing to measure" in script("benchmark.sh", "--zone", "z", ok=False)
     assert "nothing to run" in script("launch.sh", "--zone", "z", ok=False)
     assert "unknown option --nome" in script("status.sh", "--nome", "x", ok=False)
     assert "topology v9:1x1" in script("create.sh", "--zone", "z", "--topology", "v9:1x1", ok=False)

@@ -12,7 +12,7 @@ from jrl.rewards.base import Sample
 from jrl.rewards.pool import RewardPool
 from jrl.signals import Stopping
 from jrl.types import Prompt
-from jrl.waits import Waits, waiting
+from jrl.waits import Waits, moved, waiting
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_a_wait_is_said_each_time_it_has_doubled_with_what_is_left():
     lines, left = [], [64]
     with (
         Waits(60, lines.append, lines.append),
-        waiting("rollout", of="step 12", limited=False),
+        waiting("rollout", of="step 12"),
         waiting("rewards", lambda: f"{left[0]} of 64 calls left"),
     ):
         time.sleep(0.15)
@@ -55,10 +55,8 @@ def test_a_wait_without_progress_is_ended_and_one_with_progress_is_not():
 
     with Waits(0.3, lambda line: None, end):
         count = iter(range(10**9))
-        with waiting("outer", limited=True), waiting("rewards", lambda: str(next(count))):
+        with waiting("outer"), waiting("rewards", lambda: str(next(count))):
             time.sleep(0.6)
-        with waiting("rollout", limited=False):
-            time.sleep(0.5)
         with waiting("judge", seconds=60):
             time.sleep(0.5)
         assert not told
@@ -111,6 +109,7 @@ def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
         "from jrl import signals, waits\n"
         "signals.END_SECONDS, waits.LOOK_SECONDS = 0.3, 0.05\n"
         "with signals.Stopping() as s, waits.Waits(0.2, print, s.overdue):\n"
+        "    s.saved = lambda: 'step 2 is saved'\n"
         "    with waits.waiting('saving', of='step 3'):\n"
         "        time.sleep(60)\n"
     )
@@ -119,7 +118,7 @@ def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
     )
     assert done.returncode == Overdue.exit_code == 3
     said = "waited too long for the saving of step 3: 0 s"
-    assert done.stderr == f"jrl: error: {said}; ended without saving\n"
+    assert done.stderr == f"jrl: error: {said}; step 2 is saved\n"
 
 
 def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
@@ -140,6 +139,13 @@ def test_a_second_thread_of_a_program_is_only_told(monkeypatch):
     thread.start()
     thread.join()
     assert said[-1] == "alive"
+
+
+def test_what_is_read_and_written_is_progress(tmp_path):
+    with Waits(60, lambda line: None, lambda line: None), waiting("checkpoint", moved):
+        before = moved()
+        (tmp_path / "file").write_bytes(bytes(3_000_000))
+        assert moved() != before or not before  # where the system does not say
 
 
 def sleepy(samples):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.data.tables import Chain, CsvSource, JsonSource, Mixture, Source
+from jrl.data.tables import Chain, CsvSource, GzipSource, JsonSource, Mixture, Source, holds_lines
 from jrl.errors import UserError
 from jrl.extras import need
 from jrl.hub import data_files, hub_name
@@ -21,15 +21,17 @@ from jrl.own import GIVEN, given_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": CsvSource,
-    ".json": JsonSource,
+    ".json": lambda path: JsonlSource(path) if holds_lines(path) else JsonSource(path),
     ".jsonl": lambda path: JsonlSource(path),
+    ".jsonl.gz": GzipSource,
     ".parquet": lambda path: ParquetSource(path),
+    ".tsv": CsvSource,
 }
 """Suffixes of files that are read."""
 
 _FORMS = (
-    "name a FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl, tfds:NAME[:SPLIT], or a data"
-    " set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT]"
+    "name a FILE.jsonl, .jsonl.gz, .parquet, .csv, .tsv or .json, files as DIR/*.jsonl,"
+    " tfds:NAME[:SPLIT], or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT]"
 )
 
 
@@ -39,8 +41,9 @@ def open_source(
     """The rows that a specification names.
 
     Args:
-      spec: a file (JSONL, Parquet, CSV, or JSON with one list); several of one kind as a pattern,
-        such as ``DIR/*.jsonl``, in the order of their names; ``tfds:NAME[/CONFIG][:SPLIT]``, where
+      spec: a file (JSONL, also compressed by gzip, Parquet, CSV, TSV, or JSON with one list or
+        with an object a line); several of one kind as a pattern, such as ``DIR/*.jsonl``, in the
+        order of their names; ``tfds:NAME[/CONFIG][:SPLIT]``, where
         the split is "train" when left out, and may be a slice ("train[:10%]"), and
         ``tfds:NAME/SPLIT`` works too; a data set of the Hugging Face Hub as
         ``ORG/NAME[/CONFIG][:SPLIT][@REVISION]``; or a table of several of these with their weights
@@ -68,7 +71,7 @@ def open_source(
     if (of_hub := hub_name(spec)) is not None:
         return _rows_of(data_files(of_hub, key), spec)
     path = Path(spec).expanduser()
-    if path.suffix not in _KINDS:
+    if _suffix(path) is None:
         raise UserError(f"data {spec!r}; {_FORMS}")
     if not path.is_file() and set("*?[") & set(spec):
         found = sorted(glob.glob(str(path), recursive=True))
@@ -80,12 +83,15 @@ def open_source(
     return _rows_of([path], spec)
 
 
+def _suffix(path: Path) -> str | None:
+    """The suffix of a file that is read, or None."""
+    return next((suffix for suffix in _KINDS if path.name.endswith(suffix)), None)
+
+
 def _looked(path: Path) -> str:
     """Where a file was looked for, and the one there whose name is nearest."""
     there = path.parent.resolve()
-    names = (
-        [each.name for each in there.glob("*") if each.suffix in _KINDS] if there.exists() else []
-    )
+    names = [each.name for each in there.glob("*") if _suffix(each)] if there.exists() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     hint = f"; did you mean {path.parent / near[0]}?" if near else ""
     return f"(looked in {there}{'' if there.exists() else ', which is not there'}){hint}"
@@ -93,7 +99,10 @@ def _looked(path: Path) -> str:
 
 def _rows_of(paths: Sequence[Path], spec: str) -> Source:
     """The rows of one file, or of several one after the other."""
-    sources = [_KINDS[path.suffix](path) for path in paths]
+    unread = [path for path in paths if _suffix(path) is None]
+    if unread:
+        raise UserError(f"data {spec!r} matches {unread[0]}; {_FORMS}")
+    sources = [_KINDS[_suffix(path) or ""](path) for path in paths]
     if not any(map(len, sources)):
         raise UserError(f"data {spec!r}: the file has no rows")
     return sources[0] if len(sources) == 1 else Chain(sources)
@@ -273,11 +282,19 @@ def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
         raise
     except Exception as error:  # TFDS raises many kinds, most of them its own
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        near = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
+        hint = f"; did you mean tfds:{near[0]}?" if near else ""
         raise UserError(
-            f"data {spec!r} (in {root}): {type(error).__name__}: {first}; name a prepared dataset "
-            "and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
+            f"data {spec!r} (in {root}): {type(error).__name__}: {first}{hint}; name a prepared"
+            " dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
             "TFDS_DATA_DIR"
         ) from error
+
+
+def _tfds_names(root: Path) -> list[str]:
+    """Data sets that are prepared here, and GSM8K, which this library prepares itself."""
+    there = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return [*there, "gsm8k"]
 
 
 def _prepared(directory: Path) -> str | None:

@@ -1,10 +1,14 @@
-"""Rows of CSV and JSON files, of several files in a row, and of several sources by weight."""
+"""Rows of CSV, JSON and compressed files, of several files in a row, and of sources by weight."""
 
 from __future__ import annotations
 
 import bisect
+import codecs
 import csv
+import gzip
 import itertools
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +17,7 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.json_text import parse_json
+from jrl.memory import check_fits
 
 
 class Source(Protocol):
@@ -32,10 +37,10 @@ class Source(Protocol):
 
 
 class CsvSource:
-    """Rows of a CSV file whose first line names the columns; all of it is kept in memory.
+    """Rows of a CSV or TSV file whose first line names the columns; all is kept in memory.
 
     Args:
-      path: a UTF-8 file; values are text.
+      path: a UTF-8 file; values are text, between tabs where its suffix is .tsv.
 
     Raises:
       UserError: it has no line of names, or is not UTF-8.
@@ -44,9 +49,10 @@ class CsvSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows: list[tuple[int, list[str]]] = []
+        form, mark = ("TSV", "\t") if path.suffix == ".tsv" else ("CSV", ",")
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.reader(file, strict=True)
+                reader = csv.reader(file, strict=True, delimiter=mark)
                 self._names = next(reader, [])
                 begin = reader.line_num + 1
                 for values in reader:
@@ -54,7 +60,7 @@ class CsvSource:
                         self._rows.append((begin, values))
                     begin = reader.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not a CSV file in UTF-8: {error}") from None
+            raise UserError(f"{path} is not a {form} file in UTF-8: {error}") from None
         if self._rows and len(set(self._names)) != len(self._names):
             raise UserError(f"{path}, line 1: two columns have one name: {', '.join(self._names)}")
 
@@ -123,6 +129,68 @@ class JsonSource:
         return f"{self.path}, row {index}"
 
 
+class GzipSource:
+    """One JSON object on each line of a compressed file; all of it is kept in memory.
+
+    Args:
+      path: UTF-8 text, compressed by gzip; empty lines are skipped.
+
+    Raises:
+      UserError: it is not compressed by gzip, is cut short, or is larger than memory once
+        decompressed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[tuple[int, bytes]] = []
+        size, checked = 0, 2**26
+        try:
+            with gzip.open(path, "rb") as file:
+                for number, line in enumerate(file, 1):
+                    size += len(line)
+                    if size > checked:  # a small file may hold any number of bytes
+                        check_fits(f"{path}, decompressed", 2 * size, "decompress it to a .jsonl")
+                        checked = 2 * size
+                    if line.strip():
+                        self._rows.append((number, line))
+        except (OSError, EOFError, zlib.error) as error:
+            raise UserError(f"{path} is not a readable gzip file: {error}") from None
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The object on the row's line.
+
+        Raises:
+          UserError: the line is not a JSON object; names file and line.
+        """
+        row = parse_json(self._rows[index][1], self.where(index))
+        if not isinstance(row, dict):
+            raise UserError(
+                f"{self.where(index)}: must hold a JSON object with named fields, not a"
+                f" {type(row).__name__}"
+            )
+        return row
+
+    def where(self, index: int) -> str:
+        """File and line of a row."""
+        return f"{self.path}, line {self._rows[index][0]}"
+
+
+def holds_lines(path: Path) -> bool:
+    """Whether a .json file is of one object a line: the first line is one, and more follow."""
+    with path.open("rb") as file:
+        first, second = next((line for line in file if line.strip()), b""), b""
+        if first.removeprefix(codecs.BOM_UTF8).strip().startswith(b"{"):
+            second = next((line for line in file if line.strip()), b"")
+    try:
+        return bool(second) and isinstance(json.loads(first.decode("utf-8-sig")), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class Chain:
     """The rows of several sources, one source after the other.
 
@@ -153,6 +221,34 @@ class Chain:
         return self._sources[number], index - self._starts[number]
 
 
+class Head:
+    """The first rows of a source.
+
+    Args:
+      source: all rows.
+      most: rows at the most.
+    """
+
+    def __init__(self, source: Source, most: int) -> None:
+        self._source, self._most = source, most
+
+    def __len__(self) -> int:
+        """Rows."""
+        return min(len(self._source), self._most)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row."""
+        return self._source[index]
+
+    def where(self, index: int) -> str:
+        """The location of a row."""
+        return self._source.where(index)
+
+
+_ROW_BYTES = 5 * 8
+"""Of a row of a mixture while the order is found."""
+
+
 class Mixture:
     """Rows of several sources in given proportions.
 
@@ -170,7 +266,12 @@ class Mixture:
         parts = given / given.sum()
         sizes = np.array([len(source) for source in self._sources])
         largest = int(np.argmax(sizes / parts))
-        counts = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1).astype(np.int64)
+        rows = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1)
+        shown = ", ".join(f"{name!r} = {weight:g}" for name, weight in weights.items())
+        remedy = "bring the weights nearer to the sizes of the sources"
+        said = f"data of {rows.sum():.3g} rows by the weights {shown}"
+        check_fits(said, _ROW_BYTES * float(rows.sum()), remedy)
+        counts = rows.astype(np.int64)
         # The i-th of n rows of a source has its place at (i + 1/2) / n of the whole.
         place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])
         order = np.argsort(place, kind="stable")

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from jrl.envs.gate import run_within, seen
 from jrl.envs.host import EnvError
 
 
@@ -67,7 +68,7 @@ class Calls:
           number: names the call in its answer.
           function: what to call.
           *arguments: its.
-          seconds: the deadline.
+          seconds: the deadline; those that it waits at a ``gate.Gate`` do not count.
         """
         loop = self._loop
 
@@ -92,20 +93,16 @@ class Calls:
         self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float
     ) -> None:
         begin = time.monotonic()
-        inner = asyncio.ensure_future(_guarded(function, arguments))
         try:
             # Not wait_for: it would wait for a call that swallows its cancellation.
-            await asyncio.wait({inner}, timeout=seconds)
+            inner = await run_within(_guarded(function, arguments), seconds)
         except asyncio.CancelledError:
-            if not inner.done():
-                inner.cancel()
-                inner.add_done_callback(_seen)
-                self.inbox.put(Answer(number, error="cancelled"))
-                raise
+            self.inbox.put(Answer(number, error="cancelled"))
+            raise
         took = time.monotonic() - begin
         if not inner.done():
             inner.cancel()
-            inner.add_done_callback(_seen)
+            inner.add_done_callback(seen)
             said = f"no answer within {seconds:g} seconds"
             self.inbox.put(Answer(number, error=said, timeout=True, seconds=took))
         elif inner.cancelled():
@@ -213,12 +210,6 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
     threading.Thread(target=work, name="jrl-env", daemon=True).start()
     return await result
-
-
-def _seen(task: asyncio.Future[Any]) -> None:
-    """Reads a late error, or asyncio would write it to the log."""
-    if not task.cancelled():
-        task.exception()
 
 
 def _words(error: BaseException) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jrl.envs.calls import run_either
-from jrl.envs.chat import Format, Message
+from jrl.envs.chat import Format
+from jrl.envs.frames import Message
 from jrl.envs.host import (
     EnvError,
     Feedback,
@@ -147,10 +148,14 @@ async def call_init(
       EnvError: what it returned cannot be used.
     """
     state, messages = _pair(await run_either(env.init, prompt, seed), "init", "(state, messages)")
-    messages = check_messages(messages, env.limits)
-    opening = np.array(chat.opening(messages), np.int32)
-    if not 1 <= len(opening) <= longest:
-        raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    try:
+        messages = check_messages(messages, env.limits)
+        opening = np.array(chat.opening(messages), np.int32)
+        if not 1 <= len(opening) <= longest:
+            raise EnvError(f"opens with {len(opening)} tokens; the limit of a prompt is {longest}")
+    except BaseException:
+        await run_either(env.close, state)  # nobody else learns of the state
+        raise
     return state, opening, _state_id(None, messages)
 
 
@@ -176,7 +181,9 @@ async def call_step(
     reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
     state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
     feedback = check_feedback(value, env.limits, len(env.parts))
-    answer = [] if feedback.done else chat.following(feedback.messages, closed=not cut)
+    answer = (
+        [] if feedback.done else chat.following(feedback.messages, closed=not cut, first=turn == 0)
+    )
     return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
 
 

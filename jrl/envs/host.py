@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.chat import ChatFormat, Format, Message, PlainFormat
+from jrl.envs.chat import ChatFormat, Format, PlainFormat, chat_template
+from jrl.envs.describe import describe
+from jrl.envs.frames import Message
+from jrl.envs.parsers import get_parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING, Prompt
@@ -51,16 +55,26 @@ class Limits(NamedTuple):
     episode_seconds: float = 600.0
     answer_chars: int = 1 << 16
 
-    def check(self) -> Limits:
+    def check(self, table: str = "limits") -> Limits:
         """Returns self.
+
+        Args:
+          table: that holds them, for messages.
 
         Raises:
           UserError: a limit that no episode can keep.
         """
         least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
-        for name, value in self._asdict().items():
-            if not value >= least.get(name, 0) or not math.isfinite(value):
-                raise UserError(f"limits.{name} = {value}; must be at least {least.get(name, 0)}")
+        given: dict[str, Any] = self._asdict()
+        for name, value in given.items():
+            seconds = name.endswith("seconds")
+            if isinstance(value, bool) or not issubclass(
+                type(value), Real if seconds else Integral
+            ):
+                said = "a number" if seconds else "an integer"
+                raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
+            if not float(value) >= least.get(name, 0) or not math.isfinite(value):
+                raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
         return self
 
 
@@ -95,6 +109,8 @@ class Feedback(NamedTuple):
       metrics: numbers to add up over the episode, by name.
       earlier: points, as ``reward`` is, for the turns before this one, from the first on: what is
         known of them only now.
+      cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
+        as truncated.
     """
 
     messages: Sequence[Message] = ()
@@ -104,6 +120,7 @@ class Feedback(NamedTuple):
     state_key: Any = None
     metrics: Mapping[str, float] = NOTHING
     earlier: Sequence[float | Sequence[float]] = ()
+    cut: bool = False
 
 
 def nothing(state: Any) -> None:
@@ -114,11 +131,16 @@ async def nothing_shared() -> None:
     """Ends what the episodes of an environment share, where that is nothing."""
 
 
+def nothing_begins(step: int, split: str) -> None:
+    """Begins a step of training, where that changes nothing."""
+
+
 class HostEnv(NamedTuple):
     """An environment on the host. Sync functions run in threads of their own.
 
-    A sync function that never returns cannot be ended, its thread stays behind; run such
-    environments in processes (``process.process_env``).
+    A sync function that never returns fails its member at the deadline, but cannot be ended: its
+    thread stays behind, one for each such call. Run such environments in processes
+    (``process.process_env``, ``data.isolate``).
 
     Attributes:
       init: (prompt, seed) -> (state, messages). The members of a group get the same seed, so that
@@ -129,7 +151,14 @@ class HostEnv(NamedTuple):
       tools: what the chat template is told of tools, as OpenAI's API writes them.
       parts: names of the reward parts.
       limits: of an episode.
-      shutdown: async () -> None, at the end of the run; ends what all episodes share.
+      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
+        an environment to check it, one for training and one for evaluation, and ends each.
+      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
+      variables: of the chat template, such as {"enable_thinking": False}.
+      at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
+      begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
+        for environments that change with the training. A run that resumes begins with its step, so
+        that what depends on the step alone is what it would have been.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -140,6 +169,10 @@ class HostEnv(NamedTuple):
     parts: tuple[str, ...] = ("reward",)
     limits: Limits = Limits()
     shutdown: Callable[[], Any] = nothing_shared
+    family: str = ""
+    variables: Mapping[str, Any] = NOTHING
+    at_once: int = 0
+    begin: Callable[[int, str], None] = nothing_begins
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -157,15 +190,36 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
     return env
 
 
-def format_of(env: HostEnv, tokenizer: Tokenizer, variables: Mapping[str, Any] = NOTHING) -> Format:
+def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
     """How messages of this environment become ids: by the chat template where there is one.
 
     Raises:
-      UserError: the template cannot continue a conversation with this environment.
+      UserError: the template is not of the family whose calls the environment reads, cannot
+        continue a conversation with it, or nothing would tell the policy its tools.
     """
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
-        return ChatFormat(tokenizer, tools=env.tools, roles=env.roles, variables=variables)
-    return PlainFormat(tokenizer)
+        name = chat_template(tokenizer, tools=bool(env.tools))
+        if env.family and name in tokenizer.templates:
+            get_parser(env.family, tokenizer.templates[name])
+        chat = ChatFormat(
+            tokenizer,
+            tools=env.tools,
+            roles=env.roles,
+            variables=env.variables,
+            family=env.family,
+        )
+        if not chat.tells_tools:
+            raise UserError(f"the chat template writes no tools, and {_UNTOLD}")
+        return chat
+    if env.tools and not env.family:
+        raise UserError(f"the model has no chat template to write tools, and {_UNTOLD}")
+    return PlainFormat(tokenizer, describe(env.tools, env.family) if env.tools else None)
+
+
+_UNTOLD = (
+    "the environment names no parser of jrl.envs.parsers that says how; set HostEnv.family, or "
+    "describe the tools in a system message and leave HostEnv.tools empty"
+)
 
 
 # ---------------------------------------------------------------- checks of what comes back
@@ -213,7 +267,8 @@ def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
-    return Feedback(messages, reward, done, bool(value.success), value.state_key, metrics, earlier)
+    ends = done, bool(value.success), value.state_key
+    return Feedback(messages, reward, *ends, metrics, earlier, bool(value.cut))
 
 
 def _points(given: Any, parts: int) -> tuple[float, ...]:

@@ -92,7 +92,10 @@ def jumanji(id: str = "Maze-v0", turns: int = 50, **options: Any) -> Env:
     spec = made.action_spec
     sizes = np.asarray(getattr(spec, "num_values", None))
     if sizes.dtype == object:
-        raise UserError(f"data.id = {id!r}: its actions are {spec!r:.60}; choose one of whole ones")
+        raise UserError(
+            f"data.id = {id!r}: its actions are {spec!r:.60}; choose an environment whose actions "
+            "are integers"
+        )
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
         if sizes.ndim:
@@ -140,7 +143,9 @@ def gymnax(id: str = "CartPole-v1", turns: int = 50, **options: Any) -> Env:
     made, parameters = library.make(id)
     actions = getattr(made.action_space(parameters), "n", None)
     if actions is None:
-        raise UserError(f"data.id = {id!r}: its actions are no whole numbers; choose another one")
+        raise UserError(
+            f"data.id = {id!r}: its actions are not integers; choose another environment"
+        )
 
     def reset(key: Array) -> tuple[Any, Any]:
         observation, state = made.reset_env(key, parameters)

@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
+import re
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jrl.envs.host import EnvError, HostEnv
-from jrl.envs.tools import Tool, ToolError
+from jrl.envs.tools import Tool, ToolError, check_tool
 from jrl.errors import UserError
-from jrl.extras import need
+from jrl.extras import install_line, need
 
 _START_SECONDS = 30.0
 
@@ -42,7 +44,7 @@ class McpServer:
     ) -> None:
         mcp = need("mcp", "mcp", "an MCP server")
         if not hasattr(mcp, "Client"):
-            raise UserError("an MCP server needs mcp 2 or newer; pip install -U mcp")
+            raise UserError(f"an MCP server needs mcp 2 or newer; {install_line('mcp')} --upgrade")
         self._name, self._client = server, mcp.Client
         self._connect = lambda: server
         if not isinstance(server, str):
@@ -65,21 +67,38 @@ class McpServer:
     def tools(self, names: Sequence[str] = (), *, seconds: float = 10.0) -> list[Tool]:
         """The server's tools, all or those named, in that order.
 
+        The policy calls them by ``plain_name``: "fs.read" is "fs_read" to it. A tool that cannot be
+        used, because of its schema, is left out with a warning, unless it is named.
+
         Args:
-          names: of tools; () for all.
+          names: of tools, as the server has them; () for all.
           seconds: for one call.
 
         Raises:
-          UserError: the server has no tool of a name.
+          UserError: the server has no tool of a name, one that is named cannot be used, or none
+            can.
         """
         offered = {tool.name: tool for tool in self._listed}
         for name in names:
             if name not in offered:
                 said = ", ".join(sorted(offered))
                 raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {said}")
-        return [self._tool(offered[name], seconds) for name in names or offered]
+        made: dict[str, Tool] = {}
+        for name in names or offered:
+            tool = self._tool(offered[name], plain_name(name, made), seconds)
+            try:
+                check_tool(tool, f"MCP server {self._name!r}, tool {name!r}")
+            except UserError as error:
+                if names:
+                    raise
+                logging.getLogger("jrl").warning("%s; it is left out", error)
+                continue
+            made[tool.name] = tool
+        if not made:
+            raise UserError(f"MCP server {self._name!r} has no tool that can be used")
+        return list(made.values())
 
-    def _tool(self, offered: Any, seconds: float) -> Tool:
+    def _tool(self, offered: Any, name: str, seconds: float) -> Tool:
         async def call(**arguments: Any) -> str:
             try:
                 asked = self._ask("call_tool", offered.name, arguments)
@@ -92,7 +111,7 @@ class McpServer:
             return text
 
         return Tool(
-            name=offered.name,
+            name=name,
             description=offered.description or "",
             parameters=offered.input_schema,
             call=call,
@@ -181,6 +200,25 @@ class McpServer:
         if self._requests is requests:
             self._requests = None
             requests.put_nowait(None)
+
+
+def plain_name(name: str, taken: Container[str] = ()) -> str:
+    """The name under which the policy calls a server's tool: up to 64 letters, digits, _ and -.
+
+    Other characters become "_", and a number is put behind a name that is taken. The server is
+    asked by its own name.
+
+    >>> plain_name("fs.read"), plain_name("_x"), plain_name("fs/read", {"fs_read"})
+    ('fs_read', 'tool_x', 'fs_read_2')
+    """
+    plain = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:64]
+    if not re.match("[A-Za-z]", plain):
+        plain = f"tool_{plain.lstrip('_-')}"[:64]
+    found, number = plain, 1
+    while found in taken:
+        number += 1
+        found = f"{plain[: 63 - len(str(number))]}_{number}"
+    return found
 
 
 def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:

@@ -31,10 +31,12 @@ class Call(NamedTuple):
     Attributes:
       name: of the tool.
       arguments: by name, JSON values.
+      id: that the policy gave it, in formats that have one; else "".
     """
 
     name: str
     arguments: dict[str, Any]
+    id: str = ""
 
 
 class Malformed(NamedTuple):
@@ -60,7 +62,10 @@ class Parser(NamedTuple):
       render: (call) -> text that ``parse`` reads as that call.
       role: of the messages that results are sent back in.
       result: (text of a result) -> content of that message.
-      template: a text that chat templates of the family contain; () for any.
+      template: texts of which chat templates of the family contain one; () for any.
+      others: texts that show that a template is another family's all the same.
+      list_tags: what the family writes around a list of tools.
+      name: of the family; "" for a parser of one's own.
     """
 
     parse: Callable[[str, Schemas], tuple[Call | Malformed, ...]]
@@ -68,6 +73,14 @@ class Parser(NamedTuple):
     role: str = "tool"
     result: Callable[[str], str] = lambda text: text
     template: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    list_tags: tuple[str, str] = ("", "")
+    name: str = ""
+
+    def fits(self, template: str) -> bool:
+        """Whether a chat template has the family's marks."""
+        other = any(mark in template for mark in self.others)
+        return any(mark in template for mark in self.template) and not other
 
 
 def get_parser(name: str, template: str | None = None) -> Parser:
@@ -75,20 +88,18 @@ def get_parser(name: str, template: str | None = None) -> Parser:
 
     Args:
       name: of ``PARSERS``.
-      template: the chat template that it is used with; None where there is none.
+      template: the chat template that it is used with; None where there is none. One without the
+        marks of any family, which has no place for tools, goes with every parser.
 
     Raises:
       UserError: there is no such family, or the template is that of another one.
     """
     if name not in PARSERS:
         raise choose("parser", name, PARSERS)
-    marks = PARSERS[name].template
-    if template is not None and marks and not any(mark in template for mark in marks):
-        fit = [
-            n for n, p in PARSERS.items() if p.template and any(m in template for m in p.template)
-        ]
-        said = f"its template looks like {' or '.join(fit)}" if fit else "its template has no tools"
-        raise UserError(f"parser = {name!r} does not fit the model: {said}")
+    fit = [n for n, parser in PARSERS.items() if template is not None and parser.fits(template)]
+    if fit and name not in fit:
+        said = f"its chat template is of {' or '.join(map(repr, fit))}"
+        raise UserError(f"parser = {name!r} does not fit the model: {said}; use that parser")
     return PARSERS[name]
 
 
@@ -117,7 +128,9 @@ def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return Malformed("structure", 'a call is a JSON object with a "name"')
     found = [value[key] for key in keys if key in value]
-    return _with_arguments(value["name"], found[0] if found else {})
+    call = _with_arguments(value["name"], found[0] if found else {})
+    given = value.get("id")
+    return call._replace(id=given) if isinstance(call, Call) and isinstance(given, str) else call
 
 
 def _with_arguments(name: str, arguments: Any) -> Call | Malformed:
@@ -243,9 +256,10 @@ def _parse_mistral(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
     out: list[Call | Malformed] = []
     _, *bodies = _ENDS.sub("", text).split(_MISTRAL)
     for body in bodies:
-        named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)", body)
+        named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)", body)
         if named:  # from version 11 of the format on
-            out.append(_with_arguments(named[1], body[named.end() :]))
+            made = _with_arguments(named[1], body[named.end() :])
+            out.append(made._replace(id=named[2] or "") if isinstance(made, Call) else made)
             continue
         value = _json(body)
         listed = value if isinstance(value, list) else [value]
@@ -257,7 +271,8 @@ def _parse_mistral(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
 
 def _render_mistral(call: Call) -> str:
     # A bracket in a string is written as an escape, or a text could begin another call.
-    body = _dumps({"name": call.name, "arguments": call.arguments})
+    given = {"name": call.name, "arguments": call.arguments}
+    body = _dumps(given | ({"id": call.id} if call.id else {}))
     body = body.replace(_MISTRAL, "\\u005bTOOL_CALLS]")
     return f"{_MISTRAL}[{body}]"
 
@@ -376,11 +391,32 @@ def _render_gemma(call: Call) -> str:
     return f"```tool_code\n{body}\n```"
 
 
-PARSERS: Mapping[str, Parser] = {
-    "hermes": Parser(_parse_hermes, _render_hermes, template=("<tool_call>\\n{", "<tool_call>\n{")),
-    "qwen3_coder": Parser(_parse_coder, _render_coder, template=("<function=",)),
-    "llama3": Parser(_parse_llama, _render_llama, template=("ipython", "<|python_tag|>")),
-    "mistral": Parser(_parse_mistral, _render_mistral, template=(_MISTRAL,)),
+_FAMILIES = {
+    "hermes": Parser(
+        _parse_hermes,
+        _render_hermes,
+        template=("<tool_call>",),
+        others=("<parameter=", "<arg_key>"),  # Qwen3-Coder's, and GLM's
+        list_tags=("<tools>\n", "\n</tools>"),
+    ),
+    "qwen3_coder": Parser(
+        _parse_coder,
+        _render_coder,
+        template=("<parameter=",),
+        list_tags=("<tools>\n", "\n</tools>"),
+    ),
+    "llama3": Parser(
+        _parse_llama,
+        _render_llama,
+        template=("ipython", "<|python_tag|>"),
+        others=("<function=", "<tool_call>", _BEGIN),
+    ),
+    "mistral": Parser(
+        _parse_mistral,
+        _render_mistral,
+        template=(_MISTRAL,),
+        list_tags=("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    ),
     "gemma": Parser(
         _parse_gemma,
         _render_gemma,
@@ -391,5 +427,6 @@ PARSERS: Mapping[str, Parser] = {
     "deepseek": Parser(_parse_deepseek, _render_deepseek, template=(_BEGIN,)),
     "gpt_oss": Parser(_parse_harmony, _render_harmony, template=("<|channel|>",)),
 }
+PARSERS: Mapping[str, Parser] = {n: p._replace(name=n) for n, p in _FAMILIES.items()}
 """The formats by family: Hermes and Qwen 2.5 and 3, Qwen3-Coder, Llama 3, Mistral, Gemma 3,
 DeepSeek V3 and R1, gpt-oss."""

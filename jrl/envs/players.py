@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
-from jrl.envs.chat import Message
+from jrl.envs.frames import Message
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.tools import Tool, tool_env
 from jrl.errors import UserError
@@ -334,7 +334,7 @@ def zero_search_env(
     reward: Callable[[Prompt, Reply], Any],
     limits: Limits,
     *,
-    episodes: int,
+    steps: int,
     start: float = 0.0,
     end: float = 0.5,
 ) -> HostEnv:
@@ -349,17 +349,26 @@ def zero_search_env(
       parser: of tool calls, of the policy's family.
       reward: judges the last turn; the paper takes the F1 of the answer.
       limits: of an episode.
-      episodes: of the whole run; progress is the share of them that has begun.
-      start: chance of noise at first.
+      steps: training steps of the whole run (``train.steps``); progress is the share of them that
+        is done, so that a run that resumes goes on where it was.
+      start: chance of noise at first, and in every evaluation, so that those compare.
       end: chance of noise in the end.
+
+    Raises:
+      UserError: no steps.
     """
-    begun = [0]
+    if steps < 1:
+        raise UserError(f"steps = {steps}; must be at least 1")
+    chance = [start]
+
+    def begin(step: int, split: str) -> None:
+        chance[0] = start if split == "eval" else noise_chance(step / steps, start, end)
+
     current: contextvars.ContextVar[tuple[Prompt, random.Random]] = contextvars.ContextVar("now")
 
     async def search(query: str) -> str:
         prompt, rng = current.get()
-        chance = noise_chance(begun[0] / max(episodes, 1), start, end)
-        kind = "noisy, useless" if rng.random() < chance else "useful"
+        kind = "noisy, useless" if rng.random() < chance[0] else "useful"
         asked = _DOCUMENTS.format(
             question=prompt.text, answer=prompt.answer, query=query, kind=kind
         )
@@ -370,7 +379,6 @@ def zero_search_env(
     env = tool_env([tool], parser, reward, limits)
 
     async def init(prompt: Prompt, seed: int) -> tuple[Any, list[Message]]:
-        begun[0] += 1
         session, messages = await env.init(prompt, seed)
         return (session, random.Random(seed)), messages
 
@@ -380,4 +388,4 @@ def zero_search_env(
         session, feedback = await env.step(session, reply)
         return (session, rng), feedback
 
-    return env._replace(init=init, step=step)
+    return env._replace(init=init, step=step, begin=begin)

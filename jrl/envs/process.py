@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jrl.envs.gate import Gate
 from jrl.envs.host import EnvError, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
@@ -87,6 +88,7 @@ def process_env(
     parts: tuple[str, ...] = ("reward",),
     limits: Limits = Limits(),  # noqa: B008 - a value that nobody can change
     memory_bytes: int = 0,
+    at_once: int = 0,
 ) -> HostEnv:
     """The environment that a function returns, played in processes.
 
@@ -100,9 +102,14 @@ def process_env(
       parts: names of its reward parts.
       limits: of an episode.
       memory_bytes: of addresses, for each process; 0 for any.
+      at_once: processes, and so open episodes, at a time; others wait for one, which costs them no
+        time of their own. 0 for as many as there are episodes: those in the decode slots, and the
+        groups that are opened ahead, about twice the slots.
+
+    JAX in such a process sees the processor alone: accelerators are the run's.
 
     Raises:
-      UserError: there is no such file or interpreter.
+      UserError: there is no such file or interpreter, or ``at_once`` is below 0.
     """
     python = python or sys.executable
     place, _, name = env.rpartition(":")
@@ -114,9 +121,12 @@ def process_env(
         env = f"{Path(place).resolve()}:{name}"
     if not Path(python).is_file():
         raise UserError(f"python = {python!r}: there is no such interpreter")
+    if at_once < 0:
+        raise UserError(f"at_once = {at_once}; must be at least 0")
     given = {"env": env, "options": dict(options), "memory_bytes": memory_bytes}
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
-    pool = _Pool([python, str(_WORKER), json.dumps(given)], 1024 + 8 * limits.answer_chars)
+    most = 1024 + 8 * limits.answer_chars
+    pool = _Pool([python, str(_WORKER), json.dumps(given)], most, at_once)
     return HostEnv(
         init=pool.init,
         step=pool.step,
@@ -124,6 +134,7 @@ def process_env(
         roles=roles,
         parts=parts,
         limits=limits,
+        at_once=at_once,
         shutdown=pool.shutdown,
     )
 
@@ -131,8 +142,10 @@ def process_env(
 class _Pool:
     """The processes of one environment: those that play, and those that may play next."""
 
-    def __init__(self, command: list[str], most: int) -> None:
+    def __init__(self, command: list[str], most: int, at_once: int) -> None:
         self._command, self._most = command, most
+        # Calls wait in the order of their groups, so that a group's members all get in.
+        self._gate = Gate(at_once, "a process of the environment") if at_once else None
         self._idle: list[_Process] = []
         self._alive: set[_Process] = set()
 
@@ -146,6 +159,7 @@ class _Pool:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
         )
         self._alive.add(process := _Process(started, self._most))
         return process
@@ -156,12 +170,19 @@ class _Pool:
 
     async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
         """See ``HostEnv``; the state is the process."""
-        process = await self._take()
+        if self._gate is not None:
+            await self._gate.enter()
         told = {n: getattr(prompt, n) for n in ("id", "text", "answer")} | {"meta": {**prompt.meta}}
+        process = None
         try:
+            process = await self._take()
             return process, await process.ask({"do": "init", "prompt": told, "seed": seed})
         except BaseException:
-            await self._drop(process)
+            try:
+                if process is not None:
+                    await self._drop(process)
+            finally:
+                self._leave()
             raise
 
     async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
@@ -175,10 +196,17 @@ class _Pool:
             if process.sound:
                 await process.ask({"do": "close"})
         finally:
-            if process.sound:
-                self._idle.append(process)
-            else:
-                await self._drop(process)
+            try:
+                if process.sound:
+                    self._idle.append(process)
+                else:
+                    await self._drop(process)
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._gate is not None:
+            self._gate.leave()
 
     async def shutdown(self) -> None:
         """Ends every process."""

@@ -1,7 +1,9 @@
 """Python of the policy's in processes of their own, with limits on everything it may use.
 
 Where the system has ``unshare`` and lets it be used, the code has no network, no other processes in
-sight, and empty temporary directories that vanish with it. It always runs without the caller's
+sight, and empty temporary directories that vanish with it. Elsewhere a filter of system calls keeps
+it from sockets and from the memory of other processes; where that cannot be had either,
+``Sandbox(network=True)`` must say that the network is no harm. It always runs without the caller's
 environment variables, with limits on processor time, memory, output, files and processes, and it is
 killed with all its children at its deadline. It may read files that everybody on the machine may
 read; a container or virtual machine around the trainer keeps it from those.
@@ -22,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jrl.envs.gate import Gate
 from jrl.envs.tools import Tool
 from jrl.errors import UserError
 
@@ -35,6 +37,7 @@ _APART = ("--mount", "--net", "--pid", "--fork", "--kill-child")
 _FIRST_UID, _UIDS = 1_300_000, 10_000
 """User ids that nobody has, one for each process at a time: limits on processes are by user."""
 _LONGEST_CODE = 1 << 20
+_AROUND_SECONDS = 10.0
 
 
 class SandboxLimits(NamedTuple):
@@ -76,40 +79,60 @@ class Sandbox:
     Args:
       limits: of each run; None for the usual ones.
       at_once: runs at a time, others wait; None for as many as there are cores.
+      network: whether code may run where it cannot be cut off from the network.
 
     Attributes:
       apart: whether the code has no network and its own processes and temporary directories.
+      offline: whether it has no network.
 
     Raises:
-      UserError: no Python here can be run with fewer rights than the caller's.
+      UserError: no Python here can be run with fewer rights than the caller's; or code would have
+        the network, as in a container that forbids ``unshare``, and ``network`` is False.
     """
 
-    def __init__(self, limits: SandboxLimits | None = None, *, at_once: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        at_once: int | None = None,
+        network: bool = False,
+    ) -> None:
         self.limits = limits or SandboxLimits()
-        self._at_once = at_once or os.cpu_count() or 1
-        self._python, self._prefix = _way_in()
+        self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
+        self._python, self._prefix, self._filtered = _way_in()
         self.apart = bool(self._prefix)
+        self.offline = self.apart or self._filtered
         self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
-        self._gates: Any = weakref.WeakKeyDictionary()
+        if not (self.offline or network):
+            raise UserError(
+                "the sandbox cannot cut code off from the network: unshare (package util-linux) "
+                "and seccomp are missing or forbidden here; start the container with "
+                "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
+                "to let code use the network"
+            )
         if not self.apart:
+            has = "has no network but" if self.offline else "keeps the network and"
             logging.getLogger("jrl").warning(
-                "sandbox: unshare cannot be used here, so code keeps the network; limits hold"
+                f"sandbox: unshare cannot be used here, so code {has} sees other processes and "
+                "their files; limits hold"
             )
 
     async def run(self, code: str) -> Result:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
-        The time that a run waits for others is not counted.
+        The time that a run waits for others is not counted, here nor against ``Limits``.
+
+        Raises:
+          EnvError: no other run ends for ten minutes.
         """
         if len(code) > _LONGEST_CODE:
             return Result(f"code of {len(code)} characters is too long", "error", 0.0)
-        gate = self._gates.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._at_once))
-        async with gate:
+        async with self._gate:
             return await self._run(code)
 
     async def _run(self, code: str) -> Result:
         begin = time.monotonic()
-        spec = _spec(self.limits, self.apart, next(self._uids))
+        spec = _spec(self.limits, self.apart, self._filtered, next(self._uids))
         with contextlib.ExitStack() as stack:
             directory = None
             if not self.apart:
@@ -177,9 +200,10 @@ async def _finish(process: asyncio.subprocess.Process) -> None:
     _kill(process.pid)  # it closed its output and lives on, or left a child that holds the pipe
 
 
-def _spec(limits: SandboxLimits, apart: bool, uid: int) -> dict[str, Any]:
+def _spec(limits: SandboxLimits, apart: bool, filtered: bool, uid: int) -> dict[str, Any]:
     """What the child is told; a caller who is root gives it a user id of its own."""
-    return {**limits._asdict(), "mounts": apart, "uid": uid if os.geteuid() == 0 else None}
+    own = uid if os.geteuid() == 0 else None
+    return {**limits._asdict(), "mounts": apart, "filtered": filtered, "uid": own}
 
 
 def _command(python: str, prefix: tuple[str, ...], spec: dict[str, Any]) -> list[str]:
@@ -197,8 +221,11 @@ def _kill(pid: int) -> None:
 
 
 @functools.cache
-def _way_in() -> tuple[str, tuple[str, ...]]:
-    """The Python to run, and the command before it that sets it apart; found by trying."""
+def _way_in() -> tuple[str, tuple[str, ...], bool]:
+    """The Python to run, the command before it that sets it apart, and whether calls are filtered.
+
+    Found by trying.
+    """
     unshare = shutil.which("unshare")
     root = os.geteuid() == 0
     rights = () if root else ("--user", "--map-root-user")
@@ -206,9 +233,10 @@ def _way_in() -> tuple[str, tuple[str, ...]]:
     pythons = dict.fromkeys(
         p for p in (sys.executable, shutil.which("python3", path="/usr/bin")) if p
     )
-    for prefix in (*prefixes, ()):
+    ways = [*((prefix, False) for prefix in prefixes), ((), True), ((), False)]
+    for prefix, filtered in ways:
         for python in pythons:
-            spec = _spec(SandboxLimits(), bool(prefix), _FIRST_UID + _UIDS)
+            spec = _spec(SandboxLimits(), bool(prefix), filtered, _FIRST_UID + _UIDS)
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 tried = subprocess.run(
                     _command(python, prefix, spec),
@@ -221,7 +249,7 @@ def _way_in() -> tuple[str, tuple[str, ...]]:
                     check=False,
                 )
                 if tried.stdout == b"42\n":
-                    return python, prefix
+                    return python, prefix, filtered
     raise UserError(
         f"the sandbox cannot run Python as another user: {', '.join(pythons)} cannot be read by "
         "everybody; install python3 of the system, or do not run as root"
@@ -252,7 +280,7 @@ def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
             "additionalProperties": False,
         },
         call=call,
-        # Runs of other members may be waited for; the sandbox keeps the limit of the run itself.
-        seconds=60 + sandbox.limits.seconds,
+        # The sandbox keeps the limit of a run; the rest is for starting and ending its process.
+        seconds=_AROUND_SECONDS + sandbox.limits.seconds,
         longest=sandbox.limits.output_bytes,
     )

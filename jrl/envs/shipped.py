@@ -29,7 +29,11 @@ def python_math(
     parser: str = "hermes",
     turns: int = 4,
     turn_tokens: int = 0,
+    tool_calls: int = 0,
+    call_seconds: float = 30.0,
+    episode_seconds: float = 600.0,
     seconds: float = 5.0,
+    network: bool = False,
     system: str | None = None,
 ) -> HostEnv:
     """Questions with a number for an answer, and Python to compute it with.
@@ -41,23 +45,36 @@ def python_math(
       parser: of the policy's family, by name (``envs.parsers.PARSERS``).
       turns: the most of an episode.
       turn_tokens: the most of one turn; 0 for what is left.
+      tool_calls: the most of an episode; 0 for any number.
+      call_seconds: for one turn of the environment, with all its tool calls.
+      episode_seconds: of an episode; 0 for any time.
       seconds: for one run of Python.
+      network: whether Python may run where it cannot be kept from the network (``Sandbox``).
       system: a system message, or None.
 
     Raises:
-      UserError: another tool or parser.
+      UserError: another tool or parser, Python that would have the network, or a run of it that
+        may take longer than a call.
     """
     made: list[Tool] = []
+    if "python" in tools and seconds >= call_seconds:
+        raise UserError(
+            f"seconds = {seconds:g} of a run of Python, and call_seconds = {call_seconds:g}, which "
+            "would fail the member first; raise call_seconds"
+        )
     for name in tools:
         if name not in TOOLS:
             raise choose("tools", name, TOOLS)
         box = SandboxLimits(seconds=seconds)
-        made.append(python_tool(Sandbox(box)) if name == "python" else calculator_tool())
+        if name == "python":
+            made.append(python_tool(Sandbox(box, network=network)))
+        else:
+            made.append(calculator_tool())
 
     def reward(prompt: Prompt, reply: Reply) -> float:
         return exact_reward([Sample(prompt, reply.text, reply.tokens, "stop_token")])[0]
 
-    limits = Limits(turns=turns, turn_tokens=turn_tokens)
+    limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
     return tool_env(made, get_parser(parser), reward, limits, system=system)
 
 
@@ -95,6 +112,9 @@ def multi_hop(
     documents: int = 3,
     turns: int = 6,
     turn_tokens: int = 0,
+    tool_calls: int = 0,
+    call_seconds: float = 30.0,
+    episode_seconds: float = 600.0,
     system: str | None = None,
 ) -> HostEnv:
     """Questions that take several look-ups in a corpus at hand, by BM25.
@@ -107,6 +127,9 @@ def multi_hop(
       documents: in a result of the search.
       turns: the most of an episode.
       turn_tokens: the most of one turn; 0 for what is left.
+      tool_calls: the most of an episode; 0 for any number.
+      call_seconds: for one turn of the environment, with all its tool calls.
+      episode_seconds: of an episode; 0 for any time.
       system: a system message, or None.
 
     Raises:
@@ -118,7 +141,7 @@ def multi_hop(
         return answer_f1(last_answer(reply.text), str(prompt.answer))
 
     tools = [search_tool(texts, count=documents)]
-    limits = Limits(turns=turns, turn_tokens=turn_tokens)
+    limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
     return tool_env(tools, get_parser(parser), reward, limits, system=system)
 
 

@@ -25,6 +25,7 @@ def from_textarena(
     turns: int = 20,
     turn_tokens: int = 0,
     python: str | None = None,
+    processes: int = 64,
 ) -> HostEnv:
     """A game as an environment; needs the extra ``textarena``, or a Python that has it.
 
@@ -42,6 +43,8 @@ def from_textarena(
       turns: the most of an episode.
       turn_tokens: the most of one turn; 0 for what is left.
       python: an interpreter that has textarena; None for this one.
+      processes: games at a time, others wait; 0 for as many as there are episodes in decode slots
+        and opened ahead of them.
 
     Raises:
       UserError: textarena is not installed here, or there is nobody to play against.
@@ -62,4 +65,4 @@ def from_textarena(
         "opponent": f"{Path(place).resolve()}:{name}" if opponent else "",
     }
     limits = Limits(turns=turns, turn_tokens=turn_tokens)
-    return process_env(f"{_CHILD}:Game", given, python=python, limits=limits)
+    return process_env(f"{_CHILD}:Game", given, python=python, limits=limits, at_once=processes)

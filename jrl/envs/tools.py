@@ -15,10 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
+from jrl.envs.gate import run_within, seen
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.parsers import Call, Malformed, Parser, Schemas
+from jrl.envs.schemas import check_schema, fault
 from jrl.errors import UserError, choose
-from jrl.extras import need
 from jrl.types import Prompt
 
 MALFORMED = ("end", "tell")
@@ -119,6 +120,7 @@ def tool_env(
         step=step,
         roles=(parser.role,),
         tools=tuple(tool.schema() for tool in tools),
+        family=parser.name,
         limits=limits,
     )
 
@@ -129,7 +131,8 @@ async def _judged(
     """The end of an episode."""
     points = await run_either(reward, prompt, reply)
     won = isinstance(points, int | float) and points >= 1
-    return Feedback((), points, True, bool(won), None, metrics)
+    # An answer that was cut before it was right is truncated, as a completion of one turn is.
+    return Feedback((), points, True, bool(won), None, metrics, cut=reply.cut and not won)
 
 
 def _async(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,13 +157,10 @@ async def _answer(
     if not allowed:
         return "Error: there are no tool calls left; answer now"
     tool = tools[checked.name]
-    running = asyncio.ensure_future(run_either(tool.call, **checked.arguments))
-    try:
-        await asyncio.wait({running}, timeout=tool.seconds)
-    finally:
-        running.cancel()
+    running = await run_within(run_either(tool.call, **checked.arguments), tool.seconds)
     if not running.done():
-        running.add_done_callback(lambda task: task.cancelled() or task.exception())
+        running.cancel()
+        running.add_done_callback(seen)
         metrics["tool_timeouts"] = metrics.get("tool_timeouts", 0.0) + 1
         return f"Error: {tool.name} took more than {tool.seconds:g} seconds"
     try:
@@ -187,17 +187,8 @@ def check_call(call: Call, schemas: Schemas) -> Call | Malformed:
     if call.name not in schemas:
         known = ", ".join(sorted(schemas))
         return Malformed("content", f"there is no tool {call.name!r:.80}; use {known}", call.name)
-    import jsonschema
-
-    validator = jsonschema.Draft202012Validator(schemas[call.name])
-    try:
-        error = jsonschema.exceptions.best_match(validator.iter_errors(call.arguments))
-    except RecursionError:
-        return Malformed("content", "the arguments are nested too deeply", call.name)
-    if error is None:
-        return call
-    where = "".join(f"[{part!r}]" for part in error.absolute_path)
-    return Malformed("content", f"arguments{where}: {error.message:.300}", call.name)
+    why = fault(schemas[call.name], call.arguments)
+    return call if why is None else Malformed("content", why, call.name)
 
 
 def _messages(
@@ -211,30 +202,43 @@ def _messages(
         {
             "role": "tool",
             "name": call.name or "unknown",
-            "tool_call_id": f"call{(before + i) % 100_000:05d}",
+            "tool_call_id": _call_id(call, before + i),
             "content": content,
         }
         for i, (call, content) in enumerate(zip(calls, contents, strict=True))
     ]
 
 
+def _call_id(call: Call | Malformed, number: int) -> str:
+    """The id that the policy gave the call, where it is one; else one of nine characters.
+
+    Nine letters or digits, because Mistral's templates refuse other ids.
+    """
+    given = call.id if isinstance(call, Call) else ""
+    return given if re.fullmatch(r"[A-Za-z0-9]{9}", given) else f"call{number % 100_000:05d}"
+
+
+def check_tool(tool: Tool, said: str) -> None:
+    """Raises a UserError for a tool that cannot be called.
+
+    Args:
+      tool: it.
+      said: which one, for the message.
+    """
+    if not re.fullmatch(r"[A-Za-z][\w-]{0,63}", tool.name, re.ASCII):
+        raise UserError(f"{said}: a name is up to 64 letters, digits, _ and -, first a letter")
+    check_schema(tool.parameters, said)
+    if not tool.seconds > 0:
+        raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
+
+
 def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
     """Tools by name."""
-    jsonschema = need("jsonschema", "tools", "a run with tools")
     if not tools:
         raise UserError("tools = []; give at least one tool")
     for i, tool in enumerate(tools):
         said = f"tools[{i}], {tool.name!r}"
-        if not re.fullmatch(r"[A-Za-z][\w-]{0,63}", tool.name, re.ASCII):
-            raise UserError(f"{said}: a name is up to 64 letters, digits, _ and -")
+        check_tool(tool, said)
         if any(other.name == tool.name for other in tools[:i]):
             raise UserError(f"{said}: another tool has this name")
-        try:
-            jsonschema.Draft202012Validator.check_schema(tool.parameters)
-        except jsonschema.SchemaError as error:
-            raise UserError(f"{said}: its schema is invalid: {error.message}") from error
-        if tool.parameters.get("type") != "object":
-            raise UserError(f'{said}: its schema must have "type": "object"')
-        if not tool.seconds > 0:
-            raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
     return {tool.name: tool for tool in tools}

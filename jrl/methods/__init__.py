@@ -17,7 +17,7 @@ from typing import Any
 from jrl.errors import UserError, choose
 from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
 from jrl.methods.definition import Published, published, variant
-from jrl.own import FORMS, check_options, load, made_by
+from jrl.own import FORMS, check_options, load, made_by, parameters_of
 
 __all__ = [
     "Draw",
@@ -72,7 +72,7 @@ class OwnMethod:
 
     def __init__(self, name: str, function: Callable[..., Method]) -> None:
         self.name, self._function = name, function
-        self.coefficients = inspect.signature(function).parameters
+        self.coefficients = parameters_of(function, f"method = {name!r}")
 
     def describe(self) -> dict[str, Any]:
         """What ``jrl methods`` prints, as plain values."""

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError
 from jrl.methods.base import Method, refill
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -45,16 +45,8 @@ from jrl.types import Array, Batch, Stats, Surrogate, Transform
 def tracked_baseline(slots: int, keep: float, prior: float = 0.5) -> Transform:
     """Each score minus what its prompt's earlier scores lead one to expect; see ``spo``.
 
-    v is the mean of a Beta distribution with a + b pseudo-counts, read before the batch's own
-    rewards enter so that the baseline is independent of them.
-
-    Args:
-      slots: prompts that can be remembered; see ``prompt_table``.
-      keep: what an earlier observation counts after one more visit, in [0, 1].
-      prior: points, v of a prompt never seen, with the weight of one observation.
-
-    Returns:
-      A transform [N, G] -> [N, G]. Without prompt ids every prompt is one never seen.
+    v is read before the batch's own rewards enter, so that the baseline is independent of them.
+    Without prompt ids every prompt is one never seen.
     """
     blank = {"value": jnp.float32(prior), "weight": jnp.float32(1)}
 
@@ -393,18 +385,8 @@ def bundled_risk(
     to each of its completions ("uniform"), divides it by the deviation of the question's scores
     ("spread"), or multiplies it with the completion's part of the paper's deviation from its
     questions' means ("share"). ``eps`` is added to the deviation of a bundle's scores, which
-    divides unless it is 0.
-
-    Returns:
-      A transform [N, G] -> [N, G] that keeps ``Quantiles``. Completions of no whole paper get 0.
-
-    Raises:
-      UserError: for another ``quantiles`` or ``credit``.
+    divides unless it is 0. Completions of no whole paper get 0.
     """
-    if quantiles not in QUANTILES:
-        raise choose("quantiles", quantiles, QUANTILES)
-    if credit not in CREDITS:
-        raise choose("credit", credit, CREDITS)
 
     def init() -> Quantiles:
         zero = jnp.zeros((), jnp.float32)
@@ -489,7 +471,8 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    if level_low >= level_high:
+    known = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
+    if known and level_low >= level_high:  # else they are traced, by vmap over runs
         raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
     levels = (level_low, level_high)
     advantage = bundled_risk(

@@ -8,8 +8,9 @@
         '''GRPO with one ratio a completion. "Group Sequence ..." (arXiv:2507.18071): formula'''
         return base.with_(ratio=sequence)
 
-The paper is read from the docstring, the family is the file. A variant takes all coefficients of
-its base, so that ``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
+The paper is read from the docstring, where all methods of one paper but the first say "the paper of
+``gspo``"; the family is the file. A variant takes all coefficients of its base, so that
+``correction``, ``kl_coef`` or ``epochs`` mean the same for every relative.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ Build = Callable[..., Method]
 
 _PAPER = re.compile(r'"([^"]+)" \(([^()]*(?:\([^()]*\)[^()]*)*)\)')
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+_ANOTHERS = re.compile(r"the paper of ``(\w+)``")
 
 
 class Paper(NamedTuple):
@@ -78,10 +80,15 @@ class Published:
         base: Published | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
-        named = paper_of(function.__doc__ or "")
+        doc = " ".join((function.__doc__ or "").split())
+        another = _ANOTHERS.search(doc)
+        first = function.__globals__.get(another[1]) if another else None
+        named = paper_of(doc)
         self.name: str = function.__name__
-        self.paper = None if named is None else named.title
-        self.arxiv = None if named is None else named.arxiv
+        self.paper: str | None = None if named is None else named.title
+        self.arxiv: str | None = None if named is None else named.arxiv
+        if isinstance(first, Published):
+            self.paper, self.arxiv = first.paper, first.arxiv
         self.family = function.__module__.rpartition(".")[2]
         self.coefficients = coefficients
         self.base = base
@@ -203,7 +210,7 @@ def variant(
 
 def state_kept(objective: Objective) -> list[str]:
     """Which parts of an objective keep state from step to step: "advantage", a regularizer."""
-    state = objective.init()
+    state = jax.eval_shape(objective.init)  # its shapes alone: a list of methods needs no device
     kept = ["advantage"] if jax.tree.leaves(state["advantage"]) else []
     parts = zip(objective.regularizers, state["regularizers"], strict=True)
     return kept + [part.name for part, inner in parts if jax.tree.leaves(inner)]

@@ -60,7 +60,7 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask], 1)
         external = stats["external"] > 0
-        own = {name: stats[name] for name in inner.needs | {"logprobs"}}
+        own = {name: stats[name] for name in inner.needs | inner.labels | {"logprobs"}}
         for name in own.keys() & {"sampler_logprobs", "proximal_logprobs"}:
             current = jax.lax.stop_gradient(stats["logprobs"])
             own[name] = jnp.where(external, current, own[name])
@@ -68,7 +68,7 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
         return jnp.where(external, loss(stats, advantages), losses), metrics
 
     needs = inner.needs | needs | {"external"}
-    return Surrogate(apply, needs, statistics=inner.statistics)
+    return Surrogate(apply, needs, statistics=inner.statistics, labels=inner.labels)
 
 
 def imitated(stats: Stats, advantages: Array) -> Array:
@@ -316,9 +316,10 @@ def rl_plus(
 
     with V the size of the vocabulary, the uniform distribution standing in for whoever wrote it;
     tokens are summed, over ``max_tokens``. As in the released run there is no clip (``clipped``
-    brings GRPO's), no deviation (``normalise``: that of ``pool``), gamma (``focus``) is 0.5, and
-    the bonus for entropy 0.001; ``outside="one"`` takes its 1 in place of the paper's 1 / V.
-    ``pool="own"`` compares with the policy's own completions alone.
+    brings GRPO's, with its bounds), no deviation (``normalise``: that of ``pool``, with ``eps`` and
+    ``ddof``), gamma (``focus``) is 0.5, and the bonus for entropy 0.001; ``outside="one"`` takes
+    its 1 in place of the paper's 1 / V. ``pool="own"`` compares with the policy's own completions
+    alone.
     """
 
     def mixture(stats: Stats, advantages: Array) -> Array:

@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Draw, Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Tokens
@@ -58,12 +58,7 @@ def scale_by_answer_entropy(
     """Advantages times f(strength SE / log G), f falling from 1; see ``seed_grpo``.
 
     G counts live members; one alone is left as it is.
-
-    Raises:
-      UserError: for another shape.
     """
-    if shape not in SHAPES:
-        raise choose("shape", shape, SHAPES)
 
     def factor(x: Array) -> Array:
         if shape == "exponential":
@@ -125,18 +120,9 @@ def scale_by_difficulty(
 ) -> Transform:
     """Advantages times a weight that falls as the mean accuracy rises; see ``univg_r1``.
 
-    Args:
-      curve: "exp", "power" or "log" of that accuracy, at least 0.
-      power: of "power".
-      part: which reward part, counted from 0, is the accuracy.
-      over: whose mean it is: "group", or "batch" for one weight for all.
-
     Raises:
-      UserError: for another curve or ``over``; when applied, when there is no such reward part.
+      UserError: when applied, when there is no such reward part.
     """
-    for what, word, words in (("curve", curve, CURVES), ("over", over, ("group", "batch"))):
-        if word not in words:
-            raise choose(what, word, words)
 
     def weight_of(accuracy: Array) -> Array:
         if curve == "exp":
@@ -213,15 +199,7 @@ def shape_by_certainty(
     eps: float = 1e-6,
     ddof: int = 1,
 ) -> Transform:
-    """Advantages that reward right completions for doubt, and charge all for sure tokens.
-
-    Args:
-      right: per deviation of certainty, for positive advantages.
-      wrong: per deviation, for negative ones.
-      penalty: points, for the batch's greatest logit.
-      eps: nats, added to the group's deviation of certainty.
-      ddof: of that deviation.
-    """
+    """``ucas``'s advantages: right completions are paid for doubt, all charged for sure tokens."""
 
     def apply(values: Array, batch: Batch, state: object) -> tuple[Array, Batch, object]:
         chex.assert_rank(values, 2)
@@ -343,14 +321,8 @@ the predicted length in tokens and the predicted number of right answers, -1 wit
 def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transform:
     """Scores of meta completions: how well they foretell the solutions of the same problem.
 
-    Args:
-      passes: how many right answers a predicted pass rate of 1 is.
-      above: points, what a right solution's score is above.
-      base: in (0, 1); the difficulty's score is that to the power of the error.
-
-    Returns:
-      A transform [N, G] -> [N, G]; scores of solutions are left as they are. Without the labels
-      ``LABELS`` every completion is a solution. A problem without solutions gives difficulty 0.
+    ``passes`` right answers are a pass rate of 1. Scores of solutions are left as they are; without
+    the labels ``LABELS`` every completion is one. A problem without solutions gives difficulty 0.
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:

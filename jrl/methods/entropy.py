@@ -103,9 +103,11 @@ def confucius3_math(
 
         0.001 |mean H - 0.55|
 
-    A completion is right from ``correct`` points on. Departures: the sum over tokens is averaged
-    over completions, a constant factor; which side of the target the entropy is on is that of the
-    step before (``entropy_target``). Not known: the clip bounds, here DAPO's.
+    A completion is right from ``correct`` points on. Stage "entropy" reads ``eps``, ``ddof``,
+    ``target`` and ``entropy_coef``; stage "hardness" reads ``correct``, ``hardness`` and
+    ``max_rounds`` in their place. Departures: the sum over tokens is averaged over completions, a
+    constant factor; which side of the target the entropy is on is that of the step before
+    (``entropy_target``). Not known: the clip bounds, here DAPO's.
     """
     missing = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
     if stage == "entropy":
@@ -317,8 +319,8 @@ def epo_entropy(
     Departures: as released the penalty is a constant (0.05 to 0.1), which has no gradient;
     ``hinge`` takes ``penalty`` times the distance from the range instead, and False is the released
     form. A turn's first step has no history and no penalty. The history is of the entropy at the
-    start of each training step. The paper also adds the term to PPO. Not known: c; the default is
-    ours.
+    start of each training step. The paper also adds the term to PPO. Numbers are those of the
+    released scripts.
     """
     steered = base.after(entropy_history(turns, total_steps, low, high))
     return steered.plus(smoothed_entropy(entropy_coef, penalty, hinge=hinge))
@@ -334,16 +336,7 @@ def entropy_change(
 
         Omega_t = (A_t / mu_t) pi_t (1 - pi_t) (log pi_t + H_t)
 
-    up to the step's size.
-
-    Args:
-      advantages: [...] float, points.
-      logprobs: [...] float, nats, at most 0.
-      sampler_logprobs: [...] float, nats, under the distribution mu that the token was drawn from.
-      entropy: [...] float, nats.
-
-    Returns:
-      [...] float32. 0 for a token that was certain.
+    up to the step's size; 0 for a token that was certain. All arrays are of one shape.
 
     >>> half = jnp.log(jnp.array([0.5]))
     >>> round(float(entropy_change(jnp.ones(1), half, half, jnp.zeros(1))[0]), 4)

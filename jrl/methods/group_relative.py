@@ -142,7 +142,7 @@ def bnpo(base: Method, normalise: Annotated[str, Choice(("beta", "group"))] = "b
     Rewards are to lie in [0, 1]. Departures: a, b come from the batch at hand, by moments, with
     a + b of at most 300; one score is normalised, not each part of it as in the paper's
     decomposition. What TRL calls bnpo is its token mean over the batch with GRPO's advantages:
-    ``normalise="group"``.
+    ``normalise="group"``, which alone reads ``eps`` and ``ddof``.
     """
     if normalise == "beta":
         base = base.with_(advantage=normalizers.beta_normalised())
@@ -170,14 +170,16 @@ def gdpo(base: Method, eps: Positive, ddof: Ddof) -> Method:
 # ---------------------------------------------------------------- rewards of agents
 
 
-def _parts(method: str, rewards: np.ndarray, count: int, names: str) -> tuple[np.ndarray, ...]:
-    """The reward parts [N, G] one by one."""
+def reward_parts(
+    method: str, rewards: np.ndarray, count: int, names: str
+) -> tuple[np.ndarray, ...]:
+    """The reward parts [N, G] one by one; their number is that of the names, or it is refused."""
     if rewards.shape[2] != count:
         raise UserError(f"{method} with {rewards.shape[2]} reward parts; give {count}: {names}")
     return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
 
 
-def _first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
+def as_first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
     """Parts [N, G, R]: the score, then zeros."""
     return np.stack([score, *[np.zeros_like(score)] * (like.shape[2] - 1)], axis=2)
 
@@ -198,8 +200,8 @@ def car(base: Method) -> Method:
     """
 
     def calibrated(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        right, stated = _parts("car", rewards, 2, "right, confidence")
-        return _first(right - np.square(right - stated), rewards)
+        right, stated = reward_parts("car", rewards, 2, "right, confidence")
+        return as_first(right - np.square(right - stated), rewards)
 
     return base.with_(rewards=calibrated)
 
@@ -220,9 +222,9 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
     """
 
     def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
-        form, score, used = _parts("tool_star", rewards, 3, "form, answer, tools used")
+        form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
         good = np.where(score > 0, score + bonus * (used > 0), score * 0)
-        return _first(
+        return as_first(
             np.where(form > 0, good, np.where(np.isnan(form + score), np.nan, -1)), rewards
         )
 

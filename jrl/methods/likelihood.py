@@ -148,7 +148,7 @@ _WEIGHTS = ("positive_weight", "negative_weight")
 def nsr(base: Method) -> Method:
     """Negative sample reinforcement: wrong answers are made less likely, right ones let be.
 
-    "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning" (arXiv:2506.01347):
+    A half of the paper of ``w_reinforce``:
 
         loss = 1/B sum_i (1 - y_i) sum_t log pi_t
 
@@ -161,7 +161,7 @@ def nsr(base: Method) -> Method:
 def psr(base: Method) -> Method:
     """Positive sample reinforcement: right answers are made more likely, wrong ones let be.
 
-    "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning" (arXiv:2506.01347):
+    A half of the paper of ``w_reinforce``:
 
         loss = -1/B sum_i y_i sum_t log pi_t
 

@@ -20,9 +20,9 @@ from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.length_rewards import ranked_in_group
-from jrl.objectives.members import Members, over_group
+from jrl.objectives.members import Members, first_token, over_group
 from jrl.objectives.ratios import checked
-from jrl.objectives.transforms import per_token, reward_to_go, stateless
+from jrl.objectives.transforms import reward_to_go, stateless
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 # ---------------------------------------------------------------- mirror descent
@@ -33,8 +33,7 @@ def squared_log_ratio(tau: float) -> Surrogate:
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         gap = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0).sum()
-        first = mask & (jnp.cumsum(mask) == 1)
-        rein = jnp.where(first, tau / 2 * jnp.square(gap), 0)
+        rein = jnp.where(first_token(mask), tau / 2 * jnp.square(gap), 0)
         return -advantages * stats["logprobs"] + rein, {"log_ratio": gap}
 
     return Surrogate(checked(apply), frozenset({"ref_logprobs"}))
@@ -160,19 +159,12 @@ LEVELS = ("token", "step", "response")
 PAPERS_ALPHA = {"token": 0.01, "step": 0.1, "response": 0.3}
 
 
-def path_returns(level: str = "token") -> Transform:
-    """The reward from each token on, as advantage and as the statistic "returns".
-
-    At level "step" the labels of that name, all 0 without any, become the statistic "step".
-    """
+def path_returns() -> Transform:
+    """The reward from each token on, as advantage and as the statistic "returns"."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         returns, batch, _ = reward_to_go().apply(values, batch, ())
-        stats = {**batch.stats, "returns": returns}
-        if level == "step":
-            label = batch.ids.get("step", jnp.zeros(batch.lengths.shape, jnp.int32))
-            stats["step"] = per_token(label.astype(jnp.float32), batch)
-        return returns, batch.replace(stats=stats)
+        return returns, batch.replace(stats={**batch.stats, "returns": returns})
 
     return stateless(apply)
 
@@ -182,6 +174,7 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
 
     An action is the tokens of one ``level``; its loss stands at its first token.
     """
+    labels = ("step",) if level == "step" else ()
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask], 1)
@@ -191,8 +184,7 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
             own, starts, last = drift, mask, here
             share = jnp.ones((), drift.dtype)
         else:
-            label = jnp.zeros(mask.shape) if level == "response" else stats["step"]
-            seg = segments.segments(mask, label.astype(jnp.int32))
+            seg = segments.segments(mask, *(stats[name] for name in labels))
             column = here.astype(jnp.float32)
             starts = mask & (segments.minimum(column, seg) == column)
             last = segments.maximum(column, seg).astype(jnp.int32)
@@ -204,8 +196,7 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
         error = value - advantages + beta * own + beta * after
         return jnp.where(starts, share * jnp.square(error), 0), {"path_error": jnp.abs(error)}
 
-    extra = {"step"} if level == "step" else set()
-    return Surrogate(apply, frozenset({"values", "ref_logprobs"} | extra))
+    return Surrogate(apply, frozenset({"values", "ref_logprobs"}), labels=frozenset(labels))
 
 
 def soft_value_loss(beta: float, coef: float = 1.0) -> Regularizer:
@@ -277,7 +268,7 @@ def oreo(
         terms.append(reference_divergence(alpha))
     return Method(
         Objective(
-            path_returns(level),
+            path_returns(),
             soft_path_consistency(beta, level),
             aggregates.sequence_mean,
             tuple(terms),

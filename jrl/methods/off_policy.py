@@ -34,6 +34,7 @@ from jrl.methods.ratios import CLIPS
 from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
+from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 
@@ -73,8 +74,8 @@ def rec(
     mask: Annotated[str, Choice(MASKS)] = "one_side",
     importance: Flag = True,
     level: Annotated[str, Choice(("token", "geometric"))] = "token",
-    low: Fraction = 0.2,
-    high: NonNegative = 0.2,
+    low: Fraction | None = None,
+    high: NonNegative | None = None,
     ring_low: Fraction = 0.6,
     ring_high: NonNegative = 2.0,
 ) -> Method:
@@ -90,13 +91,16 @@ def rec(
     rho <= 1 - ring_low and A <= 0 with rho >= 1 + ring_high; "none" keeps all. w is rho, or 1
     without ``importance``, as in the released example. ``level="geometric"`` takes the geometric
     mean of the completion's ratios in place of the token's, and the mean over completions of their
-    means. The bounds are those of the released code, which for the geometric mean are 3e-4, 4e-4.
+    means. Bounds that are not given are the released code's: 0.2 and 0.2 for tokens, 3e-4 and 4e-4
+    for the geometric mean.
     """
     geometric = level == "geometric"
+    own = (3e-4, 4e-4) if geometric else (0.2, 0.2)
+    bounds = (own[0] if low is None else low, own[1] if high is None else high)
     return base.with_(
         advantage=CENTRED,
         ratio=ratios.sequence if geometric else ratios.token,
-        rule=far_dropped(mask, (low, high), (ring_low, ring_high), importance),
+        rule=far_dropped(mask, bounds, (ring_low, ring_high), importance),
         aggregate=aggregates.sequence_mean if geometric else aggregates.token_mean,
     )
 
@@ -118,8 +122,7 @@ def _sampler_distance(coef: float) -> Regularizer:
 def opmd(base: Method, tau: NonNegative = 0.1) -> Method:
     """REINFORCE without ratios, held to the sampler by the squared log-ratio (mirror descent).
 
-    The off-policy reading of online policy mirror descent in "Group-Relative REINFORCE Is Secretly
-    an Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The off-policy reading of online policy mirror descent in the paper of ``rec``:
 
         loss = mean over tokens of [-A_i log pi_t + tau (log pi_t - log mu_t)^2]
 
@@ -133,8 +136,7 @@ def opmd(base: Method, tau: NonNegative = 0.1) -> Method:
 def asymre(base: Method, tau: NonNegative = 0.1) -> Method:
     """REINFORCE without ratios, plus the likelihood of all samples: a baseline below the mean.
 
-    The off-policy reading of asymmetric REINFORCE in "Group-Relative REINFORCE Is Secretly an
-    Off-Policy Algorithm: Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The off-policy reading of asymmetric REINFORCE in the paper of ``rec``:
 
         loss = -mean over tokens of (A_i + tau) log pi_t
 
@@ -176,8 +178,7 @@ def red(
 ) -> Method:
     """REINFORCE without ratios on a reshaped batch: high advantages weigh more, or failures less.
 
-    The data-shaping methods of "Group-Relative REINFORCE Is Secretly an Off-Policy Algorithm:
-    Demystifying Some Myths About GRPO and Its Friends" (arXiv:2509.24203):
+    The data-shaping methods of the paper of ``rec``:
 
         weight:  loss = -mean over tokens of exp(A_i / T) A_i log pi_t
         drop:    loss = -mean over tokens of A_i log pi_t
@@ -302,11 +303,6 @@ def topr(
 
 
 # ---------------------------------------------------------------- data alone
-
-
-def first_token(mask: Array) -> Array:
-    """[..., T] bool, True at the first live token of each sequence."""
-    return mask & (jnp.cumsum(mask, axis=-1) == 1)
 
 
 def reference_advantage(*, priority: bool = True) -> Transform:

@@ -27,7 +27,7 @@ from jrl.objectives.comparisons import START, extremes, start_log_ratio, sums, w
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.pairs import Reward, Side, sigmoid, softplus
 from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Objective, Transform
+from jrl.types import Array, Batch, Objective, Surrogate, Transform
 
 Noise = Annotated[float, Range(0.0, 0.5)]
 """A rate of wrong labels."""
@@ -93,6 +93,15 @@ def dpo_loss(
 def implicit(beta: float) -> Reward:
     """The implicit reward beta h of a side."""
     return lambda side: beta * side.log_ratio
+
+
+def trusted(beta: float) -> Surrogate:
+    """DPO's loss of a pair that is right with the probability that "pair_weight" holds."""
+
+    def loss(chosen: Side, rejected: Side) -> Array:
+        return pairs.logistic(beta * chosen.log_ratio, beta * rejected.log_ratio, 1 - chosen.weight)
+
+    return pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
 
 
 def pair_method(
@@ -488,13 +497,8 @@ def mcts_dpo(base: Method, beta: Positive) -> Method:
     Visits are the statistic "visits"; without it alpha is 0. N(y_w) counts at least once, and alpha
     is held at 1/2, as in the released code. ``envs.tree.siblings`` makes such groups.
     """
-
-    def loss(chosen: Side, rejected: Side) -> Array:
-        return pairs.logistic(beta * chosen.log_ratio, beta * rejected.log_ratio, 1 - chosen.weight)
-
-    surrogate = pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
     return base.with_(
-        surrogate=surrogate,
+        surrogate=trusted(beta),
         unsupported="groups of siblings in a search tree: they are draws, or lists of the data",
     ).before(trust_by_visits())
 

@@ -46,8 +46,9 @@ Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]
 
 
-def _list_method(loss: GroupLoss, unsupported: str = "") -> Method:
-    objective = Objective(comparisons.with_gap(), over_group(loss), aggregates.sequence_sum)
+def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), unsupported: str = "") -> Method:
+    """A method from a loss of groups whose scores differ: the mean over them."""
+    objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
     return Method(objective, min_group=2, unsupported=unsupported)
 
 
@@ -59,15 +60,8 @@ def labels(
 ) -> Transform:
     """Signed weights from scores: ``positive`` above the threshold, minus ``negative`` at or below.
 
-    Args:
-      threshold: points.
-      positive: the weight of a desirable completion.
-      negative: the weight of an undesirable one.
-      balanced: True to scale each kind by (all completions) / (completions of the kind), so that
-        the mean over completions is the sum of the two kinds' means.
-
-    Returns:
-      A transform [N, G] -> [N, G]. A NaN score stays NaN.
+    ``balanced`` scales each kind by (all completions) / (completions of the kind), so that the mean
+    over completions is the sum of the two kinds' means. A NaN score stays NaN.
     """
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
@@ -91,9 +85,7 @@ def labelled(beta: float, bounded: bool) -> Surrogate:
 
         |score| f(sign(score) beta (log pi(y) - log pi_ref(y) - shift))
 
-    Args:
-      beta: per nat.
-      bounded: f is 1 - sigmoid(x), whose gradient vanishes on both sides; else -log sigmoid(x).
+    f is -log sigmoid(x), or if ``bounded`` 1 - sigmoid(x), whose gradient vanishes on both sides.
     """
 
     def of_group(group: Members) -> tuple[Array, Stats]:
@@ -332,7 +324,7 @@ def pro(sft_coef: NonNegative = 0.05, gap_temperature: Flag = True) -> Method:
         value = ranked - imitated * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return _list_method(loss)
+    return list_method(loss)
 
 
 @published
@@ -356,7 +348,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return _list_method(loss, "running code for its speed")
+    return list_method(loss, unsupported="running code for its speed")
 
 
 @variant(dpo, without=("min_gap",))
@@ -448,8 +440,8 @@ def rdpo(base: Method, gamma: NonNegative = 0.01, form: RationaleForm = "nll") -
 def rorpo(base: Method, gamma: NonNegative = 0.01, form: RationaleForm = "nll") -> Method:
     """ORPO plus the likelihood of a rationale that says why one answer is better.
 
-    RORPO of "Data-Centric Human Preference Optimization with Rationales" (arXiv:2407.14477): the
-    loss of ``orpo`` and the rationale's term of ``rdpo``, with the same departures.
+    RORPO, of the paper of ``rdpo``: the loss of ``orpo`` and the rationale's term of ``rdpo``, with
+    the same departures.
     """
     return with_rationale(base, gamma, form)
 

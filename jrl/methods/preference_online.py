@@ -17,7 +17,15 @@ from jax.scipy.special import xlogy
 from jrl.methods.base import Draw, Method, Schedule, kl_penalty
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
-from jrl.methods.preference import Noise, PairLossName, Steps, dpo, dpo_loss, implicit
+from jrl.methods.preference import (
+    Noise,
+    PairLossName,
+    Steps,
+    dpo,
+    dpo_loss,
+    implicit,
+    trusted,
+)
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
@@ -322,13 +330,7 @@ def cream(
     the step's batch; per-prompt C is a variant of the paper. ``ranking="likelihood"`` ranks by the
     mean log-probability for the policy as well, and needs no third model.
     """
-
-    def loss(chosen: Side, rejected: Side) -> Array:
-        a, b = beta * chosen.log_ratio, beta * rejected.log_ratio
-        return pairs.logistic(a, b, 1 - chosen.weight)
-
-    surrogate = pairs.pair(loss, implicit(beta), ("ref_logprobs", "pair_weight"))
-    return base.with_(surrogate=surrogate).before(self_ranking(ranking))
+    return base.with_(surrogate=trusted(beta)).before(self_ranking(ranking))
 
 
 # ---------------------------------------------------------------- judges of other kinds
@@ -353,7 +355,7 @@ def online_iterative_dpo(base: Method, length_penalty: NonNegative = 0.0) -> Met
     return base.before(length_cost(length_penalty))
 
 
-@variant(online_iterative_dpo, without=("length_penalty",), refresh_ref=100)
+@variant(online_iterative_dpo, without=("length_penalty",), label_smoothing=0.1, refresh_ref=100)
 def matryoshka(base: Method) -> Method:
     """Iterated DPO on guidance for another model: what led it to a right answer is preferred.
 
@@ -361,12 +363,13 @@ def matryoshka(base: Method) -> Method:
     intermediate guidance, over several turns, for a model that is not trained; the other model's
     final output is judged, and
 
-        loss = -log sigmoid(beta h(g_w) - beta h(g_l))
+        loss = -0.9 log sigmoid(z) - 0.1 log sigmoid(-z),   z = beta h(g_w) - beta h(g_l)
 
     with g_w guidance that led to a better output than g_l did, drawn anew by the policy as it is.
-    ``envs.players.guided_env`` has the other model act. Departures: pairs are the extremes of a
-    group, where the paper pairs any guidance that succeeded with any that failed. Not known: beta,
-    and whether the reference is renewed (here every ``refresh_ref`` steps).
+    ``envs.players.guided_env`` has the other model act. beta and ``label_smoothing`` are those of
+    the released script, whose reference is the policy that a round starts from (here renewed every
+    ``refresh_ref`` steps). Departures: pairs are the extremes of a group, where the paper pairs any
+    guidance that succeeded with any that failed.
     """
     return base
 

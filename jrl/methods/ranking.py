@@ -8,7 +8,6 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import choose
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Range
@@ -62,15 +61,9 @@ def ranked(perturbed: Array, live: Array) -> Array:
 def utility_gains(kind: str, relevance: Array, live: Array, cutoff: int) -> Array:
     """What each rank adds to the utility of a ranking.
 
-    Args:
-      kind: of ``UTILITIES``. "dcg": relevance / log2(rank + 1). "ndcg": that over its greatest
-        possible sum. "mrr": 1 / rank at the first member of positive relevance.
-      relevance: [G] float, points, in the order of the ranking; below 0 counts as 0.
-      live: [G] bool.
-      cutoff: ranks counted.
-
-    Returns:
-      [G] float32; their sum is the utility.
+    "dcg": relevance / log2(rank + 1); "ndcg": that over its greatest possible sum; "mrr": 1 / rank
+    at the first member of positive relevance. ``relevance`` and ``live`` are [G], in the order of
+    the ranking; what is below 0 counts as 0, and so do ranks past ``cutoff``.
 
     >>> ones = jnp.ones(3, bool)
     >>> gains = utility_gains("ndcg", jnp.array([0.0, 1.0, 0.0]), ones, 10)
@@ -109,15 +102,7 @@ def with_tie_breakers() -> Transform:
 def ranking_gradient(
     rankings: int, utility: str, cutoff: int, score: str, temperature: float, per_rank: bool
 ) -> Surrogate:
-    """``pg_rank``'s loss over groups, for ``sequence_sum``; a member's relevance is its advantage.
-
-    Raises:
-      UserError: for another ``utility`` or ``score``.
-    """
-    if utility not in UTILITIES:
-        raise choose("utility", utility, UTILITIES)
-    if score not in SCORES:
-        raise choose("score", score, SCORES)
+    """``pg_rank``'s loss over groups, for ``sequence_sum``; relevance is a member's advantage."""
 
     def of_group(group: Members) -> tuple[Array, Stats]:
         live, relevance = group.live, group.score
@@ -204,27 +189,11 @@ def rank_advantages(
     wanted length of the list. Without that label a completion is one item, and its score the
     relevance.
 
-    Args:
-      gain: "tail" credits rank k with sum over j >= k of relevance_j / log2(j + 1), ranks counted
-        from 1; "own" with relevance_k.
-      average: "ranks" weighs tokens so that under ``sequence_mean`` every item counts the same.
-      shaping: points, added to the advantages of whole lists: minus it for tokens of items past
-        the wanted length, plus it for the stop token of a list of the wanted length, minus it for
-        that of a shorter one; a stop token then has no other advantage. 0, or no labels, for none.
-      eps: points, added to the deviation over the group.
-      ddof: as in ``advantages.group_mean_std``.
-
-    Returns:
-      A transform [N, G] -> [N, G, T] that writes the statistic "item"; all items past the wanted
-      length are one. With labels it reads ``batch.rewards``, not what it is given.
-
-    Raises:
-      UserError: for another ``gain`` or ``average``.
+    Coefficients are those of ``rank_grpo``. ``average`` "ranks" weighs tokens so that under
+    ``sequence_mean`` every item counts the same; with ``shaping`` a stop token has no other
+    advantage. The label "item" becomes one for all items past the wanted length. With labels
+    ``batch.rewards`` is read, not what the transform is given.
     """
-    if gain not in GAINS:
-        raise choose("gain", gain, GAINS)
-    if average not in AVERAGES:
-        raise choose("average", average, AVERAGES)
 
     def one_group(credit: Array, members: Array) -> Array:
         return group_mean_std(credit, members, eps=eps, ddof=ddof)
@@ -254,8 +223,7 @@ def rank_advantages(
                 credit = jnp.where(stop, 0, credit) + shaping * _shaping(item, stop, wanted, batch)
         if average == "ranks":
             credit = credit * _rank_weights(item, batch)
-        stats = {**batch.stats, "item": item.astype(jnp.float32)}
-        return credit, batch.replace(stats=stats)
+        return credit, batch.replace(ids={**batch.ids, "item": item})
 
     return stateless(apply)
 

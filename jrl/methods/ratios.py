@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.errors import UserError
 from jrl.methods.base import CENTRED, Method, kl_penalty, same_rewards
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -27,7 +26,7 @@ from jrl.methods.domains import (
     NonNegative,
     Positive,
 )
-from jrl.methods.group_relative import grpo
+from jrl.methods.group_relative import as_first, grpo, reward_parts
 from jrl.objectives import prompt_table, ratios, segments, transforms
 from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import sequence_sum, token_mean
@@ -57,7 +56,7 @@ def gspo(base: Method) -> Method:
 def gspo_token(base: Method) -> Method:
     """GSPO whose ratio carries each token's own gradient, so that advantages may differ by token.
 
-    GSPO-token of "Group Sequence Policy Optimization" (arXiv:2507.18071):
+    GSPO-token, of the paper of ``gspo``:
 
         s_it = sg(s_i) pi_t / sg(pi_t)
         loss = -1/G sum_i 1/|y_i| sum_t min(s_it A_it, clip(s_it, 1 - low, 1 + high) A_it)
@@ -91,10 +90,9 @@ def cispo(base: Method, clip_low: NonNegative, clip_high: NonNegative) -> Method
 
         loss = -1/(sum_i |o_i|) sum_i sum_t sg(clip(rho_t, 1 - low, 1 + high)) A_i log pi_t
 
-    The paper sets no lower bound (``clip_low`` 1 does that) and tunes the upper one without giving
-    it; the default, weights up to 5, is the upper bound that TRL's documentation takes from "The
-    Art of Scaling Reinforcement Learning Compute for LLMs" (arXiv:2510.13786). Departure: the
-    dynamic sampling and length penalty that the paper borrows from DAPO are not part of it.
+    The paper sets no lower bound (``clip_low`` 1 does that) and does not give the upper one;
+    weights up to 5 are those of ``scale_rl``. Departure: no dynamic sampling and length penalty of
+    DAPO.
     """
     return base.with_(rule=ratios.bounded(1 - clip_low, 1 + clip_high), aggregate=token_mean)
 
@@ -217,8 +215,7 @@ def dppo_kl(
 ) -> Method:
     """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the drawn token, in nats.
 
-    DPPO-Binary-KL of "Rethinking the Trust Region in LLM Reinforcement Learning"
-    (arXiv:2602.04879). Departures: as for ``dppo_tv``.
+    DPPO-Binary-KL, of the paper of ``dppo_tv``, with its departures.
     """
     return base.with_(rule=ratios.near("kl", limit_low, limit_high, weight_cap))
 
@@ -444,8 +441,7 @@ def clip_cov(
 def kl_cov(base: Method, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) -> Method:
     """The unclipped ratio loss with a penalty on the movement of the tokens of highest covariance.
 
-    KL-Cov of "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
-    (arXiv:2505.22617):
+    KL-Cov, of the paper of ``clip_cov``:
 
         loss = -mean over tokens of [rho_t A_t - penalty |log rho_t| at the chosen tokens]
 
@@ -471,27 +467,12 @@ def drop_outliers(limit: float = 3.0) -> Transform:
 def consistent_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     """Right answers count half as much again when the reasoning agrees, and form adds one half.
 
-    Args:
-      rewards: [N, G, 3] float32, points: result, consistency, format.
-      rollout: not read.
-
-    Returns:
-      [N, G, 3] float32: result (1 + consistency / 2) + format / 2 first, then zeros.
-
-    Raises:
-      UserError: for another number of parts.
-
     >>> consistent_rewards(np.ones((1, 1, 3)), None).tolist()
     [[[2.0, 0.0, 0.0]]]
     """
-    if rewards.shape[2] != 3:
-        raise UserError(
-            f"stable_reinforce.composed with {rewards.shape[2]} reward parts; give three: result, "
-            "consistency, format"
-        )
-    result, consistency, form = np.moveaxis(np.asarray(rewards, np.float32), 2, 0)
-    combined = result * (1 + 0.5 * consistency) + 0.5 * form
-    return np.stack([combined, np.zeros_like(combined), np.zeros_like(combined)], axis=2)
+    names = "result, consistency, format"
+    result, consistency, form = reward_parts("stable_reinforce.composed", rewards, 3, names)
+    return as_first(result * (1 + 0.5 * consistency) + 0.5 * form, rewards)
 
 
 @variant(grpo, without=("eps", "ddof", "kl_coef", "kl_kind"))

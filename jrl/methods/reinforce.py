@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import jax
 import jax.numpy as jnp
 
 from jrl.methods.base import CENTRED, Draw, Method, Schedule, kl_penalty
@@ -30,7 +31,7 @@ from jrl.objectives import advantages, aggregates, normalizers, segments, transf
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
-from jrl.types import Array, Batch, Objective, Transform
+from jrl.types import Array, Batch, Objective, Statistic, Stats, Transform
 
 
 @published
@@ -130,8 +131,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(base: Method) -> Method:
     """REINFORCE++ against the mean of the prompt's completions, normalised over the whole batch.
 
-    The form for several samples a prompt of "REINFORCE++: Stabilizing Critic-Free Policy
-    Optimization with Global Normalization" (arXiv:2501.03262):
+    The form for several samples a prompt, of the paper of ``reinforce_plus_plus``:
 
         A_i = r_i - mean of the group,    then (A - mean) / std over the batch's tokens
         loss = -mean over tokens of min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i) + beta k2
@@ -153,8 +153,9 @@ def gpg(base: Method, normalise: Annotated[str, Choice(("none", "std"))] = "none
         loss = -1/(sum_i |o_i|) sum_i sum_t A_i log pi_t
 
     with B the batch's completions and M those in groups whose rewards are all equal. F is 1, or the
-    group's deviation with ``normalise="std"``. Departure: the paper's threshold on how many groups
-    must be informative, below which it draws more, is not part of it.
+    group's deviation with ``normalise="std"``, which alone reads ``eps`` and ``ddof``. Departure:
+    the paper's threshold on how many groups must be informative, below which it draws more, is not
+    part of it.
     """
     base = base.with_(advantage=CENTRED) if normalise == "none" else base
     base = base.after(normalizers.scale_to_informative())
@@ -181,6 +182,45 @@ def opo(base: Method) -> Method:
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)
 
 
+def _collision(distributions: Stats, token: Array) -> Array:
+    return jnp.exp(2 * distributions["policy"]).sum()
+
+
+COLLISION = Statistic("collision", _collision, start=True)
+"""The probability that two draws from the policy's distribution agree, at the start of the step."""
+
+
+def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
+    """``otb``'s advantage of each token, [N, G, T]; exactly 0 where a place's returns are equal."""
+
+    def to_go(rewards: Array, mask: Array) -> Array:
+        return advantages.reward_to_go(rewards, mask, discount)
+
+    def of_group(returns: Array, energy: Array, mask: Array) -> Array:
+        live = mask.sum(axis=0, keepdims=True)
+        spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0), axis=1), 0)
+        # Where nothing was spent by anybody, all weigh the same.
+        none = spent.sum(axis=0, keepdims=True) <= 0
+        weights = jnp.where(none, mask, spent)
+        lowest = jnp.min(returns, axis=0, keepdims=True, where=mask, initial=jnp.inf)
+        shifted = jnp.where(mask, returns - lowest, 0)
+        total = jnp.where(live > 0, weights.sum(axis=0, keepdims=True), 1)
+        baseline = (weights * shifted).sum(axis=0, keepdims=True) / total
+        alone = returns if lone_tail else 0 * shifted  # a NaN stays one
+        return jnp.where(mask, jnp.where(live > 1, shifted - baseline, alone), 0)
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live = transforms.trained(batch)
+        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
+        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
+        returns = jax.vmap(jax.vmap(to_go))(transforms.token_rewards(values, batch), live)
+        # Of rounding below 0 a weight could be made negative; a NaN stays one.
+        return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
+
+    transform = transforms.stateless(apply, frozenset({"proximal_logprobs"}))
+    return transform._replace(statistics=(COLLISION,))
+
+
 @variant(grpo, without=(*CLIPS, "eps", "ddof"))
 def otb(base: Method, discount: Fraction = 1.0, lone_tail: Flag = False) -> Method:
     """REINFORCE with a baseline for every token, weighted by the gradient spent up to it.
@@ -196,7 +236,7 @@ def otb(base: Method, discount: Fraction = 1.0, lone_tail: Flag = False) -> Meth
     is alone at its place, the baseline is its own return and the advantage 0; verl, with
     ``lone_tail``, has baseline 0 there.
     """
-    compare = normalizers.optimal_token_baseline(discount, lone_tail=lone_tail)
+    compare = optimal_token_baseline(discount, lone_tail)
     return base.with_(advantage=compare, rule=score, aggregate=aggregates.sequence_sum)
 
 
@@ -219,8 +259,17 @@ def maxrl(base: Method) -> Method:
 # ---------------------------------------------------------------- agents
 
 
-@variant(grpo, without=("eps", "ddof"))
-def loop(base: Method) -> Method:
+def leave_out_near_zero(least: float) -> Transform:
+    """Leaves members out of the loss, and of its mean, whose advantage is within ``least`` of 0."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        return values, batch.replace(members=batch.members & ~(jnp.abs(values) < least))
+
+    return transforms.stateless(apply)
+
+
+@variant(grpo, without=("eps", "ddof"), clip_low=1 / 11, clip_high=0.1, epochs=2)
+def loop(base: Method, least: NonNegative = 0.01) -> Method:
     """PPO's clip with the leave-one-out baseline: a policy gradient for long episodes, no critic.
 
     LOOP of "Reinforcement Learning for Long-Horizon Interactive LLM Agents" (arXiv:2502.01600), K
@@ -228,13 +277,13 @@ def loop(base: Method) -> Method:
 
         A_k = R_k - mean of R_j over j != k = K / (K - 1) (R_k - mean(R))
         loss = -mean over episodes of the mean over drawn tokens of
-               min(rho_t A_k, clip(rho_t, 1 - eps, 1 + eps) A_k)
+               min(rho_t A_k, clip(rho_t, 1 / (1 + eps), 1 + eps) A_k)
 
-    with ratios by token, of the paper's three the best; ``epochs`` goes over a batch several times.
-    Not known: the paper's clip (0.2 is PPO's) and number of passes; whether its mean is over each
-    episode's tokens first, as here.
+    with ratios by token, of the paper's three the best. Episodes with |A| below ``least`` are left
+    out (appendix D). eps 0.1, ``least`` and two passes over a batch are the released code's.
     """
-    return base.with_(advantage=transforms.per_group(advantages.leave_one_out))
+    compare = transforms.per_group(advantages.leave_one_out)
+    return base.with_(advantage=transforms.chain(compare, leave_out_near_zero(least)))
 
 
 def own_steps() -> Transform:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jrl.methods.base import Method
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import NonNegative, Positive
-from jrl.objectives import aggregates, comparisons, lists, segments
-from jrl.objectives.members import GroupLoss, Members, over_group, spoilt
+from jrl.methods.preference_lists import list_method
+from jrl.objectives import aggregates, lists, segments
+from jrl.objectives.members import Members, spoilt
 from jrl.objectives.pairs import softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
@@ -28,13 +29,6 @@ def last_value(group: Members) -> Array:
     return group.last("values")
 
 
-def _method(loss: GroupLoss) -> Method:
-    objective = Objective(
-        comparisons.with_gap(), over_group(loss, ("values",)), aggregates.sequence_sum
-    )
-    return Method(objective, min_group=2)
-
-
 @published
 def bradley_terry(
     margin: NonNegative = 0.0, margin_per_point: NonNegative = 0.0, centring: NonNegative = 0.0
@@ -42,9 +36,8 @@ def bradley_terry(
     """The likelihood of each preference under a logistic model of the difference of two values.
 
     "Rank Analysis of Incomplete Block Designs: I. The Method of Paired Comparisons" (Bradley and
-    Terry, 1952; not on arXiv), as the reward model of "Training language models to follow
-    instructions with human feedback" (arXiv:2203.02155), the mean over a group's pairs of unequal
-    scores s:
+    Terry, 1952; not on arXiv), as the reward model of InstructGPT (``sft``), the mean over a
+    group's pairs of unequal scores s:
 
         loss = -log sigmoid( v_w - v_l - m ) + c (v_w + v_l)^2
 
@@ -63,7 +56,7 @@ def bradley_terry(
         value = lists.mean_over_pairs(each, ordered)
         return spoilt(value, group), lists.ranking_metrics(values, ordered)
 
-    return _method(loss)
+    return list_method(loss, ("values",))
 
 
 @published
@@ -83,7 +76,7 @@ def plackett_luce() -> Method:
         value = spoilt(lists.list_nll(values, ordered), group)
         return value, lists.ranking_metrics(values, ordered)
 
-    return _method(loss)
+    return list_method(loss, ("values",))
 
 
 @published
@@ -95,17 +88,16 @@ def margin_ranking(margin: Positive = 1.0) -> Method:
 
         loss = max(0, margin - (v_w - v_l))
     """
-    return _method(
-        lists.every_pair(last_value, lambda high, low: jnp.maximum(0, margin - (high - low)))
-    )
+    hinge = lists.every_pair(last_value, lambda high, low: jnp.maximum(0, margin - (high - low)))
+    return list_method(hinge, ("values",))
 
 
 def step_ends() -> Transform:
     """Only the last token of each reasoning step is trained on; scores become its labels.
 
-    Steps are runs of one ``ids["step"]`` [N, G, T]; a completion without them is one step. The
-    label of a step is the statistic "step_labels" at its end, where the data gives it (1 right, 0
-    wrong, or an estimate between), and otherwise the completion's score; held within [0, 1].
+    Steps are runs of one ``ids["step"]``; a completion without them is one step. The label of a
+    step is the statistic "step_labels" at its end, where the data gives it (1 right, 0 wrong, or an
+    estimate between), and otherwise the completion's score; held within [0, 1].
 
     Returns:
       A transform to [N, G, T] that edits the mask.
@@ -114,7 +106,6 @@ def step_ends() -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
         live = trained(batch)
-        step = batch.ids.get("step", jnp.zeros(live.shape, jnp.int32))
 
         def ends(step: Array, live: Array) -> Array:
             def look(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -125,7 +116,7 @@ def step_ends() -> Transform:
             none = jnp.full((), jnp.iinfo(jnp.int32).min, jnp.int32)
             return jax.lax.scan(look, none, (step, live), reverse=True)[1]
 
-        end = jax.vmap(jax.vmap(ends))(step, live)
+        end = jax.vmap(jax.vmap(ends))(segments.step_ids(batch), live)
         whole = jnp.broadcast_to(scores[:, :, None], live.shape)
         labels = jnp.clip(batch.stats.get("step_labels", whole), 0, 1)
         return labels, batch.replace(mask=batch.mask & end)

@@ -109,11 +109,13 @@ def mpo(
     reference as well. In the first author's code the threshold is 1 on HH-RLHF and 2 on TLDR, and
     the pairs are in the reward model's order. Departures: the gap is that of the group at hand, its
     best against its worst score: the data's pair in the first stage, the policy's own draws in the
-    second, where the paper keeps the parting of the data. Not known: beta and ``kl_coef`` of the
+    second, where the paper keeps the parting of the data. PPO's own coefficients but ``epochs`` are
+    read in the second stage alone. Not known: beta and ``kl_coef`` of the
     paper's runs (that code's plain DPO and PPO have 0.3 and 0.4).
     """
     if stage == "dpo":
-        return dpo.build({"beta": beta, "min_gap": threshold})
+        first = dpo.build({"beta": beta, "min_gap": threshold})
+        return first.with_(epochs=base.schedule.epochs)
     return base.before(comparisons.within_gap(threshold))
 
 
@@ -220,7 +222,7 @@ def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: f
         return jnp.where(own, losses, 0) + coef * preferred, {**metrics, **more}
 
     needs = inner.needs | {"ref_logprobs", "external"}
-    return Surrogate(apply, needs, over="group")
+    return Surrogate(apply, needs, over="group", labels=inner.labels)
 
 
 @variant(grpo)

@@ -84,32 +84,34 @@ def group_in_group(
     normalise: bool = True,
     among: str = "state",
     matched: float | None = None,
+    cross_steps: bool = False,
 ) -> Transform:
     """Each episode against its group, and each step against those taken in the same state: GiGPO.
 
-    Args:
-      weight: of the steps' part.
-      discount: the factor for one step.
-      eps: points, added to deviations.
-      ddof: of the deviations.
-      normalise: False to leave deviations out.
-      among: the label that the steps compared share, "state" or "step".
-      matched: points; a step that earned fewer stands alone in the returns. None to join all.
-
-    Returns:
-      A transform from [N, G], or from per-token rewards [N, G, T], to [N, G, T]. Without the label
-      every state counts as seen once.
+    The coefficients are those of ``gigpo``, with ``weight`` its omega. Steps are compared with
+    those that have the label ``among``, "state" or "step"; without it every state counts as seen
+    once. A step that earned fewer than ``matched`` points stands alone in the returns.
     """
 
     def each(one: Callable[..., Array], *arrays: Array) -> Array:
         return jax.vmap(jax.vmap(one))(*arrays)
 
+    def against(values: Array, seg: Segments) -> Array:
+        gap = jnp.where(seg.live, values - segments.mean(values, seg), 0)
+        return gap / (segments.std(values, seg, ddof=ddof) + eps) if normalise else gap
+
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps, values = trained(batch), step_ids(batch), paid_rewards(values, batch)
         rewards = jnp.where(live, token_rewards(values, batch), 0)
         score = values if values.ndim == 2 else rewards.sum(axis=2)
-        compare = partial(group_mean_std, eps=eps, ddof=ddof) if normalise else mean_centred
-        episode = per_token(jax.vmap(compare)(score, batch.members), batch)
+        starts = each(step_starts, steps, live)  # a step counts once, however long it is
+        groups = jnp.arange(live.shape[0])[:, None, None]
+        if cross_steps:
+            gain = against(per_token(score, batch), segments.segments(starts, groups))
+            episode = each(at_step_start, gain, steps, live)
+        else:
+            compare = partial(group_mean_std, eps=eps, ddof=ddof) if normalise else mean_centred
+            episode = per_token(jax.vmap(compare)(score, batch.members), batch)
         if among not in batch.ids:
             return episode, batch
 
@@ -118,12 +120,7 @@ def group_in_group(
             joined = segments.total(rewards, segments.steps(batch)) >= matched
         one = partial(_discounted, discount=discount)
         returns = each(one, rewards, steps, live, joined)
-        starts = each(step_starts, steps, live)  # a step counts once, however long it is
-        groups = jnp.arange(live.shape[0])[:, None, None]
-        seg = segments.segments(starts, groups, batch.ids[among])
-        gain = jnp.where(starts, returns - segments.mean(returns, seg), 0)
-        if normalise:
-            gain = gain / (segments.std(returns, seg, ddof=ddof) + eps)
+        gain = against(returns, segments.segments(starts, groups, batch.ids[among]))
         return episode + weight * each(at_step_start, gain, steps, live), batch
 
     return stateless(apply)
@@ -137,6 +134,7 @@ def gigpo(
     omega: NonNegative = 1.0,
     discount: Fraction = 0.95,
     normalise: Flag = True,
+    cross_steps: Flag = False,
 ) -> Method:
     """GRPO over episodes, plus each step against the group's other steps from the same state.
 
@@ -148,15 +146,18 @@ def gigpo(
               R_t = sum over k >= t of discount^(k - t) r_k; 0 for a state seen once
 
     F is the deviation, or 1 without ``normalise``. Steps are ``ids["step"]``, states
-    ``ids["state"]``. Departures: the episode's mean counts each episode once, where the released
-    code by default counts it once a step; the loss is the mean over each episode's tokens; a score
-    for the whole episode stands at its last step; the KL term is off. On completions of one turn,
-    which record neither steps nor states, it is GRPO.
+    ``ids["state"]``. In A_E the paper counts an episode once; the released code counts it once for
+    each of its steps, which is ``cross_steps`` (a group of one step there has A_E = R, here 0).
+    Departures: the loss is the mean over each episode's tokens; a score for the whole episode
+    stands at its last step; the KL term is off. On completions of one turn, which record neither
+    steps nor states, it is GRPO.
     """
-    return base.with_(advantage=group_in_group(omega, discount, eps, ddof, normalise))
+    return base.with_(
+        advantage=group_in_group(omega, discount, eps, ddof, normalise, cross_steps=cross_steps)
+    )
 
 
-@variant(gigpo, discount=0.5, normalise=False)
+@variant(gigpo, discount=0.5)
 def ui_s1(
     base: Method,
     eps: Positive,
@@ -164,58 +165,66 @@ def ui_s1(
     omega: NonNegative,
     discount: Fraction,
     normalise: Flag,
+    cross_steps: Flag,
     matched: NonNegative = 1.0,
 ) -> Method:
     """GRPO over episodes along an expert's trajectory, plus each step against the same step's.
 
     Semi-online RL of "UI-S1: Advancing GUI Automation via Semi-online Reinforcement Learning"
     (arXiv:2509.11543): where an action is not the expert's, the expert's is put in its place, and
-    the episode goes on:
+    the episode continues:
 
         A = A_E + omega A_S
-        A_E = R - mean(R) over the episodes of the group
-        A_S = R_t - mean(R_t) over the group's steps of number t
+        A_E = (R - mean(R)) / std(R) over the episodes of the group
+        A_S = (R_t - mean(R_t)) / std(R_t) over the group's steps of number t
         R_t = r_t + discount R_(t+1) while steps t and t + 1 are the expert's, else r_t
 
     A step is the expert's when it earned ``matched`` points (``envs.players.expert_env`` pays 1).
-    ``normalise`` divides both by their deviations. omega, no deviation and the discount are the
-    authors' code's and configuration's. Departures: the episode's mean counts each episode once,
-    where the code counts it once a step; the expert's action reaches the policy as the
-    environment's answer, where the paper rewrites the policy's own turn.
+    omega, the discount and the deviations are those of the released scripts, which also charge
+    1e-4 of k3 (``kl_coef``); their code has ``cross_steps``. Departures: the expert's action
+    reaches the policy as the environment's answer, where the paper rewrites the policy's own turn.
     """
     return base.with_(
-        advantage=group_in_group(omega, discount, eps, ddof, normalise, "step", matched)
+        advantage=group_in_group(
+            omega, discount, eps, ddof, normalise, "step", matched, cross_steps
+        )
     )
 
 
-def turn_returns(discount: float) -> Transform:
-    """The return of each token's step over the step's tokens, from rewards by turn, [N, G, T]."""
+def turn_returns(discount: float, normalise: bool) -> Transform:
+    """The return of each token's step over the step's tokens, from rewards by turn, [N, G, T].
+
+    With ``normalise`` the greatest return of a completion, without sign, is 1.
+    """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = trained(batch), step_ids(batch)
         rewards = jnp.where(live, token_rewards(paid_rewards(values, batch), batch), 0)
         one = partial(step_returns, discount=discount)
         returns = jax.vmap(jax.vmap(one))(rewards, steps, live)
+        if normalise:
+            most = jnp.max(jnp.abs(returns), axis=2, keepdims=True)
+            returns = returns / jnp.where(most == 0, 1, most)
         return returns / jnp.maximum(segments.count(segments.steps(batch)), 1), batch
 
     return stateless(apply)
 
 
 @variant(reinforce, without=("baseline",))
-def epo_strategy(base: Method, discount: Fraction = 1.0) -> Method:
+def epo_strategy(base: Method, discount: Fraction = 0.99, normalise: Flag = True) -> Method:
     """REINFORCE on turns: each turn's mean log-probability, weighted by what followed it.
 
     "EPO: Explicit Policy Optimization for Strategic Reasoning in LLMs via Reinforcement Learning"
     (arXiv:2502.12486), a turn a_t being the strategy that another model acts on:
 
-        A_t = sum over k >= t of discount^(k - t) r_k
+        R_t = sum over k >= t of discount^(k - t) r_k,  A_t = R_t / max_k |R_k|
         loss = -mean over episodes of sum_t A_t 1/|a_t| sum_i log pi(a_t,i | history)
 
     Turns are ``ids["step"]``, r_k what the environment paid for a turn, process and outcome alike.
-    ``envs.players.guided_env`` has the other model act. Not known: the paper's discount (here 1),
-    and whether returns are normalised (here they are not).
+    ``envs.players.guided_env`` has the other model act. The discount and the division by an
+    episode's greatest return (``normalise``) are those of the released code.
     """
-    return base.with_(advantage=turn_returns(discount))
+    return base.with_(advantage=turn_returns(discount, normalise))
 
 
 # ---------------------------------------------------------------- episodes of several rows
@@ -253,8 +262,8 @@ def supo(base: Method) -> Method:
     """GRPO over episodes that continue from their own summaries: the rows share one advantage.
 
     "Scaling LLM Multi-turn RL with End-to-end Summarization-based Context Management"
-    (arXiv:2510.06727): where the context is full the policy writes a summary, and goes on from
-    prompt and summary in a new row:
+    (arXiv:2510.06727): where the context is full the policy writes a summary, and continues
+    from prompt and summary in a new row:
 
         A_i = (r_i - mean(r)) / std(r) over the group's episodes, at every token that was drawn in
               any row of episode i, summaries included
@@ -268,7 +277,7 @@ def supo(base: Method) -> Method:
     return base.with_(
         advantage=advantage,
         aggregate=token_mean,
-        unsupported="episodes that go on from a summary: the turns of an episode are one row",
+        unsupported="episodes that continue from a summary: the turns of an episode are one row",
     )
 
 
@@ -366,7 +375,7 @@ def prefix_steps(scores: Array, tokens: Array, lengths: Array, members: Array) -
 
 @variant(grpo)
 def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
-    """GRPO, and at tokens where completions part the change in the mean reward of those that go on.
+    """GRPO, plus the change in the group's mean reward at each token where completions part.
 
     TEMPO of "Exploiting Tree Structure for Credit Assignment in RL Training of LLMs"
     (arXiv:2509.18314):
@@ -413,7 +422,7 @@ def _last_label(labels: Array, mask: Array) -> Array:
     return labels[jnp.max(jnp.arange(mask.size), where=mask, initial=0)]
 
 
-@variant(grpo, without=("eps", "ddof"), clip_high=0.28)
+@variant(grpo, without=("eps", "ddof"), clip_high=0.28, dual_clip=10.0)
 def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Method:
     """GRPO on the leaves of a tree search, with the search's own values at the nodes before them.
 
@@ -426,8 +435,9 @@ def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Me
     then the loss of GRPO with a higher upper bound. A group is a tree, a member one of its leaves;
     nodes are ``ids["node"]``, their values the statistic "node_value" (points, as
     ``envs.tree.constrained`` backs them up); without it a leaf's reward stands at all its nodes.
-    Not known: eps_q (``width``) and q_max (``bound``), which the released code takes from a
-    configuration that is not released; its mean is over the leaves, without a deviation, as here.
+    eps_q (``width``) and q_max (``bound``) are 1 in the released code; the clip, the token mean and
+    the advantage without a deviation are those of its scripts, which also take DAPO's overlong
+    penalty out of the reward.
     """
     return base.with_(
         advantage=node_advantages(width, bound),

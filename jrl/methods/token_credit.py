@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.errors import choose
 from jrl.methods.base import CENTRED, Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import (
@@ -32,6 +31,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import dapo, grpo
 from jrl.objectives import segments
 from jrl.objectives.aggregates import sequence_mean
+from jrl.objectives.members import first_token
 from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Aggregate, Array, Batch, Rollout, Statistic, Transform
 
@@ -41,15 +41,10 @@ ENTROPY = frozenset({"rollout_entropy"})
 
 
 def keep_uncertain(share: float = 0.2) -> Transform:
-    """Sets the advantage of all but the most uncertain tokens of the batch to 0.
+    """Sets the advantage of all but a ``share`` of the batch's tokens, the most uncertain, to 0.
 
-    Args:
-      share: the part of all trained tokens that keeps its advantage, in [0, 1]; tokens at the
-        quantile itself are kept.
-
-    Returns:
-      A transform to [N, G, T]. The tokens left out stay under the mask, so that a mean over tokens
-      still counts them. A NaN entropy makes the token's advantage NaN.
+    They stay under the mask, so that a mean over tokens still counts them. A NaN entropy makes the
+    token's advantage NaN.
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
@@ -152,7 +147,7 @@ def first_token_apart(weight: float) -> Aggregate:
     def aggregate(losses: Array, mask: Array) -> tuple[Array, Array]:
         chex.assert_rank([losses, mask], 2)
         chex.assert_equal_shape([losses, mask])
-        first = mask & (jnp.cumsum(mask, axis=1) == 1)
+        first = first_token(mask)
         rest = mask & ~first
         others = jnp.where(rest, losses, 0).sum(axis=1) / jnp.maximum(rest.sum(axis=1), 1)
         total = weight * jnp.where(first, losses, 0).sum(axis=1) + others
@@ -226,17 +221,9 @@ def head_spans(weights: Array, lags: Array, mask: Array) -> Array:
 def attention_distance(
     weights: Array, lags: Array, mask: Array, *, window: int, heads: float = 1.0
 ) -> Array:
-    """WAAD of ``preplan_anchor``: how far back a token looks, capped at the window.
+    """WAAD of ``preplan_anchor``, [T] tokens: how far back a token looks, capped at the window.
 
-    Args:
-      weights: [H, T, L] float32.
-      lags: [T, L] int32, tokens.
-      mask: [T] bool.
-      window: tokens.
-      heads: the fraction of heads, those of the shortest spans, that are local.
-
-    Returns:
-      [T] float32, tokens; 0 where not live.
+    The fraction ``heads`` of all heads, those of the shortest spans, is local. 0 where not live.
 
     >>> weights = jnp.array([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     >>> lags = jnp.array([[0, -1, -2], [1, 0, -1], [2, 1, 0]])
@@ -251,12 +238,10 @@ def attention_distance(
 def attention_influence(
     weights: Array, lags: Array, mask: Array, *, nearest: int, farthest: int, heads: float = 1.0
 ) -> Array:
-    """FAI of ``preplan_anchor``: the mean attention that a token gets from later ones.
+    """FAI of ``preplan_anchor``, [T]: the mean attention that a token gets from later ones.
 
-    Arguments as in ``attention_distance``, but that the fraction ``heads`` has the longest spans.
-
-    Returns:
-      [T] float32; 0 where not live, and where no token ``nearest`` to ``farthest`` later is.
+    The fraction ``heads`` of all heads, those of the longest spans, is global. 0 where not live,
+    and where no token ``nearest`` to ``farthest`` later is.
 
     >>> weights = jnp.array([[[1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]])
     >>> lags = jnp.array([[0, -1, -2], [1, 0, -1], [2, 1, 0]])
@@ -286,25 +271,14 @@ def rhythm_factors(
 ) -> Array:
     """What ``preplan_anchor`` multiplies the advantages of ONE completion by: gamma_t, [T] float32.
 
-    Args:
-      distance: [T] float, tokens, from ``attention_distance``.
-      influence: [T] float, from ``attention_influence``.
-      mask: [T] bool; tokens outside it are stepped over.
-      rule: of ``RULES``.
-      factor: at least 1.
-      fraction: of the live tokens, rounded up, ties included.
-      reach: live tokens, how far before an anchor a planning token may stand that it shares with.
-      shared: in [0, 1].
-
-    Raises:
-      UserError: for another ``rule``.
+    ``distance`` [T] is from ``attention_distance``, ``influence`` [T] from ``attention_influence``;
+    tokens outside the mask [T] are stepped over. ``fraction`` is of the live tokens, rounded up,
+    ties included.
 
     >>> distance = jnp.array([1, 1.2, 9, 8.9, 8.8, 8.7, 2, 2.1, 1])
     >>> rhythm_factors(distance, distance, jnp.ones(9, bool), "local", factor=2.0).tolist()
     [2.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 2.0, 1.0]
     """
-    if rule not in RULES:
-        raise choose("rule", rule, RULES)
     size = mask.shape[0]
     order = jnp.argsort(~mask, stable=True)  # live tokens side by side, in order
     live = jnp.arange(size) < mask.sum()

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import itertools
 import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,6 +281,9 @@ def _compiled(template: str) -> jinja2.Template:
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         if isinstance(indent := options.get("indent"), int) and indent > MOST_INDENT:
             raise _Beyond(f"tojson(indent={indent}); an indent of at most {MOST_INDENT} is read")
+        if isinstance(value, Iterator):  # what ``map`` and ``select`` make
+            value = list(itertools.islice(value, MOST_ITEMS + 1))
+            _bounded_list(len(value))
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = Bounded(

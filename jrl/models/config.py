@@ -225,8 +225,9 @@ def _check_type(name: str, value: object, kind: str) -> None:
     kind = kind.removesuffix(" | None")
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if kind == "int":
-        whole = is_number and isinstance(value, numbers.Integral) and abs(int(value)) < 2**31
+        whole = is_number and isinstance(value, numbers.Integral)
         _require(name, value, whole, "a whole number")
+        _require(name, value, abs(int(value)) < 2**31, "at most 2147483647")  # type: ignore[call-overload]
     elif kind == "float":
         _require(name, value, is_number, "a number")
     elif kind == "str":

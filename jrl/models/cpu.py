@@ -17,7 +17,7 @@ Small products, and batches of matrices as in attention, are faster where XLA pu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -117,10 +117,8 @@ class WeightFirst(struct.PyTreeNode, Factored):
             out = _plain("mk,nk->mn", x_mk, w_nk)
         return out.reshape(*rows, *outputs).astype(dtype or x.dtype)
 
-    def in_8_bits(self, inputs: int) -> Factored:
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Factored]) -> Factored:
         """The weight in 8 bits."""
-        from jrl.models.quant import quantise  # multiplies by way of this module
-
         return quantise(jnp.moveaxis(self.values, range(-inputs, 0), range(inputs)), inputs)
 
 

@@ -42,6 +42,7 @@ from jrl.models.layers import (
     layer_weights,
     rms_norm,
     rotations,
+    stored_dtype,
 )
 from jrl.models.matmul import prepare_weight
 from jrl.models.quant import INPUTS, Int8, quantise_entries
@@ -91,24 +92,6 @@ def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
         "layers": tuple(_fused(config, layer, lay) for layer in layers),
         "final_norm": lay(params["final_norm"], "embed"),
     }
-
-
-def stored_dtype(config: ModelConfig) -> Any:
-    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
-    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
-
-
-def rounded(params: Params, *, config: ModelConfig) -> Params:
-    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
-    dtype = stored_dtype(config)
-
-    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
-        name = path[-1].key
-        matrix = name == "embed" or (spec.inputs and name != "router")
-        return w.astype(dtype) if matrix else w
-
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
-    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)
 
 
 def output_matrix(

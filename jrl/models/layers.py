@@ -25,6 +25,7 @@ from jrl.models.attention.choice import Owners, is_cudnn, row_attention, shared_
 from jrl.models.attention.dense import NO_WINDOW
 from jrl.models.config import ModelConfig, Rope
 from jrl.models.matmul import PRODUCT, SEEN, project
+from jrl.models.weights import WeightSpec, weights
 from jrl.types import NOTHING, Array, Head, Params, RoutingRecord, SharedRows
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -502,3 +503,24 @@ def head(params: Params, *, config: ModelConfig) -> Head:
     """The product behind ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
     return Head(weight, axis, config.logit_softcap)
+
+
+# ---------------------------------------------------------------- dtypes of weights
+
+
+def stored_dtype(config: ModelConfig) -> Any:
+    """Of matrices that ``prepare`` returns: the shorter dtype of weights and activations."""
+    return min(jnp.dtype(config.dtype), jnp.dtype(config.param_dtype), key=lambda x: x.itemsize)
+
+
+def rounded(params: Params, *, config: ModelConfig) -> Params:
+    """The parameters with what ``prepare`` rounds to another dtype rounded already."""
+    dtype = stored_dtype(config)
+
+    def each(path: tuple, spec: WeightSpec, w: Array) -> Array:
+        name = path[-1].key
+        matrix = name == "embed" or (spec.inputs and name != "router")
+        return w.astype(dtype) if matrix else w
+
+    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(each, dict(weights(config)), params, is_leaf=is_spec)

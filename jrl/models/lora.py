@@ -25,15 +25,14 @@ from flax import struct
 from jrl.errors import UserError, choose
 from jrl.mesh import Axes, constrain
 from jrl.models.config import ModelConfig
-from jrl.models.decode import output_matrix, stored_dtype
-from jrl.models.layers import layer_weights
+from jrl.models.decode import output_matrix
+from jrl.models.layers import layer_weights, stored_dtype
 from jrl.models.matmul import matmul
 from jrl.models.quant import (
     Int8,
     check_dense,
     dequantise,
     layer_axes,
-    quantise,
     quantise_layers,
 )
 from jrl.models.weights import Factored, WeightSpec, weights
@@ -140,7 +139,7 @@ class Adapted(struct.PyTreeNode, Factored):
         added = matmul(f"{middle},{r}{outputs}->{out}", low, self.b, jnp.float32)
         return (full + added).astype(dtype or x.dtype)
 
-    def in_8_bits(self, inputs: int) -> Adapted | Int8:
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Adapted | Int8:
         """Merged and rounded; with a base in 8 bits itself."""
         return self if isinstance(self.base, Int8) else quantise(self.merged(), inputs)
 

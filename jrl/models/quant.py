@@ -19,6 +19,7 @@ from flax import struct
 from jrl.errors import UserError
 from jrl.mesh import Axes
 from jrl.models.config import ModelConfig
+from jrl.models.layers import rounded
 from jrl.models.matmul import summed_short
 from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Network, Params
@@ -42,9 +43,9 @@ class Int8(struct.PyTreeNode, Factored):
         short = summed_short(spec, self.values.shape, axes)
         return _times(spec, x, self.values, self.scales, dtype, short)
 
-    def in_8_bits(self, inputs: int) -> Int8:
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Int8:
         """Itself."""
-        del inputs
+        del inputs, quantise
         return self
 
     def whole(self, dtype: Any = jnp.float32) -> Any:
@@ -232,8 +233,6 @@ def in_8_bits(params: Params, config: ModelConfig) -> Params:
       params: the decoder's, floats.
       config: a model without experts.
     """
-    from jrl.models.decode import rounded  # which joins what is made here
-
     params = rounded(params, config=config)
     head = params["head"] if "head" in params else params["embed"].T
     return quantise_layers(params, config) | {"head": quantise(head, 1)}
@@ -256,7 +255,7 @@ def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
         made = prepare(in_8_bits(params, config) if plain and not rounded else params)
 
         def short(w: Any, inputs: int) -> Any:
-            return w.in_8_bits(inputs) if isinstance(w, Factored) else quantise(w, inputs)
+            return w.in_8_bits(inputs, quantise) if isinstance(w, Factored) else quantise(w, inputs)
 
         def turn(path: tuple, w: Any) -> Any:
             inputs = INPUTS.get(path[-1].key, 0)

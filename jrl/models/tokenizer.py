@@ -6,9 +6,10 @@ Every tokenizer has ``vocab_size``, ``eos_id``, ``pad_id``, ``stop_ids``, ``enco
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -192,6 +193,25 @@ _SHORT = 1000
 """Characters; a shorter text is encoded in less than a millisecond."""
 
 
+def _is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust gave up; the exception is of no module and no ``Exception``."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def _named(source: str, given: str | list[int]) -> Iterator[None]:
+    """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        said = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: its tokenizer.json cannot be used on {given[:40]!r:.60}: {said:.300}"
+        ) from None
+
+
 class FileTokenizer:
     """The tokenizer of a Hugging Face checkpoint directory, with its chat templates.
 
@@ -219,10 +239,12 @@ class FileTokenizer:
         self._backend = backend
         self._source = source
         vocabulary = backend.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise UserError(f"{source}: the vocabulary of tokenizer.json is empty")
         self.vocab_size = 1 + max(vocabulary.values())
         self.longest_token = max(map(len, vocabulary))
         base = backend.get_vocab(with_added_tokens=False)
-        self.base_vocab_size = 1 + max(base.values())
+        self.base_vocab_size = 1 + max(base.values(), default=-1)
         _check_distinct(base, source)
         self.eos_id = stop_ids[0]
         self.stop_ids = stop_ids
@@ -238,11 +260,15 @@ class FileTokenizer:
           add_special: put those around it that the tokenizer adds to a plain text, such as BOS;
             a text from ``chat`` already has its own.
         """
-        if len(text) < _SHORT:
-            return self._backend.encode(text, add_special_tokens=add_special).ids
-        # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long prompt is
-        # encoded in one thread, a server's others go on.
-        return self._backend.encode_batch([text], add_special_tokens=add_special)[0].ids
+        return self._encoded(self._backend, text, add_special).ids
+
+    def _encoded(self, backend: tokenizers.Tokenizer, text: str, add_special: bool = False) -> Any:
+        with _named(self._source, text):
+            if len(text) < _SHORT:
+                return backend.encode(text, add_special_tokens=add_special)
+            # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long
+            # prompt is encoded in one thread, a server's others go on.
+            return backend.encode_batch([text], add_special_tokens=add_special)[0]
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of a text from outside, such as a tool's output: never a control token's.
@@ -254,7 +280,7 @@ class FileTokenizer:
         """
         text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates have no tokens
         ids: list[int] = []
-        for i in self._plain.encode(text, add_special_tokens=False).ids:
+        for i in self._encoded(self._plain, text).ids:
             ids += self._spelled.get(i, [i])
         return ids
 
@@ -269,7 +295,7 @@ class FileTokenizer:
           outside: (begin, end) of each part in the text, in order.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
-        found = self._backend.encode(text, add_special_tokens=False)
+        found = self._encoded(self._backend, text)
         controls = [
             at for i, at in zip(found.ids, found.offsets, strict=True) if i in self._spelled
         ]
@@ -280,6 +306,11 @@ class FileTokenizer:
             ids += [*self.encode(text[start:begin]), *self.encode_plain(text[begin:end])]
             start = end
         return ids + self.encode(text[start:])
+
+    def controls(self, text: str) -> list[str]:
+        """The control tokens that ``encode`` reads in a text, spelled out."""
+        ids = self.encode(text.encode("utf-8", "replace").decode("utf-8"))
+        return [self.decode([i], skip_special=False) for i in ids if i in self._spelled]
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
@@ -300,14 +331,16 @@ class FileTokenizer:
             texts.pop(unknown, None)
 
         def spelled(text: str) -> list[int]:
-            parts = [self._plain.encode(c, add_special_tokens=False).ids for c in text]
+            parts = [self._encoded(self._plain, c).ids for c in text]
             return [i for part in parts for i in part if i not in texts]
 
         return {i: spelled(text) for i, text in texts.items()}
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        listed = [int(i) for i in ids]
+        with _named(self._source, listed):
+            return self._backend.decode(listed, skip_special_tokens=skip_special)
 
     def chat(
         self,
@@ -371,8 +404,11 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     refuse_pointer(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} is not a tokenizer: {error}") from error
+    except BaseException as error:  # the library raises bare Exception
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise
+        said = " ".join(str(error).split())
+        raise UserError(f"{path} is not a tokenizer: {said:.500}") from None
     # Limits and padding stored in the file would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -28,8 +28,13 @@ class Factored:
         """``matmul(spec, x, self, dtype, axes)``."""
         raise NotImplementedError
 
-    def in_8_bits(self, inputs: int) -> Factored:
-        """The weight with its matrix in 8 bits; ``inputs`` axes are summed over."""
+    def in_8_bits(self, inputs: int, quantise: Callable[..., Any]) -> Any:
+        """The weight with its matrix in 8 bits.
+
+        Args:
+          inputs: axes that products sum over, the first ones.
+          quantise: ``quant.quantise``.
+        """
         raise NotImplementedError
 
 

@@ -42,9 +42,8 @@ def mean_centred(rewards: Array, members: Array) -> Array:
 def group_mean_std(rewards: Array, members: Array, *, eps: float = 1e-6, ddof: int = 1) -> Array:
     """Each member's reward minus the group's mean, over the group's standard deviation plus eps.
 
-    The advantage of GRPO, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open
-    Language Models" (arXiv:2402.03300). The paper writes ``std`` without saying which; the default
-    is the sample deviation (``ddof=1``), which TRL, verl and OpenRLHF compute.
+    The advantage of ``grpo``. The paper writes ``std`` without saying which; the default is the
+    sample deviation (``ddof=1``), which TRL, verl and OpenRLHF compute.
 
     Args:
       rewards: [G] float, points. One group.
@@ -88,9 +87,8 @@ def leave_one_out(rewards: Array, members: Array) -> Array:
 def mean_scaled(rewards: Array, members: Array) -> Array:
     """Each member's reward over the mean reward of its group, minus 1.
 
-    The advantage of MaxRL, "Maximum Likelihood Reinforcement Learning" (arXiv:2602.02710), for
-    rewards of 0 and 1: summed against the score function it is the mean score function of the right
-    completions less that of all.
+    The advantage of ``maxrl`` for rewards of 0 and 1: summed against the score function it is the
+    mean score function of the right completions less that of all.
 
     Args:
       rewards: [G] float, points, not negative. One group.
@@ -133,39 +131,6 @@ def length_weighted_centred(rewards: Array, members: Array, lengths: Array) -> A
     weights = jnp.where(members, lengths, 0)
     baseline = (weights * shifted).sum() / jnp.maximum(weights.sum(), 1)
     return jnp.where(members & (members.sum() > 1), shifted - baseline, _kept_nan(shifted))
-
-
-def optimal_token_baseline(
-    returns: Array, energy: Array, mask: Array, *, lone_tail: bool = False
-) -> Array:
-    """Returns minus, at each place of a group, their mean weighted by the energy spent so far.
-
-    The baseline of ``otb``, over the members that are live at a place, with any numbers for the
-    squared norm w of a token's score function.
-
-    Args:
-      returns: [G, T] float, points, the rewards to come at each token. One group.
-      energy: [G, T] float, w, not negative.
-      mask: [G, T] bool, True where live.
-      lone_tail: what a token gets at whose place no other member is live: True its return, as in
-        verl, False 0.
-
-    Returns:
-      [G, T] float, points. 0 where not live; exactly 0 where all returns of a place are equal.
-    """
-    chex.assert_rank([returns, energy, mask], 2)
-    chex.assert_equal_shape([returns, energy, mask])
-    live = mask.sum(axis=0, keepdims=True)
-    spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0), axis=1), 0)
-    # Where nothing was spent by anybody, all weigh the same.
-    none = spent.sum(axis=0, keepdims=True) <= 0
-    weights = jnp.where(none, mask, spent)
-    lowest = jnp.min(returns, axis=0, keepdims=True, where=mask, initial=jnp.inf)
-    shifted = jnp.where(mask, returns - lowest, 0)
-    total = jnp.where(live > 0, weights.sum(axis=0, keepdims=True), 1)
-    baseline = (weights * shifted).sum(axis=0, keepdims=True) / total
-    alone = returns if lone_tail else _kept_nan(shifted)
-    return jnp.where(mask, jnp.where(live > 1, shifted - baseline, alone), 0)
 
 
 def greedy_baseline(rewards: Array, members: Array, baseline: Array) -> Array:
@@ -239,8 +204,7 @@ def gae(
 ) -> tuple[Array, Array]:
     """Generalised advantage estimates and the returns that the values are trained towards.
 
-    "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
-    (arXiv:1506.02438), over the live tokens of one completion:
+    Those of ``ppo``, over the live tokens of one completion:
 
         delta_t = r_t + discount * V_{t+1} - V_t
         A_t     = delta_t + discount * decay * A_{t+1}

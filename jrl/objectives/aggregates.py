@@ -15,7 +15,7 @@ from jrl.types import Aggregate, Array
 
 
 def token_mean(losses: Array, mask: Array) -> tuple[Array, Array]:
-    """Every live token of the batch weighs the same, as in DAPO (arXiv:2503.14476).
+    """Every live token of the batch weighs the same, as in ``dapo``.
 
     Args:
       losses: [B, T] float32, nats times advantage.
@@ -33,9 +33,9 @@ def token_mean(losses: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def sequence_mean(losses: Array, mask: Array) -> tuple[Array, Array]:
-    """Every sequence weighs the same, its tokens sharing that weight, as in GRPO.
+    """Every sequence weighs the same, its tokens sharing that weight, as in ``grpo``.
 
-    Sequences without a live token count for nothing (arXiv:2402.03300 has none).
+    Sequences without a live token count for nothing.
 
     Args:
       losses: [B, T] float32, nats times advantage.
@@ -58,7 +58,7 @@ def sequence_sum(losses: Array, mask: Array) -> tuple[Array, Array]:
     """The mean over sequences of the SUM of their tokens' losses: no length normalisation.
 
     With ``-A * logprob`` as the loss this is the gradient of the expected reward of whole
-    completions, as RLOO (arXiv:2402.14740) and ReMax (arXiv:2310.10505) write it.
+    completions, as ``rloo`` and ``remax`` write it.
 
     Args:
       losses: [B, T] float32, nats times advantage.
@@ -76,7 +76,7 @@ def sequence_sum(losses: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def constant_norm(max_tokens: int) -> Aggregate:
-    """Sums of live losses over a constant length, as in Dr. GRPO (arXiv:2503.20783).
+    """Sums of live losses over a constant length, as in ``dr_grpo``.
 
     Args:
       max_tokens: tokens, the divisor of every sequence's sum: the completion limit of the run, not

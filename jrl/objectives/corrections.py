@@ -69,7 +69,7 @@ CORRECTIONS: dict[str, Callable[[float], Correction | None]] = {
     "geometric_mis": lambda cap: Correction("reject", "geometric", 1 / cap, cap),
 }
 """By name, from the greatest weight. "proximal": no weight; "decoupled": the whole weight, as in
-AReaL (arXiv:2505.24298); "tis": truncated importance sampling; "mis": masked, tokens whose weight
+``decoupled_ppo``; "tis": truncated importance sampling; "mis": masked, tokens whose weight
 exceeds the cap are dropped; "icepop": those whose weight leaves [1 / cap, cap] are, as in GLM-5
 (arXiv:2602.15763, cap 2), while Ring-1T (arXiv:2510.18855), which introduced it, has [0.5, 5];
 "sequence_tis", "sequence_mis": the same with the weight of the whole sequence; "geometric_mis":

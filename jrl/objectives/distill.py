@@ -70,8 +70,7 @@ def forward_kl(student: Array, teacher: Array) -> Array:
 def generalized_jsd(student: Array, teacher: Array, beta: float | Array = 0.5) -> Array:
     """Jensen-Shannon divergence of one token's distributions, weight ``beta`` on the teacher.
 
-    Equation 1 of "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes"
-    (arXiv:2306.13649), P the teacher and Q the student:
+    Equation 1 of ``gkd``'s paper, P the teacher and Q the student:
 
         beta KL(P || M) + (1 - beta) KL(Q || M),    M = beta P + (1 - beta) Q
 

@@ -95,8 +95,8 @@ def estimator(kind: str, key: str = "kind") -> Callable[[Array, Array], Array]:
 class AdaptiveCoef(NamedTuple):
     """A coefficient steered so that a divergence stays near a target.
 
-    The controller of "Fine-Tuning Language Models from Human Preferences" (arXiv:1909.08593):
-    each step multiplies the coefficient by 1 + rate * clip(kl / target - 1, -0.2, 0.2).
+    The controller of ``ppo``'s penalty: each step multiplies the coefficient by
+    1 + rate * clip(kl / target - 1, -0.2, 0.2).
 
     Attributes:
       initial: the coefficient at the start, points per nat.

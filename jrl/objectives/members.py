@@ -43,15 +43,15 @@ class Members(NamedTuple):
     @property
     def score(self) -> Array:
         """[G] float32, points, read at the first live token; 0 where there is none."""
-        return jnp.where(_first(self.mask), self.scores, 0).sum(axis=1)
+        return jnp.where(first_token(self.mask), self.scores, 0).sum(axis=1)
 
     def first(self, name: str) -> Array:
         """[G]: a statistic that is the same at all tokens of a member, read at the first."""
-        return jnp.where(_first(self.mask), self.stats[name], 0).sum(axis=1)
+        return jnp.where(first_token(self.mask), self.stats[name], 0).sum(axis=1)
 
     def last(self, name: str) -> Array:
         """[G]: a statistic at the last live token; 0 where there is none."""
-        last = jnp.flip(_first(jnp.flip(self.mask, axis=1)), axis=1)
+        last = jnp.flip(first_token(jnp.flip(self.mask, axis=1)), axis=1)
         return jnp.where(last, self.stats[name], 0).sum(axis=1)
 
     def total(self, name: str) -> Array:
@@ -82,7 +82,7 @@ def over_group(loss: GroupLoss, needs: Iterable[str] = ()) -> Surrogate:
     def apply(stats: Stats, scores: Array, mask: Array) -> tuple[Array, Stats]:
         value, metrics = loss(_members(stats, scores, mask))
         chex.assert_rank(value, 0)
-        at = _first(mask.reshape(1, -1)).reshape(mask.shape)
+        at = first_token(mask.reshape(1, -1)).reshape(mask.shape)
         return jnp.where(at, value, 0), metrics
 
     return Surrogate(apply, frozenset(needs), over="group")
@@ -100,7 +100,7 @@ def over_sequence(loss: GroupLoss, needs: Iterable[str] = ()) -> Surrogate:
         alone = {name: value[None] for name, value in stats.items()}
         value, metrics = loss(_members(alone, scores[None], mask[None]))
         chex.assert_shape(value, (1,))
-        losses = jnp.where(_first(mask[None])[0], value[0], 0)
+        losses = jnp.where(first_token(mask[None])[0], value[0], 0)
         return losses, {name: metric[0] for name, metric in metrics.items()}
 
     return Surrogate(apply, frozenset(needs))
@@ -125,6 +125,6 @@ def _members(stats: Stats, scores: Array, mask: Array) -> Members:
     return Members(stats, scores, mask)
 
 
-def _first(mask: Array) -> Array:
-    """[G, T] bool: True at the first live token of each row."""
-    return mask & (jnp.cumsum(mask, axis=1) == 1)
+def first_token(mask: Array) -> Array:
+    """[..., T] bool: True at the first live token of each sequence."""
+    return mask & (jnp.cumsum(mask, axis=-1) == 1)

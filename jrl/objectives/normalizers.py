@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from jrl.objectives import advantages as group
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.transforms import stateless, token_rewards, trained
-from jrl.types import Array, Batch, Statistic, Transform
+from jrl.objectives.transforms import stateless, trained
+from jrl.types import Array, Batch, Transform
 
 
 def decoupled_parts(*, eps: float = 1e-6, ddof: int = 1) -> Transform:
@@ -88,11 +88,7 @@ def scale_to_informative() -> Transform:
 
 
 def exponential_weights(temperature: float = 1.0, cap: float = 20.0) -> Transform:
-    """min(exp(A / temperature), cap): the weights of advantage-weighted regression.
-
-    "Advantage-Weighted Regression: Simple and Scalable Off-Policy Reinforcement Learning"
-    (arXiv:1910.00177).
-    """
+    """min(exp(A / temperature), cap): the weights of ``awr``."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         return jnp.minimum(bounded_exp(values / temperature), cap), batch
@@ -117,43 +113,3 @@ def mark_positive(threshold: float = 0.0) -> Transform:
         return values, batch.replace(stats={**batch.stats, "positive": positive})
 
     return stateless(apply)
-
-
-def _collision(distributions: dict[str, Array], token: Array) -> Array:
-    return jnp.exp(2 * distributions["policy"]).sum()
-
-
-COLLISION = Statistic("collision", _collision, start=True)
-"""The probability that two draws from the policy's distribution agree, at the start of the step."""
-
-
-def optimal_token_baseline(discount: float = 1.0, *, lone_tail: bool = False) -> Transform:
-    """Rewards to go minus the optimal baseline of each token; see ``advantages``.
-
-    A token's energy is the squared norm of its score function with respect to the logits,
-    1 - 2 pi(token) + sum over the vocabulary of pi^2, at the start of the training step.
-
-    Args:
-      discount: the factor for one live token, in [0, 1].
-      lone_tail: True to leave a token's return where no other member has a token at its place.
-
-    Returns:
-      A transform to [N, G, T] that reads ``proximal_logprobs`` and ``collision``.
-    """
-
-    def to_go(rewards: Array, mask: Array) -> Array:
-        return group.reward_to_go(rewards, mask, discount)
-
-    def of_group(returns: Array, energy: Array, mask: Array) -> Array:
-        return group.optimal_token_baseline(returns, energy, mask, lone_tail=lone_tail)
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        live = trained(batch)
-        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
-        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
-        returns = jax.vmap(jax.vmap(to_go))(token_rewards(values, batch), live)
-        # Of rounding below 0 a weight could be made negative; a NaN stays one.
-        return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
-
-    transform = stateless(apply, frozenset({"proximal_logprobs"}))
-    return transform._replace(statistics=(COLLISION,))

@@ -114,7 +114,9 @@ def policy_loss(
     surrogate = objective.surrogate
     over_groups = surrogate.over == "group"
     lifted = jax.vmap(surrogate.apply) if over_groups else jax.vmap(jax.vmap(surrogate.apply))
-    losses, per_token_metrics = lifted(_reads(surrogate, stats), advantages, live)
+    # Labels are zeroed in the padding too: what lies there may belong to no turn.
+    labels = {name: jnp.where(live, _label(name, batch), 0) for name in sorted(surrogate.labels)}
+    losses, per_token_metrics = lifted(_reads(surrogate, stats) | labels, advantages, live)
     terms = {"surrogate": _aggregate(objective.aggregate, losses, live, over_groups)}
     metrics = {name: _live_mean(value, live) for name, value in per_token_metrics.items()}
     if "sampler_logprobs" in stats:
@@ -197,6 +199,13 @@ def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
     """What a part is given: the log-probabilities, what it needs and what it brings along."""
     names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
     return {name: stats[name] for name in sorted(names)}
+
+
+def _label(name: str, batch: Batch) -> Array:
+    """[N, G, T] int32: a label of each token, whatever it was recorded for; 0 without any."""
+    label = batch.ids.get(name, jnp.zeros((), jnp.int32))
+    missing = tuple(range(label.ndim, batch.mask.ndim))
+    return jnp.broadcast_to(jnp.expand_dims(label, missing), batch.mask.shape)
 
 
 def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bool = False) -> Pair:

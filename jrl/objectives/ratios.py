@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
+from jrl.objectives import segments
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
 from jrl.types import Array, Stats, Surrogate
@@ -38,10 +39,12 @@ class Ratio(NamedTuple):
     Attributes:
       apply: from the token's log-ratios to those of the unit, [T] nats, with metrics.
       needs: names of further statistics that it reads.
+      labels: names of the labels in ``Batch.ids`` that it reads, among the statistics.
     """
 
     apply: Step
     needs: frozenset[str] = frozenset()
+    labels: frozenset[str] = frozenset()
 
 
 class Rule(NamedTuple):
@@ -90,14 +93,18 @@ product = Ratio(_product)
 
 
 def segment(label: str) -> Ratio:
-    """The geometric mean over the live tokens of one ``label``, a statistic such as "step"."""
+    """The geometric mean over the live tokens that share a label of ``Batch.ids``.
+
+    Args:
+      label: such as "turn" or "step"; where nobody recorded it a completion is one segment, as in
+        ``sequence``.
+    """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        same = (stats[label][:, None] == stats[label][None]) & mask[None]
-        total = jnp.where(same, log_ratio[None], 0).sum(axis=1)
-        return total / jnp.maximum(same.sum(axis=1), 1), {}
+        seg = segments.segments(mask, stats[label])
+        return segments.total(log_ratio, seg) / jnp.maximum(segments.count(seg), 1), {}
 
-    return Ratio(apply, frozenset({label}))
+    return Ratio(apply, labels=frozenset({label}))
 
 
 def geometric_clipped(clip_low: float, clip_high: float) -> Ratio:
@@ -166,11 +173,7 @@ def clip_between(
 
 
 def clip(low: float = 0.2, high: float = 0.2, dual_clip: float | None = None) -> Rule:
-    """``clip_between`` 1 - low and 1 + high.
-
-    "Proximal Policy Optimization Algorithms" (arXiv:1707.06347), with separate bounds as in DAPO's
-    clip-higher (arXiv:2503.14476).
-    """
+    """``clip_between`` 1 - low and 1 + high: ``ppo``'s, with separate bounds as in ``dapo``."""
     return clip_between(lambda stats: (1 - low, 1 + high), dual_clip)
 
 
@@ -392,7 +395,7 @@ def ratio_loss(
 
     read = frozenset({"sampler_logprobs", against}) | ratio.needs | rule.needs
     parts = RatioParts(ratio, rule, correction, off_policy_limit)
-    return Surrogate(checked(apply), read, parts=parts)
+    return Surrogate(checked(apply), read, labels=ratio.labels, parts=parts)
 
 
 def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:

@@ -27,7 +27,7 @@ def kl_in_loss(
     importance weight is applied: off-policy both claims hold only approximately.
 
     Args:
-      kind: "k2" or "k3". GRPO (arXiv:2402.03300) uses k3.
+      kind: "k2" or "k3". ``grpo`` uses k3.
       coef: per nat; an ``AdaptiveCoef`` is steered by the metric "kl", the mean over live tokens.
       aggregate: None to use the objective's.
 
@@ -83,8 +83,8 @@ def value_loss(
         max((V - R)^2, (V0 + clip(V - V0, -clip, clip) - R)^2) / 2
 
     with V0 the estimate at the start of the training step (``rollout_values``) and R the target
-    that the ``gae`` transform wrote (``returns``). The clipping is not in the PPO paper
-    (arXiv:1707.06347); it comes from its released code.
+    that the ``gae`` transform wrote (``returns``). The clipping is not in the paper of PPO; it
+    comes from its released code.
 
     Args:
       coef: per squared point.

@@ -8,6 +8,7 @@ a lower bound of the time from the chip's figures.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from jrl.train.programs import check_resharding, drawing_mesh
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
+FAST_BYTES = 128 << 20
+"""A chip's vector memory (VMEM), or more: XLA keeps weights there for as long as a loop runs."""
 
 
 class Program(NamedTuple):
@@ -172,14 +175,26 @@ def quick_plan(
 
     Unrolled are the sampler, and the training step of a model whose layers are not all alike.
     Bytes, operations and collectives grow linearly with the number of layers, so the two give those
-    of the complete model; what XLA does differently in a deep program is missed. Arguments are
-    those of ``make_plan``.
+    of the complete model; what XLA does differently in a deep program is missed. Weights that fit
+    the chip's fast memory stay there from token to token, so that both programs have more of them,
+    or the complete one has no more. Arguments are those of ``make_plan``.
     """
     run = _abstract_run(config, topology)
     model, sizes = run.shape, config.model.config
+    if sizes is None:
+        return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
     period = int(np.lcm.reduce([len(p) for p in _patterns(model)]))
-    low, high = 2 * period, 4 * period
-    if model.layers <= high or sizes is None:
+
+    def of(layers: int) -> build.Run:
+        table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
+        return _abstract_run(config.model_copy(update={"model": table}), topology)
+
+    low, deep = 2 * period, _prepared_bytes(run)
+    each = (deep - _prepared_bytes(of(low))) / max(model.layers - low, 1)
+    if each * model.layers > FAST_BYTES:
+        low *= math.ceil(FAST_BYTES / (each * low))
+    high = low + 2 * period
+    if low + high > model.layers:  # two programs of so many layers take longer than the one
         return make_plan(config, topology, echo=echo, placement=placement, effort=effort)
     wanted = wanted_programs(placement)
     unrolled = PROGRAMS if len(set(model.sparse)) > 1 else ("resharding", "sampler")
@@ -188,9 +203,7 @@ def quick_plan(
     programs = _programs(run, topology, complete, placement, effort, echo)
     few = []
     for layers in (low, high) if rest else ():
-        table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
-        shallow = _abstract_run(config.model_copy(update={"model": table}), topology)
-        few.append(_programs(shallow, topology, rest, placement, effort, echo))
+        few.append(_programs(of(layers), topology, rest, placement, effort, echo))
     steps = (model.layers - low) / (high - low)
     for name in few[0] if few else ():
         found = extrapolate(few[0][name], few[1][name], steps, topology)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -216,7 +215,7 @@ def _bytes_moved(
     if operation.kind == "fusion":
         called = re.search(r"calls=%([\w.\-]+)", operation.text)
         assert called is not None
-        return _fusion_bytes(program.computations[called[1]], operation, sources)
+        return _fusion_bytes(program, program.computations[called[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
         # A kernel that reports its traffic. Of a grouped product all matrices are read, [E, D, F],
         # and of the rows, [M, D], those that it visits.
@@ -236,37 +235,27 @@ def _bytes_moved(
         return sum(a.bytes for a in operation.outputs[:2] if a.main)
     if operation.kind == "slice-start":  # ((source), slice, ...)
         return operation.outputs[1].bytes
-    if operation.kind in ("dynamic-slice", "gather", "slice"):
+    if operation.kind in _SLICES:
         return 2 * sum(writes)
-    if operation.kind in ("dynamic-update-slice", "scatter"):
+    if operation.kind in _UPDATES:
         return 2 * sum(a.bytes for s in sources[1:] for a in s.outputs[:1] if a.main)
     return sum(reads) + sum(writes)
 
 
 def _fusion_bytes(
-    inner: dict[str, Operation], fusion: Operation, sources: list[Operation]
+    program: HloProgram,
+    inner: dict[str, Operation],
+    fusion: Operation,
+    sources: list[Operation],
 ) -> float:
-    users: dict[str, list[Operation]] = defaultdict(list)
-    for each in inner.values():
-        for name in each.operands:
-            users[name].append(each)
     total, updated = 0.0, 0.0
-    for parameter in (o for o in inner.values() if o.kind == "parameter"):
-        number = int(re.match(r"parameter\((\d+)\)", parameter.text)[1])  # type: ignore[index]
+    for number, parameter in _parameters(inner).items():
         if number >= len(sources) or not any(a.main for a in sources[number].outputs[:1]):
             continue
-        moved, readers = parameter.outputs[0].bytes, users[parameter.name]
-        if all(_passes(r) for r in readers):
-            continue
-        if readers and all(r.kind in ("dynamic-slice", "gather", "slice") for r in readers):
-            moved = min(moved, sum(r.outputs[0].bytes for r in readers))
-        elif readers and all(
-            r.kind in ("dynamic-update-slice", "scatter") and r.operands[0] == parameter.name
-            for r in readers
-        ):
-            updated += moved
-            moved = 0.0
-        total += moved
+        if _is_updated(program, inner, parameter):
+            updated += parameter.outputs[0].bytes
+        else:
+            total += _read_of(program, inner, parameter)
     roots = _roots(inner)
     writes = sum(
         a.bytes
@@ -275,12 +264,80 @@ def _fusion_bytes(
     )
     if updated:
         changed = [
-            inner[o.operands[1 if o.kind == "dynamic-update-slice" else -1]].outputs[0].bytes
-            for o in inner.values()
-            if o.kind in ("dynamic-update-slice", "scatter")
+            own[o.operands[1 if o.kind == "dynamic-update-slice" else -1]].outputs[0].bytes
+            for o, own in fused_operations(program, fusion, {})
+            if o.kind in _UPDATES
         ]
         writes = max(writes - updated, 0.0) + 2 * sum(changed)
     return total + writes
+
+
+_SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
+
+
+def _parameters(inner: dict[str, Operation]) -> dict[int, Operation]:
+    """The parameters of a computation by their number."""
+    found = (o for o in inner.values() if o.kind == "parameter")
+    return {int(re.match(r"parameter\((\d+)\)", o.text)[1]): o for o in found}  # type: ignore[index]
+
+
+def _read_of(
+    program: HloProgram, inner: dict[str, Operation], source: Operation, inside: bool = False
+) -> float:
+    """Bytes that a fusion reads of one of its parameters, or of what passes it on.
+
+    Where all that reads it are slices, in fusions within the fusion too, they alone are read: a
+    loop over layers slices what is stacked over them where it is multiplied. What leaves a fusion
+    within (``inside``) as it is is read by another one.
+    """
+    whole, read = source.outputs[0].bytes, 0.0
+    if inside and (source.root or _is_result(inner, source)):
+        return whole
+    for reader in _readers(inner, source):
+        if reader.kind in _SLICES:
+            read += reader.outputs[0].bytes
+        elif reader.kind == "bitcast":
+            read += _read_of(program, inner, reader, inside=True)
+        elif reader.kind == "fusion":
+            for within, parameter in _entries(program, source, reader):
+                read += _read_of(program, within, parameter, inside=True)
+        else:
+            return whole
+    return min(read, whole)
+
+
+def _is_updated(program: HloProgram, inner: dict[str, Operation], source: Operation) -> bool:
+    """Whether a fusion does nothing with a buffer but update a part of it in place."""
+    readers = _readers(inner, source)
+    for reader in readers:
+        if reader.kind == "fusion":
+            if not all(_is_updated(program, *each) for each in _entries(program, source, reader)):
+                return False
+        elif reader.kind not in _UPDATES or reader.operands[0] != source.name:
+            return False
+    return bool(readers)
+
+
+def _is_result(inner: dict[str, Operation], source: Operation) -> bool:
+    """Whether an operation is one of a computation's results."""
+    return any(o.root and o.kind == "tuple" and source.name in o.operands for o in inner.values())
+
+
+def _readers(inner: dict[str, Operation], source: Operation) -> list[Operation]:
+    return [o for o in inner.values() if source.name in o.operands and not _passes(o)]
+
+
+def _entries(
+    program: HloProgram, source: Operation, fusion: Operation
+) -> Iterator[tuple[dict[str, Operation], Operation]]:
+    """The computation of a fusion, with each of its parameters that is ``source``."""
+    called = re.search(r"calls=%([\w.\-]+)", fusion.text)
+    assert called is not None
+    within = program.computations[called[1]]
+    parameters = _parameters(within)
+    for number, name in enumerate(fusion.operands):
+        if name == source.name:
+            yield within, parameters[number]
 
 
 def _passes(operation: Operation) -> bool:

@@ -19,7 +19,7 @@ from jrl.train.gather import (
 )
 from jrl.train.objective import max_new_tokens
 from jrl.train.programs import drawing_mesh, held_bytes
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 
 GIB = 1 << 30
 

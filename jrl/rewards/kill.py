@@ -40,29 +40,40 @@ def tree(pid: int) -> list[int]:
     return found
 
 
-def memory_bytes(pids: Iterable[int], above: int = 0) -> int:
-    """Resident memory of processes; 0 where there is no /proc.
+def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
+    """Memory of processes; 0 where there is no /proc.
 
     Args:
       pids: of the processes.
       above: where the sum of their resident sets is larger than this, pages that several of them
         share are counted once, which takes the kernel longer to say.
+      in_files: bytes of files in memory that they write. Those that are mapped are in the resident
+        sets too, and counted once.
     """
     pids = list(pids)
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/statm", encoding="ascii") as file:
             total += int(file.read().split()[1]) * _PAGE
-    return sum(map(_proportional, pids)) if total > above > 0 and len(pids) > 1 else total
+    if not 0 < above < total + in_files or (len(pids) == 1 and not in_files):
+        return total + in_files
+    parts = [_proportional(pid) for pid in pids]
+    mapped = sum(shared for _, shared in parts)
+    return sum(size for size, _ in parts) - mapped + max(mapped, in_files)
 
 
-def _proportional(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            lines = (line.split() for line in file)
-            return next((1024 * int(line[1]) for line in lines if line[0] == "Pss:"), 0)
-    except OSError:
-        return 0
+def _proportional(pid: int) -> tuple[int, int]:
+    """Bytes of a process, pages shared by n counted as 1/n; and those of them in shared memory."""
+    found = {"Pss:": 0, "Pss_Shmem:": 0}
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file,
+    ):
+        for line in file:
+            name, *rest = line.split()
+            if name in found:
+                found[name] = 1024 * int(rest[0])
+    return found["Pss:"], found["Pss_Shmem:"]
 
 
 def kill_tree(pid: int) -> None:

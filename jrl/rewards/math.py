@@ -16,7 +16,7 @@ from jrl.rewards.exact import exact_reward, expected_answer, final_answer, marke
 from jrl.rewards.exact import same_answer as same_number
 
 _SECONDS = 3.0
-"""Time of one comparison; the pool's limit would end the process too."""
+"""Processor time of one comparison; the pool's limit would end the process too."""
 
 
 def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
@@ -60,7 +60,10 @@ class _TooLong(BaseException):
 
 @contextlib.contextmanager
 def _limited_time() -> Iterator[None]:
-    """Raises _TooLong after a while, in a main thread, such as that of a worker process."""
+    """Raises _TooLong after a while, in a main thread, such as that of a worker process.
+
+    The clock is the processor's: on a busy machine a right answer stays right.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,13 +71,13 @@ def _limited_time() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise _TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @functools.cache
@@ -90,22 +93,19 @@ def _math_verify() -> Callable[[str, str], bool] | None:
         logging.getLogger(name).setLevel(logging.ERROR)
     parse: Any = functools.partial(math_verify.parse, parsing_timeout=None)
 
+    def verify(expected: str, completion: str) -> bool:
+        gold = parse(f"\\boxed{{{expected}}}")
+        return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None))
+
     def agrees(expected: str, completion: str) -> bool:
         try:
             with _limited_time():
-                gold = parse(f"\\boxed{{{expected}}}")
-                return bool(math_verify.verify(gold, parse(completion), timeout_seconds=None))
+                return verify(expected, completion)
         except (_TooLong, MemoryError, RecursionError):
             return False
 
+    verify("x + 1", "\\boxed{1 + x}")  # builds the grammar outside of a comparison's time limit
     return agrees
 
 
-def _prepare() -> None:
-    """Imports the checker and builds its grammar outside of the first call's time limit."""
-    checker = _math_verify()
-    if checker is not None:
-        checker("x + 1", "\\boxed{1 + x}")
-
-
-math_reward.prepare = _prepare  # type: ignore[attr-defined]
+math_reward.prepare = _math_verify  # type: ignore[attr-defined]

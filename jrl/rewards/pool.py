@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,8 +65,8 @@ class RewardPool:
         it is marked by ``over_group``.
       workers: processes; 0 calls the functions in this process, without limits.
       timeout_seconds: for one call; at its end the worker is killed with all that it started.
-      memory_gib: resident memory of one worker and all that it started, in GiB; beyond it they are
-        killed, and the call failed.
+      memory_gib: memory of one worker and all that it started, in GiB, what they write in memfds
+        and /dev/shm included; beyond it they are killed, those files removed, and the call failed.
       on_timeout: what becomes of the samples of a call that was ended at its time limit: "zero"
         points, "drop" (NaN points, for the caller to take the sample out of its group), or "stop"
         with a UserError. "reward_timeouts" counts such calls.
@@ -147,6 +147,38 @@ class RewardPool:
                 points[members, column] = np.nan if action == "drop" else 0.0
         return points, counts
 
+    def probe(self, names: Iterable[str], sample: Sample, group: int) -> None:
+        """Calls functions once, so that a wrong one is said before anything compiles.
+
+        A call that takes too long says nothing: the first one may load a model.
+
+        Args:
+          names: of the functions.
+          sample: what they are called with; functions over groups get ``group`` times the same.
+          group: G.
+
+        Raises:
+          UserError: a call raises or returns something else than one finite number for each
+            sample, and the run is to stop then.
+        """
+        if self.on_error != "stop":
+            return
+        calls = [
+            _Call(0, name, list(range(1 if _over(self.functions[name]) == "sample" else group)))
+            for name in names
+        ]
+        limit = self.timeout_seconds if self._workers else 0
+        with (
+            self._turn,
+            waiting("rewards", lambda: "the first call", seconds=limit),
+            contextlib.closing(self._results(calls, [sample] * group)) as results,
+        ):
+            for (_, name, *_), result in results:
+                if isinstance(result, Failure) and not result.timed_out:
+                    if _CONVERSATION in result.reason:
+                        raise UserError(f"rewards.{name}: {result.reason}; {_TEXTS}")
+                    raise _error(name, result, sample, "on_error")
+
     def _results(self, calls: Sequence[_Call], samples: Sequence[Sample]) -> Any:
         """A generator of (call, points or Failure), each call once, in any order."""
         if self._workers is not None:
@@ -170,6 +202,13 @@ class RewardPool:
     def __exit__(self, *error: object) -> None:
         """Closes the pool, also after an error."""
         self.close()
+
+
+_CONVERSATION = "string indices must be integers"
+_TEXTS = (
+    "completions are texts, so write completions[i] where TRL's conversational form has"
+    ' completions[i][0]["content"]'
+)
 
 
 def _error(name: str, failure: Failure, sample: Sample, key: str) -> UserError:
@@ -335,7 +374,7 @@ class _Workers:
         if failure is None:
             return None
         ended = worker.call
-        self._end(worker)
+        self._end(worker, its_files=not failure.timed_out)
         return None if ended is None else (ended, failure)
 
     def _lost(self, worker: Worker) -> tuple[_Call, Failure] | None:
@@ -381,9 +420,9 @@ class _Workers:
             self._warden.stdin.write(f"{number}\n".encode())
             self._warden.stdin.flush()
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: Worker, *, its_files: bool = False) -> None:
         self._living.remove(worker)
-        worker.kill()
+        worker.kill(its_files=its_files)
         self._tell_warden(-worker.pid)
 
     def loading(self) -> str:

@@ -18,8 +18,9 @@ from multiprocessing import connection
 from typing import Any
 
 from jrl.rewards.base import RewardFn, Sample
-from jrl.rewards.call import Failure, call, error_text
+from jrl.rewards.call import Failure, call, error_text, kind_of
 from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
+from jrl.rewards.shared_memory import WrittenFiles
 
 # Forking a process that runs JAX can deadlock; spawning cannot.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -66,6 +67,7 @@ class Worker:
         self.pid: int = self._process.pid or 0
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
+        self._files = WrittenFiles()
         os.set_blocking(self.output.fileno(), False)
         _limit_waiting(self.connection, _STUCK_SECONDS)
 
@@ -114,12 +116,15 @@ class Worker:
             return b""
 
     def memory_bytes(self, above: int) -> int:
-        """Resident memory of the process and all that it started."""
-        return memory_bytes(tree(self.pid), above)
+        """Memory of the process and all that it started, in /dev/shm and memfds too."""
+        pids = tree(self.pid)
+        return memory_bytes(pids, above, self._files.bytes(pids))
 
-    def kill(self) -> None:
-        """Ends the process and all that it started."""
+    def kill(self, *, its_files: bool = False) -> None:
+        """Ends the process and all that it started; with what it wrote in /dev/shm if asked."""
         kill_tree(self.pid)
+        if its_files:
+            self._files.remove()
         self._process.kill()  # in case it does not lead a session yet
         self._process.join()
         self._process.close()
@@ -184,7 +189,7 @@ def _load(pickled: bytes) -> dict[str, RewardFn] | Failure:
             attribute(function, "prepare", lambda: None)()
         return loaded
     except (Exception, SystemExit) as error:
-        kind = type(error).__name__
+        kind = kind_of(error)
         return Failure(f"could not be loaded in a worker process: {kind}: {error_text(error)}")
 
 

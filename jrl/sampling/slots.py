@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -62,6 +62,22 @@ class Slots(struct.PyTreeNode):
     sampling_params: SamplingParams
     report: TokenReport | None = None
     aligned: bool = struct.field(pytree_node=False, default=False)
+
+
+class IdleLimit(NamedTuple):
+    """How long slots may stand idle in one call of ``decode``.
+
+    Attributes:
+      wanted: [] int32, slots for which there is work; each of them that does not run is idle.
+      steps: [] int32, slot-steps. The first decode step is taken however many slots are idle.
+    """
+
+    wanted: Array
+    steps: Array
+
+    def of(self, runs: Array) -> Array:
+        """[] int32: slots that are idle while ``runs`` [] int32 of them run."""
+        return jnp.maximum(self.wanted - runs, 0)
 
 
 def sequence_keys(key: Array, ids: Array, group: int) -> Array:
@@ -205,6 +221,7 @@ def decode(
     steps: Array | int,
     stop_tokens: Sequence[int] | Array,
     until: Array | int = 0,
+    idle: IdleLimit | None = None,
 ) -> tuple[Slots, Array]:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -217,6 +234,7 @@ def decode(
       stop_tokens: ids that end a sequence; the stop token is part of the completion. For stops of
         its own for each row an array [S, K] int32, padded with -1.
       until: the call also ends when no more slots than this run.
+      idle: the call also ends before more slot-steps than this would draw nothing; None for never.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -226,13 +244,16 @@ def decode(
     # Found once and counted up: a maximum over rows in the loop would be sent between devices.
     first = jnp.max(slots.lengths) if slots.aligned else None
 
-    def running(carry: tuple[Array, Slots]) -> Array:
-        i, slots = carry
-        return (i < steps) & (jnp.sum(slots.stop == StopReason.RUNNING) > until)
+    def running(carry: tuple[Array, Slots, Array]) -> Array:
+        i, slots, spent = carry
+        runs = jnp.sum(slots.stop == StopReason.RUNNING)
+        goes = (i < steps) & (runs > until)
+        return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    one_token = partial(_one_token, weights, version, stops, first, network)
+    one_token = partial(_one_token, weights, version, stops, first, network, idle)
     with at_most(steps if isinstance(steps, int) else slots.tokens.shape[1]):
-        count, slots = jax.lax.while_loop(running, one_token, (jnp.int32(0), slots))
+        begin = jnp.int32(0), slots, jnp.int32(0)
+        count, slots, _ = jax.lax.while_loop(running, one_token, begin)
     return slots, count
 
 
@@ -243,8 +264,9 @@ def _one_token(
     stops: Array,
     first: Array | None,
     network: Network,
-    carry: tuple[Array, Slots],
-) -> tuple[Array, Slots]:
+    idle: IdleLimit | None,
+    carry: tuple[Array, Slots, Array],
+) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
 
     Args:
@@ -253,11 +275,13 @@ def _one_token(
       stops: [S or 1, K] int32.
       first: [] int32, where the rows are aligned their column at step 0.
       network: the policy.
-      carry: the number of the step, and the state.
+      idle: counts the slot-steps that draw nothing; None where nobody asks.
+      carry: the number of the step, the state, and the slot-steps so far that drew nothing.
     """
-    i, slots = carry
+    i, slots, spent = carry
     column = None if first is None else first + i
     runs = slots.stop == StopReason.RUNNING
+    spent = spent if idle is None else spent + idle.of(jnp.sum(runs))
     # The newest token is the only one that the cache lacks; its position is the row's last.
     position = slots.prompt_lengths + slots.lengths - 1
     cache = slots.cache.replace(column=column)
@@ -294,7 +318,7 @@ def _one_token(
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         report=report,
     )
-    return i + 1, slots
+    return i + 1, slots, spent
 
 
 def _uniforms(keys: Array, counts: Array) -> Array:

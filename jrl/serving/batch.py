@@ -17,7 +17,7 @@ from flax import struct
 from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
-from jrl.sampling.slots import Slots, decode, pieces_of, prefill, refresh
+from jrl.sampling.slots import IdleLimit, Slots, decode, pieces_of, prefill, refresh
 from jrl.serving.request import Limits, PartialCompletion, Request
 from jrl.types import Array, Cache, Network, StopReason
 
@@ -258,6 +258,7 @@ def decode_chunk(
     halted: Array,
     steps: Array,
     wanted: Array | None = None,
+    idle: IdleLimit | None = None,
     *,
     network: Network,
     width: int,
@@ -273,6 +274,7 @@ def decode_chunk(
       steps: [] int32, decode steps, at most ``width``.
       wanted: [S] int32, alternatives reported with each token of a row; -1 for no report. None
         where no row may ask for one, which costs nothing.
+      idle: the chunk ends before more slot-steps than this would draw nothing; None for never.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
@@ -301,6 +303,7 @@ def decode_chunk(
         network=network,
         steps=steps,
         stop_tokens=batch.stops,
+        idle=idle,
     )
     columns = before[:, None] + jnp.arange(width)[None]
     columns = jnp.minimum(columns, slots.tokens.shape[1] - 1)

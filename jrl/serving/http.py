@@ -25,12 +25,12 @@ from jrl.serving.openai_requests import (
     ApiError,
     ApiRequest,
     Json,
-    longest_text,
     no_such_model,
     parse,
 )
 from jrl.serving.request import Limits, Update
 from jrl.serving.request import Request as EngineRequest
+from jrl.serving.text import longest_text
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -153,7 +153,7 @@ class Service:
         self.sampler, self.tokenizer, self.limits = sampler, tokenizer, limits
         self.model_name, self.queue, self._api_key = model, queue, api_key
         # JSON may write a character in 6 bytes; and the rest of a body is small.
-        prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits)
+        prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits.prompt_tokens)
         self.max_bytes = min(MAX_BYTES, (1 << 18) + prompts)
         self.created = int(time.time())
         self.pending = 0

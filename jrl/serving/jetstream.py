@@ -6,6 +6,7 @@ queue is unbounded, and an exception in one of its threads kills the process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -22,7 +23,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.serving.jetstream_engine import SlotEngine, library
 from jrl.serving.server import listen
-from jrl.serving.text import TextStream
+from jrl.serving.text import TextStream, longest_text
 
 
 def _check(request: Any, engine: SlotEngine) -> tuple[list[int], bool]:
@@ -35,10 +36,16 @@ def _check(request: Any, engine: SlotEngine) -> tuple[list[int], bool]:
     if kind is None:
         raise UserError("text_content and token_content are both missing; give one of them")
     as_text = kind == "text_content"
-    if as_text:
-        tokens = list(engine.tokenizer.encode(request.text_content.text, add_special=True))
-    else:
-        tokens = list(request.token_content.token_ids)
+    # What is too long is neither encoded nor copied.
+    given = request.text_content.text if as_text else request.token_content.token_ids
+    most = longest_text(engine.tokenizer, engine.prompt_tokens) if as_text else engine.prompt_tokens
+    if len(given) > most:
+        unit = "characters" if as_text else "tokens"
+        raise UserError(
+            f"the prompt has {len(given)} {unit}; this server takes at most {engine.prompt_tokens}"
+            " tokens"
+        )
+    tokens = list(engine.tokenizer.encode(given, add_special=True) if as_text else given)
     if not tokens:
         raise UserError("the prompt is empty; it needs at least one token")
     wrong = [i for i in tokens if not 0 <= i < engine.vocab_size]
@@ -171,7 +178,8 @@ def _servicer_class() -> type:
             """Streams a completion, its text decoded from all tokens together."""
             engine = self._driver._generate_engines[0]
             try:
-                tokens, as_text = _check(request, engine)
+                # Not in this thread, which serves all requests: a long text takes its time.
+                tokens, as_text = await asyncio.to_thread(_check, request, engine)
             except UserError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             inner = proto.DecodeRequest(

@@ -23,6 +23,7 @@ from jrl.serving import http, jetstream, jetstream_engine, server
 from jrl.serving.engine import Engine
 from jrl.serving.worker import Worker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
+from jrl.train.fits import check_slots
 from jrl.train.frozen import run_shape, run_task
 from jrl.types import Network, Params
 
@@ -72,16 +73,17 @@ class ServerOptions:
     api_key: str | None = None
 
 
-def served_policy(config: Config, *, checkpoint: int | None) -> ServedPolicy:
+def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> ServedPolicy:
     """The policy of a configuration; unlike ``train.setup``, needs no data, rewards or judges.
 
     Args:
       config: a run's. With ``run.dir`` the policy comes from its checkpoints, else it is the model
         before training.
       checkpoint: a training step; None for the newest.
+      slots: completions to be decoded at once, whose keys and values must fit.
 
     Raises:
-      UserError: no such checkpoint, or the configuration names no model.
+      UserError: no such checkpoint, the configuration names no model, or the slots cannot fit.
     """
     task = run_task(config)
     shape = run_shape(config, task)
@@ -100,6 +102,8 @@ def served_policy(config: Config, *, checkpoint: int | None) -> ServedPolicy:
             f"sampling.max_new_tokens = {new_tokens}: the model holds {network.max_length} tokens "
             "with the prompt; lower it"
         )
+    tokens = min(prompt_tokens, longest_prompt) + new_tokens
+    check_slots("--slots", slots, tokens, shape)
     with jax.set_mesh(mesh):
         params = _params(config, shape, network, mesh, checkpoint)
     network = sampler(network, shape, **config.sampling.formats)
@@ -135,7 +139,7 @@ def serve_openai(
       UserError: see ``served_policy``; or the address is taken.
     """
     server.check_ready(options.host, options.port)
-    policy = served_policy(config, checkpoint=checkpoint)
+    policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)
     tokenizer = policy.tokenizer
     with jax.set_mesh(policy.mesh):
         engine = Engine(
@@ -182,7 +186,7 @@ def serve_jetstream(
         raise UserError("--api-key: JetStream's protocol has none; use --engine jrl")
     jetstream_engine.library()
     server.listen(options.host, options.port).close()
-    policy = served_policy(config, checkpoint=checkpoint)
+    policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)
     sampling = config.sampling
     engine = jetstream_engine.make_engine(
         jax.random.key(config.seed),

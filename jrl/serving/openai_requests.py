@@ -17,7 +17,7 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
 from jrl.serving.request import TOP_LOGPROBS, Limits, Request
-from jrl.serving.text import check_stop
+from jrl.serving.text import check_stop, longest_text
 
 Json = dict[str, Any]
 
@@ -269,13 +269,8 @@ def _check_names(body: Json, chat: bool) -> None:
             )
 
 
-def longest_text(tokenizer: Tokenizer, limits: Limits) -> int:
-    """Characters of the longest text that can be a prompt; a longer one is not encoded at all."""
-    return limits.prompt_tokens * getattr(tokenizer, "longest_token", 64) + 1000
-
-
 def _check_text(size: int, tokenizer: Tokenizer, limits: Limits, name: str) -> None:
-    most = longest_text(tokenizer, limits)
+    most = longest_text(tokenizer, limits.prompt_tokens)
     if size > most:
         raise ApiError(
             f"{name} has {size} characters; this server takes at most {limits.prompt_tokens} "
@@ -463,7 +458,12 @@ def _logit_bias(body: Json, limits: Limits) -> dict[int, float]:
             )
         if given[key] is None:
             raise ApiError(f"{name} must be a number, not null", param="logit_bias")
-        bias[int(key)] = _number(given, key, 0.0, lambda x: -100 <= x <= 100, "-100 to 100")
+        value = {name: given[key]}
+        try:
+            bias[int(key)] = _number(value, name, 0.0, lambda x: -100 <= x <= 100, "-100 to 100")
+        except ApiError as error:
+            error.param = "logit_bias"
+            raise
     return bias
 
 

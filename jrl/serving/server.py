@@ -73,22 +73,45 @@ class HttpServer:
 
 
 HEADER_SECONDS = 30.0
-"""For the first request of a connection to begin."""
+"""For the header of a request to arrive, from the connection or its first byte on."""
 
 
 def _impatient(protocol: Any) -> Any:
-    """Uvicorn's protocol, which closes a connection on which no request has begun for a while.
+    """Uvicorn's protocol, which closes a connection whose next request does not begin for a while.
 
-    Uvicorn itself waits for ever, and each waiting connection takes a file of the process.
+    Uvicorn itself waits for ever for the first header of a connection, and for the rest of a later
+    one of which a part has come; each waiting connection takes a file of the process.
     """
 
     class Impatient(protocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+            self._awaited: Any = None  # what ends the wait, and the newest request at its begin
+            self._await_header()
 
-        def _close_if_silent(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._await_header()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            if self._awaited is not None:
+                self._awaited[0].cancel()
+            super().connection_lost(error)
+
+        def _await_header(self) -> None:
+            if not self._is_idle() or (self._awaited and self._awaited[1] is self.cycle):
+                return  # of a header in many pieces the first one counts
+            if self._awaited is not None:
+                self._awaited[0].cancel()
+            ends = self.loop.call_later(HEADER_SECONDS, self._close_if_silent, self.cycle)
+            self._awaited = ends, self.cycle
+
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _close_if_silent(self, newest: Any) -> None:
+            self._awaited = None
+            if self.cycle is newest and self._is_idle() and not self.transport.is_closing():
                 self.transport.close()
 
     return Impatient

@@ -90,6 +90,16 @@ class TextStream:
         return self.text[begin:end]
 
 
+def longest_text(tokenizer: Tokenizer, prompt_tokens: int) -> int:
+    """Characters of the longest text that can be a prompt; a longer one is not encoded at all.
+
+    Args:
+      tokenizer: of the prompt.
+      prompt_tokens: of the longest prompt.
+    """
+    return prompt_tokens * getattr(tokenizer, "longest_token", 64) + 1000
+
+
 def check_stop(tokenizer: Tokenizer, stop: str, name: str = "stop") -> None:
     """Raises UserError for a stop string that can occur in no completion.
 

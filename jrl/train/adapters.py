@@ -97,7 +97,7 @@ _checksum = jax.jit(checksum)
 
 
 def check_base(config: Config, base: Params, known: int | None) -> int:
-    """The checksum of a base; a UserError when the run went on from another one."""
+    """The checksum of a base; a UserError when the run resumed from another one."""
     found = base_checksum(base)
     if known is not None and found != known:
         raise UserError(
@@ -170,7 +170,7 @@ def restore_policy(
     checkpoint: int | None = None,
     also: Mapping[str, Any] = NOTHING,
 ) -> tuple[Params, dict[str, Any]]:
-    """The whole policy of a run's checkpoint, and what else is asked for of it.
+    """The whole policy of a run's checkpoint, and the notes that are asked for.
 
     Args:
       config: the run's, with ``run.dir``.

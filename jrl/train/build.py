@@ -6,7 +6,7 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from jrl.config_unions import QuestionTable, TextTable
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import Rows, open_source
+from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.errors import UserError, choose
@@ -39,6 +40,7 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
+from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
@@ -139,7 +141,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
     method = method_of(config, task)
     mesh, rollout_mesh = make_meshes(config, apart=trains)
     tokenizer, model, params = _model(config, task)
-    data = _data(config, tokenizer, task, method)
+    data = read_data(config, tokenizer, task, method)
     run = bare_run(
         config,
         mesh,
@@ -150,6 +152,8 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         networks=_frozen_networks(config, method),
     )
     _check_tokens(data, run.network.vocab_size)
+    if trains:
+        check_training(run._replace(data=data))
     return run._replace(
         rollout_mesh=rollout_mesh,
         params=params if model is None else start_params(config, model, run.network, params),
@@ -282,7 +286,7 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     }
     make = load(spec, "model.network")
     check_takes(make, tuple(sizes), f"model.network = {spec!r}")
-    sizes |= config.model.config or {}
+    sizes |= reveal(config.model.config or {}, "model.config")
     check_options(make, sizes, "model.config")
     network = made_by(make, f"model.network = {spec!r}", **sizes)
     if not isinstance(network, Network):
@@ -317,12 +321,29 @@ def _model(config: Config, task: Task | Env | None) -> tuple[Any, ModelConfig | 
     return tokenizer, shape, params
 
 
-def _data(config: Config, tokenizer: Any, task: Task | Env | None, method: Method) -> RunData:
-    """Prompts or judged completions from the files that the configuration names."""
-    judged, counts = _judged(config, tokenizer, task)
+def read_data(
+    config: Config,
+    tokenizer: Any,
+    task: Task | Env | None,
+    method: Method,
+    opened: Callable[..., Source] = open_source,
+) -> RunData:
+    """Prompts or judged completions from the files that the configuration names.
+
+    Args:
+      config: of the run.
+      tokenizer: the model's, or the task's.
+      task: the procedural task or the environment, or None.
+      method: what to train with.
+      opened: opens a source, as ``open_source`` does.
+
+    Raises:
+      UserError: a row lacks a field, is too long, or the template fails on it.
+    """
+    judged, counts = _judged(config, tokenizer, task, opened)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     if task is None and not judged:
-        prompts, prompt_counts = _prompts(config, tokenizer, method)
+        prompts, prompt_counts = _prompts(config, tokenizer, method, opened)
         counts |= prompt_counts
     return RunData(prompts, judged, counts)
 
@@ -350,7 +371,7 @@ def _rounded(length: int) -> int:
 
 
 def _prompts(
-    config: Config, tokenizer: Tokenizer, method: Method
+    config: Config, tokenizer: Tokenizer, method: Method, opened: Callable[..., Source]
 ) -> tuple[dict[str, list[Prompt]], dict[str, PromptCounts]]:
     """Training and held-out prompts, tokenized."""
     data = config.data
@@ -371,7 +392,7 @@ def _prompts(
     for split, spec in (("train", data.train), ("eval", data.eval)):
         if spec is not None:
             prompts[split], counts[split] = build_prompts(
-                open_source(spec, key=f"data.{split}"),
+                opened(spec, key=f"data.{split}"),
                 tokenizer,
                 question_key=names["question"],
                 answer_key=names["answer"],
@@ -386,7 +407,7 @@ def _prompts(
 
 
 def _judged(
-    config: Config, tokenizer: Tokenizer, task: Task | Env | None
+    config: Config, tokenizer: Tokenizer, task: Task | Env | None, opened: Callable[..., Source]
 ) -> tuple[dict[str, list[Judged]], dict[str, Any]]:
     """Training and held-out judged completions, tokenized; empty without ``data.pairs``.
 
@@ -401,7 +422,7 @@ def _judged(
     for split, spec in (("pairs", data.pairs), ("eval", data.eval)):
         if spec is not None:
             judged[split], counts[split] = build_judged(
-                open_source(spec, key=f"data.{split}"),
+                opened(spec, key=f"data.{split}"),
                 tokenizer,
                 **text.wording,
                 max_prompt_tokens=task.prompt_tokens if task else text.max_prompt_tokens,

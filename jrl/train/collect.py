@@ -5,8 +5,7 @@
 ``collect`` asks a ``GroupSource`` for groups: ``task_rollout``, a procedural task whose rewards are
 computed on the device in the same program, or ``TextSource.draw``, prompts in text whose rewards
 are functions of text on the host. A method may drop groups; then further prompts are drawn until
-the batch is full. That is the dynamic sampling of DAPO ("DAPO: An Open-Source LLM Reinforcement
-Learning System at Scale", arXiv:2503.14476).
+the batch is full: the dynamic sampling of ``dapo``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.state import init_state, policy_of
+from jrl.train.score import policy_of
+from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
     NOTHING,

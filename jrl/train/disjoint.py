@@ -134,7 +134,7 @@ class Ahead:
         """Batch number ``number``, drawn by the policy that the schedule says; in the thread."""
         began = time.perf_counter()
         version = max(number - self._staleness, self._first)
-        where = waiting("rollout", of=f"step {number + 1}", limited=False)
+        where = waiting("rollout", of=f"step {number + 1}")
         with where, jax.set_mesh(self._hand_over.rollout_mesh):
             params = self._hand_over.receive(weights, version)
             drawn = self._draw(self._key, params, step=number, version=version, cursor=self._cursor)

@@ -15,8 +15,7 @@ from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import compiled_stream, to_batch
 from jrl.train.resharding import free
-from jrl.train.score import score
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of, score
 from jrl.types import Array, Batch, Network, Params, Rollout, TrainState
 
 

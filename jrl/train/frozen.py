@@ -16,6 +16,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.config_io import from_table, load_config
+from jrl.config_secrets import reveal
 from jrl.config_unions import EnvData
 from jrl.data.tasks import Task, get_task
 from jrl.envs import Env, get_env
@@ -35,7 +36,7 @@ def run_task(config: Config) -> Task | Env | None:
     if config.task is None:
         return None
     get = get_env if isinstance(config.task, EnvData) else get_task
-    return get(config.task.name, **config.task.options)
+    return get(config.task.name, **reveal(config.task.options, "data"))
 
 
 def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:

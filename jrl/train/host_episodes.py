@@ -16,13 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrl.config_secrets import reveal
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
-from jrl.envs.host import HostEnv, check_env, format_of
+from jrl.envs.configured import configured_env
+from jrl.envs.host import HostEnv, format_of, nothing_shared
 from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.own import check_options, load, made_by
 from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
@@ -33,8 +34,9 @@ from jrl.types import Prompt, stream
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
 that it names."""
-_SLOTS, _CHUNK = 64, 8
-"""Slots where the configuration names none, and decode steps between two looks at the inbox."""
+_SLOTS, _CHUNK = 64, 16
+"""Slots where the configuration names none, and the most decode steps between two looks at the
+inbox: fewer where slots are idle."""
 _ROUNDS = 3
 """How often a group is played at most, where too many of its members fail."""
 
@@ -57,7 +59,8 @@ class HostEpisodes:
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
 
     Raises:
-      UserError: a reward part that the environment does not have.
+      UserError: a reward part that the environment does not have, or fewer episodes at once than
+        members.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class HostEpisodes:
         sample: str = "sample",
     ) -> None:
         _check_parts(env, weights)
+        _check_group(env, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights = dict(weights)
@@ -87,6 +91,7 @@ class HostEpisodes:
             self._calls = Calls()
             # What nobody closed ends with this object, or with Python.
             self._end = weakref.finalize(self, _close, self._calls, self._env)
+        self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
         chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
         self._rows.set_weights(params, int(step if version is None else version))
         groups: list[list[Transcript]] = [[] for _ in chosen]
@@ -177,8 +182,14 @@ def check_host(run: Run) -> None:
     if run.config.sampling.mesh:
         raise UserError("sampling.mesh: episodes on the host use the mesh of training; remove it")
     env = _env(run)
-    _check_parts(env, run.rewards.weights)
-    format_of(env, run.tokenizer)
+    try:
+        _check_parts(env, run.rewards.weights)
+        _check_group(env, run.config.sampling.group)
+        for note in format_of(env, run.tokenizer).notes:
+            logging.getLogger("jrl").warning("data.env: %s", note)
+    finally:
+        if env.shutdown is not nothing_shared:  # this one plays no episode
+            _close(Calls(), env)
 
 
 def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
@@ -187,6 +198,15 @@ def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
         if name not in known:
             said = ", ".join(known)
             raise UserError(f"rewards.{name}: the environment pays {said}; choose from those")
+
+
+def _check_group(env: HostEnv, group: int) -> None:
+    """Raises UserError where the members of a group could never all be open."""
+    if 0 < env.at_once < group:
+        raise UserError(
+            f"the environment opens {env.at_once} episodes at once, fewer than the {group} members "
+            "of a group, which begin together; raise its limit (such as data.processes)"
+        )
 
 
 def host_source(
@@ -239,10 +259,7 @@ def _env(run: Run) -> HostEnv:
     """The environment that the configuration names."""
     data = run.config.episodes
     assert data is not None
-    make = load(data.env, "data.env")
-    check_options(make, data.options, "data")
-    said = f"data.env = {data.env!r}"
-    return check_env(made_by(make, said, **data.options), f"{said}: what it returns")
+    return configured_env(data.env, reveal(data.options, "data"))
 
 
 def _close(calls: Calls, env: HostEnv) -> None:

@@ -2,13 +2,14 @@
 
 One thread, the caller's, touches the device. Between two chunks of decoding it takes the answers
 that have arrived, gives them to their rows, and fills free slots with the next episodes, which were
-opened ahead. A row that waits for its environment stays in its slot with its cache, and the others
-decode on.
+opened ahead. A row that waits for its environment stays in its slot, or makes room for another
+episode until its answer is there (``host_seats``), and the others decode on.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +23,14 @@ from jrl.envs.episode import Episode, call_init, call_step, shared_start
 from jrl.envs.host import EnvError, Feedback, HostEnv
 from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.episode_rows import EpisodeRows, More, Start
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.serving.row_costs import ChoosePlace, cheapest
+from jrl.train.host_seats import Seats
 from jrl.types import Params, Prompt, StopReason
 from jrl.waits import waiting
 
+_LOOK_SECONDS = 0.05
+"""Where nothing can be decoded, how long an answer is waited for between two looks at deadlines."""
 GRACE_SECONDS = 2.0
 """How long after its deadline a call's answer may arrive before its event loop is looked at."""
 
@@ -36,7 +41,9 @@ class Played(NamedTuple):
     Attributes:
       groups: a transcript for each member of each prompt.
       counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
-        "env_close_errors", "slot_tokens" (drawn) and "slot_steps" (decode steps times slots).
+        "env_close_errors", "slot_tokens" (drawn), "slot_steps" (decode steps times slots, or the
+        episodes left where these are fewer), "idle_seconds" (in which all slots waited for
+        environments), and those of ``host_seats.Seats``.
     """
 
     groups: list[list[Transcript]]
@@ -45,6 +52,11 @@ class Played(NamedTuple):
 
 Newer = Callable[[], tuple[Params, int] | None]
 """() -> newer parameters and their version, or None to keep those in use."""
+
+BY_TIMING = frozenset(
+    {"slot_use", "idle_seconds", "parked", "dropped", "read_tokens", "reread_tokens"}
+)
+"""Counts that depend on when environments answer; nothing that is drawn does."""
 
 
 def play_episodes(
@@ -58,6 +70,7 @@ def play_episodes(
     group: int,
     tokenizer: Tokenizer,
     newer: Newer = lambda: None,
+    choose: ChoosePlace = cheapest,
 ) -> Played:
     """``group`` episodes of each prompt.
 
@@ -73,12 +86,14 @@ def play_episodes(
       seeds: [N], below 2**64, of each prompt's draws, and given to ``env.init``.
       group: members of a group.
       tokenizer: turns what was drawn into text.
-      newer: asked before each chunk, so that weights may change between tokens.
+      newer: asked before each chunk, so that weights may change between tokens. Rows keep the keys
+        and values of older weights, but for those that are dropped, which are read by the newest.
+      choose: where a row waits whose slot another episode could use.
 
     Returns:
       All episodes; those whose environment failed have the reason why.
     """
-    return _Game(rows, env, chat, tokenizer, calls, newer).play(prompts, seeds, group)
+    return _Game(rows, env, chat, tokenizer, calls, newer, choose).play(prompts, seeds, group)
 
 
 class _Game:
@@ -92,17 +107,16 @@ class _Game:
         tokenizer: Tokenizer,
         calls: Calls,
         newer: Newer,
+        choose: ChoosePlace,
     ) -> None:
         self.rows, self.env, self.chat, self.tokenizer = rows, env, chat, tokenizer
         self.calls, self.newer, self.limits = calls, newer, env.limits
         self.episodes: list[Episode] = []
         self.of_call: dict[int, Episode] = {}
         self.closing: dict[int, float] = {}  # calls of close, and until when they may take
-        self.next_call = self.next_group = self.group = 0
-        self.ready: collections.deque[Episode] = collections.deque()
-        self.seated: list[Episode | None] = [None] * rows.slots
-        self.answers: dict[int, More] = {}
+        self.next_call = self.next_group = self.group = self.left = self.opened = 0
         self.counts: dict[str, float] = collections.defaultdict(float)
+        self.seats = Seats(rows, choose, self.counts)
 
     def play(self, prompts: Sequence[Prompt], seeds: Sequence[int], group: int) -> Played:
         """See ``play_episodes``."""
@@ -112,24 +126,27 @@ class _Game:
             for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
             for j in range(group)
         ]
+        self.left = len(self.episodes)
         with waiting("environments", self._left, seconds=self.limits.call_seconds):
-            while any(e.stop is None for e in self.episodes) or self.of_call or self.closing:
+            while self.left or self.of_call or self.closing:
                 self._open_ahead()
-                self._seat()
-                runs = any(e is not None and e.call is None for e in self.seated)
+                self.seats.fill()
+                runs = self.seats.running
                 if runs:
                     self._decode()
                 for answer in self._arrived(wait=not runs):
                     self._take(answer)
                 self._expire()
         groups = [self._group(i) for i in range(len(prompts))]
-        counts = dict.fromkeys(("env_errors", "env_timeouts", "env_close_errors"), 0.0)
+        names = ["env_errors", "env_timeouts", "env_close_errors", "idle_seconds"]
+        names += ["parked", "dropped", "read_tokens", "reread_tokens"]
+        counts = dict.fromkeys(names, 0.0)
         counts |= {"episodes": float(len(self.episodes)), **self.counts}
         return Played([[e.transcript() for e in members] for members in groups], counts)
 
     def _left(self) -> str:
         """How far the episodes are; read by another thread."""
-        playing, turns = sum(e.stop is None for e in self.episodes), self.counts.get("turns", 0)
+        playing, turns = self.left, self.counts.get("turns", 0)
         asked = len(self.of_call) + len(self.closing)
         return (
             f"{playing} of {len(self.episodes)} episodes left, {turns:.0f} turns played, "
@@ -150,13 +167,18 @@ class _Game:
 
     def _arrived(self, *, wait: bool) -> Iterator[Answer]:
         """The answers in the inbox; waits a little for the first where nothing else is to do."""
-        waits = wait and bool(self.of_call or self.closing)
-        while True:
-            try:
-                yield self.calls.inbox.get(timeout=0.05) if waits else self.calls.inbox.get_nowait()
-            except queue.Empty:
+        if wait and (self.of_call or self.closing):
+            began, first = time.monotonic(), None
+            with contextlib.suppress(queue.Empty):
+                first = self.calls.inbox.get(timeout=_LOOK_SECONDS)
+            # What is closed at the end keeps no slot from decoding.
+            self.counts["idle_seconds"] += (time.monotonic() - began) * bool(self.left)
+            if first is None:
                 return
-            waits = False
+            yield first
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self.calls.inbox.get_nowait()
 
     def _take(self, answer: Answer) -> None:
         """Goes on with the episode that an answer is for."""
@@ -170,10 +192,14 @@ class _Game:
         if episode.stop is not None:  # it ended meanwhile; a late init still wants closing
             if not answer.error and not episode.has_state:
                 self._close(answer.value[0])
-        elif answer.error:
+            return
+        if episode.has_state:
+            self.rows.costs.record_wait(answer.seconds)
+        if answer.error:
             self._fail(episode, answer.error, timeout=answer.timeout)
         elif not episode.has_state:
             episode.open(*answer.value)
+            self.opened += 1
             self._opened(episode.group)
         else:
             episode.state, feedback, ids, state_id = answer.value
@@ -189,12 +215,10 @@ class _Game:
     def _end(self, episode: Episode, stop: StopReason) -> None:
         """Frees the slot and closes the environment."""
         episode.stop = stop
-        if episode.row is not None:
-            self.rows.halt(episode.row)
-            self.answers.pop(episode.row, None)
-            self.seated[episode.row] = None
-            episode.row = None
+        self.left -= 1
+        self.seats.remove(episode)
         if episode.has_state:
+            self.opened -= 1
             self._close(episode.state)
             episode.state = None
 
@@ -207,9 +231,7 @@ class _Game:
     def _expire(self) -> None:
         """Ends what is past a deadline of its turn or episode, or of a call that cannot answer."""
         now, limits = time.monotonic(), self.limits
-        for episode in self.seated:
-            if episode is None:
-                continue
+        for episode in self.seats.waiting():
             late = ""
             if limits.episode_seconds and now > episode.began + limits.episode_seconds:
                 late = f"the episode took more than {limits.episode_seconds:g} seconds"
@@ -233,9 +255,15 @@ class _Game:
 
     def _open_ahead(self) -> None:
         """Opens the next groups, so that a free slot finds an episode that can begin."""
-        groups = len(self.episodes) // self.group
+        groups, slots = len(self.episodes) // self.group, self.rows.slots
         opening = sum(not e.has_state for e in self.of_call.values())
-        while self.next_group < groups and opening + len(self.ready) < self.rows.slots:
+        # As many as all slots begin with together, and twice as many environments as rows.
+        most = 2 * (slots + self.rows.parked)
+        while (
+            self.next_group < groups
+            and opening + self.seats.new < slots
+            and opening + self.opened < most
+        ):
             for episode in self._group(self.next_group):
                 problem = episode.prompt, episode.seed, self.rows.prompt_tokens
                 self._call(episode, call_init, self.env, self.chat, *problem)
@@ -263,27 +291,7 @@ class _Game:
             elif episode.room < 1:
                 self._fail(episode, "its opening differs from the group's by a whole completion")
             else:
-                self.ready.append(episode)
-
-    def _seat(self) -> None:
-        """Gives answers to rows that wait, and free slots to episodes that are ready."""
-        if self.answers:
-            self.rows.extend(self.answers)
-            self.answers = {}
-        starts: dict[int, Start] = {}
-        for row, seated in enumerate(self.seated):
-            while seated is None and self.ready:
-                episode = self.ready.popleft()
-                if episode.stop is not None:
-                    continue
-                seated = self.seated[row] = episode
-                episode.row, episode.began = row, time.monotonic()
-                episode.turn_began = episode.began
-                tokens = tuple(episode.opening.tolist())
-                limit = self._turn_limit(episode)
-                starts[row] = Start(tokens, episode.seed, episode.member, limit)
-        if starts:
-            self.rows.admit(starts)
+                self.seats.add(episode, self._turn_limit(episode))
 
     def _turn_limit(self, episode: Episode) -> int:
         """Completion tokens at which the turn ends that is about to be drawn."""
@@ -296,9 +304,11 @@ class _Game:
         """Draws a chunk, and hands ended turns to the environment."""
         if (found := self.newer()) is not None:
             self.rows.set_weights(*found)
-        out = self.rows.decode()
-        self.counts["slot_steps"] += int(out.steps) * self.rows.slots
-        for row, episode in enumerate(self.seated):
+        # Where fewer episodes are left than slots, the others are not in use.
+        wanted = min(self.rows.slots, self.left)
+        out = self.rows.decode(wanted)
+        self.counts["slot_steps"] += int(out.steps) * wanted
+        for row, episode in enumerate(self.seats.slots):
             if episode is None or episode.call is not None:
                 continue
             count = int(out.counts[row])
@@ -317,6 +327,7 @@ class _Game:
         self.counts["turns"] += 1
         said = episode.state, episode.turn, tokens, cut
         self._call(episode, call_step, self.env, self.chat, self.tokenizer, *said)
+        self.seats.asked(episode)
 
     def _answered(
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
@@ -327,10 +338,10 @@ class _Game:
         except EnvError as error:
             self._fail(episode, str(error))
             return
-        if episode.last == StopReason.LENGTH and episode.length >= episode.room:
+        if feedback.done:  # before the room is looked at: an episode may fill it exactly
+            self._end(episode, StopReason.LENGTH if feedback.cut else StopReason.DONE)
+        elif episode.last == StopReason.LENGTH and episode.length >= episode.room:
             self._end(episode, StopReason.LENGTH)
-        elif feedback.done:
-            self._end(episode, StopReason.DONE)
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
         elif episode.length + len(ids) >= episode.room:
@@ -339,5 +350,4 @@ class _Game:
         else:
             episode.answer(ids, state_id)
             episode.turn_began = time.monotonic()
-            assert episode.row is not None
-            self.answers[episode.row] = More(ids, self._turn_limit(episode))
+            self.seats.answered(episode, ids, self._turn_limit(episode))

@@ -24,7 +24,7 @@ from jrl.compiles import (
 from jrl.config import Config
 from jrl.config_io import flatten
 from jrl.devices import find_devices
-from jrl.errors import Overdue, StorageError, UserError
+from jrl.errors import Overdue, UserError
 from jrl.mesh import replicated
 from jrl.processes import check_same, stop_requested
 from jrl.progress import Progress
@@ -42,14 +42,14 @@ from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
-from jrl.train.records import RunRecords
+from jrl.train.records import RunRecords, all_heard
 from jrl.train.resharding import freed_after
-from jrl.train.reward_text import check_reward_columns, reward_text
+from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
-from jrl.train.state import policy_of
 from jrl.train.step import Metrics, Step
 from jrl.types import Batch, Params, TrainState
-from jrl.waits import Waits, waiting
+from jrl.waits import Waits, moved, waiting
 
 Collect = Callable[..., tuple[Batch, Groups, int]]
 """(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""
@@ -57,6 +57,9 @@ Collect = Callable[..., tuple[Batch, Groups, int]]
 
 SEGMENT = 100
 """Steps that a compiled run makes at most before it looks whether a signal asks it to stop."""
+
+WATCHED_SEGMENT = 10
+"""The same where a limit of [watch] can end the run or roll it back, which it does between two."""
 
 
 def fit(
@@ -143,32 +146,54 @@ def run_config(
       echo: where lines for a person go.
       on_record: called with the record of each step.
     """
+    echo = _unfailing(echo)
     return_compiler_memory()
     enable_compile_cache()
     find_devices(echo)
-    config = pinned(config)
-    check_same("configuration", flatten(config))
     with contextlib.ExitStack() as stack:
         # Processes stop together: none may leave a rollout that the others are in.
         stopping = stack.enter_context(Stopping(patient=jax.process_count() > 1))
+        stopping.saved = partial(what_is_saved, config.run.dir or "")
         stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
         with stopping.at_once():
-            run, pool = _set_up(config, stack, echo)
+            with waiting("model and the data", moved):
+                config = pinned(config)
+                check_same("configuration", flatten(config))
+                run, pool = _set_up(config, stack, echo)
+            notes = stack.enter_context(CompileNotes(echo))
             records = stack.enter_context(
                 RunRecords(run._replace(params=None), pool, stopping, on_record)
             )
+            stopping.at_rest = lambda: notes.compiling and records.at_rest()
             state, shardings = programs.new_state(run)
             run = records.run  # without the checkpoint's weights on the host, which are done with
             if said := records.check_space(state):
                 echo(said)
         try:
             return _run(run, state, shardings, records, stopping, pool, echo)
-        except (StorageError, Overdue) as error:
-            raise type(error)(f"{error}; {what_is_saved(records.dir)}") from error
+        except UserError as error:
+            kept = what_is_saved(records.dir)
+            if kept in str(error):
+                raise
+            first, *more = str(error).split("\n")
+            raise type(error)("\n".join([f"{first}; {kept}", *more])) from error
+        except Exception as error:
+            error.add_note(what_is_saved(records.dir))
+            raise
 
 
 def _overdue(stopping: Stopping, said: str) -> None:
     stopping.overdue(f"{said}; train.wait_seconds is the limit")
+
+
+def _unfailing(echo: Callable[[str], object]) -> Callable[[str], object]:
+    """The same, for a terminal that is gone or a log on a full disk, which end no run."""
+
+    def say(line: str) -> None:
+        with contextlib.suppress(OSError):
+            echo(line)
+
+    return say
 
 
 def _set_up(
@@ -177,7 +202,7 @@ def _set_up(
     """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
-    check_reward_columns(run)
+    check_reward_columns(run.config, run.data.prompts.get("train") or ())
     check_metric_names(run)
     if run.method.unsupported:
         echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
@@ -185,9 +210,12 @@ def _set_up(
         echo(f"data.{split}: {counts}")
     if said := reward_text(run):
         echo(said)
+    if said := missing_math(config):
+        echo(said)
     # Before the run directory, so that a typo in [rewards] does not leave one behind.
     pool = None if run.data.judged else stack.enter_context(build.reward_pool(config))
-    stack.enter_context(CompileNotes(echo))
+    if pool is not None:
+        probe_rewards(run, pool)
     stack.enter_context(jax.set_mesh(run.mesh))
     return run, pool
 
@@ -212,6 +240,8 @@ def _run(
         state = _host_loop(run, state, shardings, records, stopping, pool, notes)
     records.save(state)
     records.checkpoints.wait()
+    if stopping.late and not stopping.is_set():
+        raise Overdue(stopping.late)
     if stopping.is_set():
         raise KeyboardInterrupt(
             f"stopped after step {int(state.step)}; saved in {records.checkpoints.directory}; "
@@ -360,12 +390,12 @@ def _host_loop(
         last = [state]  # of the last whole step
 
         def collect(*args: Any, step: int, **kwargs: Any) -> tuple[Batch, Groups, int]:
-            rollout = waiting("rollout", of=f"step {step + 1}", limited=False)
+            rollout = waiting("rollout", of=f"step {step + 1}")
             try:
                 with rollout, stopping.interruptible():
                     return source.collect(*args, step=step, **kwargs)
             except (Exception, KeyboardInterrupt) as error:
-                if _all_heard(error, stopping):
+                if stopping.gave_up if isinstance(error, KeyboardInterrupt) else all_heard(error):
                     records.save_if_whole(last[0])
                 raise
 
@@ -393,7 +423,7 @@ def _host_loop(
                 break
             source.forget(records.position.cursor)
             last[0] = state = records.roll_back(state, progress.note)
-        if stopping.is_set():
+        if stopping.is_set() or stopping.late:
             records.save(state)  # before what is drawn ahead is waited for
     return state
 
@@ -409,7 +439,7 @@ def _after_step(
 ) -> None:
     """Writes, says and saves what is due after a step on the host."""
     shown = metrics.pop("advantages", None)
-    with waiting("training", of=f"step {done}", limited=False):
+    with waiting("training", of=f"step {done}"):
         record = records.after_step(done, state, metrics | groups.counts, cursor)
     progress.step(done, record)
     for line in records.check(done, record):
@@ -418,13 +448,6 @@ def _after_step(
     if not records.rolls_back:
         records.save_if_due(done, state)
     records.end_if_broken(state)
-
-
-def _all_heard(error: BaseException, stopping: Stopping) -> bool:
-    """Whether every process saves after an error of a rollout; one alone would wait for ever."""
-    if isinstance(error, KeyboardInterrupt):  # not after a second Ctrl-C
-        return stopping.gave_up
-    return jax.process_count() == 1 or isinstance(error, UserError)
 
 
 # ---------------------------------------------------------------- all of it in one program
@@ -447,8 +470,8 @@ def _compiled_loop(
     with Progress("train", total=config.train.steps, start=int(state.step)) as progress:
         records.start_clock()
         while (done := int(state.step)) < config.train.steps and not stop_requested(stopping):
-            until = min(e * (done // e + 1) for e in stops)
-            steps = min(until - done, config.train.steps - done, SEGMENT)
+            until = min(config.train.steps, *(e * (done // e + 1) for e in stops))
+            steps = _segment(until - done, WATCHED_SEGMENT if records.acts else SEGMENT)
             if steps not in compiled:
                 segment = jax.jit(
                     partial(iterate, iteration, steps=steps),
@@ -458,8 +481,10 @@ def _compiled_loop(
                 # Before the clock runs, so that the steps' time is their own.
                 compiled[steps] = segment.lower(state, sampling_params).compile()
                 records.start_clock()
+                if stop_requested(stopping):  # a signal came meanwhile
+                    break
             state, curves = compiled[steps](state, sampling_params)
-            with waiting("training", of=f"steps {done + 1} to {done + steps}", limited=False):
+            with waiting("training", of=f"steps {done + 1} to {done + steps}"):
                 curves = jax.device_get(curves)
             seconds = records.lap() / steps
             for i in range(steps):
@@ -475,6 +500,18 @@ def _compiled_loop(
             records.save_if_due(int(state.step), state)
             records.end_if_broken(state)
     return state
+
+
+def _segment(left: int, most: int) -> int:
+    """Steps of the next segment: at most so many, and a part of what is left that recurs.
+
+    >>> _segment(50, 10), _segment(25, 10), _segment(11, 10), _segment(7, 100)
+    (10, 5, 10, 7)
+    """
+    if left <= most:
+        return left
+    # Other lengths are other programs, which take long to compile.
+    return next((n for n in range(most, most // 2, -1) if left % n == 0), min(left, most))
 
 
 def _report(directory: str, echo: Callable[[str], object]) -> str | None:

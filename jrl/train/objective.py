@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.config import Config
+from jrl.config_secrets import reveal
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.methods import OwnMethod, Published, find_method
@@ -65,7 +66,7 @@ def sampler_differs(config: Config) -> bool:
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:
     """The coefficients that the run reads, checked, and those of the method."""
     common, own = {}, {}
-    for name, value in config.objective.items():
+    for name, value in reveal(config.objective, "objective").items():
         if name in COMMON and name not in found.coefficients:
             COMMON[name].check("objective", value)
             common[name] = value

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jrl import own
+from jrl.config_secrets import reveal
 from jrl.config_unions import Optimizer
 from jrl.errors import UserError, choose
 from jrl.methods.domains import is_zero
@@ -39,9 +40,10 @@ def schedule(table: Optimizer, peak: Any, updates: int, warmup: Any) -> optax.Sc
     known = isinstance(warmup, int)
     length = max(updates - warmup, 1) if known else jnp.maximum(updates - warmup, 1)
     over = max(warmup, 1) if known else jnp.maximum(warmup, 1)
+    rises = not is_zero(warmup)
 
     def rate(count: Any) -> Any:
-        rise = 1.0 if is_zero(warmup) else jnp.minimum((count + 1) / over, 1.0)
+        rise = jnp.minimum((count + 1) / over, 1.0) if rises else 1.0
         done = jnp.clip((count - warmup) / length, 0.0, 1.0)
         fall = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + jnp.cos(jnp.pi * done))}
         return peak * rise * fall[table.schedule]
@@ -65,6 +67,7 @@ def make_optimizer(
     Raises:
       UserError: there is no such optimizer, or it has no such key, or not such a value.
     """
+    table = table.model_copy(update=reveal(table.options, "optimizer"))
     function = _function(table.name)
     _check_options(table, function)
     if ":" in table.name:
@@ -104,6 +107,8 @@ def _arguments(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 _BELOW_ONE = ("b1", "b2", "b3", "beta", "decay", "decay_rate", "momentum", "rho")
+_OF_SHAPES = ("min_dim_size_to_factor",)
+"""Numbers that decide what arrays an optimizer's state has: no value of theirs can be traced."""
 _NOT_BELOW_ZERO = ("weight_decay", "weight_decay_rate", "eps", "eps_root")
 
 
@@ -134,7 +139,11 @@ def _with_numbers(
       UserError: the optimizer has no such number.
     """
     values = {**arguments, **table.options}
-    known = [name for name, value in values.items() if type(value) in (int, float)]
+    known = [
+        name
+        for name, value in values.items()
+        if type(value) in (int, float) and name not in _OF_SHAPES
+    ]
     for name in numbers:
         if name not in (*known, "warmup_steps", "clip_norm"):
             raise choose("optimizer", name, [*known, "warmup_steps", "clip_norm"])

@@ -74,7 +74,7 @@ class Packer:
         deal = _Deal(np.where(mask.any(-1), lengths, 0), mask.shape[2], self.parts, self.shards)
         if deal.needed is None:
             return batch
-        return batch.replace(packing=deal.laid(self._chosen(deal, deal.needed)))
+        return batch.replace(packing=deal.packed(self._chosen(deal, deal.needed)))
 
     def notes(self) -> dict[str, Any]:
         """What it goes by, as JSON can hold it; ``resume`` reads it."""
@@ -124,7 +124,7 @@ def pack(
     ([[0, 0, 0, 0, 3, 3, 1, 2]], [[0, 1, 2, 3, 0, 1, 0, 0]])
     """
     deal = _Deal(lengths, width, parts, shards, worth)
-    return None if deal.needed is None else deal.laid(deal.needed)
+    return None if deal.needed is None else deal.packed(deal.needed)
 
 
 class _Deal:
@@ -170,7 +170,7 @@ class _Deal:
             ]
         return max(1, *(len(rows) for part in self._filled[columns] for rows in part))
 
-    def laid(self, shape: PackedShape) -> Packing:
+    def packed(self, shape: PackedShape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
         assert 0 < self.rows(shape.columns) <= shape.rows
         parts = [

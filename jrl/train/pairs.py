@@ -81,8 +81,8 @@ class JudgedSource(NamedTuple):
         chosen = [self.judged[i] for i in source_rows(self.seed, positions, len(self.judged))]
         batch = judged_batch(chosen, **self.sizes._asdict())
         groups = _as_groups(chosen, batch)
-        laid = batch if self.pack is None else self.pack(batch)
-        return place_batch(laid, self.mesh), groups, cursor + self.prompts
+        packed = batch if self.pack is None else self.pack(batch)
+        return place_batch(packed, self.mesh), groups, cursor + self.prompts
 
 
 def judged_source(run: Run, pack: Callable[[Batch], Batch] | None) -> JudgedSource:

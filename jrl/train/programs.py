@@ -39,7 +39,8 @@ from jrl.train.resharding import (
     weights_program,
 )
 from jrl.train.reward_model import NAME, with_model_points
-from jrl.train.state import check_frozen, init_policy, init_state, policy_of, state_shardings
+from jrl.train.score import policy_of
+from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.train.watch import skip_rule
@@ -327,9 +328,7 @@ def sampler_program(
             rollout_of(run.task),
             task=run.task,
             split=split,
-            parts=eval_parts(run.task)
-            if split == "eval"
-            else {n: weights.get(n, 0) for n in parts},
+            parts=parts,
             group=group,
             baseline_members=baselines,
             demonstrations=demonstrations,

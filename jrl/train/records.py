@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -29,7 +29,9 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups
 from jrl.train.pairs import JudgedEvaluator, sizes_of
 from jrl.train.reward_model import trains_reward
-from jrl.train.state import free_memory, policy_of, rolled_back
+from jrl.train.score import policy_of
+from jrl.train.shapes import asked_of_evaluations
+from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
 from jrl.types import TrainState
@@ -45,7 +47,8 @@ class Position(NamedTuple):
       tokens: completion tokens trained on.
       before: the evaluation before the first step.
       base: the checksum of the frozen base, where adapters are trained.
-      best: the step whose checkpoint is best by ``checkpoint.best``, and its value.
+      best: the step whose checkpoint is best by ``checkpoint.best``, its value (the more the
+        better), and ``checkpoint.best``.
       rollbacks: how often the run returned to an earlier checkpoint.
     """
 
@@ -54,7 +57,7 @@ class Position(NamedTuple):
     tokens: float = 0.0
     before: dict[str, float] | None = None
     base: int | None = None
-    best: tuple[int, float] | None = None
+    best: tuple[int, float, str] | None = None
     rollbacks: int = 0
 
 
@@ -91,6 +94,9 @@ class RunRecords:
         self._stopping = stopping
         self._watch = Watch(run.config.watch)
         self._reasons: list[str] = []
+        self._fault: Exception | None = None  # of an evaluation, or of what is called back
+        self._full = ""  # why the logs cannot be written
+        self._done: int | None = None  # steps; None before the run begins or resumes
         self._rollback: Broken | None = None
         self._suspects = False
         self._compiled = 0  # programs at the last record
@@ -163,18 +169,36 @@ class RunRecords:
         for name in ("carried", "packing"):
             if name in extra:
                 notes[name] = extra.pop(name)
+        unwritten = extra.pop("unwritten", {})
+        if (extra.get("best") or [])[2:] != [self.config.checkpoint.best]:
+            extra["best"] = None  # by another metric
         self.position = Position(**extra)
-        self._writer.truncate_after(int(state.step))
+        self._note_best(self._writer.last_evaluation(int(state.step)))
+        self._check_asked()
+        self._done = int(state.step)
+        self._writer.truncate_after(self._done, unwritten)
         return state, notes
 
     def begin(self, state: TrainState) -> None:
-        """Notes the base of adapters and the evaluation before the first step."""
+        """Notes the base of adapters and the evaluation before the first step.
+
+        A warm start is saved, so that it is not made again.
+        """
+        self._done = 0
         if self.run.network.extras.split is not None:
             base = keep_base(self.config, state.frozen["base"])
             self.position = self.position._replace(base=base)
         self.position = self.position._replace(before=self.evaluate(state))
-        if self._watch.can_roll_back:
+        self._check_asked()
+        if self._watch.can_roll_back or (self.config.warmup.steps and self.config.checkpoint.every):
             self.save(state)
+
+    def _check_asked(self) -> None:
+        """Raises UserError for a metric of evaluations that the first one has not."""
+        before = self.position.before or {}
+        for key, name in asked_of_evaluations(self.config):
+            if before and name not in before:
+                raise choose(key, f"eval/{name}", (f"eval/{each}" for each in before))
 
     def check_space(self, state: TrainState) -> str:
         """What the checkpoints will take and what is free, a line; "" on all processes but one.
@@ -185,6 +209,7 @@ class RunRecords:
         keep, steps = self.config.checkpoint, self.config.train.steps
         each = sum(leaf.nbytes for leaf in jax.tree.leaves(without_base(state)))
         written = steps // keep.every + 1 if keep.every else 1
+        written += bool(self.config.warmup.steps and keep.every)
         count = min(keep.keep + 1, written)  # the newest is written before the oldest goes
         count += (steps // keep.keep_every if keep.keep_every else 0) + bool(keep.best)
         free = None
@@ -227,6 +252,7 @@ class RunRecords:
           seconds: what the step took; None for the time since the last one.
         """
         metrics = with_slot_use(jax.device_get(metrics))
+        self._done = done
         if seconds is None:
             seconds = self.lap()
         tokens = float(metrics["completion_tokens"])
@@ -252,13 +278,11 @@ class RunRecords:
         if calls := metrics.pop("reward_calls", 0):
             failed = metrics["reward_timeouts"] + metrics["reward_errors"]
             metrics["reward_failures"] = failed / calls
+        if episodes := metrics.get("episodes", 0):  # with environments on the host
+            failed = metrics["env_timeouts"] + metrics["env_errors"]
+            metrics["env_failures"] = failed / episodes
         if self._due(self.config.eval.every, done):
-            # One that is given up leaves its numbers out of the record; the step itself is whole.
-            try:
-                with contextlib.suppress(KeyboardInterrupt), self._stopping.interruptible():
-                    metrics |= {f"eval/{name}": x for name, x in self.evaluate(state).items()}
-            except Overdue as error:
-                self._reasons.append(str(error))
+            metrics |= self._evaluated(state)
             self._compiled = self._compiles.count
         record = self._writer.write(done, metrics)
         self.position = self.position._replace(
@@ -266,9 +290,31 @@ class RunRecords:
             seconds=self.position.seconds + seconds,
             tokens=self.position.tokens + tokens,
         )
-        if self._on_record is not None:
-            self._on_record(record)
+        if self._on_record is not None and self._fault is None:
+            try:
+                self._on_record(record)
+            except Exception as error:  # of somebody else's code; ends the run once that is saved
+                self._fault = error
         return record
+
+    def _evaluated(self, state: TrainState) -> dict[str, float]:
+        """What an evaluation adds to a record; nothing where it fails or is given up.
+
+        The step itself is whole, and saved before what was raised ends the run.
+        """
+        try:
+            with contextlib.suppress(KeyboardInterrupt, Overdue), self._stopping.interruptible():
+                return {f"eval/{name}": x for name, x in self.evaluate(state).items()}
+        except Exception as error:
+            self._fault = self._fault or error
+        return {}
+
+    def at_rest(self) -> bool:
+        """Whether no step that is done is missing on disk; called by other threads too."""
+        if self._done is None:
+            return True
+        newest = self.checkpoints.latest_step()
+        return self._done == newest or (self._done == 0 and not self.config.warmup.steps)
 
     def lap(self) -> float:
         """Seconds since the clock was last read."""
@@ -290,7 +336,8 @@ class RunRecords:
             raise StorageError(f"step {done}: run.dir = {self.dir!r} was deleted")
         self.checkpoints.check()
         # The first process speaks for all, as what it measures by itself differs from the others'.
-        broken = Broken(*first_says(self._watch(done, record)))
+        said, self._full = first_says([self._watch(done, record), self._writer.fault()])
+        broken = Broken(*said)
         self._suspects = broken.suspects
         if NONFINITE in broken.stop:
             raise NonFinite(
@@ -309,6 +356,11 @@ class RunRecords:
             raise choose("checkpoint.best", best, record)
         self._record = record
         return list(broken.warn.values())
+
+    @property
+    def acts(self) -> bool:
+        """Whether a limit that was asked for ends the run or returns it to a checkpoint."""
+        return self._watch.acts
 
     @property
     def rolls_back(self) -> bool:
@@ -362,15 +414,27 @@ class RunRecords:
         raise RunStopped(f"every checkpoint up to step {steps[-1]} is damaged; {self._kept()}")
 
     def end_if_broken(self, state: TrainState) -> None:
-        """Saves and raises RunStopped when a step since the last call broke a limit that says stop.
+        """Saves and raises what a step since the last call met that ends the run, if anything.
 
         Args:
           state: after the last step of which the record is written.
+
+        Raises:
+          RunStopped: a limit that says stop was broken.
+          StorageError: the logs cannot be written.
+          Exception: whatever an evaluation or ``on_record`` raised.
         """
-        if not self._reasons:
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            if all_heard(fault) and not self._suspects:
+                self.save_if_whole(state)
+            raise fault
+        if not self._reasons and not self._full:
             return
         self.save(state)
         self.checkpoints.wait()
+        if self._full:
+            raise StorageError(f"step {int(state.step)}: {self._full}; free disk space")
         raise RunStopped(f"{self._reasons[0]}; stopped by the limit of [watch], and {self._kept()}")
 
     def write_samples_if_due(self, done: int, groups: Groups, advantages: Any = None) -> None:
@@ -390,11 +454,16 @@ class RunRecords:
             self._writer.write_samples(done, records)
 
     def save_if_due(self, done: int, state: TrainState) -> None:
-        """A checkpoint every ``checkpoint.every`` steps; the last step's is written by the end.
+        """A checkpoint every ``checkpoint.every`` steps, and where an evaluation is the best yet.
+
+        The last step's is written by the end.
 
         None while a limit that rolls back is being broken: the newest is one to go back to.
         """
-        if self._due(self.config.checkpoint.every, done) and not self._suspects:
+        best = (self.config.checkpoint.best or "").removeprefix("-")
+        improved = best.startswith("eval/") and self._better(self._record) is not None
+        due = improved or self._due(self.config.checkpoint.every, done)
+        if due and not self._suspects:
             self.save(state)
         self.start_clock()  # evaluating and saving is not training time
 
@@ -412,20 +481,29 @@ class RunRecords:
                 f"{self._kept()}. Lower optimizer.learning_rate or optimizer.clip_norm "
                 "in another run.dir"
             )
-        self._note_best(int(state.step))
+        if self._record.get("step") == int(state.step):
+            self._note_best(self._record)
         kept = state if self.run.network.extras.split is None else without_base(state)
         extra = self.position._asdict() | self.batch_notes()
+        if unwritten := self._writer.unwritten:
+            extra["unwritten"] = unwritten
         best = self.position.best
         self.checkpoints.save(int(state.step), kept, extra=extra, best=best and best[0])
 
-    def _note_best(self, step: int) -> None:
-        """Notes the step about to be saved if it is the best by ``checkpoint.best``."""
-        name = (self.config.checkpoint.best or "").removeprefix("-")
-        value = self._record.get(name) if self._record.get("step") == step else None
-        if value is not None:
-            value = -value if self.config.checkpoint.best != name else value
-            if self.position.best is None or value > self.position.best[1]:
-                self.position = self.position._replace(best=(step, value))
+    def _note_best(self, record: Mapping[str, Any]) -> None:
+        """Notes the step of a record, which is or will be saved, where it is the best yet."""
+        self.position = self.position._replace(best=self._better(record) or self.position.best)
+
+    def _better(self, record: Mapping[str, Any]) -> tuple[int, float, str] | None:
+        """``Position.best`` by a record; None where that is not better by ``checkpoint.best``."""
+        asked = self.config.checkpoint.best or ""
+        value = record.get(asked.removeprefix("-"))
+        if value is None:
+            return None
+        value = -value if asked.startswith("-") else value
+        if self.position.best is not None and value <= self.position.best[1]:
+            return None
+        return int(record["step"]), float(value), asked
 
     def _kept(self) -> str:
         """What is saved, once the save in the background has ended."""
@@ -447,7 +525,7 @@ class RunRecords:
 
     def evaluate(self, state: TrainState) -> dict[str, float]:
         """What the policy can do on held-out prompts or pairs; {} without any."""
-        with waiting("evaluation", of=f"step {int(state.step)}", limited=False):
+        with waiting("evaluation", lambda: self._evaluator.told, of=f"step {int(state.step)}"):
             return self._evaluate(state)
 
     def _evaluate(self, state: TrainState) -> dict[str, float]:
@@ -469,6 +547,7 @@ class RunRecords:
     def finish(self, state: TrainState) -> dict[str, Any]:
         """The last evaluation and the summary."""
         after = self.evaluate(state)
+        self._note_best({"step": int(state.step)} | {f"eval/{n}": x for n, x in after.items()})
         position, before = self.position, self.position.before or {}
         # of held-out problems; of held-out pairs in a run on pairs
         name = "accuracy" if self._judged is None else "pair_accuracy"
@@ -485,9 +564,15 @@ class RunRecords:
             "compiles": self._compiles.count,
             "compile_seconds": self._compiles.seconds,
         }
+        self._writer.retry()
         summary = self._writer.write_summary(summary)
         self._writer.close()
         return summary
+
+
+def all_heard(error: Exception) -> bool:
+    """Whether every process saves after an error; one alone would wait for ever."""
+    return jax.process_count() == 1 or isinstance(error, UserError)
 
 
 def _size(count: float) -> str:

@@ -2,7 +2,7 @@
 
     draw = ReshardedSampler(...)
     groups = draw(key, params, ...)     # params as training divides them
-    draw.free()                         # before training goes on
+    draw.free()                         # before training continues
 
 Training wants weights divided over many devices, and a batch over all; sampling reads all weights
 for every token and sends activations, so that few devices for a copy of the weights are best. Once
@@ -24,7 +24,7 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jrl.mesh import RULES, replicated, tree_shardings
-from jrl.models.decode import rounded
+from jrl.models.layers import rounded
 from jrl.models.quant import axes_in_8_bits, in_8_bits
 from jrl.train.adapters import trained_network
 from jrl.train.build import Run, policy_network

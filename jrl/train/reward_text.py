@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+
+import numpy as np
 
 from jrl.config import Config
 from jrl.errors import UserError
+from jrl.extras import install_line, missing
 from jrl.own import load
+from jrl.rewards.base import Sample
 from jrl.rewards.columns import check_columns
+from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
+from jrl.types import Prompt
 
 _MEANS = {
     "verify": "1 for a right answer, else 0",
@@ -39,13 +46,39 @@ def reward_text(run: Run) -> str:
     return f"reward = {total}" + (f" ({parts})" if parts else "")
 
 
-def check_reward_columns(run: Run) -> None:
+def missing_math(config: Config) -> str:
+    """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
+    used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
+    if not used or config.pairs is not None or not missing(["math-verify"]):
+        return ""
+    return (
+        "rewards.math compares numbers, and anything else as text, because math-verify is not"
+        f" installed; install it: {install_line('math')}"
+    )
+
+
+def probe_rewards(run: Run, pool: RewardPool) -> None:
+    """Calls the reward functions of a user once, with the first prompt and its answer.
+
+    Raises:
+      UserError: one of them fails, or returns something else than numbers; see ``RewardPool``.
+    """
+    names = [name for name in _own_rewards(run.config) if name in pool.functions]
+    prompts = run.data.prompts.get("train")
+    if not names or not prompts:
+        return
+    text = str(prompts[0].answer)
+    tokens = np.array(run.tokenizer.encode(text), np.int32)
+    sample = Sample(prompt=prompts[0], completion=text, tokens=tokens, stop="stop_token")
+    pool.probe(names, sample, run.config.sampling.group)
+
+
+def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
     """Raises UserError for a reward function whose columns the training prompts do not have.
 
     And where the library's own would compare texts with an answer that is a list or a table.
     """
-    prompts = run.data.prompts.get("train") or ()
-    for name in sorted({"exact", "math"} & set(run.config.rewards)):
+    for name in sorted({"exact", "math"} & set(config.rewards)):
         for prompt in prompts:
             if isinstance(prompt.answer, list | dict):
                 raise UserError(
@@ -54,8 +87,8 @@ def check_reward_columns(run: Run) -> None:
                     " reward function of your own"
                 )
     columns = prompts[0].meta if prompts else ()
-    for name in _own_rewards(run.config):
-        known = [*columns, *run.config.rewards[name].options]
+    for name in _own_rewards(config):
+        known = [*columns, *config.rewards[name].options]
         check_columns(load(name, "rewards"), known, f"rewards.{name}")
 
 

@@ -29,6 +29,7 @@ from jrl.types import (
     SharedRows,
     Statistic,
     Stats,
+    TrainState,
     ValueNetwork,
 )
 
@@ -278,6 +279,13 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
     own = rows // parts_of("batch", rows)
     parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= limit or d == own))
     return parts, max(1, min(columns, limit // (own // parts)))
+
+
+def policy_of(state: TrainState, network: Network) -> Params:
+    """The policy's whole tree, as the network's functions take it; no array is copied."""
+    if network.extras.split is None:
+        return state.params["policy"]
+    return network.extras.split.join(state.params["policy"], state.frozen["base"])
 
 
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:

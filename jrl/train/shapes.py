@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jrl.config import Config
 from jrl.config_unions import EnvData, EpisodeData
 from jrl.envs import Env
-from jrl.errors import choose
+from jrl.errors import UserError, choose
+from jrl.evaluate import evaluation_names
 from jrl.mesh import batch_sharding, replicated
 from jrl.metrics import CLOCKS
 from jrl.models.config import ModelConfig
@@ -21,7 +23,7 @@ from jrl.types import Batch, RoutingRecord
 
 RECORDED = CLOCKS | {
     *("prompts", "kl", "slot_use", "skipped_steps", "rollbacks", "staleness", "staleness_max"),
-    *("reward_failures", "reward_timeouts", "reward_errors"),
+    *("reward_failures", "reward_timeouts", "reward_errors", "env_failures"),
     *("rounds", "groups_kept", "groups_missing", "groups_redrawn"),
 }
 """Metrics that a record has beside those of the training step, in runs of one kind or another."""
@@ -36,6 +38,7 @@ def check_metric_names(run: build.Run) -> None:
     Args:
       run: from ``build.setup``.
     """
+    _check_evaluations(run)
     config = run.config
     best = (config.checkpoint.best or "").removeprefix("-")
     asked = [("watch", name) for name in config.watch]
@@ -59,6 +62,29 @@ def check_metric_names(run: build.Run) -> None:
     for key, name in open_names:
         if name not in known:
             raise choose(key, name, known)
+
+
+def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
+    """(key, metric without "eval/") of what [watch] and retention read of evaluations."""
+    best = (config.checkpoint.best or "").removeprefix("-")
+    asked = [("watch", name) for name, limit in config.watch.items() if limit.action != "none"]
+    asked += [("checkpoint.best", best)]
+    return [(key, n.removeprefix("eval/")) for key, n in asked if n.startswith("eval/")]
+
+
+def _check_evaluations(run: build.Run) -> None:
+    """Raises UserError for a metric of evaluations that none will have."""
+    config, data = run.config, run.data
+    asked = asked_of_evaluations(config)
+    if asked and run.task is None and not data.prompts.get("eval") and "eval" not in data.judged:
+        key, name = asked[0]
+        raise UserError(f"{key} = 'eval/{name}' needs held-out prompts; set data.eval")
+    names = evaluation_names(run)
+    if names is None or data.judged:
+        return  # known with the first evaluation, which comes before the first step
+    for key, name in asked:
+        if name not in names:
+            raise choose(key, f"eval/{name}", (f"eval/{each}" for each in names))
 
 
 def abstract_batch(run: build.Run) -> Batch:

@@ -82,13 +82,6 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     return jax.random.key_data(root), policy
 
 
-def policy_of(state: TrainState, network: Network) -> Params:
-    """The policy's whole tree, as the network's functions take it; no array is copied."""
-    if network.extras.split is None:
-        return state.params["policy"]
-    return network.extras.split.join(state.params["policy"], state.frozen["base"])
-
-
 def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
     """Raises UserError when an objective reads a frozen policy that nobody gives.
 

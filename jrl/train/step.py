@@ -223,7 +223,7 @@ def live_statistics(
 
     Args:
       parts: of the step.
-      also: what else ``score`` shall find.
+      also: further statistics for ``score`` to compute.
 
     Returns:
       (params, batch, distribution) -> statistics. The params are those being trained and those of

@@ -36,6 +36,7 @@ SKIPPED = "skipped_steps"
 LIMITS = {
     NONFINITE: WatchTable(above=0, steps=1, action="stop"),
     "reward_failures": WatchTable(above=0.99, steps=3, action="stop"),
+    "env_failures": WatchTable(above=0.99, steps=3, action="stop"),
     SKIPPED: WatchTable(above=0, steps=10, action="stop"),  # or nothing would be trained for ever
     "logprob_diff": WatchTable(above=0.2, steps=3),
     "entropy": WatchTable(below=0.005, steps=20),
@@ -99,6 +100,11 @@ class Watch:
         """Whether a limit says so."""
         return any(limit.action == "rollback" for limit in self._limits.values())
 
+    @property
+    def acts(self) -> bool:
+        """Whether a limit that was asked for ends the run or returns it to a checkpoint."""
+        return any(limit.action in ("rollback", "stop") for limit in self._asked.values())
+
     def __call__(self, step: int, record: Mapping[str, Any]) -> Broken:
         """What to say and do about a step.
 
@@ -131,7 +137,7 @@ class Watch:
         return Broken(**found, since=since, suspects=suspects)
 
     def _check_names(self, record: Mapping[str, Any]) -> None:
-        """Raises at the first step; evaluations come later and are not checked."""
+        """Raises at the first step; those of evaluations are checked before it."""
         if self._known:
             return
         self._known = set(record)

@@ -1,5 +1,6 @@
 """Sources: the rows that were written, errors that name file and line, and the order of visits."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -169,6 +170,8 @@ def test_tfds_errors_name_what_to_set(tfds_dir, tmp_path):
         open_source("tfds:gsm8k:tset", tfds_dir=str(tfds_dir))
     with pytest.raises(UserError, match=r"no_such_dataset.*TFDS_DATA_DIR"):
         open_source("tfds:no_such_dataset", tfds_dir=str(tfds_dir))
+    with pytest.raises(UserError, match=r"did you mean tfds:gsm8k\?; name"):
+        open_source("tfds:gsm9k", tfds_dir=str(tfds_dir))
 
 
 def test_preparing_gsm8k_refuses_bad_lines_and_leaves_nothing(tmp_path):
@@ -217,3 +220,28 @@ def test_order_is_uniform():
 
 
 GOLDEN = [0, 2, 1, 5, 4, 3, 6, 7]
+
+
+FORMS = {
+    "rows.json": b'\n{"question": "a?", "answer": 1}\n{"question": "b?", "answer": 2}\n',
+    "marked.json": b'\xef\xbb\xbf{"question": "a?", "answer": 1}\n{"question": "b?", "answer": 2}',
+    "rows.jsonl.gz": gzip.compress(b'{"question": "a?", "answer": 1}\n\n{"answer": 2}\n'),
+    "rows.tsv": b"question\tanswer\na, or b?\t1\nc?\t2\n",
+    "list.json": b'[{"question": "a?", "answer": 1},\n{"answer": 2}]',
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_files(name, tmp_path):
+    (tmp_path / name).write_bytes(FORMS[name])
+    source = open_source(str(tmp_path / name))
+    assert [str(source[i]["answer"]) for i in range(len(source))] == ["1", "2"]
+    assert str(tmp_path / name) in source.where(1)
+
+
+def test_of_a_pattern_every_file_must_be_rows(tmp_path):
+    (tmp_path / "a.tsv").write_text("x\n1\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b"[]\n"))
+    assert open_source(str(tmp_path / "*.tsv"))[0] == {"x": "1"}
+    with pytest.raises(UserError, match="line 1: must hold a JSON object"):
+        open_source(str(tmp_path / "*.jsonl.gz"))[0]

@@ -51,7 +51,7 @@ def test_json_holds_one_list(tmp_path):
     assert source[0] == {"a": 1}
     with pytest.raises(UserError, match=r"a\.json, row 1: must hold a JSON object"):
         source[1]
-    for text, said in (("{}", "must hold a list"), ("[", "is not valid JSON")):
+    for text, said in (("{}", "must hold a list"), ("[", "not valid JSON")):
         path.write_text(text)
         with pytest.raises(UserError, match=said):
             open_source(str(path))

@@ -76,7 +76,56 @@ GEMMA = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>model\\n' }}{% endif %}
 """
-TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "mistral": MISTRAL, "gemma": GEMMA}
+# As gpt-oss's: results are named, earlier turns end otherwise, thinking is shown in the last only.
+HARMONY = """
+{%- if tools %}{{ '<|im_start|>developer[INST]' }}{{ tools | tojson }}{{ '[/INST]' }}{% endif %}
+{%- set last = namespace(name=none) %}
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- set last.name = message.tool_calls[0].function.name %}
+{{- message.thinking or message.content }}{{- '<|im_start|>assistant to=' + last.name + '[INST]' }}
+{{- message.tool_calls[0].function.arguments | tojson }}{{- '<|eot|>' }}
+{%- elif message.role == 'assistant' and loop.last and not add_generation_prompt %}
+{{- message.thinking or '' }}
+{{- '<|im_start|>assistant[INST]' + message.content + '<|im_end|>' }}
+{%- elif message.role == 'tool' %}
+{{- '<|im_start|>' + last.name + ' to=assistant[INST]' }}
+{{- message.content | tojson }}{{ '[/INST]' }}
+{%- else %}{{- '<|im_start|>' + message.role + '[INST]' + message.content + '[/INST]' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{% endif %}
+"""
+# As llama.cpp's of DeepSeek R1: a generator is written as JSON, calls have no content and arguments
+# as text, and only the first results of a conversation are opened.
+R1 = """
+{%- set ns = namespace(first=true, open=false) %}
+{%- if tools %}{{ tools | map(attribute='function') | tojson(indent=2) }}{% endif %}
+{%- for message in messages %}
+{%- if message.role != 'tool' and ns.open %}{{ '[/TOOL_RESULTS]<|eot|>' }}
+{%- set ns.open = false %}{% endif %}
+{%- if message.role == 'user' %}{{ '[INST]' + message.content + '<|eot|>' }}
+{%- elif message.role == 'assistant' and message.content is none %}
+{{- '[/INST][TOOL_CALLS]' }}
+{%- for call in message.tool_calls %}
+{{- call.function.name + '\\n' + call.function.arguments }}{% endfor %}{{ '<|eot|>' }}
+{%- elif message.role == 'assistant' %}{{ '[/INST]' + message.content + '<|eot|>' }}
+{%- elif message.role == 'tool' %}
+{%- if ns.first %}{{ '[TOOL_RESULTS]' }}{% set ns.first = false %}{% endif %}
+{%- set ns.open = true %}{{ '\\n[AVAILABLE_TOOLS]' + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if ns.open %}{{ '[/TOOL_RESULTS]<|eot|>' }}{% endif %}
+{%- if add_generation_prompt %}{{ '[/INST]' }}{% endif %}
+"""
+TEMPLATES = {
+    "harmony": HARMONY,
+    "r1": R1,
+    "qwen": QWEN,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+}
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,13 @@ import asyncio
 import importlib.util
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
 
 from jrl.envs.host import EnvError, Limits, Reply
-from jrl.envs.mcp_tools import McpServer
+from jrl.envs.mcp_tools import McpServer, plain_name
 from jrl.envs.parsers import Call, get_parser
 from jrl.envs.tools import tool_env
 from jrl.errors import UserError
@@ -41,6 +42,12 @@ def shout(text: str) -> str:
     return text.upper()
 
 
+@server.tool(name="fs.read")
+def read(path: str) -> str:
+    """Reads a file."""
+    return f"read {path}"
+
+
 server.run()
 '''
 
@@ -58,13 +65,14 @@ def server(tmp_path):
 
 @needs_mcp
 def test_a_servers_tools_become_tools(server):
-    add, shout = server.tools()
+    add, shout, read = server.tools()
     assert (add.name, add.description) == ("add", "Adds two numbers.")
     assert set(add.parameters["properties"]) == {"a", "b"}
     assert asyncio.run(add.call(a=2, b=3)) == "5"
     assert asyncio.run(shout.call(text="hey")) == "HEY"
+    assert (read.name, asyncio.run(read.call(path="a"))) == ("fs_read", "read a")
     assert [t.name for t in server.tools(["shout"])] == ["shout"]
-    with pytest.raises(UserError, match=r"has no tool 'sub'; it has add, shout"):
+    with pytest.raises(UserError, match=r"has no tool 'sub'; it has add, fs.read, shout"):
         server.tools(["sub"])
 
 
@@ -102,6 +110,43 @@ def test_a_run_ends_the_server(server):
 def test_a_server_that_does_not_answer_is_named():
     with pytest.raises(UserError, match="does not answer"):
         McpServer([sys.executable, "-c", "raise SystemExit(1)"])
+
+
+class Listed(McpServer):
+    """A server of which nothing but its list of tools is known."""
+
+    def __init__(self, *tools):
+        self._name, self._listed = "here", tools
+
+
+def offered(name, schema):
+    return types.SimpleNamespace(name=name, description="", input_schema=schema)
+
+
+EMPTY = {"type": "object", "properties": {}}
+PAIR = {"type": "object", "properties": {"at": {"items": [{"type": "integer"}]}}}
+DRAFT_7 = {**PAIR, "$schema": "http://json-schema.org/draft-07/schema#"}
+
+
+def test_names_that_no_parser_reads_are_mapped():
+    names = ("fs.read", "fs/read", "_x", "repo/search", "add")
+    listed = Listed(*(offered(name, EMPTY) for name in names))
+    plain = [tool.name for tool in listed.tools()]
+    assert plain == ["fs_read", "fs_read_2", "tool_x", "repo_search", "add"]
+    assert [tool.name for tool in listed.tools(["repo/search"])] == ["repo_search"]
+    assert len(plain_name("a" * 99, {"a" * 64})) == 64
+    tool_env(listed.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
+
+
+def test_a_bad_tool_is_left_out_and_said(caplog):
+    listed = Listed(offered("bad", PAIR), offered("old", DRAFT_7), offered("add", EMPTY))
+    assert [tool.name for tool in listed.tools()] == ["old", "add"]
+    assert "tool 'bad': its schema is invalid" in caplog.text
+    assert "left out" in caplog.text
+    with pytest.raises(UserError, match="tool 'bad': its schema is invalid"):
+        listed.tools(["bad"])
+    with pytest.raises(UserError, match="no tool that can be used"):
+        Listed(offered("bad", PAIR)).tools()
 
 
 @pytest.mark.skipif(HERE, reason="mcp is installed")

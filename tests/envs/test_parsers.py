@@ -62,7 +62,16 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("family", "text"), EXAMPLES)
 def test_calls_as_the_models_write_them(family, text):
-    assert PARSERS[family].parse(text, {"add": SCHEMA}) == (ADD,)
+    (found,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    assert found._replace(id="") == ADD
+
+
+def test_the_policys_own_ids_are_read_where_a_format_has_them():
+    mistral = PARSERS["mistral"]
+    assert mistral.parse('[TOOL_CALLS]f[CALL_ID]abc456789[ARGS]{"a": 1}', {})[0].id == "abc456789"
+    call = Call("f", {"a": 1}, "abc456789")
+    assert mistral.parse(mistral.render(call), {}) == (call,)
+    assert mistral.parse('[TOOL_CALLS][{"name": "f", "id": 7}]', {})[0].id == ""
 
 
 @pytest.mark.parametrize("family", PARSERS)
@@ -198,12 +207,35 @@ def test_long_texts_take_little_time(family):
     assert time.perf_counter() - begin < 10
 
 
-def test_a_parser_of_another_family_is_refused():
-    qwen = '{{- \'<tool_call>\\n{"name": "\' }}'
-    assert get_parser("hermes", qwen) is PARSERS["hermes"]
-    with pytest.raises(UserError, match="parser = 'mistral' does not fit .* looks like hermes"):
-        get_parser("mistral", qwen)
+HERMES_3 = """{{- "in <tool_call></tool_call> XML tags as follows: <tool_call>
+{'name': NAME, 'arguments': ARGUMENTS}
+</tool_call>" }}{{- '
+<tool_call>
+' }}{{- '{' }}{{- '"name": "' }}"""
+MARKED = {
+    "hermes": (HERMES_3, '{{- \'<tool_call>\\n{"name": "\' }}'),
+    "qwen3_coder": ("{{- '<tool_call>\\n<function=' + name + '>' }}{{- '<parameter=' }}",),
+    "llama3": ("Environment: ipython {{- '<|python_tag|>' }}",),
+    "mistral": ("{{- '[TOOL_CALLS][' }}", "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}"),
+    "gemma": ("{{ '<start_of_turn>' + role }}",),
+    "deepseek": (f"{{{{ '{OPEN}' + name }}}}",),
+    "gpt_oss": ("{{- '<|start|>assistant<|channel|>final' }}",),
+}
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_parser_of_another_family_is_refused(family):
+    assert set(MARKED) == set(PARSERS)
+    for template in MARKED[family]:
+        assert get_parser(family, template) is PARSERS[family]
+        for other in PARSERS.keys() - {family}:
+            said = f"parser = '{other}' does not fit .* chat template is of '{family}'"
+            with pytest.raises(UserError, match=said):
+                get_parser(other, template)
+
+
+def test_families_by_name():
     with pytest.raises(UserError, match="did you mean 'hermes'"):
         get_parser("herms")
-    with pytest.raises(UserError, match="has no tools"):
-        get_parser("hermes", "{{ messages }}")
+    # Without a family's marks a template writes no tools, which are then described in words.
+    assert get_parser("hermes", "{{ messages }}").name == "hermes"

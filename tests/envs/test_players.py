@@ -193,17 +193,20 @@ def test_a_simulated_search_misleads_more_and_more():
 
     parser = get_parser("hermes")
     env = zero_search_env(
-        other, parser, lambda p, r: float(p.answer in r.text), Limits(), episodes=40, end=1.0
+        other, parser, lambda p, r: float(p.answer in r.text), Limits(), steps=40, end=1.0
     )
     text = parser.render(Call("search", {"query": "seven"}))
     for _ in range(20):
         _, told, end = talk(env, [text, "42"])
         assert "documents" in told.messages[0]["content"]
         assert end.success
-    early, late = asked[:20], []
-    for _ in range(40):
-        talk(env, [text])
-    late = asked[-20:]
-    assert sum("useless" in a for a in early) < sum("useless" in a for a in late) == 20
+    assert sum("useless" in a for a in asked) == 0
+    for step, split, noisy in ((40, "train", 20), (40, "eval", 0), (0, "train", 0)):
+        env.begin(step, split)  # the step says how far the training is, whatever was played before
+        for _ in range(20):
+            talk(env, [text])
+        assert sum("useless" in a for a in asked[-20:]) == noisy
+    with pytest.raises(UserError, match="steps = 0"):
+        zero_search_env(other, parser, lambda p, r: 1.0, Limits(), steps=0)
     assert "The answer is: 42" in asked[0]
     assert [noise_chance(x, 0.0, 0.75) for x in (0.0, 0.5, 1.0, 2.0)] == [0.0, 0.25, 0.75, 0.75]

@@ -214,3 +214,33 @@ def test_processes_end_with_a_killed_trainer(tmp_path):
     while processes() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not processes()
+
+
+def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(SOURCE)
+    limits = Limits(call_seconds=20)
+    env = process_env(f"{file}:make", limits=limits, at_once=2)
+    assert env.at_once == 2
+    seen = []
+
+    async def episode(number):
+        hang = Prompt(1, "you", np.zeros(0, np.int32), None, {"hang": number == 0})
+        try:
+            state, _ = await asyncio.wait_for(env.init(hang, 0), 1.5 if number == 0 else None)
+        except TimeoutError:
+            return "gone"
+        seen.append(len(processes()))
+        await asyncio.sleep(0.05)
+        await env.close(state)
+        return "played"
+
+    async def several():
+        found = await asyncio.gather(*(episode(number) for number in range(6)))
+        await env.shutdown()
+        return found
+
+    assert asyncio.run(several()) == ["gone"] + ["played"] * 5
+    assert max(seen) <= 2
+    with pytest.raises(UserError, match="at_once = -1"):
+        process_env(f"{file}:make", at_once=-1)

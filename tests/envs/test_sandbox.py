@@ -10,6 +10,7 @@ import pytest
 
 from jrl.envs import sandbox as module
 from jrl.envs.sandbox import Sandbox, SandboxLimits, python_tool
+from jrl.errors import UserError
 
 LIMITS = SandboxLimits(seconds=1.5, memory_bytes=256 << 20, output_bytes=4000, file_bytes=1 << 20)
 BOMB = """
@@ -40,7 +41,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def sandbox():
-    return Sandbox(LIMITS)
+    return Sandbox(LIMITS, network=True)
 
 
 def processes():
@@ -95,15 +96,29 @@ def test_without_unshare_the_limits_hold(monkeypatch, caplog):
         monkeypatch.undo()
         module._way_in.cache_clear()
     assert not weaker.apart
-    assert "keeps the network" in caplog.text
+    assert weaker.offline
+    assert "has no network but sees other processes" in caplog.text
+    for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
+        found = asyncio.run(weaker.run(f"import socket\nsocket.socket(socket.{family})"))
+        assert "PermissionError" in found.output
+    loop = "import asyncio\nasync def f(): return 6\nasyncio.run(f())"  # which has a socketpair
+    assert asyncio.run(weaker.run(loop)).output == "6\n"
     for code, status in (("6 * 7", "ok"), ("while True: pass", "timeout"), (BOMB, "timeout")):
         assert asyncio.run(weaker.run(code)).status == status
     time.sleep(0.2)
     assert not processes()
 
 
+def test_code_that_would_have_the_network_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "_way_in", lambda: ("python3", (), False))
+    with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
+        Sandbox()
+    weaker = Sandbox(network=True)
+    assert (weaker.apart, weaker.offline) == (False, False)
+
+
 def test_runs_wait_for_each_other_and_their_waiting_is_free():
-    narrow = Sandbox(LIMITS._replace(seconds=1.0), at_once=1)
+    narrow = Sandbox(LIMITS._replace(seconds=1.0), at_once=1, network=True)
 
     async def several():
         runs = [narrow.run("import time; time.sleep(0.4); 1") for _ in range(4)]

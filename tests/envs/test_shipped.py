@@ -38,7 +38,7 @@ def call(name, **arguments):
 
 
 def test_python_computes_and_the_number_is_judged():
-    env = check_env(python_math(tools=["python", "calculator"], turns=3))
+    env = check_env(python_math(tools=["python", "calculator"], turns=3, network=True))
     assert env.limits.turns == 3
     told = say(env, problem("42"), call("python", code="print(6 * 7)"))
     assert "42" in told.messages[0]["content"]
@@ -96,3 +96,15 @@ def test_every_answer_takes_more_than_one_document_and_can_be_found():
     again = hops.make_world(0)
     assert again == world
     assert hops.make_world(1) != world
+
+
+def test_limits_of_tools_and_seconds_are_options():
+    env = python_math(tools=["calculator"], tool_calls=1, call_seconds=7.5, episode_seconds=0)
+    limits = env.limits
+    assert (limits.tool_calls, limits.call_seconds, limits.episode_seconds) == (1, 7.5, 0)
+    one = call("calculator", expression="6*7")
+    assert "no tool calls left" in say(env, problem("42"), one, one).messages[0]["content"]
+    corpus = str(SEARCH / "corpus.jsonl")
+    assert multi_hop(corpus, tool_calls=2, call_seconds=9).limits.call_seconds == 9
+    with pytest.raises(UserError, match=r"seconds = 60 of a run of Python, .* raise call_seconds"):
+        python_math(seconds=60, network=True)

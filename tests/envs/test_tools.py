@@ -175,3 +175,25 @@ def test_limits_that_nothing_can_keep_are_named():
         tool_env(TOOLS, HERMES, reward, Limits(), malformed="stop")
     with pytest.raises(UserError, match=r"env is a dict; give a jrl.envs.host.HostEnv"):
         check_env({})
+
+
+def test_an_answer_that_was_cut_is_truncated_unless_it_is_right(env):
+    state, _ = opened(env)
+
+    def ended(text, cut):
+        reply = Reply(text, text, np.zeros(1, np.int32), 0, cut)
+        feedback = asyncio.run(env.step(state, reply))[1]
+        return feedback.done, feedback.cut
+
+    assert ended("It is 4", True) == (True, True)
+    assert ended("It is 42", True) == (True, False)
+    assert ended("It is 4", False) == (True, False)
+
+
+def test_ids_that_the_policy_gave_come_back():
+    mistral = get_parser("mistral")
+    env = tool_env(TOOLS, mistral, reward, Limits())
+    told = [Call("calculator", {"expression": "1"}, given) for given in ("abc123456", "a b", "")]
+    _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, told)))
+    ids = [m["tool_call_id"] for m in feedback.messages]
+    assert ids == ["abc123456", "call00001", "call00002"]

@@ -4,7 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import advantages_of, as_batch, check, numbers, ragged, run, sequences
+from harness import (
+    advantages_of,
+    as_batch,
+    check,
+    clipped_loss,
+    mean_over,
+    numbers,
+    ragged,
+    ratio,
+    run,
+    sequences,
+)
 from steps import earned, episodes, paid, steps_of
 
 from jrl.methods import get_method
@@ -390,7 +401,7 @@ def test_webrl_is_the_papers():
     check(method, webrl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
 
 
-def cory_loss(d, frozen, beta=0.1, decay=0.9):
+def cory_loss(d, frozen, beta=0.4, decay=0.9):
     total = count = 0.0
     for n, i, steps in episodes(d):
         for part in (steps[:1], steps[1:]):
@@ -406,13 +417,14 @@ def cory_loss(d, frozen, beta=0.1, decay=0.9):
                 after = r + v[k + 1] - v[k] + decay * after
                 rho = np.exp(d.logprobs[at] - d.sampler_logprobs[at])
                 total -= min(rho * after, min(max(rho, 0.8), 1.2) * after)
-                total += 0.25 * (d.values[at] - after - v[k]) ** 2
+                total += 0.1 / 2 * (d.values[at] - after - v[k]) ** 2
                 count += 1
     return total / max(count, 1)
 
 
 def test_cory_is_the_papers():
     method = get_method("cory", gae_lambda=0.9, whiten=False, value_clip=None)
+    assert method.schedule.epochs == 4
     check(method, cory_loss, wrt=("logprobs", "values"), ids=("step",))
 
 
@@ -445,8 +457,23 @@ def test_retool_pays_for_right_answers_alone():
     np.testing.assert_array_equal(edit(rewards, None), [[[1.0, 7.0], [-1.0, 7.0], [np.nan, 7.0]]])
 
 
-def test_dsp_is_ppo_with_a_steered_penalty():
-    d = ragged(1)
-    value, _ = run(get_method("dsp"), d)
-    assert value == run(get_method("ppo", kl_coef=0.1, kl_target=0.2), d)[0]
-    assert value != run(get_method("ppo"), d)[0]
+def dsp_loss(d, frozen):
+    gains, targets = estimates(d, beta=0.005, discount=0.99, decay=0.95, whiten=True)
+
+    def of_token(*at):
+        error = d.values[at] - targets[at]
+        return clipped_loss(ratio(d, at), gains[at]) + 0.25 * error**2
+
+    return mean_over(d, of_token, "tokens")
+
+
+def test_dsp_is_ppo_with_the_released_runs_numbers():
+    method = get_method("dsp")
+    check(method, dsp_loss, wrt=("logprobs", "values"))
+    assert method.schedule.epochs == 5
+    advantage, d = method.objective.advantage, ragged(1)
+    for nats, up in ((0.4, False), (0.6, True)):  # on either side of the target, 0.5
+        d.ref_logprobs = d.sampler_logprobs - nats
+        batch = as_batch(d)
+        _, _, state = advantage.apply(batch.score(), batch, advantage.init())
+        assert (float(jax.tree.leaves(state)[0]) > 0.005) == up

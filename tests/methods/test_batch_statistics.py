@@ -379,6 +379,20 @@ def test_levels_in_the_wrong_order_are_refused():
         riskpo(level_low=0.9)
 
 
+def test_levels_can_be_swept():
+    """Under vmap their order is not known; tracing alone would ask for it."""
+    d = ragged(5, 2, 3, 1)
+    state = Quantiles(jnp.float32(0.0), jnp.float32(0.4), jnp.int32(3))
+    batch, scores = as_batch(d), jnp.asarray(d.rewards, jnp.float32)
+
+    def advantages(low, high):
+        method = riskpo(bundle=1, level_low=low, level_high=high, quantiles="batch")
+        return method.objective.advantage.apply(scores, batch, state)[0]
+
+    swept = jax.eval_shape(jax.vmap(advantages), jnp.array([0.1, 0.3]), jnp.array([0.8, 0.9]))
+    assert swept.shape == (2, *scores.shape)
+
+
 def test_tracked_quantiles_alone_see_a_bundle_whose_papers_are_all_alike():
     d = ragged(5, 2, 3, 1)
     d.members[:] = True

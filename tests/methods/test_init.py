@@ -35,9 +35,16 @@ def test_the_list_is_json_and_complete():
         assert method["family"]
         assert method["summary"].endswith(".")
         assert method["seams"][0] == "objective"
-        assert method["paper"] in " ".join(all_methods()[method["name"]].__doc__.split())
-        if method["arxiv"]:
-            assert f"arXiv:{method['arxiv']}" in all_methods()[method["name"]].__doc__
+
+
+def test_each_paper_is_written_once():
+    prose = {name: " ".join(m.__doc__.split()) for name, m in all_methods().items()}
+    for name, method in all_methods().items():
+        full = f"(arXiv:{method.arxiv}" if method.arxiv else "("
+        holders = [x for x, text in prose.items() if f'"{method.paper}" {full}' in text]
+        assert len(holders) == 1, f"{name}: {method.paper} stands in {holders}"
+        if name not in holders:
+            assert f"the paper of ``{holders[0]}``" in prose[name]
 
 
 def test_seams_and_group_sizes_are_those_of_the_papers():

@@ -58,6 +58,16 @@ def test_rec_with_the_ratio_of_the_sequence_is_a_mean_over_sequences():
     check(method, loss)
 
 
+@pytest.mark.parametrize(("level", "low", "high"), [("geometric", 3e-4, 4e-4), ("token", 0.2, 0.2)])
+def test_the_bounds_of_rec_are_the_released_codes_for_its_level(level, low, high):
+    d = ragged(3, spread=3e-3 if level == "geometric" else 0.3)
+    one = run(get_method("rec", level=level), d)[1]["logprobs"]
+    other = run(get_method("rec", level=level, low=low, high=high), d)[1]["logprobs"]
+    free = run(get_method("rec", level=level, mask="none"), d)[1]["logprobs"]
+    np.testing.assert_array_equal(one, other)
+    assert np.abs(one - free).max() > 1e-3, "nothing was out of bounds"
+
+
 def with_surrogate(method, surrogate):
     return method._replace(objective=method.objective._replace(surrogate=surrogate))
 

@@ -419,8 +419,7 @@ def test_mcts_dpo_trusts_a_pair_by_its_visits():
 def test_mcts_dpo_without_visits_and_step_q_are_dpo():
     d = two(2)
     expected = run(get_method("dpo"), d)
-    for name in ("mcts_dpo", "step_q", "matryoshka"):
+    for name in ("mcts_dpo", "step_q"):
         value, gradients = run(get_method(name), d)
         assert value == pytest.approx(expected[0], rel=1e-6), name
         np.testing.assert_allclose(gradients["logprobs"], expected[1]["logprobs"], atol=1e-7)
-    assert get_method("matryoshka").schedule.refresh_ref > 0

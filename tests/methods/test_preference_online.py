@@ -64,6 +64,16 @@ def test_nash_md_is_reinforce_on_win_rates_less_the_divergence():
     check(get_method("nash_md", tau=0.2), reference)
 
 
+def test_matryoshka_smooths_the_label_as_the_released_script_does():
+    def loss(w, l):
+        z = 0.1 * (w.h - l.h)
+        return 0.9 * softplus(-z) + 0.1 * softplus(z)
+
+    method = get_method("matryoshka")
+    check(method, mean_of_pairs(loss))
+    assert method.schedule.refresh_ref > 0
+
+
 def test_xpo_adds_the_likelihood_of_the_references_completion():
     def reference(d, frozen):
         def loss(w, l):

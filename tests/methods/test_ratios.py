@@ -60,6 +60,61 @@ def luspo_loss(d, frozen):
     return over_sequences(d, of_sequence, lengths=True)
 
 
+TURNWISE = '''
+from jrl.methods import variant
+from jrl.methods.group_relative import grpo
+from jrl.methods.ratios import gspo
+from jrl.objectives import ratios
+
+
+@variant(gspo)
+def by_turn(base):
+    """GSPO with a ratio for each turn."""
+    return base.with_(ratio=ratios.segment("turn"))
+
+
+@variant(grpo)
+def by_state(base):
+    """GRPO with a ratio for each state, whichever tokens it has."""
+    return base.with_(ratio=ratios.segment("state"))
+'''
+
+
+def segment_loss(label):
+    def loss(d, frozen):
+        def of_sequence(a, places):
+            parts = {}
+            for at in places:
+                parts.setdefault(d.ids[label][at], []).append(log_ratio(d, at))
+            s = [np.exp(np.mean(parts[d.ids[label][at]])) for at in places]
+            return np.mean([clipped_loss(x, a, 0.1, 0.2) for x in s])
+
+        return over_sequences(d, of_sequence)
+
+    return loss
+
+
+@pytest.fixture
+def turnwise(tmp_path):
+    path = tmp_path / "turnwise.py"
+    path.write_text(TURNWISE)
+    return path
+
+
+@pytest.mark.parametrize("label", ["turn", "state"])
+def test_a_sibling_of_ones_own_has_a_ratio_for_each_segment(label, turnwise):
+    method = get_method(f"{turnwise}:by_{label}", clip_low=0.1, clip_high=0.2)
+    check(method, segment_loss(label), ids=(label,))
+
+
+def test_without_labels_the_whole_completion_is_one_segment(turnwise):
+    d = ragged(4)
+    got, of_turn = run(get_method(f"{turnwise}:by_turn"), d)
+    expected, slope = run(get_method("gspo"), d)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    np.testing.assert_allclose(of_turn["logprobs"], slope["logprobs"], atol=1e-6)
+
+
 def gmpo_loss(d, frozen, low=0.2, high=0.3):
     def of_sequence(a, places):
         logs = [log_ratio(d, at) for at in places]

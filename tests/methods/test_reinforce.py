@@ -1,5 +1,7 @@
 """The methods of reinforce.py against loops written from their papers."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from harness import (
@@ -19,8 +21,8 @@ from hypothesis import strategies as st
 from steps import earned, episodes, paid
 
 from jrl.methods import get_method
+from jrl.methods.reinforce import COLLISION
 from jrl.objectives import aggregates, ratios
-from jrl.objectives.normalizers import COLLISION
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
 few = settings(max_examples=5, deadline=None, derandomize=True)
@@ -282,16 +284,25 @@ def test_rloo_is_the_group_mean_baseline_times_g_over_g_less_one():
 # ---------------------------------------------------------------- agents
 
 
-def test_loop_is_the_papers():
-    def reference(d, frozen):
-        total = 0.0
-        for n, i, tokens in sequences(d):
-            others = [d.rewards[n, j] for j in members_of(d, n) if j != i]
-            a = d.rewards[n, i] - np.mean(others) if others else 0.0
-            total += np.mean([clipped_loss(ratio(d, (n, i, t)), a) for t in tokens])
-        return total / max(len(sequences(d)), 1)
+def loop_loss(d, frozen, least=0.01, eps=0.1):
+    """Equation 10: each episode's mean over its tokens, over the episodes with |A| >= least."""
+    losses = []
+    for n, i, tokens in sequences(d):
+        others = [d.rewards[n, j] for j in members_of(d, n) if j != i]
+        a = d.rewards[n, i] - np.mean(others) if others else 0.0
+        if abs(a) >= least:
+            each = [clipped_loss(ratio(d, (n, i, t)), a, 1 - 1 / (1 + eps), eps) for t in tokens]
+            losses.append(np.mean(each))
+    return sum(losses) / max(len(losses), 1)
 
-    check(get_method("loop"), reference)
+
+def test_loop_is_the_released_codes():
+    check(get_method("loop"), loop_loss)
+    assert get_method("loop").schedule.epochs == 2
+
+
+def test_loop_leaves_episodes_without_an_advantage_out_of_the_mean():
+    check(get_method("loop", least=0.5), partial(loop_loss, least=0.5))
 
 
 def comas_loss(d, frozen):

@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from harness import (
     advantages_of,
     as_batch,
@@ -196,6 +197,59 @@ def test_gigpo_without_deviations_is_the_papers():
     check(method, loss_of(std=False), ids=("step", "state"))
 
 
+def by_step_rows(scores, groups, std, eps=1e-6):
+    """The authors' normalisation of rows, one for each step; 0 for a row alone in its group."""
+    out = np.zeros(len(scores))
+    for group in set(groups):
+        rows = [k for k, other in enumerate(groups) if other == group]
+        gap = scores[rows] - scores[rows].mean()
+        deviation = scores[rows].std(ddof=1) if len(rows) > 1 else 1.0
+        out[rows] = gap / (deviation + eps) if std else gap
+    return out
+
+
+def released_gigpo_loss(std, omega=0.7, discount=0.8):
+    """The released code: a row is a step, and its episode's score stands in each of its rows."""
+
+    def reference(d, frozen):
+        rows = [
+            (n, i, tokens, discount ** (len(steps) - 1 - k) * d.rewards[n, i])
+            for n, i, steps in episodes(d)
+            for k, (_, tokens) in enumerate(steps)
+        ]
+        scores = np.array([d.rewards[n, i] for n, i, *_ in rows])
+        states = [(n, d.ids["state"][n, i, tokens[0]]) for n, i, tokens, _ in rows]
+        episode = by_step_rows(scores, [n for n, *_ in rows], std)
+        step = by_step_rows(np.array([gain for *_, gain in rows]), states, std)
+        a = {
+            (n, i, t): whole + omega * own
+            for (n, i, tokens, _), whole, own in zip(rows, episode, step, strict=True)
+            for t in tokens
+        }
+        return with_advantages(d, lambda *at: a[at])
+
+    return reference
+
+
+@pytest.mark.parametrize("std", [True, False])
+def test_gigpo_across_steps_is_the_released_codes(std):
+    method = gigpo(omega=0.7, discount=0.8, normalise=std, cross_steps=True)
+    check(method, released_gigpo_loss(std), ids=("step", "state"))
+
+
+def test_across_steps_an_episode_counts_once_for_each_of_its_steps():
+    d = ragged(0, 1, 2, 4, ids=("step", "state"))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 4
+    d.live, d.rewards = d.mask, np.array([[1.0, 0.0]])
+    d.ids["step"][:] = [[0, 1, 2, 2], [0, 0, 0, 0]]
+    d.ids["state"][:] = np.arange(8).reshape(1, 2, 4)  # no state is seen twice
+    plain, crossed = (
+        advantages_of(gigpo(normalise=False, cross_steps=x), d)[0, :, 0] for x in (False, True)
+    )
+    np.testing.assert_allclose(plain, [0.5, -0.5])
+    np.testing.assert_allclose(crossed, [0.25, -0.75])  # the mean of 1, 1, 1 and 0
+
+
 def test_where_no_state_is_seen_twice_it_is_grpo():
     d = ragged(1, ids=("step",))
     other = copy.deepcopy(d)
@@ -240,13 +294,13 @@ def test_rewards_given_step_by_step_are_read_where_they_stand():
 # ---------------------------------------------------------------- steps of episodes
 
 
-def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2):
+def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2, std=True):
     out = {}
     for n in range(len(d.rewards)):
         live = members_of(d, n)
         # points without a token that they could stand at are not paid
         scores = [d.rewards[n, i] if steps_of(d, n, i) else 0.0 for i in live]
-        episode = dict(zip(live, normalised(scores, std=False), strict=True))
+        episode = dict(zip(live, normalised(scores, std=std), strict=True))
         same = {}
         for i in live:
             if not (steps := steps_of(d, n, i)):
@@ -258,15 +312,20 @@ def ui_s1_loss(d, frozen, omega=0.7, discount=0.5, matched=0.2):
             for k, (label, tokens) in enumerate(steps):
                 same.setdefault(label, []).append((gains[k], i, tokens))
         for found in same.values():
-            mean = sum(gain for gain, *_ in found) / len(found)
-            for gain, i, tokens in found:
+            gains = normalised([gain for gain, *_ in found], std=std)
+            for gain, (_, i, tokens) in zip(gains, found, strict=True):
                 for t in tokens:
-                    out[n, i, t] = episode[i] + omega * (gain - mean)
+                    out[n, i, t] = episode[i] + omega * gain
     return with_advantages(d, lambda n, i, t: out[n, i, t])
 
 
 def test_ui_s1_is_the_papers():
     check(ui_s1(omega=0.7, matched=0.2), ui_s1_loss, ids=("step",), prepare=paid)
+
+
+def test_ui_s1_without_deviations_is_the_papers():
+    method = ui_s1(omega=0.7, matched=0.2, normalise=False)
+    check(method, partial(ui_s1_loss, std=False), ids=("step",), prepare=paid)
 
 
 def test_ui_s1_stops_counting_at_an_action_that_was_not_the_experts():
@@ -276,18 +335,25 @@ def test_ui_s1_stops_counting_at_an_action_that_was_not_the_experts():
     assert step_returns(rewards, steps, mask, 0.5).tolist() == [1.375, 0.75, 1.5, 1.0]
 
 
-def epo_loss(d, frozen, discount=0.8):
+def epo_loss(d, frozen, discount=0.99, normalise=True):
     total = 0.0
     for n, i, steps in episodes(d):
-        points = earned(d, n, i)
-        for k, (_, tokens) in enumerate(steps):
-            gain = sum(discount ** (j - k) * points[j] for j in range(k, len(steps)))
-            total -= gain * np.mean([d.logprobs[n, i, t] for t in tokens])
+        points, size = earned(d, n, i), range(len(steps))
+        gains = [sum(discount ** (j - k) * points[j] for j in size if j >= k) for k in size]
+        most = max(map(abs, gains)) if normalise else 1.0
+        for gain, (_, tokens) in zip(gains, steps, strict=True):
+            total -= gain / most * np.mean([d.logprobs[n, i, t] for t in tokens])
     return total / max(len(episodes(d)), 1)
 
 
-def test_epo_strategy_is_the_papers():
-    check(epo_strategy(discount=0.8), epo_loss, ids=("step",), prepare=paid)
+def test_epo_strategy_is_the_released_codes():
+    check(epo_strategy(), epo_loss, ids=("step",), prepare=paid)
+
+
+def test_epo_strategy_without_normalisation_is_the_papers():
+    reference = partial(epo_loss, discount=0.8, normalise=False)
+    method = epo_strategy(discount=0.8, normalise=False)
+    check(method, reference, ids=("step",), prepare=paid)
 
 
 def in_rows(d, rng):
@@ -347,10 +413,17 @@ def deepsearch_loss(d, frozen, width=0.5, bound=0.8):
             out[n, i, t] = own - mean
 
     def of_token(n, i, t):
-        return clipped_loss(ratio(d, (n, i, t)), out[n, i, t], 0.2, 0.28)
+        return clipped_loss(ratio(d, (n, i, t)), out[n, i, t], 0.2, 0.28, 10.0)
 
     return mean_over(d, of_token, "tokens")
 
 
 def test_deepsearch_is_the_papers():
     check(deepsearch(width=0.5, bound=0.8), deepsearch_loss, prepare=with_nodes)
+
+
+def test_deepsearch_takes_the_released_codes_width_and_bound():
+    d = ragged(4)
+    with_nodes(d, np.random.default_rng(0))
+    value, _ = run(deepsearch(), d)
+    np.testing.assert_allclose(value, deepsearch_loss(d, d, 1.0, 1.0), rtol=1e-5)

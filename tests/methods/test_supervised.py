@@ -208,6 +208,13 @@ def test_alphamath_imitates_right_paths_and_fits_the_trees_values():
     check(method, alphamath_loss, wrt=("logprobs", "values"), prepare=with_values, binary=True)
 
 
+def test_alphamath_weighs_the_values_as_the_paper_does():
+    d = ragged(1, binary=True)
+    with_values(d, np.random.default_rng(0))
+    value, _ = run(get_method("alphamath"), d, ("values",))
+    np.testing.assert_allclose(value, alphamath_loss(d, d, 0.01), rtol=1e-5)
+
+
 def test_alphamath_without_a_tree_fits_the_outcome():
     def prepare(d, rng):
         d.node_value = np.where(d.rewards[..., None] >= 0.5, 1.0, -1.0) + 0 * d.values

@@ -117,7 +117,7 @@ def test_very_few_rows_are_left_to_the_compiler(rows):
 
 def test_a_transposed_weight_is_rounded_as_it_is():
     _, w = operands((1,), (4, 8, 32))
-    ours = WeightFirst.of(w, 2).in_8_bits(2)
+    ours = WeightFirst.of(w, 2).in_8_bits(2, quantise)
     full = quantise(w, 2)
     np.testing.assert_array_equal(ours.values, full.values)
     np.testing.assert_array_equal(ours.scales, full.scales)

@@ -332,3 +332,29 @@ def test_the_built_in_tokenizer_is_read_back_here_and_by_transformers(tmp_path):
     assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)
     assert theirs.decode([*ids, 1, 0], skip_special_tokens=True) == text
     assert transformers.GenerationConfig.from_pretrained(tmp_path).eos_token_id == 1
+
+
+def test_a_tokenizer_that_gives_up_on_a_text_is_named(tmp_path):
+    """The library's error is no ``Exception``, so nothing else would catch it."""
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    backend = tokenizers.Tokenizer(models.WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("aa") == [0]
+    for text in ("a" * 40 + "b", "a" * 2000 + "b"):
+        for encode in (tokenizer.encode, tokenizer.encode_plain):
+            with pytest.raises(UserError, match=r"tokenizer.json cannot be used on 'aaa.* retry-"):
+                encode(text)
+
+
+def test_a_tokenizer_without_tokens_is_refused(tmp_path):
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 0}')
+    with pytest.raises(UserError, match="the vocabulary of tokenizer.json is empty"):
+        load_tokenizer(tmp_path)

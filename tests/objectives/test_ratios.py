@@ -128,10 +128,10 @@ def test_the_token_form_keeps_each_gradient_at_its_own_token():
 
 
 def test_the_ratio_of_a_segment_is_the_geometric_mean_over_its_live_tokens():
-    stats = {**stats_of([2.0, 100.0, 0.5, 4.0, 9.0]), "step": jnp.array([0.0, 0, 0, 1, 1])}
+    stats = {**stats_of([2.0, 100.0, 0.5, 4.0, 9.0]), "step": jnp.array([0, 0, 0, 1, 1])}
     mask = [True, False, True, True, True]
     surrogate = ratio_loss(segment("step"), clip(9.0, 9.0))
-    assert surrogate.needs == {"sampler_logprobs", "step"}
+    assert (surrogate.needs, surrogate.labels) == ({"sampler_logprobs"}, {"step"})
     losses, slope, _ = run(surrogate, stats, [1.0] * 5, mask)
     np.testing.assert_allclose(losses, [-1, -1, -1, -6, -6], rtol=1e-5)
     # Each of the two losses pushes both of a segment's tokens; the dead one only reads.
@@ -279,7 +279,7 @@ WHOLE = ("sequence ratio", "product", "segment", "geometric")
 )
 @pytest.mark.parametrize("name", PARTS)
 def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, expected):
-    proximal = {**stats_of([1.05] * 4, proximal=WEIGHTS), "step": jnp.zeros(4)}
+    proximal = {**stats_of([1.05] * 4, proximal=WEIGHTS), "step": jnp.zeros(4, int)}
     plain = {**proximal, "sampler_logprobs": proximal["proximal_logprobs"]}
     one = [1.0] * 4
     losses, slope, metrics = run(ratio_loss(*PARTS[name], correction), proximal, one)
@@ -293,9 +293,10 @@ def test_each_correction_multiplies_the_loss_by_its_weight(name, correction, exp
 @pytest.mark.parametrize("name", PARTS)
 def test_needs_follow_the_correction(name):
     own = {"step"} if name == "segment ratio" else set()
-    assert ratio_loss(*PARTS[name]).needs == {"sampler_logprobs"} | own
-    both = {"sampler_logprobs", "proximal_logprobs"} | own
-    assert ratio_loss(*PARTS[name], Correction()).needs == both
+    plain, corrected = ratio_loss(*PARTS[name]), ratio_loss(*PARTS[name], Correction())
+    assert plain.needs == {"sampler_logprobs"}
+    assert corrected.needs == {"sampler_logprobs", "proximal_logprobs"}
+    assert plain.labels == corrected.labels == own
 
 
 # ---------------------------------------------------------------- guards

@@ -1,5 +1,6 @@
 """Reward functions that do what none should; each says in its completion what to do."""
 
+import mmap
 import os
 import pathlib
 import re
@@ -8,10 +9,22 @@ import sys
 import threading
 import time
 
+import numpy as np
+
 
 class Unspeakable(Exception):
     def __str__(self):
         raise ValueError("no text either")
+
+
+class Nameless(type):
+    @property
+    def __name__(cls):
+        raise ValueError("no name either")
+
+
+class Unnamed(Exception, metaclass=Nameless):
+    pass
 
 
 class Sly(float):
@@ -37,6 +50,10 @@ def speechless(place):
     raise Unspeakable
 
 
+def unnamed(place):
+    raise Unnamed("but a text")
+
+
 def surrogate(place):
     raise ValueError("\ud800 and more")
 
@@ -54,6 +71,34 @@ def eats(place):
 def child_eats(place):
     code = "kept = []\nwhile True: kept.append(b'x' * (1 << 24))"
     return [float(subprocess.run([sys.executable, "-c", code], check=False).returncode)]
+
+
+def writes_shared_memory(place):
+    """Into a file that it closes; 0.7 GiB is more than the limit and less than hurts."""
+    with open(f"/dev/shm/jrl-test-{os.getpid()}", "wb") as file:
+        for _ in range(44):
+            file.write(b"x" * (1 << 24))
+            time.sleep(0.01)
+    time.sleep(600)
+
+
+def writes_a_memfd(place):
+    number = os.memfd_create("jrl-test")
+    for _ in range(44):
+        os.write(number, b"x" * (1 << 24))
+    time.sleep(600)
+
+
+def maps_shared_memory(place):
+    """Little enough: mapped and open, it is counted once."""
+    number = os.memfd_create("jrl-test")
+    os.ftruncate(number, 300 << 20)
+    with mmap.mmap(number, 300 << 20) as mapped:
+        for _ in range(300):
+            mapped.write(b"x" * (1 << 20))
+        time.sleep(0.5)
+    os.close(number)
+    return [1.0]
 
 
 def forks(place):
@@ -108,9 +153,12 @@ def stops_itself(place):
 
 
 VALUES = {
+    "complex": lambda: [np.complex64(1 + 2j)],
+    "time": lambda: [np.timedelta64(1)],
+    "unnamed_value": lambda: [Unnamed()],
     "huge": lambda: [1e308],
     "digits": lambda: [10**400],
     "sly": lambda: [Sly(1.0)],
     "liar": lambda: Liar([1.0, 2.0]),
 }
-ACTS = {f.__name__: f for f in list(globals().values()) if getattr(f, "__module__", 0) == __name__}
+ACTS = {name: f for name, f in list(globals().items()) if isinstance(f, type(does))}

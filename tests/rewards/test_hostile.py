@@ -15,6 +15,7 @@ from jrl.errors import UserError
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.call import call
 from jrl.rewards.pool import RewardPool
+from jrl.rewards.shared_memory import WrittenFiles
 from jrl.types import Prompt
 
 HOSTILE = pathlib.Path(__file__).parent / "hostile.py"
@@ -64,10 +65,14 @@ def pool(place):
 
 ERRORS = {
     "speechless": "raised Unspeakable: (and its text raises ValueError)",
+    "unnamed": "raised Unnamed: but a text",
     "surrogate": "raised ValueError: \\ud800 and more",
     "gone": "its process died (exit code 0)",
     "huge": "returned 1e+308, infinite in float32",
     "digits": "returned a whole number beyond float32",
+    "complex": "returned complex64 np.complex64(1+2j) instead of a number",
+    "time": "returned timedelta64 np.timedelta64(1) instead of a number",
+    "unnamed_value": "returned Unnamed Unnamed() instead of a number",
     "sly": "returned inf; points must be finite",
     "liar": "returned 2 numbers for 1 samples",
     "closes_everything": "its process",
@@ -96,6 +101,47 @@ def test_memory_beyond_the_limit_ends_the_call_and_names_the_limit(pool, what, m
     monkeypatch.setattr(pool, "on_error", "stop")
     with pytest.raises(UserError, match="GiB of memory, more than reward_pool.memory_gib = 0.5"):
         pool.scores(samples_of(what))
+
+
+@PROC
+@pytest.mark.parametrize("what", ["writes_shared_memory", "writes_a_memfd"])
+def test_memory_in_files_counts_and_goes(pool, what, monkeypatch):
+    monkeypatch.setattr(pool, "timeout_seconds", 60.0)
+    monkeypatch.setattr(pool, "on_error", "stop")
+    with pytest.raises(UserError, match="GiB of memory, more than reward_pool.memory_gib = 0.5"):
+        pool.scores(samples_of(what))
+    assert not list(pathlib.Path("/dev/shm").glob("jrl-test-*"))
+
+
+@PROC
+def test_memory_that_is_mapped_and_open_counts_once(pool, monkeypatch):
+    monkeypatch.setattr(pool, "timeout_seconds", 60.0)
+    points, counts = pool.scores(samples_of("maps_shared_memory"))
+    assert (points[0, 0], counts["reward_errors"]) == (1.0, 0.0)
+
+
+@PROC
+def test_shared_memory_of_others_does_not_count(tmp_path):
+    """What was there before, what is only read, and what another process writes."""
+    mine = pathlib.Path(f"/dev/shm/jrl-test-mine-{os.getpid()}")
+    mine.write_bytes(b"x" * (1 << 20))
+    later = mine.with_name(f"{mine.name}-later")
+    try:
+        with mine.open("ab"):
+            written = WrittenFiles()
+            later.write_bytes(b"x" * (1 << 20))
+            with later.open("rb"):
+                assert written.bytes([os.getpid()]) == 0
+            with later.open("ab"):
+                assert written.bytes([os.getpid()]) == 1 << 20
+            assert written.bytes([]) == 1 << 20  # closed, and still there
+            written.remove()
+            assert mine.exists()
+            assert not later.exists()
+            assert written.bytes([os.getpid()]) == 0
+    finally:
+        mine.unlink(missing_ok=True)
+        later.unlink(missing_ok=True)
 
 
 @PROC
@@ -206,5 +252,5 @@ def test_the_choices_after_a_failure(failure, name):
 
 
 def test_without_processes_the_same_values_are_refused():
-    for what in ("huge", "digits", "sly", "liar", "speechless"):
+    for what in ("huge", "digits", "sly", "liar", "speechless", "unnamed", "complex", "time"):
         assert ERRORS[what] in call(hostile(), samples_of(what)).reason

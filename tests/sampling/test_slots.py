@@ -14,6 +14,7 @@ from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import (
+    IdleLimit,
     check_fits,
     decode,
     extend,
@@ -126,6 +127,12 @@ def advance(slots, version=VERSION, *, steps):
 def decoded():
     """The slots of ``rollout``, decoded in one go."""
     return advance(begin(), steps=T)
+
+
+@jit
+def _decode_until_idle(weights, slots, idle):
+    more = {"network": NETWORK, "steps": T, "stop_tokens": STOPS}
+    return decode(weights, slots, VERSION, idle=idle, **more)
 
 
 feed = jit(partial(extend, network=NETWORK))
@@ -494,3 +501,18 @@ def test_what_does_not_fit():
         check_fits(NETWORK, 15, 0)
     with pytest.raises(UserError, match="holds 24"):
         sampled(max_new_tokens=20)
+
+
+@pytest.mark.parametrize(("wanted", "limit"), [(N * G, 0), (N * G, 5), (N * G - 2, 3), (0, 0)])
+def test_decoding_returns_before_more_slot_steps_are_idle(wanted, limit):
+    ended = np.asarray(rollout().lengths).ravel()
+    idle, steps = 0, 0  # the first step is taken in any case
+    while steps < T and (steps == 0 or idle + max(wanted - (ended > steps).sum(), 0) <= limit):
+        idle += max(wanted - (ended > steps).sum(), 0)
+        steps += 1
+    given = IdleLimit(jnp.int32(wanted), jnp.int32(limit))
+    slots, count = _decode_until_idle(weights(), begin(), given)
+    assert int(count) == min(steps, ended.max())
+    assert count < T or wanted == 0
+    assert np.array_equal(slots.lengths, np.minimum(ended, steps))
+    assert_same(advance(slots, steps=T), rollout())  # and goes on as if it had not

@@ -169,15 +169,20 @@ NEIGHBOURS = {
 @pytest.mark.parametrize(
     "distributions", [list(NEIGHBOURS), ["greedy"], ["top-k", "top-k"]], ids=str
 )
-def test_sampling_parameters_of_other_rows_change_no_bit(engine, alone, distributions):
-    """Slots are given out in order, so the first request is where it was alone."""
-    more = [
-        Request((5, i), T, seed=20 + i, stop_tokens=(), **NEIGHBOURS[sampling_params])
-        for i, sampling_params in enumerate(distributions)
-    ]
-    done = outcome(engine, [requests()[0], *more])[0, 0]
-    assert done.tokens.tolist() == alone[0, 0].tokens.tolist()
-    assert done.logprobs.tolist() == alone[0, 0].logprobs.tolist()
+def test_sampling_parameters_of_other_rows_change_no_bit(engine, distributions):
+    """As many neighbours both times: prompts of another number are read by another product."""
+
+    def first(names):
+        """The completion of a request whose slot does not change, beside neighbours like these."""
+        more = [
+            Request((5, i), T, seed=20 + i, stop_tokens=(), **NEIGHBOURS[name])
+            for i, name in enumerate(names)
+        ]
+        return outcome(engine, [requests()[0], *more])[0, 0]
+
+    done, expected = first(distributions), first(["plain"] * len(distributions))
+    assert done.tokens.tolist() == expected.tokens.tolist()
+    assert done.logprobs.tolist() == expected.logprobs.tolist()
 
 
 def test_reports_are_of_each_rows_own_distribution_and_change_no_bit(engine, alone):

@@ -325,7 +325,8 @@ BAD = [
     ({"logprobs": 21}, 400, "logprobs", "must be 0 to 20"),
     ({"logit_bias": {"48": 1}}, 400, "logit_bias", "0 to 47"),
     ({"logit_bias": {"a": 1}}, 400, "logit_bias", "token ids"),
-    ({"logit_bias": {"3": 101}}, 400, "3", "-100 to 100"),
+    ({"logit_bias": {"3": 101}}, 400, "logit_bias", "-100 to 100"),
+    ({"logit_bias": {"3": True}}, 400, "logit_bias", "['3'] must be a number, not a boolean"),
     ({"logit_bias": [3]}, 400, "logit_bias", "must be an object"),
     ({"stream": "yes"}, 400, "stream", "true or false"),
     ({"echo": True}, 400, "echo", "not supported"),
@@ -433,6 +434,31 @@ def test_a_connection_without_a_request_is_closed(monkeypatch):
         for data in (b"", HEAD):
             with send(running, data) as silent:
                 assert silent.recv(100) == b""
+        assert post(running, FINE)[0] == 200
+
+
+def test_half_a_header_after_a_whole_request_is_closed(monkeypatch):
+    """In one piece or dribbled; and a client that asks again in time is served."""
+    monkeypatch.setattr("jrl.serving.server.HEADER_SECONDS", 0.4)
+    body = json.dumps(FINE).encode()
+    whole = HEAD + b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    with serving() as (running, _):
+        for pieces in (1, 100):
+            with send(running, whole) as kept:
+                for again in (whole, b""):
+                    reply = http.client.HTTPResponse(kept)
+                    reply.begin()
+                    assert (reply.status, bool(reply.read())) == (200, True)
+                    kept.sendall(again)
+                begin, closed = time.monotonic(), b"?"
+                size = -(-len(HEAD) // pieces)
+                with contextlib.suppress(OSError):  # what is sent after the end is refused
+                    for i in range(0, len(HEAD), size):
+                        kept.sendall(HEAD[i : i + size])
+                        time.sleep(0.02 if pieces > 1 else 0)
+                    closed = kept.recv(100)
+                assert closed in (b"", b"?")
+                assert time.monotonic() - begin < 3
         assert post(running, FINE)[0] == 200
 
 

@@ -107,6 +107,37 @@ def _logits(weights, tokens, positions):
     return NETWORK.logits(weights, hidden)
 
 
+class Asked:
+    """A request as protobuf gives it."""
+
+    def __init__(self, text=None, ids=(), max_tokens=1):
+        self.kind = "token_content" if text is None else "text_content"
+        self.text_content = types.SimpleNamespace(text=text)
+        self.token_content = types.SimpleNamespace(token_ids=list(ids))
+        self.max_tokens = max_tokens
+
+    def WhichOneof(self, name):
+        return self.kind
+
+
+def test_what_is_too_long_is_refused_before_it_is_encoded():
+    encoded = []
+
+    class Encoder(CharTokenizer):
+        def encode(self, text, *, add_special=False):
+            encoded.append(len(text))
+            return super().encode(text)
+
+    engine = types.SimpleNamespace(tokenizer=Encoder(), prompt_tokens=PROMPT, new_tokens=NEW)
+    engine.vocab_size = 48
+    assert jetstream._check(Asked("1" * PROMPT), engine) == ([3] * PROMPT, True)
+    assert jetstream._check(Asked(ids=[3, 4]), engine) == ([3, 4], False)
+    for asked in (Asked("1" * 2_000_000), Asked(ids=[3] * (PROMPT + 1)), Asked("1" * (PROMPT + 1))):
+        with pytest.raises(UserError, match="this server takes at most 12"):
+            jetstream._check(asked, engine)
+    assert max(encoded) == PROMPT + 1
+
+
 # ---------------------------------------------------------------- the engine, without JetStream
 
 

@@ -37,8 +37,8 @@ from jrl.train.adapters import (
 )
 from jrl.train.frozen import frozen_params
 from jrl.train.loop import train
-from jrl.train.score import policies_of, score
-from jrl.train.state import init_state, policy_of, state_shardings
+from jrl.train.score import policies_of, policy_of, score
+from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
 
 CONFIG = ModelConfig(

@@ -22,7 +22,7 @@ from jrl.train import build, loop
 from jrl.train import programs as compiled
 from jrl.train.collect import to_batch
 from jrl.train.loop import train
-from jrl.train.state import policy_of
+from jrl.train.score import policy_of
 from jrl.types import Batch
 
 TESTS = pathlib.Path(__file__).parents[1]

@@ -141,6 +141,34 @@ def test_groups_left_too_small_are_played_again(made, params, caplog):
     assert "environment: 4 failed: RuntimeError: no room" in caplog.text
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(made, params, cut):
+    async def init(prompt, seed):
+        return None, [{"role": "user", "content": prompt.text}]
+
+    async def step(state, reply):
+        return state, Feedback((), 1.0, done=True, success=True, cut=cut and reply.cut)
+
+    rollout = made(HostEnv(init, step)).draw(KEY, params, np.int32(0), np.arange(3)).rollout
+    full = rollout.mask.sum(2) == T
+    stops = np.where(full & cut, StopReason.LENGTH, StopReason.DONE)
+    last = np.take_along_axis(rollout.tokens, rollout.mask.sum(2, keepdims=True) - 1, 2)[..., 0]
+    assert (full & (last != 1)).any()  # turns that only the room has ended
+    np.testing.assert_array_equal(rollout.stop, np.where(last == 1, StopReason.DONE, stops))
+
+
+def test_an_environment_is_told_the_step_and_the_split(made, params):
+    told = []
+    env = digits_env()._replace(begin=lambda step, split: told.append((step, split)))
+    made(env).draw(KEY, params, np.int32(7), np.arange(1))
+    assert told == [(7, "train")]
+
+
+def test_a_group_that_could_never_be_open_is_named(made):
+    with pytest.raises(UserError, match=r"opens 3 episodes at once, fewer than the 4 members"):
+        made(digits_env()._replace(at_once=3))
+
+
 def test_parts_that_the_environment_does_not_pay_are_named(made):
     with pytest.raises(UserError, match="rewards.math: the environment pays reward, success"):
         made(digits_env(), math=1.0)

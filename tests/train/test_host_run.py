@@ -12,23 +12,28 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
-from jrl.errors import UserError
+from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.train import loop
+from jrl.train.host_play import BY_TIMING
 from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
 CHAT = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 OWN = '''
+from pathlib import Path
+
 from jrl.envs.calculator import calculator_tool
 from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.envs.parsers import PARSERS
@@ -52,6 +57,23 @@ def talk(turns, points=1.0):
 def sums():
     reward = lambda prompt, reply: float(prompt.answer in reply.text)
     return tool_env([calculator_tool()], PARSERS["gemma"], reward, Limits(turns=2))
+
+
+def broken():
+    def init(prompt, seed):
+        raise RuntimeError("no server")
+
+    async def step(prompt, reply):
+        raise AssertionError
+
+    return HostEnv(init, step, limits=Limits(turns=2))
+
+
+def closed():
+    async def shutdown():
+        Path(__file__).with_name("ended").touch()
+
+    return talk(1)._replace(at_once=3, shutdown=shutdown)
 
 
 def nothing():
@@ -164,7 +186,7 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt, match="stopped after step 2; saved in"):
             train(broken, echo=lambda line: None)
     train(broken, echo=lambda line: None)
-    timed = {*CLOCKS, "slot_use"}  # rows wait as long as their environment takes to answer
+    timed = CLOCKS | BY_TIMING  # rows wait as long as their environment takes to answer
     mine, theirs = (
         [{k: v for k, v in r.items() if k not in timed} for r in records_of(tmp_path / name)]
         for name in ("broken", "whole")
@@ -259,6 +281,17 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         ("talk", [], "data.turns is missing"),
         ("talk", ["data.turn=2"], "data.turn = 2: there is no such option"),
         ("talk", ["data.turns=0"], "limits.turns = 0; must be at least 1"),
+        (
+            "talk",
+            ["data.turns=2", "data.call_seconds=0"],
+            "data.call_seconds = 0; must be at least",
+        ),
+        (
+            "talk",
+            ["data.turns=2", "data.template_variables={mood=1}"],
+            "template_variables.mood is not read by the chat template",
+        ),
+        ("closed", [], "opens 3 episodes at once, fewer than the 4 members of a group"),
         ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
@@ -278,3 +311,15 @@ def test_what_is_wrong_is_said_before_a_run_begins(place, tmp_path, env, more, s
     with pytest.raises(UserError, match=re.escape(said)):
         train(settings(place, tmp_path / "run", env, *more), echo=lambda line: None)
     assert not (tmp_path / "run").exists()
+    if env == "closed":  # what was made to be checked is ended, too
+        assert (place / "ended").exists()
+
+
+def test_a_run_whose_environment_always_fails_ends_with_its_state_saved(place, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(RunStopped, match="env_failures = 1, above 0.99 for 3 steps in a row") as e:
+        train(settings(place, run, "broken", "train.steps=9"), echo=lambda line: None)
+    assert e.value.exit_code == 3
+    assert f"step 3 is saved; `jrl train {run}` resumes from it" in str(e.value)
+    assert Checkpoints(run / "checkpoints", 1).latest_step() == 3
+    assert not (run / "summary.json").exists()

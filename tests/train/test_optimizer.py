@@ -193,3 +193,12 @@ def test_a_function_of_ones_own(tmp_path):
     np.testing.assert_allclose(changes["w"], -0.0125, rtol=1e-6)
     with pytest.raises(UserError, match="optimizer = 'part'; choose from clip_norm, share, warm"):
         make_optimizer(table(name=name), 1)(0.1, part=0.5)
+
+
+def test_numbers_that_decide_shapes_are_not_swept():
+    made = make_optimizer(table(name="adafactor", min_dim_size_to_factor=4), 1)
+    assert made(0.1).init({"w": jnp.ones((8, 8))})
+    said = "optimizer = 'min_dim_size_to_factor'; choose from"
+    with pytest.raises(UserError, match=said) as caught:
+        made(0.1, min_dim_size_to_factor=jnp.float32(4))
+    assert "min_dim" not in str(caught.value).partition("choose from")[2]

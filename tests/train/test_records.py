@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jrl import metrics
 from jrl.checkpoint import Checkpoints
 from jrl.config_io import load_config
 from jrl.errors import RunStopped, StorageError, UserError
 from jrl.metrics import read_jsonl
 from jrl.run_lock import run_lock
 from jrl.train import loop, programs
-from jrl.train.loop import train
+from jrl.train.loop import run_config, train
 from jrl.train.records import NonFinite, RunRecords
 
 TASK = (
@@ -115,9 +116,11 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["host", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode):
+def test_a_limit_of_ones_own_saves_and_stops(tmp_path, mode, monkeypatch):
+    """In a compiled run where its segment ends, which is a short one."""
+    monkeypatch.setattr(loop, "WATCHED_SEGMENT", 3)
     limit = 'watch.entropy={below=1e9, steps=2, action="stop"}'
-    run, more = tmp_path / "run", ("train.steps=9", "checkpoint.every=3", f"train.mode={mode}")
+    run, more = tmp_path / "run", ("train.steps=9", "checkpoint.every=0", f"train.mode={mode}")
     with pytest.raises(
         RunStopped, match="step 2: entropy = .*, below 1e.09 for 2 steps"
     ) as stopped:
@@ -137,6 +140,79 @@ def test_the_best_step_outlives_the_newest(tmp_path):
     assert saved(tmp_path / "run") == [1, 2, 4, 5]
     with pytest.raises(UserError, match=r"checkpoint.best = 'rewart'; did you mean 'reward'"):
         go(tmp_path / "other", *more[:2], "checkpoint.best=rewart", "train.steps=3")
+
+
+@pytest.mark.parametrize("mode", ["host", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_the_best_evaluation_is_saved_and_the_last_one_counts(tmp_path, monkeypatch, mode):
+    """Evaluations and checkpoints are due at different steps; the scores are given."""
+    scores = {2: 0.1, 3: 0.5, 4: 0.2, 6: 0.3, 7: 0.9}
+
+    def evaluate(self, state):
+        return {"accuracy": scores.get(int(state.step), 0.0)}
+
+    monkeypatch.setattr(RunRecords, "_evaluate", evaluate)
+    more = ("checkpoint.every=4", "checkpoint.keep=1", "checkpoint.best=eval/accuracy")
+    run, changes = tmp_path / "run", (*more, "eval.every=3", "train.steps=7", f"train.mode={mode}")
+    assert go(run, *changes)["best_step"] == 7
+    assert saved(run) == [3, 7]
+    scores[9] = 0.8  # less than that of step 7, with which the run ended before
+    assert go(run, *changes, "train.steps=10")["best_step"] == 7
+    assert saved(run) == [7, 10]
+
+
+def test_metrics_of_evaluations_are_checked_before_anything_is_compiled(tmp_path):
+    for asked, said in {
+        "checkpoint.best=eval/acuracy": r"checkpoint.best = 'eval/acuracy'; did you mean 'eval/acc",
+        "checkpoint.best=-eval/lenght": r"checkpoint.best = 'eval/lenght'; did you mean 'eval/len",
+        'watch={"eval/acuracy"={below=0.1}}': r"watch = 'eval/acuracy'; did you mean 'eval/acc",
+    }.items():
+        with pytest.raises(UserError, match=said):
+            go(tmp_path / "run", asked, "eval.every=1", "train.steps=3")
+        with pytest.raises(UserError, match="needs evaluations between the steps; set eval.every"):
+            go(tmp_path / "run", asked, "train.steps=3")
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- what others' code raises
+
+
+@pytest.mark.slow  # the next one does the same in an evaluation
+@pytest.mark.parametrize("mode", ["host", "compiled"])
+def test_what_is_called_back_may_raise_and_costs_no_step(tmp_path, mode):
+    def on_record(record):
+        if record["step"] == 3:
+            raise ZeroDivisionError("mine")
+
+    place = f"run.dir={json.dumps(str(tmp_path / 'run'))}"
+    more = ("train.steps=4", "checkpoint.every=0", f"train.mode={mode}")
+    config = load_config(None, [*TASK, *more, place])
+    with pytest.raises(ZeroDivisionError, match="mine") as raised:
+        run_config(config, echo=lambda line: None, on_record=on_record)
+    at = {"host": 3, "compiled": 4}[mode]  # of one program all steps are done
+    assert raised.value.__notes__ == [
+        f"step {at} is saved; `jrl train {tmp_path / 'run'}` resumes from it"
+    ]
+    assert saved(tmp_path / "run") == [at]
+    assert go(tmp_path / "run", *more)["steps"] == 4
+    assert steps_logged(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_an_evaluation_that_raises_costs_no_step(tmp_path, monkeypatch):
+    def evaluate(self, state):
+        if int(state.step) == 2:
+            raise UserError("the reward raised ValueError: no")
+        return {"accuracy": 0.0}
+
+    monkeypatch.setattr(RunRecords, "_evaluate", evaluate)
+    run, more = tmp_path / "run", ("train.steps=3", "checkpoint.every=0", "eval.every=2")
+    with pytest.raises(UserError, match="no; step 2 is saved; `jrl train .*` resumes") as raised:
+        go(run, *more)
+    assert raised.value.exit_code == 2
+    assert (saved(run), steps_logged(run)) == ([2], [1, 2])
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    assert go(run, *more)["steps"] == 3
+    assert steps_logged(run) == [1, 2, 3]
 
 
 # ---------------------------------------------------------------- signals at the end
@@ -201,6 +277,53 @@ def test_a_lost_config_toml_does_not_log_steps_twice(tmp_path):
         go(run, "train.steps=3")
 
 
+@pytest.mark.slow  # that it is seen is tested with the run directory's other files
+def test_a_config_toml_that_was_edited_is_not_resumed(tmp_path):
+    run = tmp_path / "run"
+    go(run, "train.steps=1")
+    before = (run / "config.toml").read_text()
+    changed = before.replace("steps = 1\n", "steps = 2\n").replace("seed = 0\n", "seed = 7\n")
+    assert changed.count("seed = 7") == 1
+    (run / "config.toml").write_text(changed)
+    with pytest.raises(
+        UserError,
+        match=r"config.toml is not what the run began with: seed = 0 in the header of "
+        "metrics.jsonl, 7 there; restore it, or delete",
+    ) as refused:
+        train(load_config(run / "config.toml", [f"run.dir={json.dumps(str(run))}"]))
+    assert "\n" not in str(refused.value)
+    (run / "config.toml").write_text(before.replace("steps = 1\n", "steps = 2\n"))
+    train(load_config(run / "config.toml"), echo=lambda line: None)  # what may differ
+    assert steps_logged(run) == [1, 2]
+
+
+def test_logs_that_cannot_be_written_end_the_run_and_lose_no_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "LOG_SECONDS", 0.0)
+    run, files = tmp_path / "run", ("metrics.jsonl", "samples.jsonl")
+    more = ("train.steps=3", "checkpoint.every=0", "log.samples_every=1")
+
+    def fill():
+        for name in files:
+            (run / name).rename(run / f"{name}.kept")
+            (run / name).symlink_to("/dev/full")
+
+    at_step(monkeypatch, 1, fill)
+    with pytest.raises(StorageError, match="cannot be written .No space left on device") as ended:
+        go(run, *more)
+    assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(ended.value)
+    assert "\n" not in str(ended.value)
+    assert (saved(run), ended.value.exit_code) == ([2], 4)
+    for name in files:
+        (run / f"{name}.kept").replace(run / name)
+    assert steps_logged(run) == [1]
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    go(run, *more)
+    assert steps_logged(run) == [1, 2, 3]
+    sampled = [r["step"] for r in read_jsonl(run / "samples.jsonl")]
+    assert list(dict.fromkeys(sampled)) == [0, 1, 2, 3]
+
+
 def test_a_run_directory_that_is_deleted_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     at_step(monkeypatch, 2, lambda: shutil.rmtree(tmp_path / "run"))
     with pytest.raises(StorageError, match="was deleted; .*run does not exist") as stopped:
@@ -235,6 +358,13 @@ def test_checkpoints_that_become_read_only_end_the_run_in_one_line(tmp_path, mon
         go(run, "train.steps=1000", "checkpoint.every=2")
     assert f"step 2 is saved; `jrl train {run}` resumes from it" in str(stopped.value)
     assert "\n" not in str(stopped.value)
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("")
+    with pytest.raises(StorageError, match="checkpoints is a file; move it away"):
+        go(tmp_path / "run", "train.steps=1")
 
 
 def test_what_checkpoints_take_is_said_before_training(tmp_path, monkeypatch):

@@ -75,6 +75,9 @@ def test_what_holds_without_being_asked_for():
     assert reasons["reward_failures"] == (
         "step 3: reward_failures = 1, above 0.99 for 3 steps in a row"
     )
+    broken = [watch(4 + i, SOUND | {"env_failures": 1.0}).stop for i in range(3)]
+    assert broken[2]["env_failures"].endswith("above 0.99 for 3 steps in a row")
+    watch = Watch({})
     reasons = watch(4, SOUND | {"skipped_updates": 0.25}).stop
     assert reasons == {"skipped_updates": "step 4: skipped_updates = 0.25, above 0"}
     quiet = Watch({"skipped_updates": WatchTable(action="none")})
@@ -116,6 +119,13 @@ def test_a_metric_that_is_not_there_is_named():
     with pytest.raises(UserError, match="watch = 'entropie'; did you mean 'entropy'"):
         Watch({"entropie": WatchTable(above=1)})(1, SOUND)
     assert said(Watch({"eval/accuracy": WatchTable(below=0.1)})(1, SOUND)) == {}
+
+
+def test_only_what_was_asked_for_makes_the_segments_of_a_compiled_run_short():
+    assert not Watch({}).acts
+    assert not Watch({"ratio": WatchTable(above=2)}).acts
+    for action in ("stop", "rollback"):
+        assert Watch({"ratio": WatchTable(above=2, action=action)}).acts
 
 
 def test_a_limit_needs_a_bound():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError, choose
-from jrl.hub import model_directory
+from jrl.hub import model_directory, near_models
 from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
@@ -49,8 +49,8 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
                 " and their model as model.path"
             )
         raise UserError(
-            f"{path}: no such file; give a Hugging Face checkpoint directory, or a name of the"
-            " Hub such as Qwen/Qwen3-0.6B"
+            f"{path}: no such file {near_models(path.parent)}; give a Hugging Face checkpoint"
+            " directory, or a name of the Hub such as Qwen/Qwen3-0.6B"
         )
     return read_object(path)
 

@@ -1,0 +1,54 @@
+"""How much memory this machine has, and sizes that cannot fit into it refused in one line.
+
+Free of JAX, because readers of data import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from jrl.errors import UserError
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""What a container is given, in the second and the first version of cgroups."""
+
+
+def host_bytes() -> int:
+    """Memory of this host, or of this container where that is less."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _CGROUP:
+        with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+            found.append(int(path.read_text()))
+    return min(found)
+
+
+def check_fits(said: str, needed: float, remedy: str, *, available: int | None = None) -> None:
+    """Raises a UserError for what takes more memory than there is.
+
+    Args:
+      said: the keys with their values.
+      needed: bytes that they take at the least, so that nothing is refused that would run.
+      remedy: what would do.
+      available: bytes; by default those of the host.
+    """
+    there = host_bytes() if available is None else available
+    if needed > there:
+        raise UserError(
+            f"{said}: this takes at least {in_units(needed)} of memory, and there are"
+            f" {in_units(there)}; {remedy}"
+        )
+
+
+def in_units(size: float) -> str:
+    """Bytes for a person.
+
+    >>> in_units(3 * 2**29), in_units(700), in_units(2**81)
+    ('1.5 GiB', '700 bytes', '2.1e+06 EiB')
+    """
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if 999.5 <= size < 1024 else f"{size:.3g} {_UNITS[unit]}"

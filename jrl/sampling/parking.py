@@ -1,0 +1,80 @@
+"""Rows that leave their decode slots and come back, and tokens from outside for a few rows.
+
+A parked row is a ``Slots`` value of one row: a copy of all that its slot held, so that it resumes
+in any slot as if it had stayed. Work on a few rows moves those rows only: what it costs grows with
+their number, not with the number of slots.
+
+Taking rows and putting them are programs of their own: in one program that exchanges rows of two
+states XLA copies both states as a whole (measured on CPU, jax 0.10: 96 ms instead of 3 for a row of
+4 MB beside 31 others).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jrl.sampling.cache import pick, take
+from jrl.sampling.slots import Slots, extend
+from jrl.types import Array, Cache, Network
+
+
+def extend_some(
+    weights: Any,
+    slots: Slots,
+    rows: Array,
+    tokens: Array,
+    counts: Array,
+    limits: Array,
+    *,
+    network: Network,
+) -> Slots:
+    """``extend`` of a few rows, with new limits.
+
+    Args:
+      weights: the policy's, as ``network.prepare`` returns them.
+      slots: S rows, each with a prefix of its own or none; donate it to a jitted call.
+      rows: [m] int32, all different; S or more where there is none.
+      tokens: [m, Q] int32, from column 0.
+      counts: [m] int32, how many of them each row gets.
+      limits: [m] int32, the most completion tokens of each row from now on.
+      network: the policy.
+    """
+    some = pick_rows(slots, rows).replace(limits=limits)
+    some = extend(weights, some, tokens, counts, network=network)
+    # The prefix is as it was, and the largest part to copy.
+    return put_rows(slots, rows, some, prefixes=False)
+
+
+def pick_rows(slots: Slots, rows: Array) -> Slots:
+    """The rows [m] of a state, each with its prefix; one that is not there is the nearest."""
+    return pick(slots.replace(cache=None), rows).replace(cache=take(slots.cache, rows))
+
+
+def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) -> Slots:
+    """The state with other rows in some places; what is not there is left out.
+
+    Args:
+      slots: S rows, each with a prefix of its own or none.
+      rows: [m] int32.
+      new: m rows of the same kind.
+      prefixes: whether to write the prefixes also.
+    """
+    old = slots.cache
+    shared = old.prefix_lengths is not None and old.prefix_lengths.shape[0] != slots.stop.shape[0]
+    assert not shared, "a prefix that several rows share cannot leave with one of them"
+
+    def put(x: Array, y: Array) -> Array:
+        return x.at[rows].set(y.astype(x.dtype), mode="drop")
+
+    cache = Cache(own=jax.tree.map(put, old.own, new.cache.own), prefix=old.prefix)
+    cache = cache.replace(prefix_lengths=old.prefix_lengths)
+    if prefixes and old.prefix_lengths is not None:
+        assert new.cache.prefix_lengths is not None
+        cache = cache.replace(
+            prefix=jax.tree.map(put, old.prefix, new.cache.prefix),
+            prefix_lengths=put(old.prefix_lengths, new.cache.prefix_lengths),
+        )
+    others = jax.tree.map(put, slots.replace(cache=None), new.replace(cache=None))
+    return others.replace(cache=cache, aligned=False)

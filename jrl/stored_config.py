@@ -1,0 +1,111 @@
+"""The configuration that a run directory holds: ``config.toml``, and its copy in the log's header.
+
+One is held against the other, so that an edit or a damaged file is not taken for what the run began
+with, and a run whose ``config.toml`` is lost is still that run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jrl.config import Config
+from jrl.config_io import build_config, config_hash, flatten, load_config, may_differ
+from jrl.errors import UserError
+
+_LONGEST = 1 << 24
+"""Characters of a header at most, beyond which it is something else."""
+
+
+def stored_config(directory: Path, overrides: Sequence[str] = ()) -> tuple[Config, str] | None:
+    """The configuration of a run, with changes.
+
+    Args:
+      directory: of the run.
+      overrides: as ``load_config`` takes them.
+
+    Returns:
+      (configuration, a line where it is that of the header), or None where there is neither.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    path, header = directory / "config.toml", _header(directory)
+    if not path.exists():
+        if header is None:
+            return None
+        said = f"{path} is missing; the configuration is that of the header of metrics.jsonl"
+        return load_config(header["config"], overrides), said
+    try:
+        load_config(path)
+    except UserError as error:
+        if header is None:
+            raise
+        raise UserError(
+            f"{error}\ndelete {path} to use the configuration of the header of metrics.jsonl"
+        ) from None
+    return load_config(path, overrides), ""
+
+
+def check_unchanged(directory: Path, config: Config) -> None:
+    """Raises UserError where ``config.toml`` is not what the run began with.
+
+    Keys that may differ when a run resumes may differ here too.
+
+    Args:
+      directory: of the run.
+      config: of its ``config.toml``.
+    """
+    header = _header(directory)
+    if header is None or header.get("config_hash") == config_hash(config):
+        return  # also where it is the header that is damaged
+    try:
+        began = build_config(header["config"])
+    except UserError:
+        return  # of another version of JRL
+    if lines := differences(began, config, "in the header of metrics.jsonl", "there"):
+        raise UserError(
+            f"run.dir = {str(directory)!r}: config.toml is not what the run began with:"
+            f" {'; '.join(lines)}; restore it, or delete config.toml to have it written again;"
+            " other values want another run.dir"
+        )
+
+
+def differences(old: Config, new: Config, where: str, now: str) -> list[str]:
+    """A text for each key that two configurations of one run may not differ in, and do.
+
+    Args:
+      old: one.
+      new: the other.
+      where: said of the values of the first.
+      now: said of the values of the second.
+    """
+    before, after = flatten(old), flatten(new)
+    found = [
+        f"{key} = {before.get(key)!r} {where}, {after.get(key)!r} {now}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not may_differ(key)
+    ]
+    scheduled = after["optimizer.schedule"] != "constant"
+    if scheduled and before["train.steps"] != after["train.steps"]:
+        found.append(
+            f"train.steps = {before['train.steps']} {where}, {after['train.steps']} {now}: the "
+            f"learning rate schedule ({after['optimizer.schedule']}) ends at the last step"
+        )
+    return found
+
+
+def _header(directory: Path) -> Mapping[str, Any] | None:
+    """The first record of the log, where that holds a configuration."""
+    path = directory / "metrics.jsonl"
+    if not path.is_file():
+        return None
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            record = json.loads(file.readline(_LONGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    held = isinstance(record, dict) and isinstance(record.get("config"), dict)
+    return record if held else None

@@ -1,0 +1,307 @@
+"""Every coefficient of every method acts: another valid value changes what the method does.
+
+What a method does is the programs that its parts trace to (``traced``), their first states, and
+what its host functions answer. A coefficient that acts only with certain others stands in
+``ONLY_WITH``, with them; the method's docstring says so too.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from table import COEFFICIENTS, NAMES
+
+from jrl.errors import UserError
+from jrl.methods import all_methods
+from jrl.methods.domains import Choice, Switch
+from jrl.types import STATISTICS, Batch, Rollout
+
+N, G, T, R, V = 2, 4, 5, 3, 7
+
+# Whatever the method: the estimator and the target of a divergence that is not charged, and the
+# bounds of a correction that is not made, are not read.
+ANYWHERE = {
+    "kl_kind": {"kl_coef": 0.1},
+    "kl_target": {"kl_coef": 0.1},
+    "correction_cap": {"correction": "tis"},
+    "correction_low": {"correction": "tis"},
+}
+# By method: the coefficients that act with these others alone.
+ONLY_WITH = {
+    "bnpo": {("eps", "ddof"): {"normalise": "group"}},
+    "concise_r": {("max_tokens", "length_scale", "correct"): {"stage": "concise"}},
+    "confucius3_math": {("target", "entropy_coef", "eps", "ddof"): {"stage": "entropy"}},
+    "degrpo": {("gamma", "correct"): {"think_token": 1}},
+    "gpg": {("eps", "ddof"): {"normalise": "std"}},
+    "masa": {("imitation_coef", "cutoff"): {"efficient": True}},
+    # The first stage is DPO, the second PPO with all of its coefficients.
+    "mpo": {tuple(set(all_methods()["ppo"].coefficients) - {"epochs"}): {"stage": "ppo"}},
+    "rec": {("ring_low", "ring_high"): {"mask": "ring"}},
+    "rl_plus": {
+        ("eps", "ddof"): {"normalise": True},
+        ("clip_low", "clip_high", "dual_clip"): {"clipped": True},
+    },
+    "seed_grpo": {("power",): {"shape": "focal"}},
+    "steer_entropy": {("most_weight",): {"falloff": "linear"}},
+    "univg_r1": {("power",): {"curve": "power"}},
+}
+
+
+# ---------------------------------------------------------------- what a method does
+
+
+def everything():
+    """A batch with all labels and statistics that anything reads."""
+    shape = (N, G, T)
+    labels = ("turn", "step", "state", "node", "item")
+    by_member = ("tie_breaker", "stratum", "episode", "answer", "pass")
+    by_member += ("predicted_tokens", "predicted_passes")
+    ids = {name: jnp.zeros(shape, jnp.int32) for name in labels}
+    ids |= {name: jnp.zeros((N, G), jnp.int32) for name in by_member}
+    ids |= {name: jnp.zeros(N, jnp.int32) for name in ("prompt", "meta", "goal")}
+    stats = dict.fromkeys([*STATISTICS, "paid", "node_value", "visits", "step_labels"])
+    return Batch(
+        prompt_tokens=jnp.zeros((N, 2), jnp.int32),
+        prompt_lengths=jnp.ones(N, jnp.int32),
+        tokens=jnp.zeros(shape, jnp.int32),
+        lengths=jnp.ones((N, G), jnp.int32),
+        mask=jnp.ones(shape, bool),
+        rewards=jnp.zeros((N, G, R)),
+        reward_weights=jnp.ones(R),
+        members=jnp.ones((N, G), bool),
+        baseline=jnp.zeros((N, G), bool),
+        truncated=jnp.zeros((N, G), bool),
+        stats={name: jnp.zeros(shape) for name in stats},
+        ids=ids,
+    )
+
+
+BATCH = everything()
+ROLLOUT = Rollout(
+    prompt_tokens=np.zeros((N, 2), int),
+    prompt_lengths=np.ones(N, int),
+    tokens=np.arange(N * G * T).reshape(N, G, T) % 3,
+    lengths=np.full((N, G), T),
+    mask=np.ones((N, G, T), bool),
+    sampler_logprobs=np.zeros((N, G, T)),
+    versions=np.zeros((N, G, T), int),
+    stop=np.zeros((N, G), int),
+    baseline=np.zeros((N, G), bool),
+)
+
+
+def traced(function, *arguments):
+    """The program of a function, as text, with its constants."""
+    closed = jax.make_jaxpr(function)(*arguments)
+    text = re.sub(r"0x[0-9a-f]+", "", str(closed.jaxpr))
+    return text, tuple(np.asarray(x).tobytes() for x in closed.consts)
+
+
+def first_state(init):
+    return jax.tree.map(lambda x: np.asarray(x).tolist(), init())
+
+
+def of_statistic(statistic):
+    """The program of a statistic, whatever it is over."""
+    if statistic.over == "vocabulary":
+        names = (*statistic.policies, "logits")
+        return traced(statistic.apply, {name: jnp.zeros(V) for name in names}, jnp.int32(0))
+    mask = jnp.ones(T, bool)
+    if statistic.over == "hidden":
+        return traced(statistic.apply, jnp.zeros((T, 3)), mask)
+    lags = jnp.arange(T)[:, None] - jnp.arange(T + 2)[None] + 2
+    return traced(statistic.apply, jnp.zeros((20, T, T + 2)), lags, mask)
+
+
+def reads(part, shape):
+    """The statistics and labels that a part of an objective is given."""
+    names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
+    return {name: jnp.zeros(shape) for name in sorted(names)}
+
+
+def of_advantage(advantage):
+    brought = {s.name: jnp.zeros((N, G, T)) for s in advantage.statistics}
+    missing = {name: jnp.zeros((N, G, T)) for name in advantage.needs}
+    batch = BATCH.replace(stats=missing | BATCH.stats | brought)
+    program = traced(advantage.apply, batch.score(), batch, advantage.init())
+    statistics = [of_statistic(s) for s in advantage.statistics]
+    return sorted(advantage.needs), program, first_state(advantage.init), statistics
+
+
+def of_surrogate(surrogate):
+    shape = (G, T) if surrogate.over == "group" else (T,)
+    labels = {name: jnp.zeros(shape, jnp.int32) for name in surrogate.labels}
+    program = traced(
+        surrogate.apply, reads(surrogate, shape) | labels, jnp.zeros(shape), jnp.ones(shape, bool)
+    )
+    return sorted(surrogate.needs), program, [of_statistic(s) for s in surrogate.statistics]
+
+
+def of_aggregate(aggregate):
+    rows = jnp.zeros((2, T)), jnp.ones((2, T), bool)
+    return None if aggregate is None else traced(aggregate, *rows)
+
+
+def of_regularizer(regularizer):
+    state = regularizer.init()
+    told = {regularizer.name: jnp.float32(0)}
+    return (
+        regularizer.name,
+        sorted(regularizer.needs),
+        traced(regularizer.value, reads(regularizer, (T,)), jnp.ones(T, bool)),
+        traced(regularizer.coef, state),
+        traced(regularizer.update, state, told),
+        first_state(regularizer.init),
+        of_aggregate(regularizer.aggregate),
+        [of_statistic(s) for s in regularizer.statistics],
+    )
+
+
+def of_rewards(edit):
+    """What a method makes of one to three reward parts; a number of parts may be refused."""
+    out = []
+    for parts in (1, 2, 3):
+        given = np.linspace(-2, 2, N * G * parts).reshape(N, G, parts).astype(np.float32)
+        try:
+            out.append(edit(given, ROLLOUT).tolist())
+        except UserError:
+            out.append(None)
+    return out
+
+
+def of_groups(groups):
+    spread = np.geomspace(1e-8, 10, 40)[:, None] * np.array([-1.0, 1.0])
+    kept = groups.keep(spread, np.ones((40, 2), bool)).tolist()
+    return kept, groups.refill, groups.max_rounds
+
+
+def of_prompts(prompts):
+    return [np.asarray(prompts(step, np.arange(4))).tolist() for step in range(5)]
+
+
+def of_values(values):
+    return values
+
+
+def of_regularizers(terms):
+    return [of_regularizer(term) for term in terms]
+
+
+def parts_of(method):
+    """(what describes it, the part) of all parts of a method."""
+    objective = method.objective
+    yield of_values, (method.draw, method.schedule, method.min_group, method.unsupported)
+    yield of_groups, method.groups
+    yield of_prompts, method.prompts
+    yield of_rewards, method.rewards
+    yield of_aggregate, objective.aggregate
+    yield of_regularizers, objective.regularizers
+    yield of_surrogate, objective.surrogate
+    yield of_advantage, objective.advantage
+
+
+def fingerprint(value):
+    """What a part is made of: equal where its code, and all that the code holds, are."""
+    if isinstance(value, functools.partial):
+        return fingerprint((value.func, value.args, value.keywords))
+    if isinstance(value, types.FunctionType):
+        held = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, fingerprint((held, value.__defaults__, value.__kwdefaults__))
+    if callable(value) and not isinstance(value, tuple):
+        return id(value)  # compiled, or a class: one of each
+    if isinstance(value, dict):
+        return tuple((name, fingerprint(x)) for name, x in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return (type(value).__name__, *map(fingerprint, value))
+    if isinstance(value, (frozenset, set)):
+        return tuple(sorted(map(repr, value)))
+    return repr(value) if isinstance(value, (np.ndarray, jax.Array)) else value
+
+
+DESCRIBED = {}
+"""What parts do, by what they are made of: most methods share most of theirs."""
+
+
+def described(describe, part, made_of):
+    key = describe, made_of
+    if key not in DESCRIBED:
+        DESCRIBED[key] = describe(part)
+    return DESCRIBED[key]
+
+
+def differ(one, other):
+    """Whether two methods do anything differently. Parts made of the same are not traced."""
+    for (describe, a), (_, b) in zip(parts_of(one), parts_of(other), strict=True):
+        x, y = fingerprint(a), fingerprint(b)
+        if x != y and described(describe, a, x) != described(describe, b, y):
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- other values
+
+
+def others(coefficient, at):
+    """Valid values of a coefficient that are not the one at hand: all words, or a number."""
+    domain = coefficient.domain
+    if isinstance(domain, Switch):
+        return [[not at]]
+    if isinstance(domain, Choice):
+        return [[word] for word in domain.words if word != at]
+    if at is None:
+        numbers = [domain.example, 1, 2, 0.5]
+    else:
+        numbers = [at * 1.5, at / 2, at + 1, at - 1, at + 0.1, domain.low, domain.high]
+    numbers = [round(x) if domain.whole and abs(x) < 1e9 else x for x in numbers]
+    return [[x for x in numbers if x in domain and x != at]]
+
+
+def first_taken(build, context, name, choices):
+    """The first value that the method takes beside the others, with the method."""
+    for value in choices:
+        try:
+            return value, build(**context | {name: value})
+        except UserError:
+            continue
+    raise AssertionError(f"{name}: none of {choices} is taken")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_coefficient_acts(name):
+    published = all_methods()[name]
+    required = {c.name: c.domain.example for c in published.coefficients.values() if c.required}
+    given = required | COEFFICIENTS.get(name, {})
+    built = {}
+
+    def build(**changes):
+        key = tuple(sorted(changes.items()))
+        if key not in built:
+            built[key] = published(**given | changes)
+        return built[key]
+
+    idle = []
+    for coefficient in published.coefficients.values():
+        context = ANYWHERE.get(coefficient.name, {})
+        context = {k: v for k, v in context.items() if k in published.coefficients}
+        for names, also in ONLY_WITH.get(name, {}).items():
+            context |= also if coefficient.name in names else {}
+        base = build(**context)
+        at = (given | context).get(coefficient.name, coefficient.default)
+        for choices in others(coefficient, at):
+            value, changed = first_taken(build, context, coefficient.name, choices)
+            if not differ(base, changed):
+                idle.append(f"{coefficient.name} = {value!r}, not {at!r}")
+    assert not idle, f"{name}: nothing reads {'; '.join(idle)}"
+
+
+def test_a_coefficient_that_nothing_reads_is_found():
+    grpo, bnpo = all_methods()["grpo"], all_methods()["bnpo"]
+    assert differ(grpo(), grpo(eps=1e-4))
+    assert not differ(bnpo(), bnpo(eps=1e-4))
+    assert not differ(grpo(), grpo(kl_kind="k2"))

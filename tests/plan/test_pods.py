@@ -1,0 +1,136 @@
+"""The pod configurations: operations counted by hand, and what configs/README.md says of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import jax
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+from jrl.config_io import build_config, load_config
+from jrl.mesh import make_mesh
+from jrl.plan import compile as plan
+from jrl.plan.lower import abstract_run, abstract_state
+from jrl.plan.topology import parse_topology
+from jrl.plan.useful import lengths_of, model_flops
+from jrl.train import programs
+from jrl.train.shapes import abstract_batch
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = {
+    "method": "grpo",
+    "model": {
+        "config": {
+            "vocab_size": 512,
+            "layers": 2,
+            "embed_dim": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "mlp_dim": 64,
+            "max_length": 64,
+        },
+        "attention": "xla",
+        "remat": "full",
+    },
+    "data": {"max_prompt_tokens": 16},
+    "sampling": {"group": 2, "max_new_tokens": 16},
+    "train": {"prompts": 4, "microbatches": 2},
+    "mesh": {"data": 1},
+}
+
+
+def on_one_device(config):
+    return abstract_run(config, make_mesh({}, jax.devices()[:1]))
+
+
+def step_flops(run, *, forward, backward):
+    """Operations of a training step with remat "full", all chips together, by hand.
+
+    Layers are computed twice on the way forward, but for the last product of each layer, which
+    nothing in the backward pass reads; the backward pass is two products for each. The output
+    matrix makes its logits a second time for its gradient. Attention multiplies all queries with
+    all keys, so many times each way.
+    """
+    m, sizes = run.shape, lengths_of(run)
+    rows = sizes.prompts * (sizes.prompt + sizes.group * sizes.new)
+    attention = m.embed_dim * m.head_dim * 2 * (m.heads + m.kv_heads)
+    down = m.embed_dim * m.mlp_dim
+    layers = 2 * rows * m.layers * (4 * (attention + 3 * down) - down)
+    head = 4 * 2 * sizes.prompts * sizes.group * sizes.new * m.embed_dim * m.vocab_size
+    width = sizes.prompt + sizes.new
+    seen = sizes.prompts * (sizes.prompt**2 + sizes.group * sizes.new * width)
+    products = 2 * forward + backward
+    return layers + head + 2 * m.layers * products * seen * m.heads * m.head_dim
+
+
+def traced_flops(jaxpr):
+    """Operations of all matrix products of a traced program."""
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (left, _), _ = eqn.params["dimension_numbers"]
+            inner = math.prod(eqn.invars[0].aval.shape[i] for i in left)
+            total += 2 * inner * math.prod(eqn.outvars[0].aval.shape)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inside in jaxprs_in_params(eqn.params):
+            total += times * traced_flops(inside)
+    return total
+
+
+def test_a_traced_training_step_multiplies_as_often_as_counted_by_hand():
+    run = on_one_device(build_config(SMALL))
+    state, _ = abstract_state(run)
+    step = programs.make_train_step(run)
+    with jax.set_mesh(run.mesh):
+        traced = jax.make_jaxpr(step)(state, abstract_batch(run), run.sampling_params)
+    assert traced_flops(traced.jaxpr) == step_flops(run, forward=2, backward=4)
+
+
+def pod(name, *changes):
+    """A pod configuration on one device, as which every chip counts."""
+    return on_one_device(
+        load_config(CONFIGS / name, ["mesh={data=1}", "sampling.mesh={}", *changes])
+    )
+
+
+def test_the_1_7b_step_multiplies_5_14e14_times_a_chip_of_16():
+    """The numbers of the sizes themselves, nothing from the library but the rollout's lengths.
+
+    JAX's attention kernel for TPUs computes two products forward, and backward three for the
+    queries and four for keys and values.
+    """
+    run = pod("pod_1.7b_v5e.toml")
+    assert step_flops(run, forward=2, backward=7) / 16 == pytest.approx(5.144e14, rel=1e-3)
+    tokens, completions = 64 * (512 + 8 * 1024), 64 * 8 * 1024
+    layer = 2048 * 128 * 2 * (16 + 8) + 3 * 2048 * 6144
+    pairs = 64 * (512 * 513 / 2 + 8 * (1024 * 512 + 1024 * 1025 / 2))
+    useful = 6 * (28 * layer * tokens + 2048 * 151936 * completions)
+    useful += 12 * 28 * 16 * 128 * pairs
+    assert model_flops(run, "train_step") == pytest.approx(useful)
+    assert useful / 16 == pytest.approx(3.79e14, rel=1e-3)
+
+
+def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
+    """Of 8B over 8 chips a layer has 48 MB: of two layers XLA would keep most on the chip."""
+    asked = []
+
+    def compiled(run, topology, names, *options):
+        asked.append(run.shape.layers)
+        none = plan.Program({"total": 1.0}, True, *[1.0, 1.0, {}, 1.0, {}], 1.0)
+        return dict.fromkeys(names, none)
+
+    monkeypatch.setattr(plan, "_programs", compiled)
+    monkeypatch.setattr(plan, "plan_mesh", lambda config, _: make_mesh(config.mesh_axes))
+    for changes, layers in (
+        ([], [36, 2, 4]),
+        (["sampling.mesh={tensor=8}"], [36, 4, 6]),
+        # so small that all of it stays there, and no more of a deeper one is read
+        (["model.config.embed_dim=128", "model.config.mlp_dim=512"], [36, 2, 4]),
+    ):
+        asked.clear()
+        given = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
+        plan.quick_plan(load_config(CONFIGS / "pod_8b_v6e.toml", given), parse_topology("v6e:2x4"))
+        assert asked == layers

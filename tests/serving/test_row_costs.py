@@ -1,0 +1,66 @@
+"""What is measured of the rows of episodes, and what follows from it."""
+
+import math
+
+import pytest
+
+from jrl.serving.row_costs import Place, RowCosts, Timings, Wait, cheapest
+
+
+def test_the_first_of_each_shape_is_not_timed():
+    timings = Timings()
+    assert [timings.due("a"), timings.due("b"), timings.due("a")] == [False, False, True]
+    for size in (1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3):
+        timings.record(size, 0.5 + 0.25 * size)
+    assert timings.seconds(10) == pytest.approx(3.0)
+    assert sum(timings.due("a") for _ in range(160)) == 10  # now and then
+
+
+def costs(slots=8):
+    found = RowCosts(slots)
+    for _ in range(3):
+        found.leaving.record(1, 0.01)
+        found.returning.record(1, 0.02)
+        found.reading.record(100, 0.1)
+        found.reading.record(200, 0.2)
+    return found
+
+
+def test_a_wait_costs_what_was_measured():
+    found = costs()
+    for seconds in (1.0, 2.0, 6.0):
+        found.record_wait(seconds)
+    wait = found.wait(1.5, tokens=300)
+    assert wait == pytest.approx(((0.5 + 4.5) / 2, 8 * 0.03, 8 * 0.3))
+    assert [found.wait_left(x) for x in (0.0, 1.0, 2.0)] == pytest.approx([3.0, 3.0, 4.0])
+    assert found.wait_left(7.0) == 7.0  # longer than any before
+
+
+def test_the_choice_changes_with_wait_and_length():
+    found = costs()
+    found.record_wait(0.1)
+    assert cheapest(found.wait(0.0, tokens=300)) == Place.HELD
+    found = costs()
+    found.record_wait(10.0)
+    assert cheapest(found.wait(0.0, tokens=300)) == Place.PARKED
+    assert cheapest(found.wait(0.0, tokens=10)) == Place.PARKED  # not dropped, whose bits differ
+    full = found.wait(0.0, tokens=300)._replace(parked=math.inf)
+    assert cheapest(full) == Place.DROPPED
+    assert cheapest(full._replace(dropped=24.0)) == Place.HELD
+
+
+def test_what_was_never_measured_is_tried_but_reading():
+    found = RowCosts(4)
+    assert found.wait(0.0, tokens=9) == (0.0, 0.0, math.inf)
+    assert cheapest(found.wait(0.0, tokens=9)) == Place.HELD
+    assert cheapest(found.wait(0.2, tokens=9)) == Place.PARKED
+    assert cheapest(Wait(1.0, math.inf, math.inf)) == Place.HELD
+
+
+def test_chunks_may_be_as_idle_as_half_a_return_to_the_host():
+    found = RowCosts(8)
+    assert found.idle_steps() == 0
+    for _ in range(3):
+        found.steps.record(1, 0.01)
+        found.returns.record(1, 0.02)
+    assert found.idle_steps() == 8
