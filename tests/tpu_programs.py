@@ -49,16 +49,6 @@ def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[st
     return as_json(found) | {"text": as_text(found), "numbers": found.parameters}
 
 
-def pod(path: str, topology: str) -> dict[str, Any]:
-    """The plan of a configuration file, the unrolled programs with few layers."""
-    from jrl.config_io import load_config
-    from jrl.plan import compile as plan
-    from jrl.plan.text import as_json
-    from jrl.plan.topology import parse_topology
-
-    return as_json(plan.quick_plan(load_config(path), parse_topology(topology)))
-
-
 def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, Any]:
     """The plan of what makes the sampler's weights, in JSON."""
     from jrl.config_io import build_config
@@ -70,6 +60,16 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
     run = plan._abstract_run(build_config(tree), slices)
     programs = plan._programs(run, slices, ("resharding",), "sampler", effort, lambda line: None)
     return as_json(plan._judged(run, slices, programs))["programs"]["resharding"]
+
+
+def pod(path: str, topology: str) -> dict[str, Any]:
+    """The plan of a configuration file, the unrolled programs with few layers."""
+    from jrl.config_io import load_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    return as_json(plan.quick_plan(load_config(path), parse_topology(topology)))
 
 
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:

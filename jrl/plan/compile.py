@@ -101,6 +101,7 @@ class Plan(NamedTuple):
       rollout_mesh: of the sampler's own devices; None where it shares those of training.
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
+      experts: routed experts of a layer; 0 for none.
     """
 
     topology: Topology
@@ -113,6 +114,7 @@ class Plan(NamedTuple):
     rollout_mesh: dict[str, int] | None = None
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
+    experts: int = 0
 
     @property
     def step_seconds(self) -> float | None:
@@ -329,6 +331,7 @@ def _judged(run: build.Run, topology: Topology, programs: dict[str, Program]) ->
         parameters=count_params(run.shape),
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
+        experts=run.shape.experts,
     )
 
 

@@ -131,7 +131,9 @@ def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> li
         tensor *= 2
     if tensor > mesh.shape["tensor"]:
         lines.append(f"{key}.tensor = {tensor} divides the sampler's copy of the weights")
-    lines.append(f"{key}.fsdp leaves the copy divided where it takes over half of a chip's memory")
+    if "weights" not in run.config.sampling.int8 and not run.shape.experts:
+        lines.append("sampling.int8 = ['weights'] halves the sampler's copy, and rounds it")
+    lines.append(f"{key}.fsdp leaves the copy divided where a chip has no room for all of it")
     return lines + roomier(topology, factor)
 
 

@@ -10,7 +10,7 @@ OPTIONS: Mapping[str, Mapping[str, str]] = {
     "tpu": {
         # Weights are gathered while other layers are multiplied: each of these is needed for that.
         # libtpu 0.0.42 has them on, and with any of them off compiled a scan over layers with no
-        # gather beside its products; earlier releases had some of them off.
+        # gather beside its products; another release may have other defaults.
         "xla_enable_async_all_gather": "true",
         "xla_tpu_enable_async_collective_fusion": "true",
         "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",

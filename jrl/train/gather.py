@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config import Config
@@ -114,7 +113,7 @@ def _numbers(
 ) -> float:
     """Those of an array that one device has."""
     over = {a for name in names if name is not None for a in RULES[name]} - {*whole}
-    return float(np.prod(shape) / np.prod([axes[a] for a in over]))
+    return math.prod(shape) / math.prod(axes[a] for a in over)
 
 
 def _specs(table: Any) -> list[WeightSpec]:
