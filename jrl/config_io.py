@@ -401,8 +401,8 @@ RENAMED: Mapping[str, str] = {
     "sampling.cache": 'set sampling.int8 = "cache"',
     "sampling.chunk": "remove it: slots are refilled after every 4 decode steps",
     "sampling.correction": 'set objective.correction; "none" leaves 8-bit sampling uncorrected',
-    "sampling.gather_weights": "remove it: weights are gathered to sample where they take at most"
-    " half of a device's memory",
+    "sampling.gather_weights": "remove it: weights are gathered to sample where a device has"
+    " room for them beside the training state and the cache",
     "sampling.weights": 'set sampling.int8 = "weights"',
     "train.epochs": "set objective.epochs",
     "train.replay_routing": "set objective.router_replay",

@@ -49,6 +49,19 @@ def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[st
     return as_json(found) | {"text": as_text(found), "numbers": found.parameters}
 
 
+def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, Any]:
+    """The plan of what makes the sampler's weights, in JSON."""
+    from jrl.config_io import build_config
+    from jrl.plan import compile as plan
+    from jrl.plan.text import as_json
+    from jrl.plan.topology import parse_topology
+
+    slices = parse_topology(topology)
+    run = plan._abstract_run(build_config(tree), slices)
+    programs = plan._programs(run, slices, ("resharding",), "sampler", effort, lambda line: None)
+    return as_json(plan._judged(run, slices, programs))["programs"]["resharding"]
+
+
 def pod(path: str, topology: str) -> dict[str, Any]:
     """The plan of a configuration file, the unrolled programs with few layers."""
     from jrl.config_io import load_config

@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.mesh import Axes, constrain
+from jrl.mesh import Axes, constrain, platform
 from jrl.models.matmul import einsum, weight_gradient, whole_width
 from jrl.types import Array, Head
 
@@ -54,7 +54,7 @@ def fused_logprobs(
     entropy: bool = False,
     devices: tuple[int, int] = (1, 1),
     at_once: int = 2**24,
-    room: int = 2**22,
+    room: int | None = None,
 ) -> dict[str, Array]:
     """Log-probabilities of tokens under the softmax of a head's scores, and its entropy.
 
@@ -68,7 +68,9 @@ def fused_logprobs(
       entropy: whether to return it.
       devices: over how many the tokens are divided, and over how many the vocabulary.
       at_once: when a device has no more scores than this, the vocabulary is one part.
-      room: how many scores a part has on a device; at least 128 for each of its tokens.
+      room: how many scores a part has on a device; at least 128 for each of its tokens. None for
+        what fits a CPU's cache, and four times as many elsewhere: there each part of the backward
+        pass reads and writes the sums of all tokens' gradients, and few parts do so seldom.
 
     Returns:
       "logprobs" [B, T] float32, nats, and with ``entropy`` also "entropy" [B, T] float32, nats.
@@ -77,6 +79,7 @@ def fused_logprobs(
     shards, own = devices[1], max(tokens.size // devices[0], 1)
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
+    room = room or 2 ** (22 if platform() == "cpu" else 24)
     width = size if own * size <= at_once else min(size, max(128, room // own))
     if size % -(-size // width) == 0:  # parts of one length, of which none overlap
         width = size // -(-size // width)

@@ -31,11 +31,12 @@ from jrl.plan.lower import (
     lower_step,
     outputs,
 )
-from jrl.plan.memory import cache_bytes, prepared_bytes, remedies, state_bytes
+from jrl.plan.memory import cache_bytes, remedies, state_bytes
 from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
 from jrl.plan.useful import decoding, floor_seconds, model_flops
 from jrl.train import build
-from jrl.train.programs import drawing_mesh
+from jrl.train.gather import prepared_bytes
+from jrl.train.programs import check_resharding, drawing_mesh
 from jrl.train.shapes import abstract_batch
 
 PROGRAMS = ("resharding", "sampler", "train_step")
@@ -100,6 +101,7 @@ class Plan(NamedTuple):
       rollout_mesh: of the sampler's own devices; None where it shares those of training.
       move_seconds: of the transfer of the weights to those devices.
       sampling_mesh: of the sampler on the devices of training; None where it has the same.
+      experts: routed experts of a layer; 0 for none.
     """
 
     topology: Topology
@@ -112,6 +114,7 @@ class Plan(NamedTuple):
     rollout_mesh: dict[str, int] | None = None
     move_seconds: float = 0.0
     sampling_mesh: dict[str, int] | None = None
+    experts: int = 0
 
     @property
     def step_seconds(self) -> float | None:
@@ -186,8 +189,8 @@ def quick_plan(
         table = config.model.model_copy(update={"config": {**sizes, "layers": layers}})
         return _abstract_run(config.model_copy(update={"model": table}), topology)
 
-    low, deep = 2 * period, prepared_bytes(run)
-    each = (deep - prepared_bytes(of(low))) / max(model.layers - low, 1)
+    low, deep = 2 * period, _prepared_bytes(run)
+    each = (deep - _prepared_bytes(of(low))) / max(model.layers - low, 1)
     if each * model.layers > FAST_BYTES:
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
@@ -251,7 +254,9 @@ def _abstract_run(config: Config, topology: Topology) -> build.Run:
             f"mesh uses {mesh.size} of the {topology.chips} chips of {topology.name}; make the "
             "product of its axes the number of chips, or set one axis to -1"
         )
-    return abstract_run(config, mesh)
+    run = abstract_run(config, mesh)
+    check_resharding(run)
+    return run
 
 
 def _programs(
@@ -326,6 +331,7 @@ def _judged(run: build.Run, topology: Topology, programs: dict[str, Program]) ->
         parameters=count_params(run.shape),
         tokens=prompts * group * length,
         sampling_mesh=None if drawing_mesh(run) == run.mesh else dict(drawing_mesh(run).shape),
+        experts=run.shape.experts,
     )
 
 
@@ -350,8 +356,12 @@ def _arguments(run: build.Run, name: str, state: Mapping[str, float]) -> dict[st
     if name == "train_step":
         return dict(state)
     if name == "sampler" and run.config.sampling.mesh and drawing_mesh(run) != run.mesh:
-        return {"prepared": prepared_bytes(run)}
+        return {"prepared": _prepared_bytes(run)}
     return {"weights": state["weights"]}
+
+
+def _prepared_bytes(run: build.Run) -> float:
+    return prepared_bytes(run.config, run.shape, drawing_mesh(run))
 
 
 def _measured(
@@ -375,7 +385,7 @@ def _measured(
     elif name == "sampler":
         sizes["cache"] = min(cache_bytes(run), room)
         if "prepared" not in sizes:
-            sizes["prepared"] = min(prepared_bytes(run), room - sizes["cache"])
+            sizes["prepared"] = min(_prepared_bytes(run), room - sizes["cache"])
     sizes["program"] = float(stats.generated_code_size_in_bytes)
     named = sum(v for k, v in sizes.items() if k not in resident)
     sizes["temporaries"] = max(float(total) - named, 0.0)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
 
-import jax
 import numpy as np
 
 from jrl.mesh import batch_shards
 from jrl.plan.lower import abstract_state
-from jrl.plan.topology import Topology, larger
+from jrl.plan.topology import CHIPS, Topology, larger
 from jrl.train import build
 from jrl.train.gather import (
     cached_tokens,
     gathers,
-    sampler_bytes,
     slots_on_chip,
     token_bytes,
 )
 from jrl.train.objective import max_new_tokens
-from jrl.train.programs import drawing_mesh
+from jrl.train.programs import drawing_mesh, held_bytes
 from jrl.train.score import policy_of
 
 GIB = 1 << 30
@@ -29,23 +27,15 @@ GIB = 1 << 30
 def state_bytes(run: build.Run) -> dict[str, float]:
     """Bytes of the training state on one chip, by part."""
     state, _ = abstract_state(run)
-
-    def size(tree: Any) -> float:
-        return float(sum(_shard_bytes(x) for x in jax.tree.leaves(tree)))
-
-    policy, trained = size(policy_of(state, run.network)), size(state.params["policy"])
+    policy, trained = held_bytes(policy_of(state, run.network)), held_bytes(state.params["policy"])
     parts = {
         "weights": policy,
-        "value": size(state.params) - trained,
-        "optimizer": size(state.opt_state),
-        "frozen": size(state.frozen) - (policy - trained),  # a frozen base counts as weights
+        "value": held_bytes(state.params) - trained,
+        "optimizer": held_bytes(state.opt_state),
+        # A frozen base counts as weights.
+        "frozen": held_bytes(state.frozen) - (policy - trained),
     }
     return {name: value for name, value in parts.items() if value}
-
-
-def _shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-    shape = x.sharding.shard_shape(x.shape) if x.sharding is not None else x.shape
-    return int(np.prod(shape)) * x.dtype.itemsize
 
 
 def cache_bytes(run: build.Run) -> float:
@@ -57,13 +47,6 @@ def cache_bytes(run: build.Run) -> float:
     slots = slots_on_chip(config.sampling.slots, mesh.shape, gathers(config, run.shape, mesh))
     tokens = cached_tokens(batch, group, run.width, new, slots)
     return tokens * token_bytes(run.shape, mesh.shape["tensor"], config.sampling.int8)
-
-
-def prepared_bytes(run: build.Run) -> float:
-    """Bytes of the weights as the sampler reads them on one chip, beside those it is given."""
-    mesh, short = drawing_mesh(run), "weights" in run.config.sampling.int8
-    whole = gathers(run.config, run.shape, mesh)
-    return sampler_bytes(run.shape, mesh.shape, gathered=whole, int8=short)
 
 
 # ---------------------------------------------------------------- what would make it fit
@@ -93,9 +76,12 @@ def remedies(
                 f"the state alone takes {stays / GIB:.1f} GiB; shard it over more chips: "
                 "raise mesh.fsdp and lower mesh.data"
             )
-        bigger = larger(topology, topology.chips * stays / (0.6 * limit))
-        if bigger and bigger != topology.name:
+        factor = stays / (0.6 * limit)
+        bigger = larger(topology, topology.chips / topology.slices * factor)
+        if bigger is not None and topology.slices == 1:
             lines.append(f"the state fits on {bigger} with mesh.fsdp over all its chips")
+        else:
+            lines += other_chips(topology, factor)
         lines.append('optimizer.name = "adafactor" stores almost no moments')
         return lines
     if name == "resharding" or sizes.get("prepared", 0.0) > limit - stays:
@@ -145,13 +131,35 @@ def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> li
         tensor *= 2
     if tensor > mesh.shape["tensor"]:
         lines.append(f"{key}.tensor = {tensor} divides the sampler's copy of the weights")
-    lines.append(f"{key}.fsdp leaves the copy divided where it takes over half of a chip's memory")
+    if "weights" not in run.config.sampling.int8 and not run.shape.experts:
+        lines.append("sampling.int8 = ['weights'] halves the sampler's copy, and rounds it")
+    lines.append(f"{key}.fsdp leaves the copy divided where a chip has no room for all of it")
     return lines + roomier(topology, factor)
 
 
 def roomier(topology: Topology, factor: float) -> list[str]:
-    """A line that names the slice on which a chip would have to hold ``factor`` times less."""
-    bigger = larger(topology, topology.chips * factor)
-    if bigger is None or bigger == topology.name or topology.slices > 1:
-        return []
-    return [f"or take {bigger}, with mesh.fsdp over the chips that it has more"]
+    """Lines that name slices on which a chip would have to hold ``factor`` times less.
+
+    A larger slice of the same chip, or where there is none several of them, between which the batch
+    alone is divided, or another chip.
+    """
+    slices = topology.slices
+    own = topology.name.rpartition("*")[2]
+    bigger = larger(topology, topology.chips / slices * factor)
+    if bigger is not None and bigger != own:
+        several = f"{slices}*" if slices > 1 else ""
+        return [f"or take {several}{bigger}, with mesh.fsdp over the chips that it has more"]
+    more = 2 ** math.ceil(math.log2(max(slices * factor, 2)))
+    lines = [f"or take {more}*{own}, with mesh.data = {more}, which divides the batch further"]
+    return lines + other_chips(topology, factor)
+
+
+def other_chips(topology: Topology, factor: float) -> list[str]:
+    """A line with the chips that have ``factor`` times as much memory, or else the most."""
+    needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
+    found = [
+        f"{name} ({chip.hbm_bytes / GIB:.0f} GiB)"
+        for name, chip in CHIPS.items()
+        if chip.hbm_bytes >= needed and name != topology.family
+    ]
+    return [f"or take a chip with more memory: {', '.join(found)}"] if found else []

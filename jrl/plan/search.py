@@ -227,13 +227,10 @@ def enumerate_candidates(
                 continue
             where = (None, sampler) if part == topology else (sampler, None)
             local = prompts // _shards(dict(mesh))
-            for remat, parts in itertools.product(REMAT, (1, 2, 4, 8, 16, 32)):
-                if local % parts == 0:
-                    plain = Candidate(mesh, remat, parts, *where)
-                    for slots, int8 in itertools.product(
-                        _slots(config, sampler or mesh), _formats(config)
-                    ):
-                        yield plain._replace(slots=slots, int8=int8)
+            splits = [parts for parts in (1, 2, 4, 8, 16, 32) if local % parts == 0]
+            sampling = _slots(config, sampler or mesh), _formats(config)
+            for remat, parts, *drawn in itertools.product(REMAT, splits, *sampling):
+                yield Candidate(mesh, remat, parts, *where, *drawn)
 
 
 def _slots(config: Config, mesh: Sizes) -> list[int | None]:
@@ -369,12 +366,14 @@ class Compiled:
             return self.isolated(function, *args, **options)
         except EndedError:
             raise CannotError("XLA ended the process") from None
+        except UserError as error:
+            raise CannotError(str(error)) from None
         except jax.errors.JaxRuntimeError as error:
             raise CannotError(f"XLA: {str(error).splitlines()[0]:.200}") from None
 
 
 class CannotError(Exception):
-    """A candidate that XLA does not compile."""
+    """A candidate that has no plan: it is refused, or XLA does not compile it."""
 
 
 def together(sampler: Plan, training: Plan) -> Plan:

@@ -77,6 +77,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     else:
         yield f"training on mesh {_mesh(plan.mesh)}, sampling on mesh {_mesh(plan.rollout_mesh)}"
         yield f"in parallel; sending the weights takes {_seconds(plan.move_seconds)}"
+    if plan.experts and max(m.get("expert", 1) for m in (plan.mesh, plan.sampling_mesh or {})) > 1:
+        yield "experts are counted as visited equally often; a chip with more visits takes longer"
     for name, program in plan.programs.items():
         yield ""
         tokens = plan.tokens / topology.chips if plan.rollout_mesh is None else 0.0

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config import Config
@@ -55,10 +54,16 @@ def gathers(config: Config, model: ModelConfig, mesh: Mesh) -> bool:
       model: the policy's shape.
       mesh: that completions are drawn on.
     """
-    limit = _memory(mesh)
+    limit = device_memory(mesh)
     if limit is None or mesh.shape["fsdp"] == 1:
         return True
     return has_room(config, model, mesh.shape, limit, _state_bytes(config, model, mesh))
+
+
+def prepared_bytes(config: Config, model: ModelConfig, mesh: Mesh) -> float:
+    """Bytes of the weights on one device as the sampler reads them on this mesh."""
+    whole, short = gathers(config, model, mesh), "weights" in config.sampling.int8
+    return sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
 
 
 def has_room(
@@ -108,7 +113,7 @@ def _numbers(
 ) -> float:
     """Those of an array that one device has."""
     over = {a for name in names if name is not None for a in RULES[name]} - {*whole}
-    return float(np.prod(shape) / np.prod([axes[a] for a in over]))
+    return math.prod(shape) / math.prod(axes[a] for a in over)
 
 
 def _specs(table: Any) -> list[WeightSpec]:
@@ -185,7 +190,8 @@ def cached_tokens(prompts: float, group: int, width: int, new: int, slots: int) 
     return prompts * width + min(rows, slots or rows) * new
 
 
-def _memory(mesh: Mesh) -> int | None:
+def device_memory(mesh: Mesh) -> int | None:
+    """Bytes of a device of a mesh; None where that is unknown."""
     device = mesh.devices.flat[0]
     if device.device_kind in MEMORY or device.platform != "gpu":
         return MEMORY.get(device.device_kind)

@@ -24,8 +24,10 @@ from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
+from jrl.train.compiler import compiler_options
 from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
+from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
@@ -66,6 +68,7 @@ def check_trainable(run: Run) -> None:
     if config.episodes:
         check_host(run)
     state_layout(run)
+    check_resharding(run)
     sampler_of(run)
     if run.rollout_mesh is not None:
         _check_disjoint(run, run.rollout_mesh)
@@ -124,6 +127,12 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
     Raises:
       UserError: a weight that the mesh does not divide.
     """
+    make, _, shardings = _layout(run)
+    return make, shardings
+
+
+def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState]:
+    """``state_layout``, with the shapes of the state between the two."""
 
     def make(key: jax.Array, params: Params, frozen: dict[str, Params]) -> TrainState:
         state = init_state(
@@ -148,7 +157,7 @@ def state_layout(run: Run) -> tuple[Callable[..., TrainState], TrainState]:
     shardings = state_shardings(
         shapes, run.mesh, network=run.network, value=run.value, networks=run.networks
     )
-    return make, shardings
+    return make, shapes, shardings
 
 
 def new_state(run: Run) -> tuple[TrainState, TrainState]:
@@ -172,6 +181,43 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
         donate_argnums=(1, 2),
     )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
+
+
+def held_bytes(tree: Any) -> float:
+    """Bytes on one device of arrays or their shapes, each with where it lies."""
+
+    def size(x: Any) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return int(np.prod(shape)) * x.dtype.itemsize
+
+    return float(sum(map(size, jax.tree.leaves(tree))))
+
+
+def check_resharding(run: Run) -> None:
+    """Raises UserError where the sampler's copy of the weights does not fit beside the state.
+
+    That is for a mesh of the sampler's own; without one the compiler says so.
+    """
+    own, limit = sampler_mesh(run.config, run.mesh), device_memory(run.mesh)
+    if own is None or limit is None or run.model is None:
+        return
+    _, shapes, shardings = _layout(run)
+    placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)  # noqa: E731
+    state = held_bytes(jax.tree.map(placed, shapes, shardings))
+    copy = prepared_bytes(run.config, run.model, own)
+    if (over := state + copy - limit) <= 0:
+        return
+    tensor, heads = own.shape["tensor"], run.model.kv_heads
+    wide = [t for t in range(tensor + 1, heads + 1) if heads % t == 0 and own.size % t == 0]
+    does = [f"raise sampling.mesh.tensor to {wide[-1]}"] if wide else []
+    if "weights" not in run.config.sampling.int8 and not run.model.experts:
+        does.append("set sampling.int8 to ['weights']")
+    does.append("raise mesh.fsdp, or take more or larger chips")
+    raise UserError(
+        f"sampling.mesh: a device would hold {copy / GIB:.1f} GiB of the sampler's weights beside "
+        f"{state / GIB:.1f} GiB of the training state, {over / GIB:.1f} GiB more than its "
+        f"{limit / GIB:.0f} GiB; {', '.join(does)}"
+    )
 
 
 def _whole(network: Network, state: TrainState) -> Params:
@@ -314,10 +360,14 @@ def compiled_draw(run: Run, draw: Any, network: Network, *, whole: bool, split: 
     """
     mesh = drawing_mesh(run, split)
     where = replicated(mesh) if whole else None
+    options = compiler_options(mesh)
     if sampler_mesh(run.config, run.mesh) is None:
-        return jax.jit(partial(draw, network=network), out_shardings=where)
+        draw = partial(draw, network=network)
+        return jax.jit(draw, out_shardings=where, compiler_options=options)
     program = jax.jit(
-        partial(draw, network=drawn_from_prepared(network)), out_shardings=replicated(mesh)
+        partial(draw, network=drawn_from_prepared(network)),
+        out_shardings=replicated(mesh),
+        compiler_options=options,
     )
     return ReshardedSampler(weights_program(run, network, mesh), program, mesh, run.mesh)
 

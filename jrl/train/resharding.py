@@ -28,6 +28,7 @@ from jrl.models.layers import rounded
 from jrl.models.quant import axes_in_8_bits, in_8_bits
 from jrl.train.adapters import trained_network
 from jrl.train.build import Run, policy_network
+from jrl.train.compiler import compiler_options
 from jrl.types import Array, Network, Params
 
 
@@ -66,7 +67,7 @@ def weights_program(run: Run, network: Network, mesh: Mesh) -> Any:
         params = jax.tree.unflatten(tree, leaves)
         return network.prepare(params if into is None else with_sharding_constraint(params, into))
 
-    return jax.jit(prepare)
+    return jax.jit(prepare, compiler_options=compiler_options(mesh))
 
 
 def stopovers(

@@ -30,6 +30,7 @@ from jrl.objectives.policy import (
     update_state,
 )
 from jrl.sampling.params import SamplingParams
+from jrl.train.compiler import compiler_options
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.train.state import check_renewable, renew_reference
@@ -338,6 +339,7 @@ def compile_step(step: Step, shardings: TrainState, mesh: Mesh) -> Step:
         in_shardings=(shardings, None, replicated(mesh)),
         out_shardings=(shardings, replicated(mesh)),
         donate_argnums=0,
+        compiler_options=compiler_options(mesh),
     )
 
 

@@ -32,7 +32,7 @@ from jrl.plan.isolate import EndedError, Isolated
 from jrl.plan.search import Candidate, Estimates, enumerate_candidates
 from jrl.plan.text import as_text, search_text
 from jrl.plan.topology import CHIPS, axis_bandwidth, compile_devices, larger, parse_topology
-from jrl.train import gather
+from jrl.train import gather, programs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {
@@ -194,6 +194,26 @@ def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted
 
 
 @needs_libtpu
+def test_the_weights_of_405b_are_sent_to_1024_chips_as_integers():
+    """The shipped shape with two of its layers, and the program of it that compiles fastest."""
+    path = CONFIGS / "pod_405b_v5p.toml"
+    changes = ["sampling.int8=['weights']", "sampling.mesh={data=128, tensor=8}"]
+    tree = load_config(path, [*changes, "model.config.layers=2"]).model_dump(
+        mode="json", exclude_none=True
+    )
+    found = ask("resharded", tree, "v5p:8x8x16", -1.0)
+    layer = 16384 * (128 + 2 * 8 + 128) * 128 + 3 * 16384 * 53248
+    embed = 16384 * 128256
+    held = (2 * layer + embed + 2 * embed) / 8  # the embedding alone has 16 bits
+    assert found["bytes_by_part"]["prepared"] == pytest.approx(held, rel=0.01)
+    sent = found["collective_bytes_by_kind"]
+    assert sent["all-gather/fsdp"] == pytest.approx(held * 127 / 128, rel=0.01)
+    assert sum(sent.values()) < 1.02 * sent["all-gather/fsdp"]
+    # what is there beside: one matrix before it is in place, not all of them
+    assert found["bytes_by_part"]["temporaries"] < 0.6 * held
+
+
+@needs_libtpu
 @pytest.mark.slow
 def test_what_cannot_be_divided_is_refused_before_anything_is_compiled():
     one, two = "v5e:2x2", "2*v5e:2x2"
@@ -250,6 +270,39 @@ def test_a_plan_that_is_too_large_says_by_how_much_and_what_would_do():
     assert any("v5e:4x8" in line for line in found)
     found = remedies("sampler", tiny(train={"prompts": 64}), weights=2, cache=20)
     assert any(line.startswith("sampling.slots = 16") for line in found)
+
+
+def test_a_slice_with_more_memory_is_named_whatever_the_slice():
+    """A larger slice; for the largest several of them or another chip; of several, larger ones."""
+
+    def lines(name, factor):
+        return plan_memory.roomier(parse_topology(name), factor)
+
+    assert lines("v5e:4x4", 2.0) == [
+        "or take v5e:4x8, with mesh.fsdp over the chips that it has more"
+    ]
+    slices, chips = lines("v5e:16x16", 1.5)
+    assert slices == "or take 2*v5e:16x16, with mesh.data = 2, which divides the batch further"
+    assert chips == "or take a chip with more memory: v4 (32 GiB), v5p (95 GiB), v6e (32 GiB)"
+    assert lines("v5e:16x16", 4.0)[1] == "or take a chip with more memory: v5p (95 GiB)"
+    assert lines("2*v5e:8x8", 2.0)[0].startswith("or take 2*v5e:8x16,")
+    assert lines("2*v5e:16x16", 2.0)[0].startswith("or take 4*v5e:16x16,")
+    (several,) = lines("v5p:16x16x24", 3.0)  # the chip with the most memory
+    assert several.startswith("or take 4*v5p:16x16x24,")
+
+
+def test_a_copy_for_the_sampler_that_does_not_fit_is_refused_before_anything_compiles(monkeypatch):
+    """8B on 8 devices: an eighth of the state, and for a tensor axis of 1 all weights."""
+    own = ["mesh={fsdp=8}", "sampling.mesh={data=8}", "train.microbatches=1"]
+    mesh = make_mesh({"fsdp": 8}, jax.devices()[:8])
+    monkeypatch.setattr(programs, "device_memory", lambda mesh: 20 * plan_memory.GIB)
+    run = lower.abstract_run(load_config(CONFIGS / "pod_8b_v6e.toml", own), mesh)
+    with pytest.raises(UserError, match="sampling.mesh: a device would hold 15.3 GiB") as refused:
+        programs.check_resharding(run)
+    does = "6.7 GiB more than its 20 GiB; raise sampling.mesh.tensor to 8, set sampling.int8 to"
+    assert does in str(refused.value)
+    config = load_config(CONFIGS / "pod_8b_v6e.toml", [*own, "sampling.int8=['weights']"])
+    programs.check_resharding(lower.abstract_run(config, mesh))
 
 
 def test_a_deep_program_is_extrapolated_from_few_layers(monkeypatch):

@@ -1,0 +1,43 @@
+"""Options of XLA: those of the platform, and for every program of a run."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+
+from jrl.mesh import make_mesh
+from jrl.train import programs, resharding, step
+from jrl.train.compiler import OPTIONS, compiler_options
+
+
+def test_a_platform_without_options_is_compiled_as_it_was():
+    assert compiler_options(make_mesh({}, jax.devices()[:1])) is None
+    tpu = SimpleNamespace(devices=np.array([SimpleNamespace(platform="tpu")]))
+    assert compiler_options(tpu) == dict(OPTIONS["tpu"])
+
+
+def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
+    """Sampler, training step and resharding: an option that is not known stops each."""
+    from jrl.config_io import load_config
+    from jrl.plan import lower
+    from jrl.train import build
+
+    for module in (programs, resharding, step):
+        monkeypatch.setattr(module, "compiler_options", lambda mesh: {"xla_no_such_option": "true"})
+    changes = [
+        *("data.task=sequence", "data.difficulty=1", "sampling.group=2", "train.prompts=8"),
+        "model.config={layers=1, embed_dim=16, heads=4, kv_heads=2, head_dim=8, mlp_dim=32}",
+        *("mesh.fsdp=2", "sampling.mesh.tensor=2", "mesh.data=4", "sampling.mesh.data=4"),
+    ]
+    run = build.setup(load_config(None, changes))
+    own = programs.train_sampler(run)
+    reshard = lower.lower_resharding(run)
+    made = reshard.out_info
+    said = []
+    for lowered in (reshard, lower.lower_sampler(run, made), lower.lower_step(run)):
+        try:
+            lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            said.append("xla_no_such_option" in str(error))
+    assert own.mesh.shape["tensor"] == 2
+    assert said == [True] * 3
