@@ -126,7 +126,8 @@ def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True)
     config: Config = run.config
     new = max_new_tokens(config, run.task)
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
-    if drawn and run.model is not None:
+    # The caches of episodes may wait on the host, so they are not counted.
+    if drawn and run.model is not None and not config.episodes:
         itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * cache_bytes(run.model, itemsize)
