@@ -33,6 +33,7 @@ from jrl.train.score import policy_of
 from jrl.train.shapes import asked_of_evaluations
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
+from jrl.train.utilisation import utilisation
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
 from jrl.types import TrainState
 from jrl.waits import waiting
@@ -273,6 +274,8 @@ class RunRecords:
             "prompts": cursor,
         }
         self._compiled = self._compiles.count
+        if (used := utilisation(self.run, metrics, seconds)) is not None:
+            metrics["mfu"] = used
         if self.position.rollbacks:
             metrics["rollbacks"] = self.position.rollbacks
         if calls := metrics.pop("reward_calls", 0):
