@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.invalid import BadRows, TooLong
-from jrl.data.records import Messages, answer_text, kind_of, read_messages, read_record
+from jrl.data.records import Messages, answer_text, read_messages, read_record, row_kind
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
 from jrl.models.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def build_judged(
             break
         with bad.row(index, where):
             row = source[index]
-            found = kind_of(row, where)
+            found = row_kind(row, where)
             if kind not in ("", found):
                 raise UserError(f"{where}: {found} after {kind}; put them into separate files")
             judged = _encode(index, row, where, found, tokenizer, system, template)

@@ -34,7 +34,7 @@ from jrl.train.shapes import asked_of_evaluations
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation
-from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
+from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, resident_bytes
 from jrl.types import TrainState
 from jrl.waits import waiting
 
@@ -270,7 +270,7 @@ class RunRecords:
             "tokens_per_second": tokens / seconds,
             "compiles": self._compiles.count,
             COMPILED: self._compiles.count - self._compiled,
-            MEMORY: memory_bytes(),
+            MEMORY: resident_bytes(),
             "prompts": cursor,
         }
         self._compiled = self._compiles.count
