@@ -576,10 +576,9 @@ def webrl(
                + c * cross-entropy of V against success, score > 0
 
     pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
-    ``ids["step"]``; the value network's number is V's logit. Departures: the released code has twin
-    networks, gains held to 1 and -0.6, those below 0 left out, and a Huber loss with beta between 1
-    and 5; here is the paper's formula. Not known: lambda of the paper's runs and the length of a
-    phase, neither of which the code has.
+    ``ids["step"]``; the value network's number is V's logit; lambda (``blend``) is the paper's.
+    Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
+    out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there.
     """
     return Method(
         Objective(
@@ -590,5 +589,5 @@ def webrl(
         ),
         schedule=Schedule(refresh_ref=phase_steps),
         unsupported="tasks written from failed ones, and a replay of earlier successes whose "
-        "perplexity is in a band",
+        "perplexity is between 1/0.95 and 1/0.5",
     )

@@ -245,8 +245,8 @@ def gepo(
                             + c' variance of r over the equivalent ones )
 
     with the paper's c (``gepo_coef``) 0.01 and c' (``spread_coef``) 1. Departures: GRPO where the
-    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones. Not known:
-    beta (0.1 is DPO's), the clip bounds and the coefficient of the divergence.
+    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones. The paper
+    has no beta (0.1 is DPO's), clip bounds or coefficient of the divergence.
     """
     objective = base.objective
     held = (
