@@ -184,7 +184,7 @@ def a2c(base: Method) -> Method:
     return base.with_(surrogate=ratios.reinforce())
 
 
-@variant(ppo, without=RATIO, whiten=False, value_clip=None)
+@variant(ppo, without=RATIO, value_clip=None)
 def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) -> Method:
     """Likelihood of the drawn tokens, weighted by the exponential of their advantages.
 
@@ -193,10 +193,10 @@ def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) 
 
         loss = -mean over tokens of min(exp(A_t / beta), cap) log pi_t + c_1 value_loss
 
-    with A_t the TD(lambda) return less the value. It reads no ratio: the samples may be old.
-    Departures: policy and value network learn at the same time, from the batch at hand in place of
-    a replay buffer; no discount. beta (``temperature``) depends on the scale of rewards; the
-    default is not taken from the paper. ``whiten`` scales advantages as the released code does.
+    with A_t the TD(lambda) return less the value. It reads no ratio: the samples may be old. Beta
+    (``temperature``), cap and lambda are the released code's, as is ``whiten``, which the formula
+    lacks. Departures: policy and value network learn at the same time, from the batch at hand in
+    place of a replay buffer; no discount.
     """
     base = base.after(normalizers.exponential_weights(temperature, weight_cap))
     return base.with_(surrogate=ratios.reinforce())
