@@ -62,14 +62,15 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
     return as_json(plan._judged(run, slices, programs))["programs"]["resharding"]
 
 
-def pod(path: str, topology: str) -> dict[str, Any]:
-    """The plan of a configuration file, the unrolled programs with few layers."""
+def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
+    """The plan of a configuration file, from programs with few layers."""
     from jrl.config_io import load_config
     from jrl.plan import compile as plan
-    from jrl.plan.text import as_json
+    from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
 
-    return as_json(plan.quick_plan(load_config(path), parse_topology(topology)))
+    found = plan.quick_plan(load_config(path), parse_topology(topology), effort=effort)
+    return as_json(found) | {"text": as_text(found)}
 
 
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:

@@ -632,8 +632,7 @@ def test_pod_configurations_name_sizes_and_topologies_that_exist(path):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("pod_*.toml")), ids=lambda p: p.stem)
 def test_pod_configurations_compile_and_fit(path):
     (line,) = [x for x in path.read_text().splitlines() if "--topology" in x]
-    tree = load_config(path).model_dump(mode="json", exclude_none=True)
-    found = ask("planned", tree, line.split("--topology ")[1].strip(), -1.0)
+    found = ask("pod", str(path), line.split("--topology ")[1].strip(), -1.0)
     assert found["fits"], found["text"]
 
 
