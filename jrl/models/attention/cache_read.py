@@ -116,6 +116,8 @@ def look(
         scales = pl.BlockSpec((r, k, 1, bk), along(3, 4))
         blocks |= {"k_scale": (part.k_scale, scales), "v_scale": (part.v_scale, scales)}
     names = list(blocks)
+    cache = () if interpret else ("k", "v", "k_scale", "v_scale")
+    arrays = [in_main_memory(x) if name in cache else x for name, (x, _) in blocks.items()]
     out, log_sum = pl.pallas_call(
         functools.partial(_kernel, names=names, softcap=softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -135,7 +137,7 @@ def look(
         ],
         interpret=interpret,
         name="read_cache",
-    )(visited, last, *(x for x, _ in blocks.values()))
+    )(visited, last, *arrays)
 
     def per_row(x: Array) -> Array:
         x = x.reshape(m, k, g, wide, -1)[:, :, :, :n].reshape(m, k, g, s // m, q, -1)
@@ -143,6 +145,15 @@ def look(
 
     peak = per_row(log_sum[..., :1])
     return Seen(peak, jnp.ones_like(peak), per_row(out))
+
+
+def in_main_memory(x: Array) -> Array:
+    """A kernel's input that stays in the chip's main memory, of which the kernel takes blocks.
+
+    Where the faster memory has room, as on v6e, XLA would first copy all of it there with every
+    token, and back where the kernel wrote to it.
+    """
+    return pltpu.with_memory_space_constraint(x, pltpu.HBM)
 
 
 def _rows_at_once(part: Part, queries: int, bk: int) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jrl.models.attention.cache_read import in_main_memory
 from jrl.models.attention.splash import LANES
 from jrl.types import Array
 
@@ -46,7 +47,7 @@ def write_columns(
       The arrays of keys and values, and of their scales where they have any.
     """
     names = list(entries)
-    arrays = [held[name] for name in names]
+    arrays = [held[name] if interpret else in_main_memory(held[name]) for name in names]
     s, size = columns.shape[0], held["v"].shape[2]
     at = jnp.where((columns >= 0) & (columns < size), columns, -1)
     tiles = [_tiles_around(x, axes[name]) for name, x in zip(names, arrays, strict=True)]
@@ -59,7 +60,10 @@ def write_columns(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(s,), in_specs=[*entry_blocks, *blocks], out_specs=blocks
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays],
+        out_shape=[
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if interpret else pltpu.HBM(x.shape, x.dtype)
+            for x in arrays
+        ],
         input_output_aliases={1 + len(names) + i: i for i in range(len(names))},
         cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * s * moved),
         interpret=interpret,
