@@ -31,7 +31,7 @@ from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer
 from jrl.models.transformer import transformer
-from jrl.serving.episode_rows import EpisodeRows, More, Start
+from jrl.serving.episode_rows import EpisodeRows, More, RowStart
 from jrl.serving.row_costs import WaitingPlace
 from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
@@ -231,9 +231,9 @@ def _limit(work: Work, episode: Episode) -> int:
     return min(episode.room, episode.length + work.limits.turn_tokens)
 
 
-def _start(work: Work, episode: Episode) -> Start:
+def _start(work: Work, episode: Episode) -> RowStart:
     opening = tuple(episode.opening.tolist())
-    return Start(opening, episode.seed, episode.member, _limit(work, episode))
+    return RowStart(opening, episode.seed, episode.member, _limit(work, episode))
 
 
 # ---------------------------------------------------------------- figures
@@ -274,7 +274,7 @@ def figures(outcome: Outcome, step_s: float) -> dict[str, float]:
 def step_seconds(work: Work) -> float:
     """A decode step of all slots: the median of chunks that begin with all of them running."""
     starts = {
-        row: Start((1,) * work.rows.prompt_tokens, row, 0, work.rows.max_new_tokens)
+        row: RowStart((1,) * work.rows.prompt_tokens, row, 0, work.rows.max_new_tokens)
         for row in range(work.rows.slots)
     }
     found = []

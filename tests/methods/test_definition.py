@@ -272,7 +272,13 @@ def first_taken(build, context, name, choices):
     raise AssertionError(f"{name}: none of {choices} is taken")
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = {"grpo", "gspo", "dapo", "ppo", "rloo", "dpo", "kto", "nft", "gigpo", "bradley_terry"}
+"""One method or so of each kind, for the tests that a contributor waits for."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in NAMES]
+)
 def test_every_coefficient_acts(name):
     published = all_methods()[name]
     required = {c.name: c.domain.example for c in published.coefficients.values() if c.required}
