@@ -27,7 +27,7 @@ from jrl.methods.domains import (
 )
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
-from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
+from jrl.objectives import advantages, aggregates, normalizers, outcomes, segments, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
@@ -315,3 +315,57 @@ def comas(base: Method) -> Method:
     each have weights of their own; no penalty for the divergence.
     """
     return base.with_(advantage=transforms.chain(own_steps(), transforms.whiten("tokens")))
+
+
+# ---------------------------------------------------------------- weighted REINFORCE
+
+
+@variant(reinforce, without=("baseline",))
+def w_reinforce(
+    base: Method,
+    positive_weight: NonNegative = 0.1,
+    negative_weight: NonNegative = 1.0,
+    above: NonNegative = 0.5,
+) -> Method:
+    """REINFORCE on outcomes, with right answers counting less than wrong ones.
+
+    Weighted REINFORCE of "The Surprising Effectiveness of Negative Reinforcement in LLM Reasoning"
+    (arXiv:2506.01347):
+
+        loss = -1/B sum_i (lambda y_i - (1 - y_i)) sum_t log pi_t
+
+    with lambda (``positive_weight``) 0.1 as the paper recommends; no baseline, no normalisation,
+    on-policy. ``nsr`` and ``psr`` are its two halves. Departures: sums over the tokens of a
+    completion, as in the paper's formula; the released code takes the mean over all tokens and
+    clips PPO's ratio at 0.2, with four updates a batch.
+    """
+    return base.before(outcomes.outcome_weights(positive_weight, negative_weight, above))
+
+
+_WEIGHTS = ("positive_weight", "negative_weight")
+
+
+@variant(w_reinforce, without=_WEIGHTS, positive_weight=0.0)
+def nsr(base: Method) -> Method:
+    """Negative sample reinforcement: wrong answers are made less likely, right ones let be.
+
+    A half of the paper of ``w_reinforce``:
+
+        loss = 1/B sum_i (1 - y_i) sum_t log pi_t
+
+    Departures: right answers are counted in B, as in the paper's expectation over all samples.
+    """
+    return base
+
+
+@variant(w_reinforce, without=_WEIGHTS, positive_weight=1.0, negative_weight=0.0)
+def psr(base: Method) -> Method:
+    """Positive sample reinforcement: right answers are made more likely, wrong ones let be.
+
+    A half of the paper of ``w_reinforce``:
+
+        loss = -1/B sum_i y_i sum_t log pi_t
+
+    Departures: wrong answers are counted in B, as in the paper's expectation over all samples.
+    """
+    return base

@@ -331,3 +331,43 @@ def test_a_message_gets_nothing_of_what_others_earned():
     first, second = advantages_of(get_method("comas"), d)[0] > 0
     assert first.tolist() == [True, True, False, False, False, False]
     assert second.tolist() == [False, False, True, True, False, False]
+
+
+# ---------------------------------------------------------------- weighted REINFORCE
+
+
+def weighted_loss(d, positive, negative):
+    total = 0.0
+    for n, i, tokens in sequences(d):
+        weight = positive if d.rewards[n, i] > 0.5 else -negative
+        total -= weight * sum(d.logprobs[n, i, t] for t in tokens)
+    return total / max(len(sequences(d)), 1)
+
+
+W_REINFORCE, NSR, PSR = get_method("w_reinforce"), get_method("nsr"), get_method("psr")
+
+
+@pytest.mark.parametrize(
+    ("method", "positive", "negative"), [(W_REINFORCE, 0.1, 1), (NSR, 0, 1), (PSR, 1, 0)]
+)
+def test_weighted_reinforce_is_the_papers(method, positive, negative):
+    check(method, lambda d, frozen: weighted_loss(d, positive, negative))
+
+
+def test_weight_1_is_reinforce_with_rewards_of_1_and_minus_1():
+    d = ragged(1)
+    ours = run(get_method("w_reinforce", positive_weight=1.0), d)
+    d.rewards = np.where(d.rewards > 0.5, 1.0, -1.0)
+    theirs = run(get_method("reinforce"), d)
+    assert ours[0] == pytest.approx(theirs[0])
+    np.testing.assert_allclose(ours[1]["logprobs"], theirs[1]["logprobs"])
+
+
+def test_the_halves_add_up():
+    d = ragged(0, binary=True, g=5)
+    whole, wrong, right = (run(m, d)[1]["logprobs"] for m in (W_REINFORCE, NSR, PSR))
+    np.testing.assert_allclose(whole, wrong + 0.1 * right, atol=1e-7)
+    assert not wrong[d.rewards > 0.5].any()
+    assert not right[d.rewards <= 0.5].any()
+    assert wrong.any()
+    assert right.any()
