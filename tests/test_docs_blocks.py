@@ -50,6 +50,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "# mytask.py": "test_docs_blocks::test_files_that_a_page_shows_train",
         "# myenv.py": "test_docs_blocks::test_files_that_a_page_shows_train",
         "# mynet.py": "test_docs_blocks::test_files_that_a_page_shows_train",
+        "# plain.py": "test_docs_blocks::test_files_that_a_page_shows_train",
     },
     "docs/concepts.md": {
         "import jax.numpy as jnp": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
@@ -233,7 +234,7 @@ SHORT = (
 )
 TRAINED = [
     *("tiny.toml data.task=mytask.py:backwards", "gridworld.toml data="),
-    "tiny.toml model.network=mynet.py:policy",
+    *("tiny.toml model.network=mynet.py:policy", "tiny.toml model.network=plain.py:policy"),
 ]
 
 
@@ -256,7 +257,7 @@ def test_files_that_a_page_shows_train(part, tmp_path, monkeypatch):
     chosen = load_config(ROOT / config, [*overrides, *SHORT, "run.dir=run"])
     summary = train(chosen, echo=lambda line: None)
     assert summary["steps"] == 2
-    if "network" in part:  # the other way to write a module
+    if "mynet" in part:  # the other way to write a module
         overrides = [word.replace(":policy", ":averages") for word in overrides]
         chosen = load_config(ROOT / config, [*overrides, *SHORT, "run.dir=other"])
         assert train(chosen, echo=lambda line: None)["steps"] == 2

@@ -293,7 +293,8 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     if not isinstance(network, Network):
         raise UserError(
             f"model.network = {spec!r} returned {network!r:.40}; return a jrl.Network, which"
-            " jrl.linen_network and jrl.nnx_network make of a Flax module"
+            " jrl.linen_network and jrl.nnx_network make of a Flax module, and"
+            " jrl.function_network of functions"
         )
     check_vocab(tokenizer, network.vocab_size)
     return network
