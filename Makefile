@@ -22,7 +22,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address notebooks site install dev demo test test-all lint format types wheel-test ci clean
+.PHONY: help address notebooks pictures links site install dev demo test test-all lint format types wheel-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -93,6 +93,13 @@ site: $(DEV_STAMP) ## the documentation as a site, in build/docs/site; needs the
 
 notebooks: $(DEV_STAMP) ## execute the notebooks and keep their outputs: ARGS="3 5" for some
 	$(BIN)/python .ci/notebooks.py $(ARGS)
+
+pictures: $(DEV_STAMP) ## the report's pictures in docs/, of RUN=runs/tiny-...; needs a Chromium
+	$(BIN)/python $(PIP_INSTALL) playwright
+	$(BIN)/python .ci/pictures.py "$(RUN)"
+
+links: $(DEV_STAMP) ## fetch every address that a page names, to see that it is still there
+	JRL_LINKS=1 $(BIN)/python -m pytest -m '' tests/test_links.py $(ARGS)
 
 address: ## write the repository's address where it is needed: make address URL=https://...
 	$(PYTHON) .ci/address.py "$(URL)"

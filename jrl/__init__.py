@@ -29,6 +29,7 @@ _HOME = {
     "compile_run": "jrl.compile_notes",
     "compute_advantages": "jrl.objectives.policy",
     "fit": "jrl.entry",
+    "function_network": "jrl.models.functions",
     "generate": "jrl.sampling.generate",
     "get_method": "jrl.methods",
     "init_state": "jrl.train.state",

@@ -453,7 +453,8 @@ def doctor(
 
     Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
     """
-    from jrl.doctor import examine, lacks
+    from jrl.doctor import examine
+    from jrl.train.lacks import lacks
 
     found = examine()
     lacking: list[str] = []

@@ -13,6 +13,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
@@ -24,7 +25,7 @@ from jrl.config import Config
 from jrl.config_checks import check_batch
 from jrl.config_secrets import hide_own
 from jrl.config_unions import Table
-from jrl.errors import UserError, choose
+from jrl.errors import Mistakes, UserError, choose
 
 __all__ = [
     "Config",
@@ -170,9 +171,12 @@ def load_config(
         tree = copy.deepcopy(dict(path))
     else:
         tree = {} if path is None else _read_toml(Path(path))
+    mistakes = Mistakes()
     for override in overrides:
-        _apply(tree, override)
-    return build_config(tree)
+        mistakes.look(partial(_apply, tree, override))
+    config = mistakes.look(lambda: build_config(tree))
+    mistakes.check()
+    return config
 
 
 def build_config(tree: Mapping[str, Any]) -> Config:

@@ -1,19 +1,14 @@
-"""What this machine has, and what a configuration lacks here; nothing is compiled or trained."""
+"""What this machine has. What a configuration lacks on it is in ``jrl.train.lacks``."""
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from jrl.config import Config
-from jrl.config_unions import QuestionTable
-from jrl.data.tables import FirstRows, Source
 from jrl.errors import UserError
 from jrl.extras import DISTRIBUTION, extras, install_line, missing, version
 from jrl.hub import cache_directory, offline
@@ -37,85 +32,6 @@ def examine() -> dict[str, str]:
     state = "offline (HF_HUB_OFFLINE)" if offline() else "online"
     found["hub_cache"] = f"{cache_directory()}, {_held(cache_directory())}; {state}"
     return found | {f"extra_{name}": text for name, text in _extras()}
-
-
-def lacks(config: Config) -> list[str]:
-    """What keeps a configuration from running here, a line for each thing; [] for nothing.
-
-    Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
-    are read up to their headers, data up to its first rows.
-    """
-    from jrl.devices import find_devices
-    from jrl.models import hf
-    from jrl.models.tokenizer import load_tokenizer
-    from jrl.train import build
-    from jrl.train.frozen import run_shape, run_task
-    from jrl.train.objective import method_of
-    from jrl.train.placement import make_meshes
-    from jrl.train.reward_text import check_reward_columns, missing_math
-
-    found: list[str] = []
-
-    def look(work: Callable[[], Any]) -> Any:
-        try:
-            return work()
-        except UserError as error:
-            found.extend(line for line in str(error).splitlines() if line not in found)
-        return None
-
-    if look(find_devices) is None:
-        return found  # nothing else can be looked at
-    task = look(lambda: run_task(config))
-    method = look(lambda: method_of(config, task))
-    tokenizer = task and task.tokenizer
-    look(lambda: make_meshes(config, apart=True))
-    path = config.model.path
-    if path is not None and config.model.network is None:
-        if look(lambda: hf.read_config(path)) is not None and task is None:
-            tokenizer = look(lambda: load_tokenizer(path))
-    elif config.model.network is None and (task is not None or config.task is None):
-        look(lambda: run_shape(config, task))
-    for name in ("train", "eval", "pairs"):
-        if (spec := getattr(config.data, name, None)) is not None:
-            look(functools.partial(_first_row, spec, f"data.{name}"))
-    if isinstance(config.data, QuestionTable) and config.data.train is None:
-        found.append(
-            "data.train and data.task are both missing; name a file of prompts or a procedural task"
-        )
-    if task is None and config.pairs is None:
-        look(lambda: build.reward_pool(config).close())
-    elif task is not None:
-        look(lambda: build.reward_weights(config, task))
-    if method is not None and tokenizer is not None:
-        read = look(lambda: build.read_data(config, tokenizer, task, method, opened=_head))
-        if read is not None:
-            look(lambda: check_reward_columns(config, read.prompts["train"]))
-    if said := missing_math(config):
-        found.append(said)
-    return found + list(_missing_sinks(config))
-
-
-_ROWS = 100
-"""Rows of each source that become prompts, to see whether fields and template fit."""
-
-
-def _head(spec: str | Mapping[str, float], *, key: str) -> Source:
-    from jrl.data.sources import open_source
-
-    return FirstRows(open_source(spec, key=key), _ROWS)
-
-
-def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:
-    from jrl.data.sources import open_source
-
-    return open_source(spec, key=key)[0]
-
-
-def _missing_sinks(config: Config) -> Iterator[str]:
-    for target in config.log.to:
-        extra = target.partition(":")[0]
-        if missing({"tensorboard": ["tensorboardX"]}.get(extra, [extra])):
-            yield f"log.to = {target!r} needs the extra {extra}: {install_line(extra)}"
 
 
 def _devices() -> str:

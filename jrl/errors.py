@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 _FEW = 24
 """Of more choices than this a message names the nearest alone."""
@@ -53,11 +54,48 @@ def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
     >>> str(choose("objective.advantage", "rlo", ["grpo", "rloo"]))
     "objective.advantage = 'rlo'; did you mean 'rloo'? choose from grpo, rloo"
     """
+    return UserError(f"{key} = {value!r}; {nearest(value, choices)}")
+
+
+def nearest(value: object, choices: Iterable[str]) -> str:
+    """What could be meant by a value outside a closed set: the nearest, and all if they are few.
+
+    >>> nearest("rlo", ["grpo", "rloo"])
+    "did you mean 'rloo'? choose from grpo, rloo"
+    """
     names = sorted(choices)
     if len(names) > _FEW:
         near = difflib.get_close_matches(str(value), names, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it;"
-        return UserError(f"{key} = {value!r}; {hint} there are {len(names)}")
+        return f"{hint} there are {len(names)}"
     near = difflib.get_close_matches(str(value), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UserError(f"{key} = {value!r}; {hint}choose from {', '.join(names)}")
+    return f"{hint}choose from {', '.join(names)}"
+
+
+class Mistakes:
+    """Collects what is wrong with parts of an input, so that all of it is told at once.
+
+    >>> mistakes = Mistakes()
+    >>> mistakes.look(lambda: 3)
+    3
+    >>> mistakes.look(lambda: int("x"), ValueError)
+    >>> len(mistakes.lines)
+    1
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def look(self, work: Callable[[], Any], kind: type[Exception] = UserError) -> Any:
+        """What ``work`` returns; None where it raises, with the lines of its error kept."""
+        try:
+            return work()
+        except kind as error:
+            self.lines += [line for line in str(error).splitlines() if line not in self.lines]
+        return None
+
+    def check(self) -> None:
+        """Raises a UserError with a line for each mistake; does nothing if there is none."""
+        if self.lines:
+            raise UserError("\n".join(self.lines))

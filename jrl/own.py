@@ -144,7 +144,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     except UserError:
         raise
     except _TooLongError:
-        raise UserError(
+        raise SlowImport(
             f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
             "and load models inside the function, or in its attribute prepare"
         ) from None
@@ -208,9 +208,11 @@ def check_options(
       others: keys of the table that are not options, which may have been meant.
       all_given: whether nothing but the options is passed by name, so that none may be missing.
     """
-    parameters = list(parameters_of(function, f"[{table}]").values())[first:]
+    every = list(parameters_of(function, f"[{table}]").values())
+    parameters = every[first:]
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    called = f"{getattr(function, '__name__', 'the function')}({', '.join(named)})"
+    shown = [p.name for p in every[:first]] + list(named)
+    called = f"{getattr(function, '__name__', 'the function')}({', '.join(shown)})"
     lines = []
 
     def removed(name: str) -> str:
@@ -278,6 +280,10 @@ def made_by(function: Callable[..., Any], said: str, *given: Any, **options: Any
         raise
     except Exception as error:
         raise UserError(f"{said}: {_what_failed(error, said)}") from error
+
+
+class SlowImport(UserError):
+    """A file or module of one's own takes too long to import; trying again would take as long."""
 
 
 class _TooLongError(BaseException):

@@ -135,7 +135,7 @@ SETTINGS = {
     "unknown table": (["samplng.group=4"], "samplng", "sampling"),
     "unknown method": (["method=grop"], "method = 'grop'; did you mean 'grpo' or"),
     "unknown coefficient": (["objective.clip_hi=0.3"], "clip_hi", "clip_high"),
-    "coefficient": (["objective.clip_high=-1"], "grpo.clip_high = -1", "at least 0"),
+    "coefficient": (["objective.clip_high=-1"], "objective.clip_high = -1", "at least 0"),
     "group of one": (
         ["sampling.group=1"],
         *("sampling.group = 1", "'grpo'", "needs at least 2", "reinforce_plus_plus"),
@@ -389,7 +389,7 @@ def test_rewards_that_are_not_there(place):
 FAILURES = {
     "raise": ("raised RuntimeError: no idea", "line"),
     "nan": ("returned nan; points must be finite",),
-    "length": ("returned 2 numbers for 1 samples",),
+    "length": ("returned 2 numbers for 1 sample",),
     "text": ("returned str '1'; return a list with one number a sample",),
 }
 

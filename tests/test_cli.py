@@ -93,8 +93,8 @@ def test_a_mistake_is_one_message_and_exit_code_2():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("objective.waits=1", "coefficient of grpo = 'waits'"),
-        ("objective.clip_low=-1", "grpo.clip_low = -1; give a number of at least 0"),
+        ("objective.waits=1", "objective.waits = 1: grpo has no such coefficient"),
+        ("objective.clip_low=-1", "objective.clip_low = -1; give a number of at least 0"),
         ("objective.epochs=0", "epochs = 0; give a whole number of at least 1"),
         ("method=grop", "method = 'grop'; did you mean 'grpo'"),
     ],

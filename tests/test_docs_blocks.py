@@ -1,8 +1,8 @@
 """Every block of code in README and the guides is read here, by what it is; none is left over.
 
 Commands are parsed by the command itself, configurations and tables are loaded, scripts for pods
-are run with --dry-run, and Python is executed, here or in tests/test_readme.py. Files that a page
-shows (``# mytask.py``) are written, and the commands below them train for two steps.
+are run with --dry-run, and Python is executed, here or in tests/test_readme.py.
+``test_docs_commands`` runs the commands of ``jrl``, with the files that a page shows.
 """
 
 import pathlib
@@ -47,9 +47,10 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "docs/own.md": {
         "# mine.py": "test_readme::test_the_example_trains_with_a_method_from_a_file",
         "import jax": "test_readme::test_the_example_trains_with_a_method_from_a_file",
-        "# mytask.py": "test_docs_blocks::test_files_that_a_page_shows_train",
-        "# myenv.py": "test_docs_blocks::test_files_that_a_page_shows_train",
-        "# mynet.py": "test_docs_blocks::test_files_that_a_page_shows_train",
+        "# mytask.py": "test_docs_commands::test_every_command_of_a_block_runs",
+        "# myenv.py": "test_docs_commands::test_every_command_of_a_block_runs",
+        "# mynet.py": "test_docs_blocks::test_the_other_way_to_write_a_module_trains",
+        "# plain.py": "test_docs_commands::test_every_command_of_a_block_runs",
     },
     "docs/concepts.md": {
         "import jax.numpy as jnp": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
@@ -231,35 +232,18 @@ SHORT = (
     *("train.steps=2", "train.prompts=4", "warmup.steps=1", "warmup.batch=8", "eval.problems=8"),
     *("checkpoint.every=0", "log.samples_every=1"),
 )
-TRAINED = [
-    *("tiny.toml data.task=mytask.py:backwards", "gridworld.toml data="),
-    "tiny.toml model.network=mynet.py:policy",
-]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", TRAINED)
-def test_files_that_a_page_shows_train(part, tmp_path, monkeypatch):
-    for _, code in fenced(OWN):
-        if named := re.match(r"# (\w+\.py)\n", code):
-            (tmp_path / named[1]).write_text(code)
+def test_the_other_way_to_write_a_module_trains(tmp_path, monkeypatch):
+    """NNX, beside the command of the page, which trains the Linen module."""
+    (code,) = (code for _, code in fenced(OWN) if code.startswith("# mynet.py"))
+    (tmp_path / "mynet.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    (command,) = [
-        words
-        for block in indented(OWN)
-        if block.startswith("jrl")
-        for words in commands(block)
-        if part in " ".join(words)
-    ]
-    _, _, config, *overrides = command
-    chosen = load_config(ROOT / config, [*overrides, *SHORT, "run.dir=run"])
-    summary = train(chosen, echo=lambda line: None)
-    assert summary["steps"] == 2
-    if "network" in part:  # the other way to write a module
-        overrides = [word.replace(":policy", ":averages") for word in overrides]
-        chosen = load_config(ROOT / config, [*overrides, *SHORT, "run.dir=other"])
-        assert train(chosen, echo=lambda line: None)["steps"] == 2
+    network = ["model.network=mynet.py:averages", "model.config={width=16}"]
+    chosen = load_config(ROOT / "configs" / "tiny.toml", [*network, *SHORT, "run.dir=run"])
+    assert train(chosen, echo=lambda line: None)["steps"] == 2
 
 
 def test_what_a_block_prints_is_what_it_says(capsys):

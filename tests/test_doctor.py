@@ -9,7 +9,11 @@ from typer.testing import CliRunner
 from jrl import doctor, extras
 from jrl.cli import app
 from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.train import lacks as lacking
 from jrl.train import reward_text
+from jrl.train.lacks import lacks
+from jrl.train.loop import train
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 
@@ -38,18 +42,18 @@ def test_extras_that_are_missing_come_with_the_line(monkeypatch):
 
 
 def test_a_run_that_lacks_nothing(tmp_path):
-    assert doctor.lacks(load_config(None, ["data.task=sorting", SIZES])) == []
+    assert lacks(load_config(None, ["data.task=sorting", SIZES])) == []
     model = checkpoint(tmp_path / "model", chat=True)
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    assert doctor.lacks(load_config(None, names)) == []
+    assert lacks(load_config(None, names)) == []
 
 
 def test_everything_that_is_lacking_is_named_at_once(monkeypatch):
-    monkeypatch.setattr(doctor, "missing", lambda requirements: requirements)
+    monkeypatch.setattr(lacking, "missing", lambda requirements: requirements)
     wrong = ["method=grop", "model.path=org/none", "data.train=none.jsonl", "mesh.tensor=64"]
     wrong += ["rewards={maht={}}", "log.to=wandb:mine"]
-    found = doctor.lacks(load_config(None, wrong))
+    found = lacks(load_config(None, wrong))
     for part in ("'grop'", "org/none", "none.jsonl", "'maht'", "needs 64 devices", "extra wandb"):
         assert sum(part in line for line in found) == 1, (part, found)
 
@@ -59,16 +63,44 @@ def test_rows_templates_and_columns_are_looked_at(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(lines([{"question": "a?", "answer": "1"}]))
     (tmp_path / "mine.py").write_text("def f(completions, level):\n    return [0.0]\n")
     names = [f"model.path={json.dumps(str(model))}", f"data.train={tmp_path / 'a.jsonl'}"]
-    found = doctor.lacks(load_config(None, [*names, "data.fields.question=ask"]))
+    found = lacks(load_config(None, [*names, "data.fields.question=ask"]))
     assert any("ask" in line for line in found), found
     own = f"rewards={{{json.dumps(f'{tmp_path}/mine.py:f')}={{}}}}"
-    found = doctor.lacks(load_config(None, [*names, own]))
+    found = lacks(load_config(None, [*names, own]))
     assert any("takes level, and the data has no such column" in line for line in found), found
     monkeypatch.setattr(reward_text, "missing", lambda requirements: requirements)
-    found = doctor.lacks(load_config(None, names))
+    found = lacks(load_config(None, names))
     assert found == [reward_text.missing_math(load_config(None, names))]
     assert found[0].endswith(extras.install_line("math"))
     assert not reward_text.missing_math(load_config(None, [*names, "rewards={exact={}}"]))
+
+
+def test_a_run_that_is_refused_names_all_that_is_wrong(tmp_path):
+    (tmp_path / "mine.py").write_text("def f(samples, level):\n    return [0.0]\n")
+    own, none = (json.dumps(f"{tmp_path}/mine.py:{name}") for name in ("f", "g"))
+    wrong = ["data.task=srting", "method=grop", "optimizer.name=adm", "mesh.tensor=64", SIZES]
+    config = load_config(None, [*wrong, f"run.dir={tmp_path / 'run'}"])
+    with pytest.raises(UserError) as caught:
+        train(config, echo=print)
+    keys = [line.split(" = ")[0] for line in str(caught.value).splitlines()]
+    assert keys[:3] == ["data.task", "method", "optimizer.name"]
+    assert keys[3].startswith("mesh tensor")
+    wrong = ["data.task=sorting", "objective.kl_cof=1", "objective.epochs=0", SIZES]
+    wrong += [f"rewards={{{own}={{}}, {none}={{}}}}", f"run.dir={tmp_path / 'run'}"]
+    with pytest.raises(UserError) as caught:
+        train(load_config(None, wrong), echo=print)
+    lines_said = str(caught.value).splitlines()
+    assert len(lines_said) == 4
+    for part in ("objective.kl_cof = 1", "epochs = 0", "f(samples, level) needs it", "no function"):
+        assert sum(part in line for line in lines_said) == 1, (part, lines_said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_is_not_said_twice_because_it_counts_otherwise(monkeypatch):
+    config = load_config(None, ["data.task=sorting", SIZES])
+    monkeypatch.setattr(lacking, "lacks", lambda config: ["a.jsonl, 2 rows", "seed = 1"])
+    said = lacking.with_others(UserError("a.jsonl, 500 rows"), config)
+    assert str(said).splitlines() == ["a.jsonl, 500 rows", "seed = 1"]
 
 
 def test_a_configuration_that_is_wrong_hides_nothing(tmp_path):

@@ -142,7 +142,7 @@ def test_options_are_those_of_the_function():
     assert str(caught.value).splitlines() == [
         "data.c = 1: there is no such option; choose from a, b; where a configuration file sets it,"
         " data.c= removes it",
-        "data.a is missing: function(a, b) needs it; set it, or give the argument a default",
+        "data.a is missing: function(first, a, b) needs it; set it, or give the argument a default",
     ]
     check_options(lambda **anything: anything, {"c": 1}, "data")
     with pytest.raises(UserError) as caught:

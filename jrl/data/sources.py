@@ -67,20 +67,20 @@ def open_source(
     if spec.startswith(GIVEN):
         return MemoryRows(given_value(spec, key))
     if spec.startswith("tfds:"):
-        return _TfdsSource(spec, tfds_dir)
+        return _TfdsSource(spec, tfds_dir, key)
     if (of_hub := hub_name(spec)) is not None:
-        return _rows_of(data_files(of_hub, key), spec)
+        return _rows_of(data_files(of_hub, key), spec, key)
     path = Path(spec).expanduser()
     if _suffix(path) is None:
-        raise UserError(f"data {spec!r}; {_FORMS}")
+        raise UserError(f"{key} = {spec!r}; {_FORMS}")
     if not path.is_file() and set("*?[") & set(spec):
         found = sorted(glob.glob(str(path), recursive=True))
         if not found:
-            raise UserError(f"data {spec!r}: no file matches (looked from {Path.cwd()})")
-        return _rows_of([Path(each) for each in found], spec)
+            raise UserError(f"{key} = {spec!r}: no file matches (looked from {Path.cwd()})")
+        return _rows_of([Path(each) for each in found], spec, key)
     if not path.is_file():
-        raise UserError(f"data {spec!r}: there is no such file {_looked(path)}")
-    return _rows_of([path], spec)
+        raise UserError(f"{key} = {spec!r}: there is no such file {_looked(path)}")
+    return _rows_of([path], spec, key)
 
 
 def _suffix(path: Path) -> str | None:
@@ -97,14 +97,14 @@ def _looked(path: Path) -> str:
     return f"(looked in {there}{'' if there.exists() else ', which is not there'}){hint}"
 
 
-def _rows_of(paths: Sequence[Path], spec: str) -> Source:
+def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
     """The rows of one file, or of several one after the other."""
     unread = [path for path in paths if _suffix(path) is None]
     if unread:
-        raise UserError(f"data {spec!r} matches {unread[0]}; {_FORMS}")
+        raise UserError(f"{key} = {spec!r}: it matches {unread[0]}; {_FORMS}")
     sources = [_KINDS[_suffix(path) or ""](path) for path in paths]
     if not any(map(len, sources)):
-        raise UserError(f"data {spec!r}: the file has no rows")
+        raise UserError(f"{key} = {spec!r}: the file has no rows")
     return sources[0] if len(sources) == 1 else Chain(sources)
 
 
@@ -218,11 +218,11 @@ class ParquetSource:
 class _TfdsSource:
     """A split of a TFDS dataset, read without TensorFlow."""
 
-    def __init__(self, spec: str, tfds_dir: str | None) -> None:
+    def __init__(self, spec: str, tfds_dir: str | None, key: str) -> None:
         self.spec = spec
-        self._rows = _tfds_rows(spec, tfds_dir)
+        self._rows = _tfds_rows(spec, tfds_dir, key)
         if not len(self._rows):
-            raise UserError(f"data {spec!r}: the split has no rows")
+            raise UserError(f"{key} = {spec!r}: the split has no rows")
 
     def __len__(self) -> int:
         """Rows."""
@@ -250,9 +250,9 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
+def _tfds_rows(spec: str, tfds_dir: str | None, key: str) -> Any:
     """A random-access source of a TFDS split, downloading what is not prepared."""
-    tfds = need("tensorflow_datasets", "tfds", f"data {spec!r}")
+    tfds = need("tensorflow_datasets", "tfds", f"{key} = {spec!r}")
     name, _, split = spec.removeprefix("tfds:").partition(":")
     root = Path(tfds_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR)
     root = root.expanduser()
@@ -268,7 +268,7 @@ def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
             return tfds.builder_from_directory(version).as_data_source(split=split)
         if name.split("/")[0] == "gsm8k":
             raise UserError(
-                f"data {spec!r}: GSM8K is not prepared in {root}; set TFDS_DATA_DIR to where it "
+                f"{key} = {spec!r}: GSM8K is not prepared in {root}; set TFDS_DATA_DIR to where it "
                 "is, or prepare it from its JSONL files with python -m jrl.data.gsm8k "
                 f"--dir {root} --train train.jsonl --test test.jsonl"
             )
@@ -285,9 +285,9 @@ def _tfds_rows(spec: str, tfds_dir: str | None) -> Any:
         near = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
         hint = f"; did you mean tfds:{near[0]}?" if near else ""
         raise UserError(
-            f"data {spec!r} (in {root}): {type(error).__name__}: {first}{hint}; name a prepared"
-            " dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its directory in "
-            "TFDS_DATA_DIR"
+            f"{key} = {spec!r}, looked for in {root}: {type(error).__name__}: {first}{hint};"
+            " name a prepared dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its"
+            " directory in TFDS_DATA_DIR"
         ) from error
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jrl.errors import UserError, choose
+from jrl.errors import Mistakes, nearest
 from jrl.methods.base import Method
 from jrl.methods.domains import Coefficient, coefficients_of
 from jrl.types import Objective
@@ -101,14 +101,33 @@ class Published:
           UserError: for an unknown coefficient (the nearest is named), a value outside its domain
             (the domain is named), or a missing one that has no default.
         """
-        for name, value in coefficients.items():
-            if name not in self.coefficients:
-                raise choose(f"coefficient of {self.name}", name, self.coefficients)
-            self.coefficients[name].check(self.name, value)
-        for name, coefficient in self.coefficients.items():
-            if coefficient.required and name not in coefficients:
-                raise UserError(f"{self.name} needs {name}; give {coefficient.domain}")
+        mistakes = Mistakes()
+        mistakes.look(lambda: self.check(self.name, coefficients))
+        mistakes.lines += [
+            f"{self.name} needs {name}; give {coefficient.domain}"
+            for name, coefficient in self.coefficients.items()
+            if coefficient.required and name not in coefficients
+        ]
+        mistakes.check()
         return self.build(coefficients)
+
+    def check(self, table: str, coefficients: Mapping[str, Any]) -> None:
+        """Raises a UserError with a line for each coefficient that is wrong.
+
+        Args:
+          table: what they stand in, for messages: "objective" in a configuration.
+          coefficients: by name.
+        """
+        mistakes = Mistakes()
+        for name, value in coefficients.items():
+            if name in self.coefficients:
+                mistakes.look(functools.partial(self.coefficients[name].check, table, value))
+            else:
+                mistakes.lines.append(
+                    f"{table}.{name} = {value!r}: {self.name} has no such coefficient;"
+                    f" {nearest(name, self.coefficients)}"
+                )
+        mistakes.check()
 
     def build(self, coefficients: Mapping[str, Any]) -> Method:
         """The method with these coefficients, not checked again."""

@@ -19,11 +19,9 @@ them again, which is right for every module and quadratic in the length.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import chex
 import flax.errors
 import jax
 import jax.numpy as jnp
@@ -32,8 +30,14 @@ from flax import nnx
 from flax.core import meta
 
 from jrl.errors import UserError
-from jrl.mesh import RULES, constrain
-from jrl.models import replay
+from jrl.models.functions import (
+    Functions,
+    axes_of,
+    network_of,
+    one_sequence_a_row,
+    reward_of,
+    value_of,
+)
 from jrl.models.heads import RewardNetwork
 from jrl.types import Array, Network, Params, ValueNetwork
 
@@ -65,7 +69,7 @@ def linen_network(
       UserError: from ``init`` and calls: state besides parameters, dropout that is switched on,
         partitioning names that JRL's table lacks, or a result of the wrong shape.
     """
-    return _network(_linen(module, packed, call), vocab_size, max_length)
+    return network_of(_linen(module, packed, call), vocab_size, max_length)
 
 
 def nnx_network(
@@ -91,7 +95,7 @@ def nnx_network(
     Raises:
       UserError: as ``linen_network``.
     """
-    return _network(_nnx(make_module, packed, call), vocab_size, max_length)
+    return network_of(_nnx(make_module, packed, call), vocab_size, max_length)
 
 
 def linen_value(
@@ -110,7 +114,7 @@ def linen_value(
     Raises:
       UserError: as ``linen_network``.
     """
-    return _value(_linen(module, packed, call))
+    return value_of(_linen(module, packed, call))
 
 
 def nnx_value(
@@ -120,7 +124,7 @@ def nnx_value(
     call: Call | None = None,
 ) -> ValueNetwork:
     """``linen_value`` for an NNX module; ``make_module`` as in ``nnx_network``."""
-    return _value(_nnx(make_module, packed, call))
+    return value_of(_nnx(make_module, packed, call))
 
 
 def linen_reward(
@@ -139,7 +143,7 @@ def linen_reward(
     Raises:
       UserError: as ``linen_network``.
     """
-    return _reward(_linen(module, packed, call))
+    return reward_of(_linen(module, packed, call))
 
 
 def nnx_reward(
@@ -149,18 +153,10 @@ def nnx_reward(
     call: Call | None = None,
 ) -> RewardNetwork:
     """``linen_reward`` for an NNX module; ``make_module`` as in ``nnx_network``."""
-    return _reward(_nnx(make_module, packed, call))
+    return reward_of(_nnx(make_module, packed, call))
 
 
 # ------------------------------------------------------------ a module as functions of parameters
-
-
-class _Functions(NamedTuple):
-    """A module of either kind: init(key), axes(), and run(params, tokens, positions, segments)."""
-
-    init: Callable[[Array], Params]
-    axes: Callable[[], Any]
-    run: Callable[[Params, Array, Array, Array], Array]
 
 
 def _adaptor(packed: bool, call: Call | None) -> Call:
@@ -171,7 +167,7 @@ def _adaptor(packed: bool, call: Call | None) -> Call:
     return lambda module, tokens, positions, segments: module(tokens)
 
 
-def _linen(module: nn.Module, packed: bool, call: Call | None) -> _Functions:
+def _linen(module: nn.Module, packed: bool, call: Call | None) -> Functions:
     name = type(module).__name__
     adapted = _adaptor(packed, call)
 
@@ -190,7 +186,7 @@ def _linen(module: nn.Module, packed: bool, call: Call | None) -> _Functions:
     def axes() -> Any:
         abstract = jax.eval_shape(boxed, jax.random.key(0))
         specs = nn.get_partition_spec(abstract)
-        return _axes(name, meta.unbox(abstract), specs)
+        return axes_of(name, meta.unbox(abstract), specs)
 
     def run(params: Params, tokens: Array, positions: Array, segments: Array) -> Array:
         try:
@@ -199,12 +195,12 @@ def _linen(module: nn.Module, packed: bool, call: Call | None) -> _Functions:
             raise _draws(name) from error
         return out
 
-    return _Functions(init, axes, run if packed else _one_sequence_a_row(run))
+    return Functions(init, axes, run if packed else one_sequence_a_row(run))
 
 
 def _nnx(
     make_module: Callable[[nnx.Rngs], nnx.Module], packed: bool, call: Call | None
-) -> _Functions:
+) -> Functions:
     adapted = _adaptor(packed, call)
 
     def split(key: Array) -> tuple[str, Any, Any, Any]:
@@ -236,7 +232,7 @@ def _nnx(
     def axes() -> Any:
         name, _, params, _ = abstract()
         specs = nnx.to_pure_dict(nnx.get_partition_spec(params))
-        return _axes(name, nnx.to_pure_dict(params), specs)
+        return axes_of(name, nnx.to_pure_dict(params), specs)
 
     def run(params: Params, tokens: Array, positions: Array, segments: Array) -> Array:
         name, graph, state, draws = abstract()
@@ -250,7 +246,7 @@ def _nnx(
             raise _draws(name)
         return out
 
-    return _Functions(init, axes, run if packed else _one_sequence_a_row(run))
+    return Functions(init, axes, run if packed else one_sequence_a_row(run))
 
 
 def _blank(x: jax.ShapeDtypeStruct) -> Array:
@@ -276,109 +272,3 @@ def _impure(name: str, what: str) -> str:
         f"{name} keeps state besides its parameters ({what}); JRL's networks are functions of"
         " their parameters alone, so build it without batch statistics or caches"
     )
-
-
-def _axes(name: str, shapes: Any, specs: Any) -> Any:
-    """Logical axis names of every leaf, from the module's partitioning metadata."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
-    found = jax.tree.leaves(specs, is_leaf=is_spec)
-    axes = []
-    for (path, leaf), spec in zip(leaves, found, strict=True):
-        names = tuple(spec) + (None,) * (leaf.ndim - len(spec))
-        for axis in names:
-            if axis is not None and axis not in RULES:
-                raise UserError(
-                    f"{name}{jax.tree_util.keystr(path)}: partitioned over {axis!r}; name the"
-                    f" axes as JRL does: {', '.join(RULES)}"
-                )
-        axes.append(names)
-    return jax.tree.unflatten(treedef, axes)
-
-
-def _one_sequence_a_row(run: Callable[..., Array]) -> Callable[..., Array]:
-    """``run`` for a module that is causal over columns: gaps are closed before and opened after."""
-
-    def dense(params: Params, tokens: Array, positions: Array, segments: Array) -> Array:
-        rows, columns = tokens.shape
-        live = segments != 0
-        row = jnp.arange(rows)[:, None]
-        laid = jnp.zeros_like(tokens).at[row, jnp.where(live, positions, columns)]
-        laid_live = jnp.zeros_like(segments).at[row, jnp.where(live, positions, columns)]
-        column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), tokens.shape)
-        out = run(params, laid.set(tokens, mode="drop"), column, laid_live.set(1, mode="drop"))
-        back = jnp.clip(positions, 0, columns - 1).reshape(rows, columns, *(1,) * (out.ndim - 2))
-        out = jnp.take_along_axis(out, back, axis=1)
-        fits = (segments == segments.max(axis=1, keepdims=True)) & (positions < columns)
-        wrong = (live & ~fits).any(axis=1).reshape(rows, *(1,) * (out.ndim - 1))
-        return jnp.where(wrong, jnp.nan, out)
-
-    return dense
-
-
-# ------------------------------------------------------------------- the three uses of a module
-
-
-def _network(functions: _Functions, vocab_size: int, max_length: int) -> Network:
-    init, axes, run = functions
-
-    def hidden(
-        params: Params, tokens: Array, positions: Array, segments: Array
-    ) -> tuple[Array, dict[str, Array]]:
-        chex.assert_equal_shape([tokens, positions, segments])
-        out = run(params, tokens, positions, segments)
-        _check(out, (*tokens.shape, vocab_size), "a policy returns logits [B, L, V]")
-        return constrain(out, "batch", None, None), {}
-
-    return Network(
-        vocab_size=vocab_size,
-        embed_dim=vocab_size,
-        max_length=max_length,
-        init=init,
-        axes=axes,
-        hidden=hidden,
-        logits=lambda params, logits: logits.astype(jnp.float32),
-        prepare=lambda params: params,
-        init_cache=replay.init_cache,
-        extend=functools.partial(replay.extend, hidden=hidden),
-    )
-
-
-def _value(functions: _Functions) -> ValueNetwork:
-    init, axes, run = functions
-
-    def apply(
-        params: Params, policy_hidden: Array, tokens: Array, positions: Array, segments: Array
-    ) -> Array:
-        del policy_hidden  # the module reads the tokens itself
-        out = run(params, tokens, positions, segments)
-        _check(out, tokens.shape, "a value network returns [B, L]")
-        return out.astype(jnp.float32)
-
-    return ValueNetwork(init, axes, apply)
-
-
-def _reward(functions: _Functions) -> RewardNetwork:
-    init, axes, run = functions
-
-    def apply(params: Params, tokens: Array, lengths: Array) -> Array:
-        chex.assert_rank([tokens, lengths], [2, 1])
-        columns = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        segments = (columns < lengths[:, None]).astype(jnp.int32)
-        out = run(params, tokens, columns, segments)
-        _check(out, tokens.shape, "a reward network returns [B, L]")
-        return jnp.take_along_axis(out, (lengths - 1)[:, None], axis=1)[:, 0].astype(jnp.float32)
-
-    return RewardNetwork(init, axes, apply)
-
-
-def _check(out: Any, shape: tuple[int, ...], rule: str) -> None:
-    if not isinstance(out, jax.Array):
-        raise UserError(
-            f"the Flax module returned a {type(out).__name__}, expected one array: {rule}"
-        )
-    if out.shape != shape or not jnp.issubdtype(out.dtype, jnp.floating):
-        raise UserError(
-            f"the Flax module returned {out.dtype}{list(out.shape)}, expected"
-            f" floats {list(shape)}: {rule}"
-        )

@@ -77,7 +77,7 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
         return Failure(f"returned {kind} {result!r:.60}; return a list with one number a sample")
     values = list(result)
     if len(values) != count:
-        return Failure(f"returned {len(values)} numbers for {count} samples")
+        return Failure(f"returned {len(values)} numbers for {count} sample{'s' * (count != 1)}")
     points = []
     for value in values:
         # Not np.number: a complex number would lose a part of it, and a time its unit.

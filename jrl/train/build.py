@@ -7,6 +7,7 @@ run = bare_run(config, mesh, model=...)   # without data and weights, to plan it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
-from jrl.errors import UserError, choose
+from jrl.errors import Mistakes, UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
 from jrl.models import hf
@@ -292,7 +293,8 @@ def own_network(config: Config, task: Task | Env | None, tokenizer: Any) -> Netw
     if not isinstance(network, Network):
         raise UserError(
             f"model.network = {spec!r} returned {network!r:.40}; return a jrl.Network, which"
-            " jrl.linen_network and jrl.nnx_network make of a Flax module"
+            " jrl.linen_network and jrl.nnx_network make of a Flax module, and"
+            " jrl.function_network of functions"
         )
     check_vocab(tokenizer, network.vocab_size)
     return network
@@ -508,12 +510,13 @@ def reward_pool(config: Config) -> RewardPool:
     tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
     tables = tables if config.rewards or config.task else {"math": RewardTable()}
     tables = {} if config.episodes else tables
-    pool = config.reward_pool
+    pool, mistakes, functions = config.reward_pool, Mistakes(), {}
+    for name, table in tables.items():
+        options = reveal(table.options, f"rewards.{name}")
+        functions[name] = mistakes.look(partial(make_reward, name, **options))
+    mistakes.check()
     return RewardPool(
-        {
-            name: make_reward(name, **reveal(t.options, f"rewards.{name}"))
-            for name, t in tables.items()
-        },
+        functions,
         workers=pool.workers if tables else 0,
         timeout_seconds=pool.timeout_seconds,
         memory_gib=pool.memory_gib,

@@ -53,7 +53,7 @@ def run_shape(config: Config, task: Task | Env | None) -> ModelConfig:
         )
     types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
     if choice.path is not None:
-        return dataclasses.replace(hf.read_config(Path(choice.path)), **types)
+        return dataclasses.replace(hf.read_config(Path(choice.path), "model.path"), **types)
     if task is None:
         raise UserError(
             "model.path is missing: training on data.train needs a checkpoint directory with a "

@@ -38,6 +38,7 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.disjoint import draw_ahead, restored, stored
+from jrl.train.lacks import with_others
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
@@ -156,10 +157,15 @@ def run_config(
         stopping.saved = partial(what_is_saved, config.run.dir or "")
         stack.enter_context(Waits(config.train.wait_seconds, echo, partial(_overdue, stopping)))
         with stopping.at_once():
-            with waiting("model and the data", moved):
-                config = pinned(config)
-                check_same("configuration", flatten(config))
-                run, pool = _set_up(config, stack, echo)
+            try:
+                with waiting("model and the data", moved):
+                    config = pinned(config)
+                    check_same("configuration", flatten(config))
+                    run, pool = _set_up(config, stack, echo)
+            except UserError as error:
+                if type(error) is not UserError:
+                    raise
+                raise with_others(error, config) from error
             notes = stack.enter_context(CompileNotes(echo))
             records = stack.enter_context(
                 RunRecords(run._replace(params=None), pool, stopping, on_record)

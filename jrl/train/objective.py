@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jrl.config import Config
 from jrl.config_secrets import reveal
 from jrl.data.tasks import Task
 from jrl.envs import Env
+from jrl.errors import Mistakes
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
@@ -66,12 +68,16 @@ def sampler_differs(config: Config) -> bool:
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:
     """The coefficients that the run reads, checked, and those of the method."""
     common, own = {}, {}
+    mistakes = Mistakes()
     for name, value in reveal(config.objective, "objective").items():
         if name in COMMON and name not in found.coefficients:
-            COMMON[name].check("objective", value)
+            mistakes.look(partial(COMMON[name].check, "objective", value))
             common[name] = value
         else:
             own[name] = value
+    if isinstance(found, Published):
+        mistakes.look(lambda: found.check("objective", own))
+    mistakes.check()
     return common, own
 
 

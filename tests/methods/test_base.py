@@ -100,7 +100,7 @@ def test_a_coefficient_that_means_nothing_to_a_variant_is_not_offered():
 
     assert list(fixed.coefficients) == ["rounds"]
     assert fixed().draw.baseline_members == 5
-    with pytest.raises(UserError, match="coefficient of fixed"):
+    with pytest.raises(UserError, match="fixed has no such coefficient"):
         fixed(strength=1.0)
     with pytest.raises(TypeError, match="sample_method has no coefficient 'power'"):
         variant(sample_method, power=1.0)

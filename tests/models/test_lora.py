@@ -221,16 +221,15 @@ def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
     ],
 )
 def test_peft_loads_the_adapters_onto_their_checkpoint(targets, changes, tmp_path):
-    """Logits of the PEFT library, kept apart and merged, within 2e-5 of ours; and its own files.
+    """Logits of the PEFT library, kept apart and merged, within 2e-5 of ours; and its own files."""
+    import peft
+    import torch
+    import transformers
 
-    Runs where ``peft`` is installed beside what ``.[dev]`` installs (``pip install peft``).
-    """
-    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     config, lora = ModelConfig(**{**SIZES, **changes}), Lora(4, 8.0, targets)
     plain = transformer(config)
     params = noisy(with_adapters(plain, config, lora))
-    trained, base = with_adapters(plain, config, lora).split.split(params)
+    trained, base = with_adapters(plain, config, lora).extras.split.split(params)
     hf.save(tmp_path / "base", config, jax.device_get(base))
     save_adapters(tmp_path / "a", config, trained, lora=lora, base=str(tmp_path / "base"))
 

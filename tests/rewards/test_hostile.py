@@ -74,7 +74,7 @@ ERRORS = {
     "time": "returned timedelta64 np.timedelta64(1) instead of a number",
     "unnamed_value": "returned Unnamed Unnamed() instead of a number",
     "sly": "returned inf; points must be finite",
-    "liar": "returned 2 numbers for 1 samples",
+    "liar": "returned 2 numbers for 1 sample",
     "closes_everything": "its process",
 }
 

@@ -92,7 +92,7 @@ def test_a_bad_result_scores_0_and_is_counted(pool, kind):
         ("exit", "raised SystemExit: 3"),
         ("nan", "returned nan; points must be finite"),
         ("inf", "returned inf"),
-        ("two", "returned 2 numbers for 1 samples"),
+        ("two", "returned 2 numbers for 1 sample"),
         ("none", "returned NoneType None"),
         ("number", "returned float 1.0"),
         ("text", "returned str '1' instead of a number"),

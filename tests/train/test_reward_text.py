@@ -55,3 +55,24 @@ def test_in_a_process_of_its_own_too(place):
     run, pool = run_of(place, "pooled", "'text'", "reward_pool.workers=1")
     with pool, pytest.raises(UserError, match="str"):
         probe_rewards(run, pool)
+
+
+def test_on_a_task_with_one_of_its_problems(place):
+    """A right answer gets its point; a function that is wrong is refused before a run begins."""
+    (place / "task.py").write_text(
+        "def right(samples):\n"
+        "    assert sorted(samples[0].prompt.text[:-1]) == list(samples[0].completion)\n"
+        "    return [float(s.completion == s.prompt.answer) for s in samples]\n\n\n"
+        "def twice(samples):\n    return [0.0, 0.0]\n"
+    )
+    sizes = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+    for name, said in (("right", None), ("twice", "returned 2 numbers for 1 sample ")):
+        own = f"rewards={{{json.dumps(f'{place}/task.py:{name}')}={{}}}}"
+        given = ["data.task=sorting", f"model.config={sizes}", own, "reward_pool.workers=0"]
+        config = load_config(None, given)
+        run, pool = build.setup(config), build.reward_pool(config)
+        if said is None:
+            probe_rewards(run, pool)
+            continue
+        with pytest.raises(UserError, match=said):
+            probe_rewards(run, pool)

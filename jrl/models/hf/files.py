@@ -55,17 +55,21 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def read_config(dir: str | os.PathLike[str]) -> ModelConfig:
+def read_config(dir: str | os.PathLike[str], key: str = "") -> ModelConfig:
     """The model that ``dir/config.json`` describes.
 
     Args:
       dir: a directory, or a model of the Hugging Face Hub as ORG/NAME[@REVISION].
+      key: the configuration key that names it, for messages; "" where there is none.
 
     Raises:
       UserError: no such file, no such architecture, or a key asking for what is not supported.
     """
     path = model_directory(dir) / "config.json"
-    raw = _read_json(path)
+    try:
+        raw = _read_json(path)
+    except UserError as error:
+        raise UserError(f"{key} = {str(dir)!r}: {error}" if key else str(error)) from None
     try:
         return parse(raw)
     except UserError as error:

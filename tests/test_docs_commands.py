@@ -1,0 +1,148 @@
+"""The commands of README and docs/ are run, block after block, each training run for a step.
+
+Models and data of the Hub come from a small mirror of its cache, files that a page shows are
+written as it shows them, and sizes are overridden behind each command. ``test_docs_blocks`` parses
+the same commands as they stand; what is not run here is listed in LEFT with the reason.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+from hub_mirror import add, checkpoint, lines
+from test_docs_blocks import ROOT, commands, fenced, indented, name_of
+from typer.testing import CliRunner
+
+from jrl.cli import app
+from jrl.extras import missing
+from jrl.train import loop
+
+LEFT = {  # how a command begins -> what stands for it
+    "jrl train configs/gsm8k_python.toml": "test: train/test_host_run.py",
+    "jrl serve": "test: serving/test_http.py",
+    "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
+}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+SMALL = {  # configuration -> sizes of a run of a step
+    "": ["sampling.max_new_tokens=8"],
+    "dpo": [],
+    "gridworld": ["train.prompts=2"],
+    "gsm8k": ["sampling.max_new_tokens=8", "train.microbatches=1", "model.dtype=float32"],
+    "reward_model": [],
+    "tiny": ["warmup.steps=1", "warmup.batch=8"],
+}
+SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+ALWAYS = ["train.steps=1", "train.prompts=2", "train.microbatches=1", "sampling.group=2"]
+ALWAYS += ["eval.problems=2", "reward_pool.workers=1", "mesh.fsdp=1"]
+PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(9)]
+ROWS = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(9)]
+SOLVED = [row | {"answer": f"so #### {row['answer']}"} for row in ROWS]
+
+
+def is_command(words):
+    return words[0].rpartition("/")[2] == "jrl"
+
+
+BLOCKS = [
+    pytest.param(page, block, id=f"{name_of(page)}: {block.strip().splitlines()[0]}"[:90])
+    for page in PAGES
+    for block in indented(page)
+    if re.match(r"(\S*/)?jrl ", block) or re.search(r"^\S*/jrl ", block, flags=re.MULTILINE)
+]
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A cache of the Hub with the models and data that the pages name."""
+    place = tmp_path_factory.mktemp("hub")
+    model = checkpoint(place / "DIR", chat=True)
+    for name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B"):
+        add(place / "cache", f"Qwen/{name}", "model", model)
+    rows = {f"main/{split}-00000.jsonl": lines(SOLVED) for split in ("train", "test")}
+    add(place / "cache", "openai/gsm8k", "dataset", rows)
+    return place
+
+
+@pytest.fixture
+def place(hub, tmp_path, monkeypatch):
+    """A working directory with everything that a command may name."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(hub / "cache"))
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(hub / "DIR", tmp_path / "DIR")
+    for name in ("pairs", "held", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(lines(PAIRS))
+    (tmp_path / "train.jsonl").write_text(lines(SOLVED))
+    rows = "".join(f"{row['question']},{row['answer']}\n" for row in ROWS)
+    (tmp_path / "mine.csv").write_text("question,answer\n" + rows)
+    return tmp_path
+
+
+def small(words):
+    """A command's words with what makes it short behind them, as pages leave room for."""
+    command, *rest = words
+    if command == "compare":
+        changed = {"--methods": "grpo", "--seeds": "2"}
+        rest = [changed.get(before, word) for before, word in zip(["", *rest], rest, strict=False)]
+        return ["compare", *rest, *ALWAYS[1:], *sizes(rest), "--steps", "1"]
+    return [command, *rest, *ALWAYS, *sizes(rest)]
+
+
+def sizes(words):
+    named = re.fullmatch(r"configs/(\w+)\.toml", words[0])
+    name = named[1] if named else ""
+    own = any(word.startswith(("model.", "[model")) for word in words)
+    with_sizes = name in ("tiny", "gridworld") and not own
+    return SMALL[name] + [SIZES] * with_sizes
+
+
+def run(words):
+    result = CliRunner().invoke(app, words)
+    shown = "\n".join([" ".join(words), result.output])
+    assert result.exit_code == 0, (shown, result.exception)
+    return result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), BLOCKS)
+def test_every_command_of_a_block_runs(page, block, place):
+    for _, code in fenced(page):
+        if named := re.match(r"# (\w+\.py)\n", code):
+            (place / named[1]).write_text(code)
+    ran = 0
+    for words in filter(is_command, commands(block)):
+        words = words[1:]
+        line = " ".join(["jrl", *words])
+        if any(line.startswith(start) for start in LEFT):
+            continue
+        needed = re.search(r"env=\"(pgx|navix|jumanji|gymnax)\"", line)
+        if needed and missing([needed[1]]):
+            continue
+        ran += 1
+        if "RUN" in words and not (place / "RUN").exists():
+            run(small(["train", "configs/tiny.toml", "run.dir=RUN"]))
+            shutil.copytree(place / "RUN", place / "OTHER")
+        if words[0] in ("train", "compare"):
+            if words[1].startswith("runs/"):  # resumed: as long as it was
+                assert "training finished" in run(words)
+                continue
+            said = run(small(words))
+            assert "training finished" in said or words[0] == "compare", said
+        elif words[0] == "convert":
+            run(["convert", "RUN", "converted"])
+            assert json.loads((place / "converted" / "config.json").read_text())
+        else:
+            run([*words, *["eval.problems=2"] * (words[0] == "eval")])
+    if not ran:
+        pytest.skip("needs the extra games, or is left to another test")
+
+
+def test_what_is_left_out_is_tested_elsewhere():
+    named = [" ".join(["jrl", *words[1:]]) for p in BLOCKS for words in commands(p.values[1])]
+    for start, where in LEFT.items():
+        assert any(line.startswith(start) for line in named), start
+        assert (ROOT / "tests" / where.removeprefix("test: ")).is_file()
+    assert len(BLOCKS) > 25
