@@ -301,6 +301,30 @@ def stream(key: Array, name: str, index: Array | int) -> Array:
 # ---------------------------------------------------------------- what an algorithm is made of
 
 
+class Branching(NamedTuple):
+    """How the members of a group branch off one another: what makes a group a tree.
+
+    ``roots`` members are drawn from the prompt. The others come in ``rounds`` of equally many, each
+    of which leaves a member that is there at one of the tokens that this one drew, and continues
+    with draws of its own. See ``sampling.tree``.
+
+    Attributes:
+      at: of ``sampling.tree.PLACES``, which tokens are left: "entropy" those of the most uncertain
+        distributions, "gap" those whose likeliest two tokens are the closest, "surprise" the least
+        likely tokens, "even" the middle, then the quarters of what a member drew.
+      roots: members drawn from the prompt; 0 for half of the group.
+      rounds: of branches.
+      above: what the number of a token must exceed to be left there, in nats for "entropy" and
+        "surprise", in probability for "gap" (1 minus the difference). A member for which no such
+        token is left is drawn from the prompt.
+    """
+
+    at: str = "entropy"
+    roots: int = 0
+    rounds: int = 1
+    above: float = 0.0
+
+
 class Statistic(NamedTuple):
     """A per-token statistic that a part of an objective brings along; the scoring pass computes it.
 

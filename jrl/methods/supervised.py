@@ -11,6 +11,7 @@ from jrl.methods.base import Draw, Method
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Fraction, Positive, Range
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
+from jrl.objectives.branches import by_branch
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 Weigh = Annotated[str, Choice(("tokens", "sequences"))]
@@ -202,8 +203,9 @@ def tree_targets(correct: float) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         right = scores >= correct
-        outcome = transforms.per_token(jnp.where(right, 1.0, -1.0), batch)
-        returns = batch.stats.get("node_value", outcome)
+        outcome = jnp.where(right, 1.0, -1.0)
+        below = by_branch(outcome, batch) if "node" in batch.ids else outcome
+        returns = batch.stats.get("node_value", transforms.per_token(below, batch))
         batch = batch.replace(stats={**batch.stats, "returns": returns})
         return jnp.where(jnp.isnan(scores), scores, right), batch
 
@@ -229,7 +231,9 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
 
         loss = -mean over tokens of 1[right] log pi_t + beta mean over tokens of (V_t - Q_t)^2
 
-    Q is the statistic "node_value" (``envs.tree.backed_up``); without it the path's own outcome.
+    Q is the statistic "node_value" (``envs.tree.backed_up``); without it the mean outcome of the
+    members that go through a token, where these branch off one another (``objective.tree``), else
+    the path's own outcome.
     The search selects by ``envs.tree.puct``, and at inference takes the best of a step-level
     beam. beta is the paper's (0.0005 for Llama 3). Departures: every token of a step is fitted,
     where the paper fits its end.
@@ -239,5 +243,6 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
-        unsupported="groups drawn by a search: without one their members are drawn apart",
+        unsupported="a search that expands nodes by PUCT: objective.tree makes members branch by"
+        " their tokens alone",
     )
