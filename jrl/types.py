@@ -62,6 +62,7 @@ STATISTICS: Mapping[str, str] = {
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
     "node_value": "points that a search expects from the tree node of the token",
+    "step_labels": "how right the token's step is, in [0, 1], as the data or a search says",
     "visits": "how often a search went through the member's node",
     "paid": "points that the environment paid at the token, times the weight of that reward part",
 }
