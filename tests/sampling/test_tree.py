@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
+from jrl.mesh import make_mesh, tree_shardings
 from jrl.methods.domains import BranchPlace
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -190,6 +191,25 @@ def test_a_tree_depends_on_neither_slots_nor_neighbours():
         assert same(cut(one), cut(back)), name
     np.testing.assert_array_equal(whole.node, some.node)
     np.testing.assert_array_equal(whole.node, turned.node[[1, 3, 0, 2]])
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}], ids=str
+)
+def test_sharded_trees_are_the_same(sizes):
+    mesh = make_mesh(sizes)
+    placed = jax.device_put(params(), tree_shardings(mesh, NETWORK.axes(), params()))
+    args = (jax.random.key(1), placed, prompts(), LENGTHS, SAMPLING, VERSION, IDS)
+    with jax.set_mesh(mesh):
+        drawn = jax.device_get(jit(program(Branching("entropy", 2, 2)))(*args))
+    whole = grown()
+    np.testing.assert_array_equal(drawn.node, whole.node)
+    live = drawn.node > 0
+    np.testing.assert_array_equal(drawn.rollout.tokens[live], whole.rollout.tokens[live])
+    np.testing.assert_array_equal(drawn.rollout.mask, whole.rollout.mask)
+    np.testing.assert_allclose(
+        drawn.rollout.sampler_logprobs, whole.rollout.sampler_logprobs, atol=1e-5
+    )
 
 
 def test_the_past_of_a_branch_is_never_computed_again():

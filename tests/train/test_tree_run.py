@@ -145,6 +145,10 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
         mine = [s for s in samples if s["step"] == record["step"]]
         whole = sum(s["length"] for s in mine)  # both groups of a step are kept
         assert whole == record["tree_shared_tokens"] + record["completion_tokens"]
+        groups = [[s for s in mine if s["group"] == n] for n in range(2)]
+        for group in groups:  # each has nodes of its own, and some share the first
+            assert len({s["nodes"][-1] for s in group}) == len(group)
+            assert len({s["nodes"][0] for s in group}) < len(group)
         for s in mine:
             vowels = sum(c in "aeiou" for c in s["completion"]) / 9
             assert s["reward"] == pytest.approx(vowels)
