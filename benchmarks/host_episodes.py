@@ -32,7 +32,7 @@ from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.serving.episode_rows import EpisodeRows, More, Start
-from jrl.serving.row_costs import Place
+from jrl.serving.row_costs import WaitingPlace
 from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
 
@@ -292,7 +292,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     work = build(args)
     still = environment(work, 0.0, 0)
     short = work._replace(limits=work.limits._replace(turns=2, turn_tokens=8))
-    for chosen in (Place.PARKED, Place.DROPPED):
+    for chosen in (WaitingPlace.PARKED, WaitingPlace.DROPPED):
         env = environment(short, 0.0, 0)
         free(short, env, args.group, lambda wait, place=chosen: place)
     free(work, still, args.group)

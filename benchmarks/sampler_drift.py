@@ -30,7 +30,7 @@ from jrl.models.quant import sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
-from jrl.train.drift import rollout_difference
+from jrl.train.sampler_difference import rollout_difference
 from jrl.types import Network, Params
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
-    found = [*_table_conflicts(config), *_batch_conflicts(config, batch_shards(config.mesh_axes))]
+    found = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
     if config.placement is not None:
         found += _placement_conflicts(config)
     elif config.sampling.mesh:
@@ -23,7 +23,7 @@ def conflicts(config: Config) -> list[str]:
     return found
 
 
-def batch_shards(axes: Mapping[str, int]) -> int | None:
+def batch_parts(axes: Mapping[str, int]) -> int | None:
     """Parts that a mesh splits a batch into, or None when the devices present decide."""
     sizes = (axes["data"], axes["fsdp"], axes["expert"])
     return None if -1 in sizes else math.prod(sizes)
@@ -118,7 +118,7 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
         )
     if config.pairs is not None:
         yield "[placement] needs a rollout, and data.pairs has none; remove [placement]"
-    shards = batch_shards(config.sampling.mesh_axes)
+    shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
 
@@ -153,7 +153,7 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             f"sampling.mesh has {m} devices and mesh {n}; the sampler uses the devices of training:"
             f" make the product of its axes {n}, or set one of them to -1"
         )
-    shards = batch_shards(theirs)
+    shards = batch_parts(theirs)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
 

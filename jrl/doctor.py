@@ -13,7 +13,7 @@ from typing import Any
 
 from jrl.config import Config
 from jrl.config_unions import QuestionTable
-from jrl.data.tables import Head, Source
+from jrl.data.tables import FirstRows, Source
 from jrl.errors import UserError
 from jrl.extras import DISTRIBUTION, extras, install_line, missing, version
 from jrl.hub import cache_directory, offline
@@ -102,7 +102,7 @@ _ROWS = 100
 def _head(spec: str | Mapping[str, float], *, key: str) -> Source:
     from jrl.data.sources import open_source
 
-    return Head(open_source(spec, key=key), _ROWS)
+    return FirstRows(open_source(spec, key=key), _ROWS)
 
 
 def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:

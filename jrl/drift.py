@@ -64,12 +64,12 @@ class Setting(NamedTuple):
     dtype: str
 
 
-def divergence(rows: Sequence[np.ndarray]) -> int | None:
+def first_difference(rows: Sequence[np.ndarray]) -> int | None:
     """The first position at which token sequences are not all the same; None if they never differ.
 
     A sequence that ends differs from one that continues.
 
-    >>> divergence([np.array([5, 6, 7]), np.array([5, 6, 8]), np.array([5, 6, 7, 9])])
+    >>> first_difference([np.array([5, 6, 7]), np.array([5, 6, 8]), np.array([5, 6, 7, 9])])
     2
     """
     shortest = min(map(len, rows))
@@ -91,7 +91,7 @@ def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
       over problems of the deviation over settings; diverged, the fraction of problems whose
       completions are not all the same; divergence_index, the mean first position of these;
       probability_std and logprob_std (nats), deviations over settings of a token's probability and
-      log-probability, averaged over the tokens before a divergence, then over problems;
+      log-probability, averaged over the tokens before the first difference, then over problems;
       logprob_most, nats, the largest difference between two settings there. Deviations are of a
       sample (n - 1); None where there is nothing to average.
     """
@@ -99,7 +99,7 @@ def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
     lengths, found, probabilities, logprobs, most = [], [], [], [], []
     for each in zip(*runs, strict=True):
         lengths.append(np.std([len(drawn.tokens) for drawn in each], ddof=1))
-        index = divergence([drawn.tokens for drawn in each])
+        index = first_difference([drawn.tokens for drawn in each])
         found.append(index)
         shared = len(each[0].tokens) if index is None else index
         if shared:

@@ -50,7 +50,7 @@ LOG_SECONDS = 20.0
 CLOCKS = frozenset(
     {
         *("seconds", "tokens_per_second", "rollout_seconds", "reward_seconds", "waited_seconds"),
-        *("compiles", "new_compiles", "host_memory_bytes"),
+        *("mfu", "compiles", "new_compiles", "host_memory_bytes"),
     }
 )
 """Metrics of the machine and not of the training. No two runs have the same, so they are no part of

@@ -176,8 +176,7 @@ ROWS = {
     ),
 }
 OPEN = {
-    2: "the speed itself is measured by benchmarks/ and not held by a test; a run's metrics have"
-    " tokens a second and no MFU",
+    2: "the speed itself is measured by benchmarks/ and not held by a test",
     3: "a batch is not oversampled to be cut at its first finished groups, and rows that have not"
     " finished are not carried over from one step of a synchronous run to the next",
     6: "the lowest versions that pyproject.toml allows are not tried; its core dependencies have no"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.config_checks import batch_shards
+from jrl.config_checks import batch_parts
 from jrl.config_io import build_config, check_batch, load_config
 from jrl.errors import UserError
 
@@ -131,7 +131,7 @@ def test_all_problems_are_reported_at_once():
 
 def test_check_batch_once_the_devices_are_known():
     config = load_config(None, ["train.prompts=12", "train.microbatches=2", "mesh.fsdp=-1"])
-    assert batch_shards(config.mesh_axes) is None
+    assert batch_parts(config.mesh_axes) is None
     assert config.train.microbatch_prompts == 6
     check_batch(config, 3)
     with pytest.raises(UserError, match="make train.prompts = 12 a multiple of 8"):

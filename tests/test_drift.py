@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from jrl.cli import app
 from jrl.config_io import load_config
-from jrl.drift import Drawn, Setting, compare, divergence, measure_drift, movement
+from jrl.drift import Drawn, Setting, compare, first_difference, measure_drift, movement
 from jrl.errors import UserError
 
 RUN = (
@@ -33,7 +33,7 @@ RUN = (
     ids=str,
 )
 def test_divergence(rows, index):
-    assert divergence([np.array(row, np.int32) for row in rows]) == index
+    assert first_difference([np.array(row, np.int32) for row in rows]) == index
 
 
 def drawn(tokens, logprobs, points):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jrl.config_io import build_config, describe, dump, load_config
 from jrl.models.tokenizer import CharTokenizer, load_tokenizer
 from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, parse
-from jrl.serving.request import Limits
+from jrl.serving.request import RequestLimits
 
 NAMES = sorted(key.name for key in describe())
 FOUND = [
@@ -70,7 +70,7 @@ def test_any_file_is_a_configuration_or_refused(tmp_path, data):
     outcome(load_config, path)
 
 
-LIMITS = Limits(
+LIMITS = RequestLimits(
     slots=4,
     prompt_tokens=20,
     max_new_tokens=30,

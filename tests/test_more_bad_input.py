@@ -26,7 +26,7 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.serving.openai_requests import ApiError, parse
-from jrl.serving.request import Limits
+from jrl.serving.request import RequestLimits
 from jrl.step_files import what_is_saved
 from jrl.train import build
 from jrl.train.reward_text import check_reward_columns
@@ -522,7 +522,7 @@ def test_answers_that_no_text_is_equal_to(answer, place):
 # ---------------------------------------------------------------- requests
 
 
-LIMITS = Limits(
+LIMITS = RequestLimits(
     slots=4,
     prompt_tokens=20,
     max_new_tokens=30,

@@ -16,10 +16,10 @@ from jrl.data.records import (
     Messages,
     answer_text,
     in_tokens,
-    kind_of,
     read_messages,
     read_record,
     read_tokens,
+    row_kind,
 )
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
@@ -139,7 +139,7 @@ def build_judged(
             break
         with bad.row(index, where):
             row = source[index]
-            found = kind_of(row, where)
+            found = row_kind(row, where)
             if kind not in ("", found):
                 raise UserError(f"{where}: {found} after {kind}; put them into separate files")
             if in_tokens(row):

@@ -50,7 +50,7 @@ class Record(NamedTuple):
     scores: tuple[float, ...]
 
 
-def kind_of(row: Mapping[str, Any], where: str) -> str:
+def row_kind(row: Mapping[str, Any], where: str) -> str:
     """Which of ``KINDS`` a row is.
 
     Args:

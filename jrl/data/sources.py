@@ -65,7 +65,7 @@ def open_source(
                 raise UserError(f"{key}: the weight of {name!r} is {weight}; it must be above 0")
         return Mixture({name: open_source(name, tfds_dir=tfds_dir, key=key) for name in spec}, spec)
     if spec.startswith(GIVEN):
-        return Rows(given_value(spec, key))
+        return MemoryRows(given_value(spec, key))
     if spec.startswith("tfds:"):
         return _TfdsSource(spec, tfds_dir)
     if (of_hub := hub_name(spec)) is not None:
@@ -108,7 +108,7 @@ def _rows_of(paths: Sequence[Path], spec: str) -> Source:
     return sources[0] if len(sources) == 1 else Chain(sources)
 
 
-class Rows:
+class MemoryRows:
     """Rows in memory.
 
     Args:

@@ -221,7 +221,7 @@ class Chain:
         return self._sources[number], index - self._starts[number]
 
 
-class Head:
+class FirstRows:
     """The first rows of a source.
 
     Args:

@@ -58,7 +58,7 @@ class Episodes(NamedTuple):
     turns: Array
 
 
-class Table(struct.PyTreeNode):
+class EpisodeTable(struct.PyTreeNode):
     """All B episodes on their way, whether they have a slot, wait for one or are over.
 
     Attributes:
@@ -184,7 +184,7 @@ def _play(
     )
     rows = sequences.keys.shape[0]
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    table = Table(
+    table = EpisodeTable(
         state=pick(starts.state, jnp.arange(rows) // sum(members)),
         keys=sequences.keys,
         begin=jnp.zeros(rows, jnp.int32),
@@ -245,7 +245,7 @@ def _ended(queue: Queue) -> Array:
 def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     """The queue with the environment's reply to every turn that ended."""
     slots, table, ended = queue.slots, queue.extra, _ended(queue)
-    mine: Table = pick(table, queue.index)
+    mine: EpisodeTable = pick(table, queue.index)
     turn, width = mine.log.count, slots.tokens.shape[1]
     size = slots.lengths - mine.begin
     drawn = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)

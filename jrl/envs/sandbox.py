@@ -58,7 +58,7 @@ class SandboxLimits(NamedTuple):
     processes: int = 16
 
 
-class Result(NamedTuple):
+class SandboxResult(NamedTuple):
     """What came of a run.
 
     Attributes:
@@ -117,7 +117,7 @@ class Sandbox:
                 "their files; limits hold"
             )
 
-    async def run(self, code: str) -> Result:
+    async def run(self, code: str) -> SandboxResult:
         """Runs code and waits for its end, or ends it; never longer than a second past the limit.
 
         The time that a run waits for others is not counted, here nor against ``Limits``.
@@ -126,11 +126,11 @@ class Sandbox:
           EnvError: no other run ends for ten minutes.
         """
         if len(code) > _LONGEST_CODE:
-            return Result(f"code of {len(code)} characters is too long", "error", 0.0)
+            return SandboxResult(f"code of {len(code)} characters is too long", "error", 0.0)
         async with self._gate:
             return await self._run(code)
 
-    async def _run(self, code: str) -> Result:
+    async def _run(self, code: str) -> SandboxResult:
         begin = time.monotonic()
         spec = _spec(self.limits, self.apart, self._filtered, next(self._uids))
         with contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ class Sandbox:
             if process.returncode and process.returncode < 0:
                 status = "killed"
         text = bytes(output[: self.limits.output_bytes]).decode("utf-8", "replace")
-        return Result(text, status, time.monotonic() - begin)
+        return SandboxResult(text, status, time.monotonic() - begin)
 
     async def _collect(
         self, process: asyncio.subprocess.Process, code: bytes, output: bytearray

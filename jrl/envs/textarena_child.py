@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 
-class Game:
+class TextGame:
     """``init``, ``step`` and ``close`` of one game; the state is what has been shown so far."""
 
     def __init__(self, game: str, options: dict, players: int, opponent: str) -> None:

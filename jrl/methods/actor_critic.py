@@ -184,7 +184,7 @@ def a2c(base: Method) -> Method:
     return base.with_(surrogate=ratios.reinforce())
 
 
-@variant(ppo, without=RATIO, whiten=False, value_clip=None)
+@variant(ppo, without=RATIO, value_clip=None)
 def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) -> Method:
     """Likelihood of the drawn tokens, weighted by the exponential of their advantages.
 
@@ -193,10 +193,10 @@ def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) 
 
         loss = -mean over tokens of min(exp(A_t / beta), cap) log pi_t + c_1 value_loss
 
-    with A_t the TD(lambda) return less the value. It reads no ratio: the samples may be old.
-    Departures: policy and value network learn at the same time, from the batch at hand in place of
-    a replay buffer; no discount. beta (``temperature``) depends on the scale of rewards; the
-    default is not taken from the paper. ``whiten`` scales advantages as the released code does.
+    with A_t the TD(lambda) return less the value. It reads no ratio: the samples may be old. Beta
+    (``temperature``), cap and lambda are the released code's, as is ``whiten``, which the formula
+    lacks. Departures: policy and value network learn at the same time, from the batch at hand in
+    place of a replay buffer; no discount.
     """
     base = base.after(normalizers.exponential_weights(temperature, weight_cap))
     return base.with_(surrogate=ratios.reinforce())
@@ -576,10 +576,9 @@ def webrl(
                + c * cross-entropy of V against success, score > 0
 
     pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
-    ``ids["step"]``; the value network's number is V's logit. Departures: the released code has twin
-    networks, gains held to 1 and -0.6, those below 0 left out, and a Huber loss with beta between 1
-    and 5; here is the paper's formula. Not known: lambda of the paper's runs and the length of a
-    phase, neither of which the code has.
+    ``ids["step"]``; the value network's number is V's logit; lambda (``blend``) is the paper's.
+    Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
+    out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there.
     """
     return Method(
         Objective(
@@ -590,5 +589,5 @@ def webrl(
         ),
         schedule=Schedule(refresh_ref=phase_steps),
         unsupported="tasks written from failed ones, and a replay of earlier successes whose "
-        "perplexity is in a band",
+        "perplexity is between 1/0.95 and 1/0.5",
     )

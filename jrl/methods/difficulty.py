@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from jrl.errors import UserError
-from jrl.methods.base import CENTRED, Draw, Method
+from jrl.methods.base import Draw, Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Tokens
-from jrl.methods.group_relative import grpo
+from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.objectives import segments as seg
 from jrl.objectives import transforms
 from jrl.objectives.advantages import group_mean_std
@@ -80,10 +80,10 @@ def scale_by_answer_entropy(
     return stateless(apply)
 
 
-@variant(grpo, without=("eps", "ddof"))
+@variant(dr_grpo)
 def seed_grpo(
     base: Method,
-    strength: NonNegative = 1.0,
+    strength: NonNegative = 0.02,
     shape: Annotated[str, Choice(SHAPES)] = "linear",
     power: Positive = 2.0,
 ) -> Method:
@@ -95,16 +95,13 @@ def seed_grpo(
         SE = -1/K sum_k log p_k
         A = (r - mean(r)) f(alpha SE / log G),  f(x) = 1 - x, exp(-x) or (1 - x)^power
 
+    in the loss of ``dr_grpo``; the linear f with alpha (``strength``) 0.02 is the paper's default.
     Departures: shares are counted; the paper also allows sums of likelihoods. Answers are equal
     when their labels "answer" are, which episodes on the host record (final answers as text), or,
     where nobody recorded labels, when all reward parts are; nothing is guessed from tokens. f is
-    held at 0 from below. Not known: alpha (``strength``) and the f of the paper's runs; its
-    repository holds no code. A reimplementation that follows it takes 1 / (1 + x) with alpha 0.0417
-    and Shannon's entropy; at alpha 1 the linear f takes away groups of which no two answers agree.
+    held at 0 from below.
     """
-    scale = scale_by_answer_entropy(strength, shape, power)
-    return base.with_(
-        advantage=transforms.chain(CENTRED, scale),
+    return base.after(scale_by_answer_entropy(strength, shape, power)).with_(
         unsupported="labels of answers outside of episodes on the host: there those with equal "
         "rewards are one",
     )
@@ -428,7 +425,7 @@ def masa(
     passes: Count = 8,
     above: NonNegative = 0.5,
     imitation_coef: NonNegative = 0.1,
-    cutoff: Positive = 1.0,
+    cutoff: Positive = 2.0,
 ) -> Method:
     """GRPO on solutions and, beside them, on predictions of how the solutions will turn out.
 
@@ -447,10 +444,10 @@ def masa(
     The environment records the labels "meta", "predicted_tokens" and "predicted_passes"; without
     them every completion is a solution. ``efficient`` adds what MASA-efficient does: problems
     foretold trivial or unsolvable are left out, tokens past ``cutoff`` times the foretold length
-    are not trained on, and demonstrations (expert predictions) are imitated with
-    ``imitation_coef``. Departures: the sampler is not told to skip or to stop, which is where the
-    paper saves its time; imitation is a term of every step. Not known: the paper's cutoff and the
-    weight of imitation; the released code has neither.
+    (the first version's 2) are not trained on, and demonstrations (expert predictions) are imitated
+    with ``imitation_coef``. Departures: the sampler is not told to skip or to stop, which is where
+    the paper saves its time; imitation is a term of every step, where the authors' code takes steps
+    of their own on the policy's best predictions, and the later version has none.
     """
     base = base.before(prediction_rewards(passes, above)).with_(
         aggregate=token_mean,

@@ -107,7 +107,7 @@ def confucius3_math(
     ``target`` and ``entropy_coef``; stage "hardness" reads ``correct``, ``hardness`` and
     ``max_rounds`` in their place. Departures: the sum over tokens is averaged over completions, a
     constant factor; which side of the target the entropy is on is that of the step before
-    (``entropy_target``). Not known: the clip bounds, here DAPO's.
+    (``entropy_target``). The paper has no clip bounds; here DAPO's.
     """
     missing = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
     if stage == "entropy":

@@ -261,8 +261,8 @@ def remix(
 
     Departures: the previous policy is the one at the start of the training step, which needs no
     snapshot. The reincarnation is repeated at an interval, not done once, and the switch to purely
-    on-policy training after it is a second run with ``epochs=1``. Not known (no code has been
-    released): beta (``kl_coef``), the divergence's estimator, and the clip bounds. A as in GRPO.
+    on-policy training after it is a second run with ``epochs=1``. Not known (the authors'
+    repository holds no code yet): beta (``kl_coef``), the divergence's estimator, the clip bounds.
     """
     return base.with_(
         rule=ratios.recentred_clip(clip_low, clip_high),

@@ -338,8 +338,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
 
     with rewards from running the code (tests passed, speed). Departures: of several best candidates
     the mean is imitated; ``sft_coef`` weighs the second term, which RRHF's released code divides by
-    the row's length and its paper does not. The scale of the code paper's reward is not known, and
-    the loss reads its order alone.
+    the row's length and its paper does not. Of rewards the loss reads the order alone.
     """
 
     def loss(group: Members) -> tuple[Array, Stats]:

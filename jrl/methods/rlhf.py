@@ -110,8 +110,8 @@ def mpo(
     the pairs are in the reward model's order. Departures: the gap is that of the group at hand, its
     best against its worst score: the data's pair in the first stage, the policy's own draws in the
     second, where the paper keeps the parting of the data. PPO's own coefficients but ``epochs`` are
-    read in the second stage alone. Not known: beta and ``kl_coef`` of the
-    paper's runs (that code's plain DPO and PPO have 0.3 and 0.4).
+    read in the second stage alone. Not known: beta and ``kl_coef`` of the paper's runs (that code's
+    plain DPO and PPO have 0.3 and 0.4).
     """
     if stage == "dpo":
         first = dpo.build({"beta": beta, "min_gap": threshold})
@@ -245,8 +245,8 @@ def gepo(
                             + c' variance of r over the equivalent ones )
 
     with the paper's c (``gepo_coef``) 0.01 and c' (``spread_coef``) 1. Departures: GRPO where the
-    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones. Not known:
-    beta (0.1 is DPO's), the clip bounds and the coefficient of the divergence.
+    paper's runs take REINFORCE++; the variance divides by the number of equivalent ones. Its
+    section 4.1 has no beta (0.1 is DPO's), clip bounds or coefficient of the divergence.
     """
     objective = base.objective
     held = (

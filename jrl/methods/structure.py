@@ -307,7 +307,7 @@ def stratified(whole: Transform, blend: float, eps: float, ddof: int) -> Transfo
 
 
 @variant(grpo)
-def stratified_grpo(base: Method, eps: Positive, ddof: Ddof, blend: Fraction = 0.5) -> Method:
+def stratified_grpo(base: Method, eps: Positive, ddof: Ddof, blend: Fraction = 0.6) -> Method:
     """Completions compared with those of their group that have the same structure.
 
     "Stratified GRPO: Handling Structural Heterogeneity in Reinforcement Learning of LLM Search
@@ -317,8 +317,7 @@ def stratified_grpo(base: Method, eps: Positive, ddof: Ddof, blend: Fraction = 0
         A = alpha A_san + (1 - alpha) (r - mean of the group) / (its deviation + eps)
 
     A stratum holds the completions of a prompt with, say, one number of search calls: the label
-    "stratum", in environments the number of turns; without it a group is one stratum. Not known,
-    as no code has been released that we could find: alpha (``blend``, here one half) and what
-    becomes of a completion that is alone in its stratum (here A_san is 0).
+    "stratum", in environments the number of turns; without it a group is one stratum. alpha
+    (``blend``) is that of the paper's runs on a 3B base model.
     """
     return base.with_(advantage=stratified(base.objective.advantage, blend, eps, ddof))

@@ -113,9 +113,8 @@ def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Met
         loss = -mean over tokens of sum_a sg(q(a) R(a)) log pi(a)
 
     Departures: the expectation over a, of which the paper's K = 256 draws a token are an estimate;
-    nothing is drawn. ``beta`` and ``temperature`` are not known, and no code is released that we
-    found: the defaults are a slightly negative reward and a temperature above 1, as the paper asks
-    for.
+    nothing is drawn. Not known (we found no code): ``beta`` and ``temperature``; the paper asks for
+    a slightly negative reward and a temperature above 1.
     """
     rollout = one_token_rollout(beta, temperature)
     return base.with_(surrogate=distill.minimise(rollout, "one_token_loss"))

@@ -358,9 +358,9 @@ def preplan_anchor(
     (``shared``) of the bonus. Numbers are those of the paper's later version, which amplifies
     advantages of both signs; the first has ``farthest`` 50 and ``positive_only``.
 
-    Not known, as no code has been released: alpha, here 0.5; what low and high are, here a WAAD of
-    at most the completion's median and a Delta of the planning tokens; Delta of the last token,
-    here 0.
+    Not known (the paper's settings and the authors' trainer lack them): alpha, here 0.5; what low
+    and high are, here a WAAD of at most the completion's median and a Delta of the planning tokens;
+    Delta of the last token, here 0.
     """
     local = partial(attention_distance, window=window, heads=heads)
     broad = partial(attention_influence, nearest=nearest, farthest=farthest, heads=heads)

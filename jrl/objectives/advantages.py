@@ -1,8 +1,9 @@
 """Advantages of ONE group or ONE sequence, as pure functions; lift them with ``jax.vmap``.
 
-Every group function takes ``members``: a member that is False there is left out of all statistics
-and gets 0, so groups may be ragged. A live NaN reward makes its whole group NaN and is never
-averaged away; a NaN reward of a member that is not live is not read.
+Every group function takes ``rewards`` [G] float, points, and ``members`` [G] bool, and returns [G]
+float: a member that is False there is left out of all statistics and gets 0, so groups may be
+ragged. A live NaN reward makes its whole group NaN and is never averaged away; a NaN reward of a
+member that is not live is not read. ``mask`` [T] is True where the policy drew the token.
 """
 
 from __future__ import annotations
@@ -17,15 +18,8 @@ from jrl.types import Array
 def mean_centred(rewards: Array, members: Array) -> Array:
     """Each member's reward minus the mean reward of its group.
 
-    The advantage of ``dr_grpo``.
-
-    Args:
-      rewards: [G] float, points. One group.
-      members: [G] bool, True where the member counts.
-
-    Returns:
-      [G] float, points. Sums to zero over the live members; 0 for the others, 0 for a group with
-      one live member, and exactly 0 when all live rewards are equal. Not scaled.
+    The advantage of ``dr_grpo``, points. Sums to zero; 0 for a group with one live member, and
+    exactly 0 when all live rewards are equal. Not scaled.
 
     >>> mean_centred(jnp.array([3.0, 0.0, 0.0, 9.0]), jnp.array([True, True, True, False])).tolist()
     [2.0, -1.0, -1.0, 0.0]
@@ -45,15 +39,8 @@ def group_mean_std(rewards: Array, members: Array, *, eps: float = 1e-6, ddof: i
     The advantage of ``grpo``. The paper writes ``std`` without saying which; the default is the
     sample deviation (``ddof=1``), which TRL, verl and OpenRLHF compute.
 
-    Args:
-      rewards: [G] float, points. One group.
-      members: [G] bool, True where the member counts.
-      eps: points, added to the deviation; above 0.
-      ddof: 1 divides the squares by the live members less one, 0 by the live members.
-
-    Returns:
-      [G] float, deviations. 0 for members that are not live, for a group with one live member and
-      for a group whose live rewards are all equal.
+    ``eps`` is in points, above 0; ``ddof`` 1 divides the squares by the live members less one, 0 by
+    the live members. 0 for a group with one live member or whose live rewards are all equal.
 
     >>> ones = jnp.ones(3, bool)
     >>> group_mean_std(jnp.array([3.0, 2.0, 1.0]), ones, eps=1e-12).tolist()
@@ -67,15 +54,8 @@ def group_mean_std(rewards: Array, members: Array, *, eps: float = 1e-6, ddof: i
 def leave_one_out(rewards: Array, members: Array) -> Array:
     """Each member's reward minus the mean reward of the group's other members.
 
-    The advantage of ``rloo``.
-
-    Args:
-      rewards: [G] float, points. One group.
-      members: [G] bool, True where the member counts.
-
-    Returns:
-      [G] float, points. Sums to zero. 0 for members that are not live, and for a group with one
-      live member, which has no others to compare with. Not scaled by the group's deviation.
+    The advantage of ``rloo``, points. Sums to zero; 0 for a group with one live member, which has
+    no others to compare with. Not scaled by the group's deviation.
 
     >>> leave_one_out(jnp.array([3.0, 0.0, 0.0]), jnp.ones(3, bool)).tolist()
     [3.0, -1.5, -1.5]
@@ -88,15 +68,9 @@ def mean_scaled(rewards: Array, members: Array) -> Array:
     """Each member's reward over the mean reward of its group, minus 1.
 
     The advantage of ``maxrl`` for rewards of 0 and 1: summed against the score function it is the
-    mean score function of the right completions less that of all.
-
-    Args:
-      rewards: [G] float, points, not negative. One group.
-      members: [G] bool, True where the member counts.
-
-    Returns:
-      [G] float, a pure number. Sums to zero. 0 for members that are not live, and for a group whose
-      mean reward is not above 0 (no success, nothing to imitate).
+    mean score function of the right completions less that of all. A pure number, for rewards that
+    are not negative; sums to zero; 0 for a group whose mean reward is not above 0 (no success,
+    nothing to imitate).
 
     >>> mean_scaled(jnp.array([1.0, 0.0, 0.0, 0.0]), jnp.ones(4, bool)).tolist()
     [3.0, -1.0, -1.0, -1.0]
@@ -110,16 +84,8 @@ def mean_scaled(rewards: Array, members: Array) -> Array:
 def length_weighted_centred(rewards: Array, members: Array, lengths: Array) -> Array:
     """Each member's reward minus the mean reward of its group, weighted by length.
 
-    The baseline of ``opo``.
-
-    Args:
-      rewards: [G] float, points. One group.
-      members: [G] bool, True where the member counts.
-      lengths: [G] float or int, trained tokens.
-
-    Returns:
-      [G] float, points. 0 for members that are not live, for a group with one live member, and
-      exactly 0 when all live rewards are equal.
+    The baseline of ``opo``, points, with ``lengths`` [G] trained tokens. 0 for a group with one
+    live member, and exactly 0 when all live rewards are equal.
 
     >>> lengths = jnp.array([3.0, 1.0])
     >>> length_weighted_centred(jnp.array([1.0, 0.0]), jnp.ones(2, bool), lengths).tolist()
@@ -136,16 +102,9 @@ def length_weighted_centred(rewards: Array, members: Array, lengths: Array) -> A
 def greedy_baseline(rewards: Array, members: Array, baseline: Array) -> Array:
     """Each member's reward minus the reward of the group's greedily drawn completion.
 
-    The advantage of ``remax``.
-
-    Args:
-      rewards: [G] float, points. One group, the greedy completion among it.
-      members: [G] bool, True where the member counts; False for the greedy completion.
-      baseline: [G] bool, True for the greedy completion; the mean is taken if there are several.
-
-    Returns:
-      [G] float, points. 0 for members that are not live. NaN for the live members of a group that
-      has no greedy completion: the advantage is then not defined, and 0 would hide it.
+    The advantage of ``remax``, points. ``baseline`` [G] bool is True for the greedy completion,
+    which is no live member; the mean is taken if there are several. NaN for the live members of a
+    group that has none: the advantage is then not defined, and 0 would hide it.
 
     >>> greedy = jnp.array([False, False, True])
     >>> greedy_baseline(jnp.array([1.0, 0.0, 0.25]), ~greedy, greedy).tolist()
@@ -159,14 +118,9 @@ def greedy_baseline(rewards: Array, members: Array, baseline: Array) -> Array:
 
 
 def at_last_token(score: Array, mask: Array) -> Array:
-    """Per-token rewards of a sequence whose whole score is given at its last live token.
+    """Rewards [T], points, of a sequence whose whole ``score`` [] is given at its last live token.
 
-    Args:
-      score: [] float, points.
-      mask: [T] bool, True where the policy drew the token.
-
-    Returns:
-      [T] float, points. All 0 where nothing is live.
+    All 0 where nothing is live.
 
     >>> at_last_token(jnp.float32(2.0), jnp.array([True, True, False])).tolist()
     [0.0, 2.0, 0.0]
@@ -181,14 +135,8 @@ def at_last_token(score: Array, mask: Array) -> Array:
 def reward_to_go(rewards: Array, mask: Array, discount: float = 1.0) -> Array:
     """The discounted sum of rewards from each live token to the end of its sequence.
 
-    Args:
-      rewards: [T] float, points; what lies outside the mask is not read.
-      mask: [T] bool, True where the policy drew the token. Other tokens are stepped over: no
-        discount is spent on them.
-      discount: the factor for one live token, in [0, 1].
-
-    Returns:
-      [T] float, points. 0 outside the mask.
+    [T] float, points, 0 outside the mask, where ``rewards`` [T] are not read: such tokens are
+    stepped over, and no ``discount``, a factor in [0, 1], is spent on them.
 
     >>> mask = jnp.array([True, False, True, True])
     >>> reward_to_go(jnp.array([1.0, 7.0, 0.0, 4.0]), mask, 0.5).tolist()
@@ -215,7 +163,7 @@ def gae(
     Args:
       rewards: [T] float, points; what lies outside the mask is not read.
       values: [T] float, points, the estimate before each token.
-      mask: [T] bool, True where the policy drew the token.
+      mask: [T] bool.
       discount: the factor for one live token, in [0, 1].
       decay: lambda, in [0, 1].
 

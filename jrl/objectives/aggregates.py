@@ -1,8 +1,9 @@
 """From per-token losses to ``(sum, count)``: the only place that sees ``[B, T]``.
 
 Each function returns float32 scalars that add up over microbatches and devices; the caller divides
-once. Losses outside the mask are not read, NaN or not; a live NaN makes the sum NaN; an empty mask
-gives ``(0, 0)``. Counts depend on the mask alone.
+once. ``losses`` are [B, T] float32, nats times advantage, ``mask`` [B, T] bool. Losses outside the
+mask are not read, NaN or not; a live NaN makes the sum NaN; an empty mask gives ``(0, 0)``. Counts
+depend on the mask alone.
 """
 
 from __future__ import annotations
@@ -16,10 +17,6 @@ from jrl.types import Aggregate, Array
 
 def token_mean(losses: Array, mask: Array) -> tuple[Array, Array]:
     """Every live token of the batch weighs the same, as in ``dapo``.
-
-    Args:
-      losses: [B, T] float32, nats times advantage.
-      mask: [B, T] bool, True where live.
 
     Returns:
       The sum of the live losses and the number of live tokens.
@@ -36,10 +33,6 @@ def sequence_mean(losses: Array, mask: Array) -> tuple[Array, Array]:
     """Every sequence weighs the same, its tokens sharing that weight, as in ``grpo``.
 
     Sequences without a live token count for nothing.
-
-    Args:
-      losses: [B, T] float32, nats times advantage.
-      mask: [B, T] bool, True where live.
 
     Returns:
       The sum over sequences of their mean live loss, and the number of sequences with one.
@@ -59,10 +52,6 @@ def sequence_sum(losses: Array, mask: Array) -> tuple[Array, Array]:
 
     With ``-A * logprob`` as the loss this is the gradient of the expected reward of whole
     completions, as ``rloo`` and ``remax`` write it.
-
-    Args:
-      losses: [B, T] float32, nats times advantage.
-      mask: [B, T] bool, True where live.
 
     Returns:
       The sum of the live losses, and the number of sequences with a live token.

@@ -97,14 +97,9 @@ def generalized_jsd(student: Array, teacher: Array, beta: float | Array = 0.5) -
 
 
 def total_variation(one: Array, other: Array) -> Array:
-    """Half the sum of the absolute differences of two distributions' probabilities.
+    """Half the sum of the absolute differences of probabilities, in [0, 1].
 
-    Args:
-      one: [V] float32, log-probabilities.
-      other: [V] float32, log-probabilities.
-
-    Returns:
-      [] float32 in [0, 1].
+    Both are [V] float32, log-probabilities.
 
     >>> float(total_variation(jnp.log(jnp.array([0.5, 0.5])), jnp.array([0.0, -jnp.inf])))
     0.5

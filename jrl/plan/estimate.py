@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jrl.config import Config
 from jrl.mesh import RULES
 from jrl.models.config import ModelConfig
+from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
-from jrl.plan.useful import Lengths, forward_flops
 from jrl.train.gather import (
     ROOM,
     cached_tokens,

@@ -1,85 +1,33 @@
 """What a run's programs must do at least: model FLOPs, and bytes that decoding has to read.
 
-Model FLOPs are those of the matrix products that the algorithm asks for, with causal attention and
-without recomputation, as in "PaLM: Scaling Language Modeling with Pathways" (arXiv:2204.02311); a
-backward pass counts twice its forward pass. Embedding look-ups count nothing, and the output matrix
-counts for completions alone, since no logits of prompts are made.
+Model FLOPs are those of ``models.flops``; a backward pass counts twice its forward pass.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jrl.mesh import batch_shards
-from jrl.models.config import ModelConfig
-from jrl.models.weights import WeightSpec, weights
+from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.train.objective import max_new_tokens
+from jrl.train.utilisation import rows_of_a_prompt, training_passes
 
 _TILE = 128
 """Columns of a cache on TPUs are a multiple of this."""
 
 
-class Lengths(NamedTuple):
-    """The sizes of a rollout when every completion has its full length.
-
-    Attributes:
-      prompts: N.
-      group: G, greedy members among them.
-      prompt: P, tokens.
-      new: T, tokens.
-    """
-
-    prompts: int
-    group: int
-    prompt: int
-    new: int
-
-
 def lengths_of(run: build.Run) -> Lengths:
     """The sizes of a run's rollout."""
-    draw = run.method.draw
-    own = run.config.sampling.group + draw.baseline_members if draw.own else 0
-    group = own + draw.demonstrations
-    return Lengths(run.config.train.prompts, group, run.width, max_new_tokens(run.config, run.task))
-
-
-def layer_matrices(model: ModelConfig) -> float:
-    """Numbers of the layers' matrices that one token is multiplied with; of experts, its own."""
-    total = 0.0
-    is_spec = lambda x: isinstance(x, WeightSpec)  # noqa: E731
-    for spec in jax.tree.leaves(weights(model)["layers"], is_leaf=is_spec):
-        share = model.experts_per_token / model.experts if spec.axes[1] == "expert" else 1.0
-        total += share * math.prod(spec.shape) if spec.inputs else 0.0
-    return total
-
-
-def attention_pairs(model: ModelConfig, sizes: Lengths) -> float:
-    """Pairs of a query and a key that it sees, of one group, summed over layers."""
-    seen = np.arange(1, sizes.prompt + sizes.new + 1, dtype=np.float64)
-    total = 0.0
-    for window in model.windows:
-        keys = seen if window is None else np.minimum(seen, window)
-        total += keys[: sizes.prompt].sum() + sizes.group * keys[sizes.prompt :].sum()
-    return total
-
-
-def forward_flops(model: ModelConfig, sizes: Lengths) -> float:
-    """FLOPs of one forward pass over the groups of a step, each prompt scored once."""
-    completions = sizes.group * sizes.new
-    matrices = layer_matrices(model) * (sizes.prompt + completions)
-    head = model.embed_dim * model.vocab_size * completions
-    pairs = 2 * model.heads * model.head_dim * attention_pairs(model, sizes)
-    return 2.0 * sizes.prompts * (matrices + head + pairs)
+    new = max_new_tokens(run.config, run.task)
+    return Lengths(run.config.train.prompts, rows_of_a_prompt(run), run.width, new)
 
 
 def model_flops(run: build.Run, name: str) -> float:
@@ -92,12 +40,7 @@ def model_flops(run: build.Run, name: str) -> float:
     forward = forward_flops(run.shape, lengths_of(run))
     if name != "train_step":
         return forward if name == "sampler" else 0.0
-    # Adapters leave out the half of a backward pass that frozen weights' gradients would be.
-    trained = 2.0 if run.config.lora is not None else 3.0
-    objective = run.method.objective
-    start = {"proximal_logprobs", "rollout_values", "rollout_entropy"} & objective.needs
-    scored = len(objective.frozen) + bool(start)
-    return forward * (trained * run.method.schedule.epochs + scored)
+    return forward * training_passes(run)
 
 
 # ---------------------------------------------------------------- decoding

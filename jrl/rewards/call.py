@@ -44,7 +44,7 @@ def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the process
-        return Failure(f"raised {kind_of(error)}: {error_text(error)}", _trace())
+        return Failure(f"raised {class_name(error)}: {error_text(error)}", _trace())
 
 
 def error_text(error: BaseException) -> str:
@@ -53,10 +53,10 @@ def error_text(error: BaseException) -> str:
         # Without lone surrogates, which no terminal takes.
         return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()
     except BaseException as another:
-        return f"(and its text raises {kind_of(another)})"
+        return f"(and its text raises {class_name(another)})"
 
 
-def kind_of(value: object) -> str:
+def class_name(value: object) -> str:
     """The name of a value's class, whatever its metaclass says it is."""
     name: str = type.__dict__["__name__"].__get__(type(value))
     return name
@@ -73,7 +73,7 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
     if isinstance(result, np.ndarray):
         result = result.tolist()
     if not isinstance(result, list | tuple):
-        kind = kind_of(result)
+        kind = class_name(result)
         return Failure(f"returned {kind} {result!r:.60}; return a list with one number a sample")
     values = list(result)
     if len(values) != count:
@@ -83,7 +83,7 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
         # Not np.number: a complex number would lose a part of it, and a time its unit.
         known = isinstance(value, int | float | np.integer | np.floating | np.bool_)
         if not known or isinstance(value, np.timedelta64):
-            kind = kind_of(value)
+            kind = class_name(value)
             return Failure(f"returned {kind} {value!r:.60} instead of a number")
         if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
             return Failure("returned a whole number beyond float32; points must be finite there")

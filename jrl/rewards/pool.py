@@ -27,7 +27,7 @@ from jrl.errors import UserError, choose
 from jrl.rewards import kill
 from jrl.rewards.base import RewardFn, Sample
 from jrl.rewards.call import Failure, call
-from jrl.rewards.worker import Lost, Worker, attribute, pickled_call
+from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
 from jrl.waits import waiting
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
@@ -256,7 +256,7 @@ class _Workers:
                 ) from error
         self.closed = False
         self._functions, self._count, self._limits = pickle.dumps(dict(functions)), count, limits
-        self._living: list[Worker] = []
+        self._living: list[RewardWorker] = []
         self._warden: subprocess.Popen[bytes] | None = None
         self._failed_starts, self._printed = 0, 0
         self._measured, self._measure = 0.0, False  # when memory was last looked at; whether to now
@@ -300,7 +300,7 @@ class _Workers:
         wanted = min(self._count, left) + min(slow, waiting)
         while len(self._living) < wanted:
             try:
-                worker = Worker(self._functions)
+                worker = RewardWorker(self._functions)
             except OSError as error:
                 raise UserError(
                     f"rewards: no worker process can be started: {error}; end other processes, or "
@@ -332,7 +332,7 @@ class _Workers:
         if self._measure:
             self._measured = time.monotonic()
 
-    def _look_at(self, worker: Worker) -> tuple[_Call, list[float] | Failure] | None:
+    def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[float] | Failure] | None:
         """The call that a worker has ended, if any; ends it where it is beyond a limit."""
         try:
             self._show(worker.read_output())
@@ -350,7 +350,7 @@ class _Workers:
             return self._lost(worker)
         return self._beyond_limits(worker)
 
-    def _beyond_limits(self, worker: Worker) -> tuple[_Call, Failure] | None:
+    def _beyond_limits(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
         """The Failure of a call that uses too much time or memory; its worker is ended."""
         limits, failure = self._limits, None
         if not worker.ready and worker.seconds() > _START_SECONDS:
@@ -377,7 +377,7 @@ class _Workers:
         self._end(worker, its_files=not failure.timed_out)
         return None if ended is None else (ended, failure)
 
-    def _lost(self, worker: Worker) -> tuple[_Call, Failure] | None:
+    def _lost(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
         """The Failure of a worker that died, if it had a call."""
         # It may have closed its pipe a moment before its end.
         ended, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
@@ -420,7 +420,7 @@ class _Workers:
             self._warden.stdin.write(f"{number}\n".encode())
             self._warden.stdin.flush()
 
-    def _end(self, worker: Worker, *, its_files: bool = False) -> None:
+    def _end(self, worker: RewardWorker, *, its_files: bool = False) -> None:
         self._living.remove(worker)
         worker.kill(its_files=its_files)
         self._tell_warden(-worker.pid)

@@ -18,7 +18,7 @@ from multiprocessing import connection
 from typing import Any
 
 from jrl.rewards.base import RewardFn, Sample
-from jrl.rewards.call import Failure, call, error_text, kind_of
+from jrl.rewards.call import Failure, call, class_name, error_text
 from jrl.rewards.kill import adopt_orphans, kill_tree, memory_bytes, tree
 from jrl.rewards.shared_memory import WrittenFiles
 
@@ -36,7 +36,7 @@ class Lost(Exception):
     """The process is dead, or does not answer in the way it should."""
 
 
-class Worker:
+class RewardWorker:
     """One process that runs reward functions, seen from the trainer.
 
     Answers come as JSON and not as pickles: what a reward's process sends must not be able to run
@@ -189,7 +189,7 @@ def _load(pickled: bytes) -> dict[str, RewardFn] | Failure:
             attribute(function, "prepare", lambda: None)()
         return loaded
     except (Exception, SystemExit) as error:
-        kind = kind_of(error)
+        kind = class_name(error)
         return Failure(f"could not be loaded in a worker process: {kind}: {error_text(error)}")
 
 
@@ -199,7 +199,7 @@ def attribute(function: RewardFn, name: str, default: Any) -> Any:
 
 
 def pickled_call(name: str, samples: list[Sample]) -> bytes | Failure:
-    """A call as bytes, for ``Worker.send``."""
+    """A call as bytes, for ``RewardWorker.send``."""
     try:
         return pickle.dumps((name, samples))
     except Exception as error:

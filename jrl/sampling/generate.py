@@ -24,7 +24,7 @@ from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.slots import (
     Sequences,
-    check_fits,
+    check_length,
     decode,
     fresh_rows,
     pieces_of,
@@ -92,7 +92,7 @@ def generate(
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
-    check_fits(network, p, t)
+    check_length(network, p, t)
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
     axes, parts = independent_axes(network, n)

@@ -498,7 +498,7 @@ def pieces_of(max_new_tokens: int) -> int:
     return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 
 
-def check_fits(network: Network, prompt_tokens: int, max_new_tokens: int) -> None:
+def check_length(network: Network, prompt_tokens: int, max_new_tokens: int) -> None:
     """Raises UserError when prompt and completion together are longer than the network allows."""
     if max_new_tokens < 1:
         raise UserError(f"sampling.max_new_tokens = {max_new_tokens}; must be at least 1")

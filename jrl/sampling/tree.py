@@ -24,7 +24,7 @@ from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import (
     Measure,
     Slots,
-    check_fits,
+    check_length,
     decode,
     fork,
     pieces_of,
@@ -142,7 +142,7 @@ def generate_tree(
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
     n, p = prompt_tokens.shape
-    check_fits(network, p, max_new_tokens)
+    check_length(network, p, max_new_tokens)
     branching = check_branching(branching, group, slots)
     weights = network.prepare(params)
     axes, parts = independent_axes(network, n)

@@ -18,7 +18,7 @@ from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
 from jrl.sampling.slots import IdleLimit, Slots, decode, pieces_of, prefill, refresh
-from jrl.serving.request import Limits, PartialCompletion, Request
+from jrl.serving.request import PartialCompletion, Request, RequestLimits
 from jrl.types import Array, Cache, Network, StopReason
 
 MIN_WIDTH = 64
@@ -76,7 +76,7 @@ class AdmissionBuilder(NamedTuple):
       stop_tokens: of requests that name none.
     """
 
-    limits: Limits
+    limits: RequestLimits
     block: int
     blocks: int
     max_blocks: int

@@ -21,16 +21,16 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.sampling.slots import check_fits
+from jrl.sampling.slots import check_length
 from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
 from jrl.serving.chunk_length import LENGTHS, ChunkLength
 from jrl.serving.request import (
     TOP_LOGPROBS,
-    Limits,
     PartialCompletion,
     QueueFull,
     Request,
+    RequestLimits,
     TokenLogprobs,
     Update,
     check_request,
@@ -99,12 +99,12 @@ class Engine:
             raise UserError(
                 f"chunk = {chunk}; must be at least 1, or None to measure and choose it"
             )
-        check_fits(network, 1, max_new_tokens)
+        check_length(network, 1, max_new_tokens)
         self._network, self._tokenizer = network, tokenizer
         self._block, self._chunk, self._queue_limit = block, chunk, queue
         self.chunk_length = ChunkLength()
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
-        self.limits = Limits(
+        self.limits = RequestLimits(
             slots=slots,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,

@@ -17,10 +17,10 @@ import numpy as np
 
 from jrl.mesh import parts_of
 from jrl.sampling.parking import extend_some, pick_rows, put_rows
-from jrl.sampling.slots import IdleLimit, Slots, check_fits
+from jrl.sampling.slots import IdleLimit, Slots, check_length
 from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
-from jrl.serving.request import Limits, PartialCompletion, Request
+from jrl.serving.request import PartialCompletion, Request, RequestLimits
 from jrl.serving.row_costs import RowCosts, Timings
 from jrl.types import Network, Params, StopReason
 
@@ -36,7 +36,7 @@ _SHORT = 16
 """The narrowest width that answers are padded to, tokens."""
 
 
-class Start(NamedTuple):
+class RowStart(NamedTuple):
     """What a row begins with.
 
     Attributes:
@@ -90,7 +90,7 @@ class EpisodeRows:
         sampling: Mapping[str, Any],
         parked: int | None = None,
     ) -> None:
-        check_fits(network, prompt_tokens, max_new_tokens)
+        check_length(network, prompt_tokens, max_new_tokens)
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
         self.version = 0
         self._chunk, self._sampling = chunk, dict(sampling)
@@ -98,7 +98,7 @@ class EpisodeRows:
         self.costs = RowCosts(slots)
         widths = programs.widths(max_new_tokens)
         self._widths = (_SHORT, *widths) if widths[0] > _SHORT else widths
-        limits = Limits(
+        limits = RequestLimits(
             slots=slots,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
@@ -164,7 +164,7 @@ class EpisodeRows:
         """Lets go of weights and caches, until ``set_weights``."""
         self._weights = self._batch = None
 
-    def admit(self, starts: Mapping[int, Start]) -> int:
+    def admit(self, starts: Mapping[int, RowStart]) -> int:
         """Begins rows, whatever they held; a prompt that several share is computed once.
 
         Returns:

@@ -28,8 +28,8 @@ from jrl.serving.openai_requests import (
     no_such_model,
     parse,
 )
-from jrl.serving.request import Limits, Update
 from jrl.serving.request import Request as EngineRequest
+from jrl.serving.request import RequestLimits, Update
 from jrl.serving.text import longest_text
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Service:
         self,
         sampler: Sampler,
         tokenizer: Tokenizer,
-        limits: Limits,
+        limits: RequestLimits,
         *,
         model: str,
         queue: int,

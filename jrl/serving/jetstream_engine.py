@@ -29,7 +29,7 @@ from jrl.extras import install_line
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.cache import put_prefixes, share
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Slots, check_fits, decode, pieces_of, prefill, start
+from jrl.sampling.slots import Slots, check_length, decode, pieces_of, prefill, start
 from jrl.types import Array, Network, Params, StopReason
 
 PREFILL_TOKENS = tuple(2**i for i in range(4, 16))
@@ -148,7 +148,7 @@ class SlotEngine:
             )
         if slots < 1:
             raise UserError(f"slots = {slots}; must be at least 1")
-        check_fits(network, prompt_tokens, new_tokens)
+        check_length(network, prompt_tokens, new_tokens)
         self._key, self._network = key, network
         self._sampling_params, self._mesh = sampling_params, mesh
         self._padded = next(n for n in PREFILL_TOKENS if n >= prompt_tokens)

@@ -21,7 +21,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.serving import http, jetstream, jetstream_engine, server
 from jrl.serving.engine import Engine
-from jrl.serving.worker import Worker
+from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.fits import check_slots
 from jrl.train.frozen import run_shape, run_task
@@ -156,7 +156,7 @@ def serve_openai(
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding
         engine.compile(refresh=False)
-    worker = Worker(engine, tokenizer=tokenizer, mesh=policy.mesh)
+    worker = EngineWorker(engine, tokenizer=tokenizer, mesh=policy.mesh)
     service = http.Service(
         worker,
         tokenizer,

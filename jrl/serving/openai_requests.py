@@ -16,7 +16,7 @@ from typing import Any
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
-from jrl.serving.request import TOP_LOGPROBS, Limits, Request
+from jrl.serving.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.serving.text import check_stop, longest_text
 
 Json = dict[str, Any]
@@ -125,7 +125,7 @@ def parse(
     *,
     chat: bool,
     tokenizer: Tokenizer,
-    limits: Limits,
+    limits: RequestLimits,
     model: str,
     most: int | None = None,
 ) -> ApiRequest:
@@ -269,7 +269,7 @@ def _check_names(body: Json, chat: bool) -> None:
             )
 
 
-def _check_text(size: int, tokenizer: Tokenizer, limits: Limits, name: str) -> None:
+def _check_text(size: int, tokenizer: Tokenizer, limits: RequestLimits, name: str) -> None:
     most = longest_text(tokenizer, limits.prompt_tokens)
     if size > most:
         raise ApiError(
@@ -281,7 +281,7 @@ def _check_text(size: int, tokenizer: Tokenizer, limits: Limits, name: str) -> N
 
 
 def _encode(
-    tokenizer: Tokenizer, text: str, limits: Limits, name: str, special: bool
+    tokenizer: Tokenizer, text: str, limits: RequestLimits, name: str, special: bool
 ) -> tuple[int, ...]:
     _check_text(len(text), tokenizer, limits, name)
     try:
@@ -292,7 +292,7 @@ def _encode(
     return ids
 
 
-def _check_length(prompt: Sequence[int], limits: Limits, name: str) -> None:
+def _check_length(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
     if len(prompt) > limits.prompt_tokens:
         raise ApiError(
             f"{name} has {len(prompt)} tokens; this server takes at most {limits.prompt_tokens}",
@@ -317,7 +317,9 @@ def _ids(x: Any) -> bool:
     return isinstance(x, list) and all(type(i) is int for i in x)
 
 
-def _prompts(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], ...]:
+def _prompts(
+    body: Json, tokenizer: Tokenizer, limits: RequestLimits
+) -> tuple[tuple[int, ...], ...]:
     prompt = body.get("prompt")
     if isinstance(prompt, str) or (_ids(prompt) and prompt):
         prompt = [prompt]
@@ -335,7 +337,9 @@ def _prompts(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[in
     )
 
 
-def _chat_prompt(body: Json, tokenizer: Tokenizer, limits: Limits) -> tuple[tuple[int, ...], ...]:
+def _chat_prompt(
+    body: Json, tokenizer: Tokenizer, limits: RequestLimits
+) -> tuple[tuple[int, ...], ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be an array with at least one message", param="messages")
@@ -379,7 +383,7 @@ def _content(message: Json, where: str) -> str:
     return "".join(part["text"] for part in parts)
 
 
-def _check_prompts(prompts: Sequence[tuple[int, ...]], limits: Limits, name: str) -> int:
+def _check_prompts(prompts: Sequence[tuple[int, ...]], limits: RequestLimits, name: str) -> int:
     """The length of the longest prompt, tokens."""
     for prompt in prompts:
         if not prompt:
@@ -394,7 +398,7 @@ def _check_prompts(prompts: Sequence[tuple[int, ...]], limits: Limits, name: str
     return max(map(len, prompts))
 
 
-def _max_tokens(body: Json, chat: bool, prompt_tokens: int, limits: Limits) -> int:
+def _max_tokens(body: Json, chat: bool, prompt_tokens: int, limits: RequestLimits) -> int:
     most = limits.new_tokens(prompt_tokens)
     name = (
         "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
@@ -414,7 +418,7 @@ def _max_tokens(body: Json, chat: bool, prompt_tokens: int, limits: Limits) -> i
     return wanted
 
 
-def _n(body: Json, limits: Limits) -> int:
+def _n(body: Json, limits: RequestLimits) -> int:
     n = _integer(body, "n", 1, 1, 2**31 - 1)
     assert n is not None
     if n > limits.slots:
@@ -425,7 +429,7 @@ def _n(body: Json, limits: Limits) -> int:
     return n
 
 
-def _top_k(body: Json, limits: Limits) -> int:
+def _top_k(body: Json, limits: RequestLimits) -> int:
     if body.get("top_k") in (None, -1):  # -1 is what other servers call off
         return 0
     top_k = _integer(body, "top_k", None, 1, limits.vocab_size)
@@ -433,7 +437,7 @@ def _top_k(body: Json, limits: Limits) -> int:
     return top_k
 
 
-def _logprobs(body: Json, chat: bool, limits: Limits) -> tuple[bool, int]:
+def _logprobs(body: Json, chat: bool, limits: RequestLimits) -> tuple[bool, int]:
     """Whether log-probabilities are wanted, and of how many alternatives."""
     if chat:
         wanted = bool(_get(body, "logprobs", bool, None))
@@ -446,7 +450,7 @@ def _logprobs(body: Json, chat: bool, limits: Limits) -> tuple[bool, int]:
     return top is not None, top or 0
 
 
-def _logit_bias(body: Json, limits: Limits) -> dict[int, float]:
+def _logit_bias(body: Json, limits: RequestLimits) -> dict[int, float]:
     bias: dict[int, float] = {}
     given = _get(body, "logit_bias", dict, {})
     for key in given:

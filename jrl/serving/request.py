@@ -267,7 +267,7 @@ class PartialCompletion:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What the requests of an engine may ask for.
 
     Attributes:
@@ -295,7 +295,7 @@ class Limits:
         return min(self.max_new_tokens, self.max_length - prompt_tokens)
 
 
-def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None) -> None:
+def check_request(request: Request, limits: RequestLimits, tokenizer: Tokenizer | None) -> None:
     """Raises UserError for a request that the engine cannot serve; names what is wrong."""
     length, new = len(request.tokens), request.max_new_tokens
     if not length:
@@ -337,7 +337,7 @@ def check_request(request: Request, limits: Limits, tokenizer: Tokenizer | None)
         check_stop(tokenizer, stop, "stop_strings")
 
 
-def _check_report(request: Request, limits: Limits) -> None:
+def _check_report(request: Request, limits: RequestLimits) -> None:
     top = request.top_logprobs
     if top is None:
         return
@@ -348,7 +348,7 @@ def _check_report(request: Request, limits: Limits) -> None:
         raise UserError(f"top_logprobs = {top}; must be 0 to {most}")
 
 
-def _check_bias(request: Request, limits: Limits) -> None:
+def _check_bias(request: Request, limits: RequestLimits) -> None:
     if not request.biased:
         return
     if not limits.biases:

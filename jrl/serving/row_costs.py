@@ -22,7 +22,7 @@ _WAITS = 256
 """Answers whose seconds are kept."""
 
 
-class Place(enum.Enum):
+class WaitingPlace(enum.Enum):
     """Where a row is that waits for its environment."""
 
     HELD = "held"
@@ -33,7 +33,7 @@ class Place(enum.Enum):
     """Nothing is kept on the device; its tokens are read again when a slot takes it."""
 
 
-class Wait(NamedTuple):
+class WaitCosts(NamedTuple):
     """What it costs, in slot-seconds, to let a row wait in one place or another.
 
     Attributes:
@@ -47,21 +47,21 @@ class Wait(NamedTuple):
     dropped: float
 
 
-def cheapest(wait: Wait) -> Place:
+def cheapest(wait: WaitCosts) -> WaitingPlace:
     """The place that costs least, but a row is dropped only where no more can be parked.
 
     A parked row resumes with the same bits; one that is read again does so up to rounding, and a
     run whose rounding depends on the clock cannot be repeated bit for bit.
 
-    >>> cheapest(Wait(held=0.5, parked=0.2, dropped=0.1)).value
+    >>> cheapest(WaitCosts(held=0.5, parked=0.2, dropped=0.1)).value
     'parked'
     """
-    away = Place.PARKED if math.isfinite(wait.parked) else Place.DROPPED
-    cost = wait.parked if away == Place.PARKED else wait.dropped
-    return Place.HELD if wait.held <= cost else away
+    away = WaitingPlace.PARKED if math.isfinite(wait.parked) else WaitingPlace.DROPPED
+    cost = wait.parked if away == WaitingPlace.PARKED else wait.dropped
+    return WaitingPlace.HELD if wait.held <= cost else away
 
 
-ChoosePlace = Callable[[Wait], Place]
+ChoosePlace = Callable[[WaitCosts], WaitingPlace]
 
 
 class Timings:
@@ -148,7 +148,7 @@ class RowCosts:
         longer = bisect.bisect_left(self._longest_first, -waited, key=lambda x: -x)
         return self._sums[longer - 1] / longer - waited if longer else waited
 
-    def wait(self, waited: float, *, tokens: int) -> Wait:
+    def wait(self, waited: float, *, tokens: int) -> WaitCosts:
         """What it costs to let a row wait that has done so for ``waited`` seconds already.
 
         Args:
@@ -156,7 +156,7 @@ class RowCosts:
           tokens: of the row, prompt included.
         """
         reads = self.reading.seconds(tokens) if self.reading.measured else math.inf
-        return Wait(
+        return WaitCosts(
             held=self.wait_left(waited),
             parked=self.slots * (self.leaving.least + self.returning.least),
             dropped=self.slots * reads,

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.engine import Engine
-from jrl.serving.request import Limits, Request, Update, check_request
+from jrl.serving.request import Request, RequestLimits, Update, check_request
 
 OnUpdate = Callable[[int, Update | Exception], None]
 """Called with a member of the request and its update, or why it failed; in the worker's thread."""
@@ -29,7 +29,7 @@ class Handle:
         self.aborted = False
 
 
-class Worker:
+class EngineWorker:
     """Runs an engine in a thread of its own; implements ``http.Sampler``.
 
     Args:
@@ -50,7 +50,7 @@ class Worker:
         self._thread.start()
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """What requests may ask for."""
         return self._engine.limits
 

@@ -19,7 +19,7 @@ from jrl.config_secrets import reveal
 from jrl.config_unions import QuestionTable, TextTable
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
-from jrl.data.sources import Rows, open_source
+from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
@@ -443,7 +443,7 @@ def question_prompts(run: Run, questions: Sequence[str]) -> list[Prompt]:
     """Prompts without answers, made as the run's own are; at most as long as those."""
     data = _text(run.config)
     prompts, _ = build_prompts(
-        Rows([{"question": q} for q in questions], "prompt"),
+        MemoryRows([{"question": q} for q in questions], "prompt"),
         run.tokenizer,
         answer_key=None,
         **data.wording,

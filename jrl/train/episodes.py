@@ -18,7 +18,7 @@ from jrl.envs.self_play import rows_of_players
 from jrl.errors import UserError, choose
 from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import check_fits
+from jrl.sampling.slots import check_length
 from jrl.train.collect import Groups, task_rollout
 from jrl.types import Array, Batch, Network, Params, stream
 
@@ -162,7 +162,7 @@ def check_lengths(network: Network, task: Task | Env | None, prompt: int, new: i
     if isinstance(task, Env):
         check_room(task, network)
     else:
-        check_fits(network, prompt, new)
+        check_length(network, prompt, new)
 
 
 # ---------------------------------------------------------------- for a warm start

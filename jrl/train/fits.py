@@ -111,12 +111,12 @@ def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) ->
       tokens: of each, its prompt's included.
       model: the policy's shape; None where it is not known.
     """
-    each = _TOKEN_BYTES if model is None else cache_bytes(model)
+    each = _TOKEN_BYTES if model is None else token_cache_bytes(model)
     said = f"{key} = {slots} of {tokens} tokens each"
     check_fits(said, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
 
 
-def cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
+def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     """Bytes of one token's keys and values, at the least 1 a number, as with an int8 cache."""
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
@@ -130,7 +130,7 @@ def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True)
     if drawn and run.model is not None and not config.episodes:
         itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
-        size += cached * cache_bytes(run.model, itemsize)
+        size += cached * token_cache_bytes(run.model, itemsize)
     keys = " or ".join(part.split(" = ")[0] for part in said.split(" with "))
     said = f"{said}, {run.width} + {new} tokens each"
     check_fits(said, size, f"lower {keys}", available=available_bytes())

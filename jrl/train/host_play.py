@@ -3,7 +3,7 @@
 One thread, the caller's, touches the device. Between two chunks of decoding it takes the answers
 that have arrived, gives them to their rows, and fills free slots with the next episodes, which were
 opened ahead. A row that waits for its environment stays in its slot, or makes room for another
-episode until its answer is there (``host_seats``), and the others decode on.
+episode until its answer is there (``host_slots``), and the others decode on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import ChoosePlace, cheapest
-from jrl.train.host_seats import Seats
+from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Params, Prompt, StopReason
 from jrl.waits import waiting
 
@@ -43,7 +43,7 @@ class Played(NamedTuple):
       counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
         "env_close_errors", "slot_tokens" (drawn), "slot_steps" (decode steps times slots, or the
         episodes left where these are fewer), "idle_seconds" (in which all slots waited for
-        environments), and those of ``host_seats.Seats``.
+        environments), and those of ``host_slots.EpisodeSlots``.
     """
 
     groups: list[list[Transcript]]
@@ -116,7 +116,7 @@ class _Game:
         self.closing: dict[int, float] = {}  # calls of close, and until when they may take
         self.next_call = self.next_group = self.group = self.left = self.opened = 0
         self.counts: dict[str, float] = collections.defaultdict(float)
-        self.seats = Seats(rows, choose, self.counts)
+        self.table = EpisodeSlots(rows, choose, self.counts)
 
     def play(self, prompts: Sequence[Prompt], seeds: Sequence[int], group: int) -> Played:
         """See ``play_episodes``."""
@@ -130,8 +130,8 @@ class _Game:
         with waiting("environments", self._left, seconds=self.limits.call_seconds):
             while self.left or self.of_call or self.closing:
                 self._open_ahead()
-                self.seats.fill()
-                runs = self.seats.running
+                self.table.fill()
+                runs = self.table.running
                 if runs:
                     self._decode()
                 for answer in self._arrived(wait=not runs):
@@ -216,7 +216,7 @@ class _Game:
         """Frees the slot and closes the environment."""
         episode.stop = stop
         self.left -= 1
-        self.seats.remove(episode)
+        self.table.remove(episode)
         if episode.has_state:
             self.opened -= 1
             self._close(episode.state)
@@ -231,7 +231,7 @@ class _Game:
     def _expire(self) -> None:
         """Ends what is past a deadline of its turn or episode, or of a call that cannot answer."""
         now, limits = time.monotonic(), self.limits
-        for episode in self.seats.waiting():
+        for episode in self.table.waiting():
             late = ""
             if limits.episode_seconds and now > episode.began + limits.episode_seconds:
                 late = f"the episode took more than {limits.episode_seconds:g} seconds"
@@ -261,7 +261,7 @@ class _Game:
         most = 2 * (slots + self.rows.parked)
         while (
             self.next_group < groups
-            and opening + self.seats.new < slots
+            and opening + self.table.new < slots
             and opening + self.opened < most
         ):
             for episode in self._group(self.next_group):
@@ -291,7 +291,7 @@ class _Game:
             elif episode.room < 1:
                 self._fail(episode, "its opening differs from the group's by a whole completion")
             else:
-                self.seats.add(episode, self._turn_limit(episode))
+                self.table.add(episode, self._turn_limit(episode))
 
     def _turn_limit(self, episode: Episode) -> int:
         """Completion tokens at which the turn ends that is about to be drawn."""
@@ -308,7 +308,7 @@ class _Game:
         wanted = min(self.rows.slots, self.left)
         out = self.rows.decode(wanted)
         self.counts["slot_steps"] += int(out.steps) * wanted
-        for row, episode in enumerate(self.seats.slots):
+        for row, episode in enumerate(self.table.slots):
             if episode is None or episode.call is not None:
                 continue
             count = int(out.counts[row])
@@ -327,7 +327,7 @@ class _Game:
         self.counts["turns"] += 1
         said = episode.state, episode.turn, tokens, cut
         self._call(episode, call_step, self.env, self.chat, self.tokenizer, *said)
-        self.seats.asked(episode)
+        self.table.asked(episode)
 
     def _answered(
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
@@ -350,4 +350,4 @@ class _Game:
         else:
             episode.answer(ids, state_id)
             episode.turn_began = time.monotonic()
-            self.seats.answered(episode, ids, self._turn_limit(episode))
+            self.table.answered(episode, ids, self._turn_limit(episode))

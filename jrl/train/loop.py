@@ -38,13 +38,13 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.disjoint import draw_ahead, restored, stored
-from jrl.train.drift import drift_text
 from jrl.train.objective import sampler_differs
 from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
 from jrl.train.records import RunRecords, all_heard
 from jrl.train.resharding import freed_after
 from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
 from jrl.train.step import Metrics, Step
@@ -233,7 +233,7 @@ def _run(
     with stopping.interruptible():
         state, notes = _begin(run, state, records, echo)
     if sampler_differs(run.config) and run.method.draw.own:
-        echo(drift_text(run, state))
+        echo(difference_text(run, state))
     if run.config.train.mode == "compiled":
         state = _compiled_loop(run, state, shardings, records, stopping)
     else:

@@ -33,7 +33,8 @@ from jrl.train.score import policy_of
 from jrl.train.shapes import asked_of_evaluations
 from jrl.train.state import free_memory, rolled_back
 from jrl.train.step import with_slot_use
-from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, memory_bytes
+from jrl.train.utilisation import utilisation
+from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, resident_bytes
 from jrl.types import TrainState
 from jrl.waits import waiting
 
@@ -269,10 +270,12 @@ class RunRecords:
             "tokens_per_second": tokens / seconds,
             "compiles": self._compiles.count,
             COMPILED: self._compiles.count - self._compiled,
-            MEMORY: memory_bytes(),
+            MEMORY: resident_bytes(),
             "prompts": cursor,
         }
         self._compiled = self._compiles.count
+        if (used := utilisation(self.run, metrics, seconds)) is not None:
+            metrics["mfu"] = used
         if self.position.rollbacks:
             metrics["rollbacks"] = self.position.rollbacks
         if calls := metrics.pop("reward_calls", 0):

@@ -423,10 +423,11 @@ def batch_metrics(batch: Batch) -> Metrics:
 
     Returns:
       reward and reward_std (points; the latter inside groups, averaged over them), reward_parts
-      ([R], unweighted), length (tokens under the mask), truncated (fraction), completion_tokens,
-      padding (the fraction of completion columns that hold no token, in rows as the network reads
-      them); of episodes, turns; and, for drawn completions, entropy (nats a token, estimated by
-      their own log-probabilities).
+      ([R], unweighted), length (tokens under the mask), prompt_length (tokens), truncated
+      (fraction), completion_tokens, padding (the fraction of completion columns that hold no token,
+      in rows as the network reads them); of episodes, turns and row_length (tokens, with those of
+      the environment); and, for drawn completions, entropy (nats a token, estimated by their own
+      log-probabilities).
       Demonstrations count towards token totals only.
     """
     live, own = batch.mask & batch.members[:, :, None], drawn(batch)
@@ -436,14 +437,16 @@ def batch_metrics(batch: Batch) -> Metrics:
         members = jnp.where((members & ~given).any(), members & ~given, members)
     count = jnp.maximum(members.sum(), 1)
     size = members.sum(1)
+    groups = jnp.maximum((size > 0).sum(), 1)
     mean = jnp.where(members, scores, 0).sum(1) / jnp.maximum(size, 1)
     squares = jnp.where(members, jnp.square(scores - mean[:, None]), 0).sum(1)
     deviation = jnp.sqrt(squares / jnp.maximum(size, 1))
     metrics = {
         "reward": jnp.where(members, scores, 0).sum() / count,
-        "reward_std": deviation.sum() / jnp.maximum((size > 0).sum(), 1),
+        "reward_std": deviation.sum() / groups,
         "reward_parts": jnp.where(members[:, :, None], batch.rewards, 0).sum((0, 1)) / count,
         "length": jnp.where(members, batch.mask.sum(2), 0).sum() / count,
+        "prompt_length": jnp.where(size > 0, batch.prompt_lengths, 0).sum() / groups,
         "truncated": (members & batch.truncated).sum() / count,
         "completion_tokens": live.sum(dtype=jnp.float32),
         "padding": _padding(batch),
@@ -451,6 +454,7 @@ def batch_metrics(batch: Batch) -> Metrics:
     if "turn" in batch.ids:
         taken = jnp.where(batch.mask, batch.ids["turn"] + 1, 0).max(2)
         metrics["turns"] = jnp.where(members, taken, 0).sum() / count
+        metrics["row_length"] = jnp.where(members, batch.lengths, 0).sum() / count
     if "sampler_logprobs" in batch.stats:
         entropies = jnp.where(own, batch.stats["sampler_logprobs"], 0)
         metrics["entropy"] = -entropies.sum() / jnp.maximum(own.sum(), 1)

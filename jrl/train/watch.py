@@ -220,7 +220,7 @@ def _text(value: float | None) -> str:
     return "NaN" if value is None else f"{value:.4g}"
 
 
-def memory_bytes() -> int:
+def resident_bytes() -> int:
     """Resident memory of this process, bytes; 0 where the system does not say."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from jrl.data.pairs import build_judged, judged_batch, pairs_of_samples
-from jrl.data.sources import Rows, open_source
+from jrl.data.sources import MemoryRows, open_source
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 
@@ -52,7 +52,7 @@ class Rewriting(Chat):
 
 
 def read(*rows, tokenizer=None, **more):
-    return build_judged(Rows(rows, "line"), tokenizer or Chat(), **{**LIMITS, **more})
+    return build_judged(MemoryRows(rows, "line"), tokenizer or Chat(), **{**LIMITS, **more})
 
 
 def texts(judged, tokenizer=None):

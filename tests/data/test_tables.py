@@ -7,7 +7,7 @@ import pytest
 
 from jrl.data.pairs import build_judged
 from jrl.data.prompts import build_prompts
-from jrl.data.sources import Rows, open_source
+from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Mixture
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -68,7 +68,9 @@ def test_a_pattern_names_files_in_the_order_of_their_names(tmp_path):
 
 
 def test_a_mixture_has_the_parts_that_were_asked_for_and_every_row():
-    sources = {name: Rows([{"of": name, "i": i} for i in range(n)]) for name, n in SIZES.items()}
+    sources = {
+        name: MemoryRows([{"of": name, "i": i} for i in range(n)]) for name, n in SIZES.items()
+    }
     mixed = Mixture(sources, {"big": 3.0, "small": 1.0, "tiny": 2.0})
     seen = rows_of(mixed)
     counts = collections.Counter(row["of"] for row in seen)
@@ -99,7 +101,7 @@ GOOD = {"question": "two?", "answer": "2"}
 
 def prompts(rows, **options):
     options = {"template": "plain", "max_prompt_tokens": 16} | options
-    return build_prompts(Rows(rows), char_tokenizer(), **options)
+    return build_prompts(MemoryRows(rows), char_tokenizer(), **options)
 
 
 def test_rows_that_cannot_be_used_are_counted_and_left_out():
@@ -133,8 +135,8 @@ def test_a_long_prompt_is_not_skipped_as_a_bad_row():
 def test_judged_rows_that_cannot_be_used():
     rows = [{"prompt": "a", "chosen": "b", "rejected": c} for c in ("c", "b", "d")]
     options = {"template": "plain", "max_prompt_tokens": 8, "max_completion_tokens": 8}
-    kept, counts = build_judged(Rows(rows), char_tokenizer(), invalid="skip", **options)
+    kept, counts = build_judged(MemoryRows(rows), char_tokenizer(), invalid="skip", **options)
     assert [one.id for one in kept] == [0, 2]
     assert "1 of 3 rows skipped: row 2: chosen and rejected are equal" in str(counts)
     with pytest.raises(UserError, match=r"row 2: .*data.invalid = 'skip' leaves such rows out"):
-        build_judged(Rows(rows), char_tokenizer(), **options)
+        build_judged(MemoryRows(rows), char_tokenizer(), **options)

@@ -158,7 +158,7 @@ def a2c_loss(d, frozen):
 
 
 def awr_loss(d, frozen, beta=0.5, cap=3.0):
-    advantages, returns = estimates(d, beta=0.0, discount=1.0, decay=0.8, whiten=False)
+    advantages, returns = estimates(d, beta=0.0, discount=1.0, decay=0.8, whiten=True)
     total = 0.0
     for at, a in advantages.items():
         total -= min(np.exp(a / beta), cap) * d.logprobs[at]

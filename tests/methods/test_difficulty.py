@@ -20,7 +20,6 @@ from harness import (
 )
 
 from jrl.errors import UserError
-from jrl.methods.base import CENTRED
 from jrl.methods.difficulty import (
     CERTAINTY,
     LOGIT,
@@ -35,7 +34,7 @@ from jrl.methods.difficulty import (
     ucas,
     univg_r1,
 )
-from jrl.methods.group_relative import grpo
+from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.objectives import aggregates, compute_advantages
 
 
@@ -64,7 +63,7 @@ def seed_loss(d, frozen, alpha=0.8):
         mean = np.mean([d.rewards[n, j] for j in live])
         return (d.rewards[n, i] - mean) * max(1 - x, 0)
 
-    return clipped(d, advantage)
+    return clipped(d, advantage, rows="sums") / 7
 
 
 def with_answers(d, rng):
@@ -77,15 +76,16 @@ def with_few_rewards(d, rng):
 
 @pytest.mark.parametrize("prepare", [with_answers, with_few_rewards])
 def test_seed_grpo_is_the_papers(prepare):
-    check(seed_grpo(strength=0.8), seed_loss, prepare=prepare, g=6)
+    check(seed_grpo(max_tokens=7, strength=0.8), seed_loss, prepare=prepare, g=6)
+    assert seed_grpo.coefficients["strength"].default == 0.02
 
 
-def test_seed_grpo_at_strength_0_or_with_one_answer_is_grpo_without_the_deviation():
+def test_seed_grpo_at_strength_0_or_with_one_answer_is_dr_grpo():
     d = ragged(3)
-    expected, g_expected = run(grpo().with_(advantage=CENTRED), d)
-    off = run(seed_grpo(strength=0.0), d)
+    expected, g_expected = run(dr_grpo(max_tokens=7), d)
+    off = run(seed_grpo(max_tokens=7, strength=0.0), d)
     d.ids["answer"] = np.zeros_like(d.lengths)
-    agreed = run(seed_grpo(shape="exponential"), d)
+    agreed = run(seed_grpo(max_tokens=7, shape="exponential"), d)
     for value, gradients in (off, agreed):
         assert value == pytest.approx(expected, abs=1e-6)
         np.testing.assert_allclose(gradients["logprobs"], g_expected["logprobs"], atol=1e-6)

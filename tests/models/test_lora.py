@@ -17,7 +17,7 @@ from jrl.models.quant import Int8, sampler
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.drift import rollout_difference
+from jrl.train.sampler_difference import rollout_difference
 
 SIZES = {
     **{"vocab_size": 48, "layers": 2, "embed_dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},

@@ -27,7 +27,7 @@ from jrl.models.quant import (
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.train.drift import rollout_difference
+from jrl.train.sampler_difference import rollout_difference
 
 CONFIG = ModelConfig(
     vocab_size=48,

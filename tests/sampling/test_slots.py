@@ -15,7 +15,7 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.sampling.slots import (
     IdleLimit,
-    check_fits,
+    check_length,
     decode,
     extend,
     fork,
@@ -494,11 +494,11 @@ def test_tokens_from_outside_end_at_the_limit():
 
 
 def test_what_does_not_fit():
-    check_fits(NETWORK, 15, 9)
+    check_length(NETWORK, 15, 9)
     with pytest.raises(UserError, match=r"max_new_tokens = 10.*15 tokens.*25.*holds 24.*to 9"):
-        check_fits(NETWORK, 15, 10)
+        check_length(NETWORK, 15, 10)
     with pytest.raises(UserError, match="max_new_tokens = 0"):
-        check_fits(NETWORK, 15, 0)
+        check_length(NETWORK, 15, 0)
     with pytest.raises(UserError, match="holds 24"):
         sampled(max_new_tokens=20)
 

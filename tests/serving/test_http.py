@@ -27,16 +27,16 @@ from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.serving.engine import Engine
 from jrl.serving.http import Service
-from jrl.serving.request import Limits, PartialCompletion, TokenLogprobs
+from jrl.serving.request import PartialCompletion, RequestLimits, TokenLogprobs
 from jrl.serving.server import HttpServer, run
-from jrl.serving.worker import Worker
+from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
-LIMITS = Limits(
+LIMITS = RequestLimits(
     slots=4,
     prompt_tokens=20,
     max_new_tokens=30,
@@ -735,7 +735,7 @@ def real(**choices):
         reports=True,
         **sizes | choices,
     )
-    worker = Worker(engine, tokenizer=talker, mesh=mesh)
+    worker = EngineWorker(engine, tokenizer=talker, mesh=mesh)
     service = Service(worker, talker, worker.limits, model="tiny", queue=40)
     running = HttpServer(service, "127.0.0.1", 0, 5.0)
     url = running.url + "/v1"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jrl.serving.row_costs import Place, RowCosts, Timings, Wait, cheapest
+from jrl.serving.row_costs import RowCosts, Timings, WaitCosts, WaitingPlace, cheapest
 
 
 def test_the_first_of_each_shape_is_not_timed():
@@ -39,22 +39,23 @@ def test_a_wait_costs_what_was_measured():
 def test_the_choice_changes_with_wait_and_length():
     found = costs()
     found.record_wait(0.1)
-    assert cheapest(found.wait(0.0, tokens=300)) == Place.HELD
+    assert cheapest(found.wait(0.0, tokens=300)) == WaitingPlace.HELD
     found = costs()
     found.record_wait(10.0)
-    assert cheapest(found.wait(0.0, tokens=300)) == Place.PARKED
-    assert cheapest(found.wait(0.0, tokens=10)) == Place.PARKED  # not dropped, whose bits differ
+    assert cheapest(found.wait(0.0, tokens=300)) == WaitingPlace.PARKED
+    # Not dropped, whose bits differ.
+    assert cheapest(found.wait(0.0, tokens=10)) == WaitingPlace.PARKED
     full = found.wait(0.0, tokens=300)._replace(parked=math.inf)
-    assert cheapest(full) == Place.DROPPED
-    assert cheapest(full._replace(dropped=24.0)) == Place.HELD
+    assert cheapest(full) == WaitingPlace.DROPPED
+    assert cheapest(full._replace(dropped=24.0)) == WaitingPlace.HELD
 
 
 def test_what_was_never_measured_is_tried_but_reading():
     found = RowCosts(4)
     assert found.wait(0.0, tokens=9) == (0.0, 0.0, math.inf)
-    assert cheapest(found.wait(0.0, tokens=9)) == Place.HELD
-    assert cheapest(found.wait(0.2, tokens=9)) == Place.PARKED
-    assert cheapest(Wait(1.0, math.inf, math.inf)) == Place.HELD
+    assert cheapest(found.wait(0.0, tokens=9)) == WaitingPlace.HELD
+    assert cheapest(found.wait(0.2, tokens=9)) == WaitingPlace.PARKED
+    assert cheapest(WaitCosts(1.0, math.inf, math.inf)) == WaitingPlace.HELD
 
 
 def test_chunks_may_be_as_idle_as_half_a_return_to_the_host():

@@ -8,7 +8,7 @@ import pytest
 
 from jrl.compare import compare
 from jrl.config_io import load_config
-from jrl.data.sources import Rows
+from jrl.data.sources import MemoryRows
 from jrl.data.tables import Mixture
 from jrl.drift import measure_drift
 from jrl.errors import UserError
@@ -71,7 +71,7 @@ def test_commands_refuse_what_cannot_fit(said):
 
 
 def test_weights_of_data_that_repeat_a_source_beyond_memory():
-    rows = Rows([{"question": "1"}])
+    rows = MemoryRows([{"question": "1"}])
     assert len(Mixture({"a": rows, "b": rows}, {"a": 1, "b": 3})) == 4
     with pytest.raises(UserError, match=r"'b' = 1e\+12: this takes at least 36.4 TiB of memory"):
         Mixture({"a": rows, "b": rows}, {"a": 1, "b": 1e12})

@@ -22,7 +22,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.row_costs import Place
+from jrl.serving.row_costs import WaitingPlace
 from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
 
@@ -184,10 +184,10 @@ def test_draws_do_not_depend_on_timing_slots_or_chunks(calm):
 
 def by_chance(seed):
     chance = random.Random(seed)
-    return lambda wait: chance.choice(list(Place))
+    return lambda wait: chance.choice(list(WaitingPlace))
 
 
-@pytest.mark.parametrize("place", [*Place, None])
+@pytest.mark.parametrize("place", [*WaitingPlace, None])
 def test_draws_do_not_depend_on_where_rows_wait(calm, place):
     """Rows held, parked, dropped, or each time one of them by chance: the same episodes.
 
@@ -205,29 +205,29 @@ def test_draws_do_not_depend_on_where_rows_wait(calm, place):
     for mine, theirs in zip(played.groups, calm.groups, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             for x, y in zip(a.segments[::2], b.segments[::2], strict=True):  # those drawn
-                most = 0 if place in (Place.HELD, Place.PARKED) else 1e-5
+                most = 0 if place in (WaitingPlace.HELD, WaitingPlace.PARKED) else 1e-5
                 np.testing.assert_allclose(x.logprobs, y.logprobs, rtol=0, atol=most)
     counts = played.counts
-    assert (counts["parked"] > 0) == (place in (Place.PARKED, None))
-    assert (counts["dropped"] > 0) == (place in (Place.DROPPED, None))
+    assert (counts["parked"] > 0) == (place in (WaitingPlace.PARKED, None))
+    assert (counts["dropped"] > 0) == (place in (WaitingPlace.DROPPED, None))
     assert (counts["reread_tokens"] > 0) == (counts["dropped"] > 0)
 
 
 def test_tokens_are_read_once(calm):
     """Prompts once for members that begin together, answers once, and no turn's past again."""
-    played = play(counting_env(), slots=4, choose=lambda wait: Place.PARKED)
+    played = play(counting_env(), slots=4, choose=lambda wait: WaitingPlace.PARKED)
     members = [t for g in played.groups for t in g]
     answers = sum(len(s.tokens) for t in members for s in t.segments if not s.drawn)
     openings = [len(g[0].opening) for g in played.groups]
     read = played.counts["read_tokens"] - answers
     assert sum(openings) <= read <= 4 * sum(openings)
     assert played.counts["reread_tokens"] == 0
-    again = play(counting_env(), slots=4, choose=lambda wait: Place.DROPPED).counts
+    again = play(counting_env(), slots=4, choose=lambda wait: WaitingPlace.DROPPED).counts
     assert again["read_tokens"] > played.counts["read_tokens"]
     assert again["read_tokens"] - again["reread_tokens"] <= answers + 4 * sum(openings)
 
 
-@pytest.mark.parametrize("place", [Place.PARKED, Place.DROPPED])
+@pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED])
 def test_a_slot_does_not_wait(place):
     """Each of eight episodes in four slots is answered when all have ended their turns."""
     all_met = asyncio.Barrier(8)
@@ -249,7 +249,7 @@ def test_a_slot_that_is_held_waits():
     async def step(state, reply):
         await all_met.wait()
 
-    played = play(env._replace(step=step), count=2, choose=lambda wait: Place.HELD)
+    played = play(env._replace(step=step), count=2, choose=lambda wait: WaitingPlace.HELD)
     assert {t.stop for g in played.groups for t in g} == {StopReason.TIMEOUT}
     assert played.counts["parked"] == played.counts["dropped"] == 0
 
@@ -275,7 +275,7 @@ def test_slots_without_an_episode_are_not_in_use():
     assert played.counts["slot_steps"] <= 3 * T
 
 
-@pytest.mark.parametrize("place", [Place.PARKED, Place.DROPPED])
+@pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED])
 def test_divided_slots_give_the_same(calm, place):
     """Slots divided over two devices; half as many rows may be parked, each whole on both."""
     with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):

@@ -300,6 +300,7 @@ def test_batch_metrics_against_numpy(make_batch):
         "reward_std": np.mean([scores[i][live[i]].std() for i in range(3)]),
         "reward_parts": np.asarray(batch.rewards)[live].mean(axis=0),
         "length": lengths[live].mean(),
+        "prompt_length": np.asarray(batch.prompt_lengths)[live.any(1)].mean(),
         "truncated": truncated[live].mean(),
         "completion_tokens": tokens.sum(),
         "padding": 1 - lengths.sum() / np.asarray(batch.mask).size,

@@ -20,7 +20,7 @@ from jrl.train import loop, programs
 from jrl.train.loop import train
 from jrl.train.state import init_state
 from jrl.train.step import make_step
-from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, memory_bytes, skip_rule
+from jrl.train.watch import COMPILED, LIMITS, MEMORY, Watch, resident_bytes, skip_rule
 
 SOUND = {
     **{"step": 1, "skipped_updates": 0.0, "entropy": 1.0, "ratio": 1.0, "logprob_diff": 1e-6},
@@ -137,7 +137,7 @@ def test_a_limit_needs_a_bound():
 
 
 def test_memory_is_that_of_the_process():
-    assert 1e7 < memory_bytes() < 1e12
+    assert 1e7 < resident_bytes() < 1e12
 
 
 # ---------------------------------------------------------------- faults in a training step
@@ -307,7 +307,7 @@ def test_faults_of_a_run_are_warned_of_at_their_steps(go):
         6: compile_one,
         7: partial(use_memory, held),
     }
-    most = memory_bytes() + 1_500_000_000
+    most = resident_bytes() + 1_500_000_000
     limits = {
         "logprob_diff": "above=0.2",
         "ratio": "above=2",

@@ -35,7 +35,7 @@ class Work(struct.PyTreeNode):
     done: Array
 
 
-class Call(NamedTuple):
+class Operation(NamedTuple):
     """Two numbers and the token of the operation between them, [] int32, and whether it is one."""
 
     left: Array
@@ -144,7 +144,7 @@ def apply(operation: Array, left: Array, right: Array) -> Array:
     return jnp.where(operation == PLUS, left + right, least)
 
 
-def worked_out(call: Call) -> tuple[Array, Array]:
+def worked_out(call: Operation) -> tuple[Array, Array]:
     """(the result [] int32, whether the call is valid and the result has at most nine digits)."""
     # Sums stay below 2**31. Rounding in float32 is less than a part in 2**23, so no product wraps.
     product = call.left.astype(jnp.float32) * call.right.astype(jnp.float32)
@@ -154,7 +154,7 @@ def worked_out(call: Call) -> tuple[Array, Array]:
     return jnp.where(fits, result, 0), fits
 
 
-def parse_call(tokens: Array, length: Array) -> Call:
+def parse_call(tokens: Array, length: Array) -> Operation:
     """A turn "12*-7" with its stop token as a call; its first sign but at the start counts."""
     place = jnp.arange(tokens.shape[0])
     sign = (tokens == PLUS) | (tokens == MINUS) | (tokens == TIMES)
@@ -162,7 +162,7 @@ def parse_call(tokens: Array, length: Array) -> Call:
     left, first = parse_number(tokens, jnp.int32(0), at)
     right, second = parse_number(tokens, at + 1, length - 1)
     ends = tokens[length - 1] == STOP_ID
-    return Call(left, tokens[at], right, (at > 0) & first & second & ends)
+    return Operation(left, tokens[at], right, (at > 0) & first & second & ends)
 
 
 def parse_number(tokens: Array, begin: Array, end: Array) -> tuple[Array, Array]:

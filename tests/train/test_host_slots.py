@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jrl.envs.episode import Episode
-from jrl.serving.row_costs import Place, RowCosts, cheapest
-from jrl.train.host_seats import Seats
+from jrl.serving.row_costs import RowCosts, WaitingPlace, cheapest
+from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Prompt
 
 
@@ -36,9 +36,9 @@ class Rows:
         self.done.append(("halt", row))
 
 
-def seats_of(slots=1, parked=1, choose=cheapest):
+def table_of(slots=1, parked=1, choose=cheapest):
     rows, counts = Rows(slots, parked), collections.defaultdict(float)
-    return Seats(rows, choose, counts), rows, counts
+    return EpisodeSlots(rows, choose, counts), rows, counts
 
 
 def episode(member, opening=(1, 2)):
@@ -47,42 +47,42 @@ def episode(member, opening=(1, 2)):
     return made
 
 
-def say(seats, one, *tokens):
+def say(table, one, *tokens):
     """The policy ends a turn, and the environment is asked."""
     one.grow(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), 0)
     one.end_turn()
     one.call = 1
-    seats.asked(one)
+    table.asked(one)
 
 
-def hear(seats, one, ids, limit=30):
+def hear(table, one, ids, limit=30):
     """The environment answers."""
     one.call = None
     one.answer(ids, 0)
-    seats.answered(one, ids, limit)
+    table.answered(one, ids, limit)
 
 
-@pytest.mark.parametrize("place", [Place.PARKED, Place.DROPPED])
+@pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED])
 def test_a_row_leaves_and_returns(place):
-    seats, rows, counts = seats_of(choose=lambda wait: place)
+    table, rows, counts = table_of(choose=lambda wait: place)
     first, second = episode(0), episode(1)
-    seats.add(first, 9)
-    seats.fill()
-    say(seats, first, 3, 4)
-    seats.fill()
-    assert seats.slots == [first]  # nobody else could use the slot
-    seats.add(second, 9)
-    seats.fill()
-    assert (seats.slots, first.row) == ([second], None)
-    assert list(seats.waiting()) == [second, first]
-    say(seats, second, 6)
+    table.add(first, 9)
+    table.fill()
+    say(table, first, 3, 4)
+    table.fill()
+    assert table.slots == [first]  # nobody else could use the slot
+    table.add(second, 9)
+    table.fill()
+    assert (table.slots, first.row) == ([second], None)
+    assert list(table.waiting()) == [second, first]
+    say(table, second, 6)
     rows.done.clear()
-    hear(seats, first, [7, 8])
-    assert first not in list(seats.waiting())  # its time stands still
-    seats.fill()
-    assert seats.slots == [first]
+    hear(table, first, [7, 8])
+    assert first not in list(table.waiting())  # its time stands still
+    table.fill()
+    assert table.slots == [first]
     assert counts[place.value] == 2
-    if place == Place.PARKED:
+    if place == WaitingPlace.PARKED:
         assert rows.done == [("park", 0), ("resume", 0, "row 0"), ("extend", 0, [7, 8], 30)]
         assert (counts["read_tokens"], counts["reread_tokens"]) == (2 + 2 + 2, 0)
     else:
@@ -92,98 +92,98 @@ def test_a_row_leaves_and_returns(place):
 
 
 def test_a_row_that_is_held_gets_its_answer_where_it_is():
-    seats, rows, counts = seats_of(choose=lambda wait: Place.HELD)
+    table, rows, counts = table_of(choose=lambda wait: WaitingPlace.HELD)
     first, second = episode(0), episode(1)
-    seats.add(first, 9)
-    seats.fill()
-    seats.add(second, 9)
-    say(seats, first, 3)
-    seats.fill()
-    assert seats.slots == [first]
-    assert not seats.running
-    assert seats.new == 1
-    hear(seats, first, [7])
-    seats.fill()
-    assert seats.running
+    table.add(first, 9)
+    table.fill()
+    table.add(second, 9)
+    say(table, first, 3)
+    table.fill()
+    assert table.slots == [first]
+    assert not table.running
+    assert table.new == 1
+    hear(table, first, [7])
+    table.fill()
+    assert table.running
     assert rows.done[-1] == ("extend", 0, [7], 30)
     assert not counts["parked"] + counts["dropped"]
 
 
 def test_no_more_rows_are_parked_than_there_is_room_for():
-    seats, _rows, counts = seats_of(parked=1, choose=lambda wait: Place.PARKED)
+    table, _rows, counts = table_of(parked=1, choose=lambda wait: WaitingPlace.PARKED)
     three = [episode(i) for i in range(3)]
     for one in three:
-        seats.add(one, 9)
-    seats.fill()
-    say(seats, three[0], 3)
-    seats.fill()
-    say(seats, three[1], 3)
-    seats.fill()
-    assert seats.slots == [three[1]]  # it stays, though the third is ready
-    hear(seats, three[0], [7])
-    seats.fill()  # the one that returns makes the room that the other takes
-    assert seats.slots == [three[0]]
+        table.add(one, 9)
+    table.fill()
+    say(table, three[0], 3)
+    table.fill()
+    say(table, three[1], 3)
+    table.fill()
+    assert table.slots == [three[1]]  # it stays, though the third is ready
+    hear(table, three[0], [7])
+    table.fill()  # the one that returns makes the room that the other takes
+    assert table.slots == [three[0]]
     assert counts["parked"] == 2
 
 
 def test_those_with_the_fewest_turns_come_first():
-    seats, rows, _counts = seats_of(slots=1, parked=3, choose=lambda wait: Place.PARKED)
+    table, rows, _counts = table_of(slots=1, parked=3, choose=lambda wait: WaitingPlace.PARKED)
     old, young, new = (episode(i) for i in range(3))
-    seats.add(old, 9)
-    seats.fill()
-    say(seats, old, 3)
-    seats.add(young, 9)
-    seats.fill()
-    say(seats, young, 3)
-    hear(seats, old, [7])
-    seats.add(new, 9)
-    seats.fill()
-    assert seats.slots == [new]
-    seats.remove(new)
+    table.add(old, 9)
+    table.fill()
+    say(table, old, 3)
+    table.add(young, 9)
+    table.fill()
+    say(table, young, 3)
+    hear(table, old, [7])
+    table.add(new, 9)
+    table.fill()
+    assert table.slots == [new]
+    table.remove(new)
     assert rows.done[-1] == ("halt", 0)
-    hear(seats, young, [7])
-    seats.fill()
-    assert seats.slots == [old]  # as many turns as the other, and ready before it
+    hear(table, young, [7])
+    table.fill()
+    assert table.slots == [old]  # as many turns as the other, and ready before it
 
 
 def test_an_episode_that_ends_while_it_is_away_is_forgotten():
-    seats, _rows, _counts = seats_of(choose=lambda wait: Place.PARKED)
+    table, _rows, _counts = table_of(choose=lambda wait: WaitingPlace.PARKED)
     first, second, third = (episode(i) for i in range(3))
-    seats.add(first, 9)
-    seats.fill()
-    say(seats, first, 3)
-    seats.add(second, 9)
-    seats.fill()
-    seats.remove(first)
-    assert list(seats.waiting()) == [second]
-    say(seats, second, 4)
-    seats.add(third, 9)
-    seats.fill()  # there is room again
-    assert seats.slots == [third]
+    table.add(first, 9)
+    table.fill()
+    say(table, first, 3)
+    table.add(second, 9)
+    table.fill()
+    table.remove(first)
+    assert list(table.waiting()) == [second]
+    say(table, second, 4)
+    table.add(third, 9)
+    table.fill()  # there is room again
+    assert table.slots == [third]
 
 
 def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
-    seats, rows, _counts = seats_of(slots=2, parked=2)
+    table, rows, _counts = table_of(slots=2, parked=2)
     for seconds in (0.5, 0.5, 9.0):
         rows.costs.record_wait(seconds)
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     first, second, third = (episode(i) for i in range(3))
-    seats.add(first, 9)
-    seats.add(second, 9)
-    seats.fill()
-    say(seats, first, 3)
+    table.add(first, 9)
+    table.add(second, 9)
+    table.fill()
+    say(table, first, 3)
     clock[0] += 1.0  # the first is one of the slow ones
-    say(seats, second, 3)
-    seats.add(third, 9)
-    seats.fill()
+    say(table, second, 3)
+    table.add(third, 9)
+    table.fill()
     assert first.row is None
     assert second.row is not None
     began = first.began
     clock[0] += 1.0
-    hear(seats, first, [7])
+    hear(table, first, [7])
     clock[0] += 5.0  # without a slot
-    seats.fill()
+    table.fill()
     assert second.row is None  # parked in turn
     assert first.row is not None
     assert (first.began, first.turn_began) == (began + 5.0, clock[0])

@@ -91,7 +91,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
     return {name: float(x) for name, x in measure(policy, rollout, run.sampling_params).items()}
 
 
-def drift_text(run: Run, state: TrainState) -> str:
+def difference_text(run: Run, state: TrainState) -> str:
     """What a run says when its sampler draws from another distribution than the policy's."""
     found = measure_run(run, state)
     what = " and ".join(run.config.sampling.int8)

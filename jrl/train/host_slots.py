@@ -16,11 +16,11 @@ import numpy as np
 
 from jrl.envs.episode import Episode
 from jrl.sampling.slots import Slots
-from jrl.serving.episode_rows import EpisodeRows, More, Start
-from jrl.serving.row_costs import ChoosePlace, Place, Wait
+from jrl.serving.episode_rows import EpisodeRows, More, RowStart
+from jrl.serving.row_costs import ChoosePlace, WaitCosts, WaitingPlace
 
 
-class Seats:
+class EpisodeSlots:
     """The episodes under way, and their rows.
 
     Args:
@@ -100,10 +100,10 @@ class Seats:
     def fill(self) -> None:
         """Gives slots to episodes that are ready, and answers to rows that resume."""
         now, answers, self._answers = time.monotonic(), self._answers, {}
-        starts: dict[int, Start] = {}
-        again: dict[int, Start] = {}
-        free = [row for row, seated in enumerate(self.slots) if seated is None]
-        idle: dict[int, Wait] | None = None
+        starts: dict[int, RowStart] = {}
+        again: dict[int, RowStart] = {}
+        free = [row for row, episode in enumerate(self.slots) if episode is None]
+        idle: dict[int, WaitCosts] | None = None
         # Stable: of those with the same number of turns, first come, first served.
         for episode in sorted(self._ready, key=lambda e: e.turn):
             if free:
@@ -118,7 +118,7 @@ class Seats:
                 if found is None:
                     continue
                 row = found
-            limit = self._seat(episode, row, now)
+            limit = self._give_slot(episode, row, now)
             if (parked := self._parked.pop(episode, None)) is not None:
                 self._rows.resume(row, parked)
                 answers[row] = More(_answer(episode), limit)
@@ -135,7 +135,7 @@ class Seats:
             self._counts["read_tokens"] += sum(len(more.tokens) for more in answers.values())
             self._rows.extend(answers)
 
-    def _seat(self, episode: Episode, row: int, now: float) -> int:
+    def _give_slot(self, episode: Episode, row: int, now: float) -> int:
         """Notes who has the slot; the limit of tokens of the turn."""
         self.slots[row], episode.row = episode, row
         # The time in which it could have used a slot and had none is no time of the episode.
@@ -147,7 +147,7 @@ class Seats:
         episode.turn_began = now
         return self._limits.pop(episode)
 
-    def _idle(self, now: float) -> dict[int, Wait]:
+    def _idle(self, now: float) -> dict[int, WaitCosts]:
         """What it costs to let the rows wait that do, where there is room to park them."""
         found = {}
         for row, episode in enumerate(self.slots):
@@ -156,7 +156,7 @@ class Seats:
                 found[row] = self._rows.costs.wait(waited, tokens=tokens)
         return found
 
-    def _vacate(self, idle: dict[int, Wait], now: float, *, room: bool) -> int | None:
+    def _vacate(self, idle: dict[int, WaitCosts], now: float, *, room: bool) -> int | None:
         """A slot whose row waits elsewhere from now on; None where it costs least to hold all.
 
         Args:
@@ -168,9 +168,9 @@ class Seats:
         for row, wait in idle.items():
             wait = wait if room else wait._replace(parked=math.inf)
             place = self._choose(wait)
-            if place == Place.HELD or (place == Place.PARKED and not room):
+            if place == WaitingPlace.HELD or (place == WaitingPlace.PARKED and not room):
                 continue
-            gain = wait.held - (wait.parked if place == Place.PARKED else wait.dropped)
+            gain = wait.held - (wait.parked if place == WaitingPlace.PARKED else wait.dropped)
             if best is None or gain > saved:
                 best, saved = (row, place), gain
         if best is None:
@@ -179,15 +179,15 @@ class Seats:
         del idle[row]
         episode = self.slots[row]
         assert episode is not None
-        if place == Place.PARKED:
+        if place == WaitingPlace.PARKED:
             self._parked[episode] = self._rows.park(row)
         self._counts[place.value] += 1
         self._away[episode], episode.row = now, None
         return row
 
 
-def _start(episode: Episode, limit: int) -> Start:
-    return Start(tuple(episode.opening.tolist()), episode.seed, episode.member, limit)
+def _start(episode: Episode, limit: int) -> RowStart:
+    return RowStart(tuple(episode.opening.tolist()), episode.seed, episode.member, limit)
 
 
 def _answer(episode: Episode) -> list[int]:

@@ -1,0 +1,81 @@
+"""Model FLOP utilisation of a run's steps: what the algorithm asks for, over the devices' peak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from jrl.models.flops import Lengths, forward_flops
+from jrl.train.build import Run
+
+PEAKS: Mapping[str, float] = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+}
+"""bfloat16 operations a second by what a device calls itself, vendors' figures without sparsity; of
+several names that it begins with, the first."""
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """bfloat16 operations a second of a device at peak; None where nobody says, as of CPUs."""
+    kind = device.device_kind
+    return next((peak for name, peak in PEAKS.items() if kind.startswith(name)), None)
+
+
+def training_passes(run: Run) -> float:
+    """What a training step computes over its batch, in forward passes.
+
+    A backward pass counts two. Adapters leave out the half of it that frozen weights' gradients
+    would be.
+    """
+    trained = 2.0 if run.config.lora is not None else 3.0
+    objective = run.method.objective
+    start = {"proximal_logprobs", "rollout_values", "rollout_entropy"} & objective.needs
+    scored = len(objective.frozen) + bool(start)
+    return trained * run.method.schedule.epochs + scored
+
+
+def rows_of_a_prompt(run: Run) -> int:
+    """Completions of a prompt in a batch, greedy baselines and demonstrations among them."""
+    draw = run.method.draw
+    own = run.config.sampling.group + draw.baseline_members if draw.own else 0
+    return own + draw.demonstrations
+
+
+def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float | None:
+    """Model FLOPs of a step, sampling included, over what the devices can do in its time.
+
+    Every row counts as if it had the mean length, which leaves out a part of attention's products.
+
+    Args:
+      run: what is trained.
+      metrics: of the step: ``prompt_length``, ``length`` and, of episodes, ``row_length``, tokens.
+      seconds: that the step took.
+
+    Returns:
+      None where the sizes of the model or the peak of the devices are not known.
+    """
+    peak = peak_flops(run.mesh.devices.flat[0])
+    if peak is None or run.model is None:
+        return None
+    lengths = Lengths(
+        run.config.train.prompts,
+        2 if run.data.judged else rows_of_a_prompt(run),
+        round(float(metrics["prompt_length"])),
+        round(float(metrics.get("row_length", metrics["length"]))),
+    )
+    draws = run.method.draw.own and not run.data.judged
+    passes = training_passes(run) + draws
+    devices = run.mesh.devices.size
+    devices += run.rollout_mesh.devices.size if run.rollout_mesh is not None else 0
+    return passes * forward_flops(run.model, lengths) / (devices * peak * seconds)
