@@ -310,9 +310,9 @@ class Branching(NamedTuple):
     with draws of its own. See ``sampling.tree``.
 
     Attributes:
-      at: of ``sampling.tree.PLACES``, which tokens are left: "entropy" those of the most uncertain
-        distributions, "gap" those whose likeliest two tokens are the closest, "surprise" the least
-        likely tokens, "even" the middle, then the quarters of what a member drew.
+      at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most
+        uncertain distributions, "gap" those whose likeliest two tokens are the closest, "surprise"
+        the least likely tokens, "even" the middle, then the quarters of what a member drew.
       roots: members drawn from the prompt; 0 for half of the group.
       rounds: of branches.
       above: what the number of a token must exceed to be left there, in nats for "entropy" and

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jrl.errors import UserError, choose
 from jrl.sampling.cache import share
 from jrl.sampling.generate import by_row, each_by_itself, independent_axes
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.places import PLACES, branches
 from jrl.sampling.slots import (
-    Measure,
     Slots,
     check_length,
     decode,
@@ -33,28 +32,7 @@ from jrl.sampling.slots import (
     sequence_keys,
     start,
 )
-from jrl.types import Array, Branching, Network, Params, Rollout
-
-
-def entropy(logprobs: Array) -> Array:
-    """[S] float32, nats: the entropy of each row's distribution [S, V]; 0 where it is certain."""
-    probs = jnp.exp(logprobs)
-    return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
-
-
-def closeness(logprobs: Array) -> Array:
-    """[S] float32, 1 minus the difference between the two largest probabilities of each row."""
-    top = jnp.exp(jax.lax.top_k(logprobs, 2)[0])
-    return 1.0 - (top[:, 0] - top[:, 1])
-
-
-PLACES: dict[str, Measure | None] = {
-    "entropy": entropy,
-    "gap": closeness,
-    "surprise": None,
-    "even": None,
-}
-"""``Branching.at`` -> what is measured of the distributions drawn from; None where nothing is."""
+from jrl.types import Array, Branching, Cache, Network, Params, Rollout
 
 
 class Drawn(NamedTuple):
@@ -239,6 +217,24 @@ def _grow_in_turn(
     return members, owner, steps.sum()[None]
 
 
+class _Roots(NamedTuple):
+    """What the members of n groups begin with.
+
+    Attributes:
+      prompts: the prompts' cache, n rows.
+      lengths: [n] int32, tokens of each prompt.
+      last: [n] int32, the last token of each prompt.
+      keys: [n, G] PRNG keys.
+      sampling_params: scalars.
+    """
+
+    prompts: Cache
+    lengths: Array
+    last: Array
+    keys: Array
+    sampling_params: SamplingParams
+
+
 def _grow(
     key: Array,
     weights: Any,
@@ -257,9 +253,14 @@ def _grow(
     """The trees of n prompts side by side; see ``_grow_in_turn``."""
     n, roots = prompt_tokens.shape[0], branching.roots
     each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
-    keys = sequence_keys(key, ids, group)
-    prompts = prefill(weights, prompt_tokens, prompt_lengths, network=network)
-    last = jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0]
+    root = _Roots(
+        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
+        lengths=prompt_lengths,
+        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
+        keys=sequence_keys(key, ids, group),
+        sampling_params=sampling_params,
+    )
+    begin = partial(_begin, root, weights, width, network=network, measured=measure is not None)
     draw = partial(
         decode,
         weights,
@@ -270,67 +271,81 @@ def _grow(
         measure=measure,
     )
 
-    def begin(count: int) -> Slots:
-        """Slots for the first ``count`` members of every group."""
-        cache = share(
-            prompts,
-            prompt_lengths - 1,
-            count,
-            network=network,
-            weights=weights,
-            length=width,
-            pieces=pieces_of(width),
-        )
-        repeated = partial(jnp.repeat, repeats=count, axis=0)
-        slots = start(
-            cache,
-            repeated(last)[:, None],
-            jnp.ones(n * count, jnp.int32),
-            keys[:, :count].reshape(-1),
-            sampling_params,
-            jnp.full(n * count, width, jnp.int32),
-            max_new_tokens=width,
-        )
-        measured = None if measure is None else jnp.zeros((n * count, width), jnp.float32)
-        slots = slots.replace(
-            prompt_lengths=repeated(prompt_lengths), measured=measured, aligned=True
-        )
-        # New arrays are divided by rows like the cache, or each would be sent to all devices.
-        arrays = slots.replace(cache=None, sampling_params=None, keys=None)
-        return jax.tree.map(by_row, arrays).replace(
-            cache=cache, sampling_params=slots.sampling_params, keys=slots.keys
-        )
+    def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
+        tree, owner, forks, steps = carry
+        here = roots + number * each
+        source, place, forks = branches(tree, forks, here, branching, each, group)
+        new, count = draw(slots=_fork_members(tree, root, source, place, here))
+        past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
+        own = here + jnp.arange(each, dtype=jnp.int32)[None, :, None]
+        own = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, own)
+        owner = jax.lax.dynamic_update_slice_in_dim(owner, own, here, axis=1)
+        return _put_members(tree, new, n, here), owner, forks, steps + count * (n * each)
 
     first, count = draw(slots=begin(roots))
     tree = _put_members(begin(group).replace(aligned=False), first, n, 0)
     owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
-
-    def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
-        tree, owner, forks, steps = carry
-        here = roots + number * each
-        source, place, forks = _branches(tree, forks, here, branching, each, group)
-        rows = (source + jnp.arange(n)[:, None] * group).reshape(-1)
-        mine = jax.lax.dynamic_slice_in_dim(keys, here, each, axis=1).reshape(-1)
-        new = fork(tree, rows, mine, within=True)
-        new = rewind(new, place.reshape(-1), jnp.repeat(last, each))
-        # What came before was drawn by another member, which is trained on it.
-        new = new.replace(
-            mask=jnp.zeros_like(new.mask),
-            logprobs=jnp.zeros_like(new.logprobs),
-            versions=jnp.full_like(new.versions, -1),
-        )
-        new, count = draw(slots=new)
-        past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
-        whose = here + jnp.arange(each, dtype=jnp.int32)[None, :, None]
-        whose = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, whose)
-        owner = jax.lax.dynamic_update_slice_in_dim(owner, whose, here, axis=1)
-        return _put_members(tree, new, n, here), owner, forks, steps + count * (n * each)
-
     carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
     tree, owner, _, steps = jax.lax.fori_loop(0, branching.rounds, one_round, carry)
     names = ("tokens", "lengths", "mask", "logprobs", "versions", "stop")
     members = {x: getattr(tree, x).reshape(n, group, *getattr(tree, x).shape[1:]) for x in names}
     return members, owner, steps
+
+
+def _begin(
+    root: _Roots, weights: Any, width: int, count: int, *, network: Network, measured: bool
+) -> Slots:
+    """Slots for the first ``count`` members of every group, before their first token."""
+    cache = share(
+        root.prompts,
+        root.lengths - 1,
+        count,
+        network=network,
+        weights=weights,
+        length=width,
+        pieces=pieces_of(width),
+    )
+    repeated = partial(jnp.repeat, repeats=count, axis=0)
+    rows = root.lengths.shape[0] * count
+    slots = start(
+        cache,
+        repeated(root.last)[:, None],
+        jnp.ones(rows, jnp.int32),
+        root.keys[:, :count].reshape(-1),
+        root.sampling_params,
+        jnp.full(rows, width, jnp.int32),
+        max_new_tokens=width,
+    )
+    numbers = jnp.zeros((rows, width), jnp.float32) if measured else None
+    slots = slots.replace(prompt_lengths=repeated(root.lengths), measured=numbers, aligned=True)
+    # New arrays are divided by rows like the cache, or each would be sent to all devices.
+    arrays = slots.replace(cache=None, sampling_params=None, keys=None)
+    return jax.tree.map(by_row, arrays).replace(
+        cache=cache, sampling_params=slots.sampling_params, keys=slots.keys
+    )
+
+
+def _fork_members(tree: Slots, root: _Roots, source: Array, place: Array, first: Array) -> Slots:
+    """Slots of members that leave others, ready to decode.
+
+    Args:
+      tree: n * G rows.
+      root: what all members begin with.
+      source: [n, k] int32, the members that are left.
+      place: [n, k] int32, tokens that are shared.
+      first: [] int32, the number of the first new member.
+    """
+    n, count = source.shape
+    rows = source + jnp.arange(n)[:, None] * root.keys.shape[1]
+    keys = jax.lax.dynamic_slice_in_dim(root.keys, first, count, axis=1)
+    new = fork(tree, rows.reshape(-1), keys.reshape(-1), within=True)
+    new = rewind(new, place.reshape(-1), jnp.repeat(root.last, count))
+    # What came before was drawn by another member, which is trained on it.
+    return new.replace(
+        mask=jnp.zeros_like(new.mask),
+        logprobs=jnp.zeros_like(new.logprobs),
+        versions=jnp.full_like(new.versions, -1),
+    )
 
 
 def _put_members(tree: Slots, new: Slots, n: int, first: Array | int) -> Slots:
@@ -347,72 +362,3 @@ def _put_members(tree: Slots, new: Slots, n: int, first: Array | int) -> Slots:
         fields["measured"] = put(tree.measured, new.measured)
     own = jax.tree.map(put, tree.cache.own, new.cache.own)
     return tree.replace(cache=tree.cache.replace(own=own), **fields)
-
-
-def _branches(
-    tree: Slots, forks: Array, here: Array, branching: Branching, count: int, group: int
-) -> tuple[Array, Array, Array]:
-    """Which members are left at which of their own tokens, in one round.
-
-    Each member that is there names its best places, and the best of all that are named are taken,
-    no more of one member than an equal share rounded up.
-
-    Args:
-      tree: n * G rows, of which the first ``here`` of each group are there.
-      forks: [n, G] int32, how often each member was left.
-      here: [] int32.
-      branching: says what a place is worth.
-      count: k, branches of a group.
-      group: G.
-
-    Returns:
-      Members [n, k] and places [n, k] int32, a place being the tokens that are shared, and the new
-      ``forks``.
-    """
-    t = tree.tokens.shape[1]
-    own = tree.mask.reshape(-1, group, t)
-    most = min(-(-count // branching.roots), t)
-    if branching.at == "even":
-        values, places = _even_places(own, forks, most)
-    else:
-        numbers = -tree.logprobs if branching.at == "surprise" else tree.measured
-        assert numbers is not None
-        # The places that a member was left at before are the best ones; they count no more.
-        worth = jnp.where(own, numbers.reshape(own.shape), -jnp.inf)
-        most = min(most * branching.rounds, t)
-        values, places = jax.lax.top_k(worth, most)
-    rank = jnp.arange(most)[None, None]
-    share = -(-count // here)
-    if branching.at != "even":
-        share = share + jnp.expand_dims(forks, 2)
-        values = jnp.where(rank < jnp.expand_dims(forks, 2), -jnp.inf, values)
-    values = jnp.where(rank < share, values, -jnp.inf)
-    best, index = jax.lax.top_k(values.reshape(-1, group * most), count)
-    source = index // most
-    place = jnp.take_along_axis(places.reshape(-1, group * most), index, axis=1)
-    left = best > branching.above
-    place = jnp.where(left, place, 0).astype(jnp.int32)
-    counted = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)
-    return source.astype(jnp.int32), place, forks + counted.sum(axis=1)
-
-
-def _even_places(own: Array, forks: Array, most: int) -> tuple[Array, Array]:
-    """Values and places [n, G, most]: the middle, then the quarters of what each member drew.
-
-    The longest stretches that are left are worth the most.
-    """
-    count = jnp.expand_dims(own.sum(axis=2), 2)
-    number = jnp.expand_dims(forks, 2) + jnp.arange(most)[None, None]
-    first = jnp.expand_dims(jnp.argmax(own, axis=2), 2)
-    places = first + jnp.floor(count * jnp.asarray(_halves(own.shape[1] + most))[number])
-    return jnp.where(count > 0, count / (number + 1), -jnp.inf), places.astype(jnp.int32)
-
-
-def _halves(count: int) -> np.ndarray:
-    """[count] float32 in (0, 1): the bits of 1, 2, 3, ... in reverse behind the binary point.
-
-    >>> _halves(5).tolist()
-    [0.5, 0.25, 0.75, 0.125, 0.625]
-    """
-    reverse = [int(f"{i:b}"[::-1], 2) / 2 ** i.bit_length() for i in range(1, count + 1)]
-    return np.array(reverse, np.float32)

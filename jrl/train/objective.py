@@ -16,7 +16,8 @@ from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.objectives.branches import over_branches
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
-from jrl.sampling.tree import PLACES, check_branching
+from jrl.sampling.places import PLACES
+from jrl.sampling.tree import check_branching
 from jrl.train.router import RouterLosses
 from jrl.types import Branching
 

@@ -15,7 +15,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.tree import PLACES, check_branching, closeness, entropy, generate_tree, nodes_of
+from jrl.sampling.places import PLACES, closeness, entropy
+from jrl.sampling.tree import check_branching, generate_tree, nodes_of
 from jrl.types import Branching
 
 CONFIG = ModelConfig(
