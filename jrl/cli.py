@@ -163,12 +163,17 @@ def evaluate(
     ] = None,
     width: Annotated[int, typer.Option(help="Width of the search.", min=1)] = 4,
     step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Search training problems; directory for rows to train on."),
+    ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
 
-    With --search also what the search took of each problem: steps, tokens drawn, tokens read again.
+    With --search also what the search took of each problem: steps, tokens drawn, tokens read again;
+    with --out the trees' siblings.jsonl and paths.jsonl are for data.pairs (docs/recipes.md).
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
@@ -180,10 +185,12 @@ def evaluate(
         from jrl.evaluate_search import search_run
 
         result = search_run(
-            chosen, search, width=width, step_tokens=step_tokens, checkpoint=checkpoint
+            chosen, search, width=width, step_tokens=step_tokens, checkpoint=checkpoint, out=out
         )
         print_result("evaluation", result, as_json)
         return
+    if out is not None:
+        raise UserError(f"--out {out}: only a search leaves rows to write; add --search mcts")
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)

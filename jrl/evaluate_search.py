@@ -1,14 +1,18 @@
 """Evaluation by search: best of N, beams, DVTS and MCTS, with what they cost.
 
     jrl eval RUN --search beam --width 4 --step-tokens 64
+    jrl eval RUN --search mcts --out DIR
 
 The search goes by the policy's own likelihood, never by the answer; what it takes in the end is
-judged as any completion is.
+judged as any completion is. With ``--out`` training problems are searched, every path that ended is
+judged, and what the trees then say of steps is written as rows to train on.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +21,8 @@ import numpy as np
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
+from jrl.envs.tree import Tree
+from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.serving.engine import Engine
@@ -40,6 +46,7 @@ def search_run(
     step_tokens: int = 64,
     rounds: int = 64,
     checkpoint: int | None = None,
+    out: str | None = None,
 ) -> dict[str, Any]:
     """Evaluates a run's policy with a search on its held-out problems.
 
@@ -50,14 +57,19 @@ def search_run(
       step_tokens: the most tokens of a step. In text a step ends with a line, too.
       rounds: at most.
       checkpoint: a training step; None for the newest.
+      out: a directory for siblings.jsonl and paths.jsonl (``envs.tree_rows.TreeRows``) of a search
+        on the first training problems; None for none.
 
     Returns:
       ``step``, accuracy with its 95 % interval, and of each problem on average: "expansions" of
-      nodes, "steps", "drawn_tokens", and "read_tokens" that were computed again.
+      nodes, "steps", "drawn_tokens", and "read_tokens" that were computed again. With ``out`` also
+      the numbers of rows, "siblings" and "paths".
 
     Raises:
-      UserError: episodes of environments, nothing to evaluate on, or a search that does not fit.
+      UserError: episodes of environments, nothing to evaluate on, a search that does not fit, or a
+        directory that cannot be written to.
     """
+    folder = None if out is None else _folder(out)
     run = build.setup(config, trains=False)
     if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
         raise UserError("--search: episodes in an environment are not searched; leave it out")
@@ -68,7 +80,8 @@ def search_run(
         check_problems(run, "eval.problems", config.eval.problems)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-        problems, prompts = _problems(run, key)
+        split = "eval" if folder is None else "train"
+        problems, prompts = _problems(run, key, split)
         most = run.config.sampling.max_new_tokens
         most = run.task.completion_tokens if isinstance(run.task, Task) else most
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -95,7 +108,9 @@ def search_run(
             seed=run.config.seed,
             temperature=run.config.eval.temperature or 1.0,
         )
-        right = _right(run, problems, prompts, found, most)
+        taken = [each.tokens for each in found]
+        right = _points(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
+        rows = None if folder is None else _rows(run, problems, prompts, found, most)
     low, high = wilson(float(right.sum()), len(right))
     costs = np.array([[*each.cost, each.read_tokens] for each in found], float).mean(0)
     names = ("expansions", "steps", "drawn_tokens", "read_tokens")
@@ -106,20 +121,31 @@ def search_run(
         "accuracy_high": high,
         "problems": float(len(right)),
         **dict(zip(names, costs.tolist(), strict=True)),
+        **({} if folder is None or rows is None else _written(folder, rows)),
     }
 
 
-def _problems(run: Run, key: Array) -> tuple[Any, list[Prompt]]:
-    """The held-out problems, and their prompts."""
+def _folder(out: str) -> Path:
+    """The directory, made where it is missing."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out}: {error.strerror}; name a directory to write to") from None
+    return folder
+
+
+def _problems(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
+    """The first problems of a split, and their prompts."""
     count = run.config.eval.problems
     if not isinstance(run.task, Task):
-        prompts = run.data.prompts["eval"][:count]
+        prompts = run.data.prompts[split][:count]
         if not prompts:
-            raise UserError("data.eval is missing; name a file of held-out prompts")
+            raise UserError(f"data.{split} is missing; name a file of prompts")
         return None, prompts
-    task = run.task
-    keys = jax.vmap(lambda i: stream(key, "eval_data", i))(np.arange(count))
-    problems = jax.device_get(jax.jit(jax.vmap(lambda k: task.generate(k, "eval")))(keys))
+    task, data = run.task, "data" if split == "train" else "eval_data"
+    keys = jax.vmap(lambda i: stream(key, data, i))(np.arange(count))
+    problems = jax.device_get(jax.jit(jax.vmap(lambda k: task.generate(k, split)))(keys))
     rows = zip(problems.tokens, problems.length, strict=True)
     return problems, [
         Prompt(i, "", np.asarray(tokens[:length], np.int32), "")
@@ -127,27 +153,38 @@ def _problems(run: Run, key: Array) -> tuple[Any, list[Prompt]]:
     ]
 
 
-def _right(
+def _points(
     run: Run,
     problems: Any,
     prompts: list[Prompt],
-    found: Sequence[Found],
+    whose: np.ndarray,
+    paths: Sequence[np.ndarray],
     most: int,
 ) -> np.ndarray:
-    """[N] bool: whether what was found is right."""
-    tokens = np.zeros((len(found), most), np.int32)
-    lengths = np.array([len(each.tokens) for each in found], np.int32)
-    for row, each in zip(tokens, found, strict=True):
-        row[: len(each.tokens)] = each.tokens
+    """[M] float32, points of the reward part that says what is right, of M completions.
+
+    Args:
+      run: the run.
+      problems: of a task; None in text.
+      prompts: N.
+      whose: [M] int, which prompt each completion belongs to.
+      paths: M arrays of ids.
+      most: T, tokens.
+    """
+    tokens = np.zeros((len(paths), most), np.int32)
+    lengths = np.array([len(path) for path in paths], np.int32)
+    for row, path in zip(tokens, paths, strict=True):
+        row[: len(path)] = path
     if isinstance(run.task, Task):
-        points = jax.jit(jax.vmap(run.task.verify))(problems, tokens, np.maximum(lengths, 1))
-        return np.asarray(points) >= 1
+        asked = jax.tree.map(lambda x: x[whose], problems)
+        return np.asarray(jax.jit(jax.vmap(run.task.verify))(asked, tokens, np.maximum(lengths, 1)))
+    asked = [prompts[i] for i in whose]
     rollout = demonstration_rollout(
-        *pad_prompts(prompts, run.width), tokens, lengths, np.ones(len(found), bool), 1
+        *pad_prompts(asked, run.width), tokens, lengths, np.ones(len(paths), bool), 1
     )
     with build.reward_pool(run.config) as pool:
         source = TextSource(
-            prompts=prompts,
+            prompts=asked,
             width=run.width,
             seed=None,
             program=None,
@@ -156,5 +193,44 @@ def _right(
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(prompts, rollout).rewards)
-    return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)] >= 1
+        rewards = np.asarray(source.judge(asked, rollout).rewards)
+    return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
+
+
+# ---------------------------------------------------------------- rows to train on
+
+
+def _rows(
+    run: Run, problems: Any, prompts: list[Prompt], found: Sequence[Found], most: int
+) -> list[TreeRows]:
+    """The rows of all trees, every path that ended being right or not."""
+    leaves = [(i, leaf) for i, each in enumerate(found) for leaf in each.tree.leaves()]
+    if not leaves:
+        return []
+    paths = [_path(found[i].tree, leaf) for i, leaf in leaves]
+    whose = np.array([i for i, _ in leaves])
+    right = _points(run, problems, prompts, whose, paths, most) >= 1
+    points: list[dict[int, float]] = [{} for _ in found]
+    for (i, leaf), is_right in zip(leaves, right.tolist(), strict=True):
+        points[i][leaf] = float(is_right)
+    return [
+        rows_of_tree(each.tree, prompt.tokens.tolist(), judged)
+        for each, prompt, judged in zip(found, prompts, points, strict=True)
+    ]
+
+
+def _path(tree: Tree, leaf: int) -> np.ndarray:
+    """[t] int32, the ids on the way to a leaf."""
+    steps = [tree.nodes[i].step for i in tree.path(leaf)]
+    return np.concatenate([step.content for step in steps if step is not None])
+
+
+def _written(folder: Path, rows: Sequence[TreeRows]) -> dict[str, float]:
+    """Writes both files; how many rows each has."""
+    counts = {}
+    for name in TreeRows._fields:
+        listed = [row for each in rows for row in getattr(each, name)]
+        text = "".join(json.dumps(row) + "\n" for row in listed)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        counts[name] = float(len(listed))
+    return counts

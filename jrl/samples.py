@@ -63,6 +63,8 @@ def samples_of(
         )
         if "turn" in groups.ids:
             records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
+        elif "node" in groups.ids:  # of a tree: the nodes on the way, which members share
+            records[-1]["nodes"] = list(dict.fromkeys(ids["node"][row, member, :length].tolist()))
         spent += length
         if advantages is not None and row < len(advantages):
             here = (row, member, slice(length))

@@ -62,6 +62,7 @@ STATISTICS: Mapping[str, str] = {
     "marked": "1 at the tokens that a loss holds back, 0 elsewhere, written by a transform",
     "external": "1 where the token belongs to a demonstration, 0 where the policy drew it",
     "node_value": "points that a search expects from the tree node of the token",
+    "step_labels": "how right the token's step is, in [0, 1], as the data or a search says",
     "visits": "how often a search went through the member's node",
     "paid": "points that the environment paid at the token, times the weight of that reward part",
 }
@@ -299,6 +300,30 @@ def stream(key: Array, name: str, index: Array | int) -> Array:
 
 
 # ---------------------------------------------------------------- what an algorithm is made of
+
+
+class Branching(NamedTuple):
+    """How the members of a group branch off one another: what makes a group a tree.
+
+    ``roots`` members are drawn from the prompt. The others come in ``rounds`` of equally many, each
+    of which leaves a member that is there at one of the tokens that this one drew, and continues
+    with draws of its own. See ``sampling.tree``.
+
+    Attributes:
+      at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most
+        uncertain distributions, "gap" those whose likeliest two tokens are the closest, "surprise"
+        the least likely tokens, "even" the middle, then the quarters of what a member drew.
+      roots: members drawn from the prompt; 0 for half of the group.
+      rounds: of branches.
+      above: what the number of a token must exceed to be left there, in nats for "entropy" and
+        "surprise", in probability for "gap" (1 minus the difference). A member for which no such
+        token is left is drawn from the prompt.
+    """
+
+    at: str = "entropy"
+    roots: int = 0
+    rounds: int = 1
+    above: float = 0.0
 
 
 class Statistic(NamedTuple):

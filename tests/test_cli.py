@@ -240,6 +240,19 @@ def test_eval_takes_a_run_directory_with_changes(replace, run_dir):
     assert json.loads(result.stdout) == {"step": 3, "accuracy": 0.5}
 
 
+def test_eval_searches_and_writes_rows(replace, run_dir):
+    def search_run(config, name, *, width, step_tokens, checkpoint, out):
+        assert (name, width, step_tokens, checkpoint, out) == ("mcts", 3, 64, None, "rows")
+        return {"step": 1, "accuracy": 0.5, "siblings": 4.0}
+
+    replace("jrl.evaluate_search", search_run=search_run)
+    result = jrl("eval", run_dir, "--search", "mcts", "--width", 3, "--out", "rows", "--json")
+    assert json.loads(result.stdout)["siblings"] == 4
+    result = jrl("eval", run_dir, "--out", "rows")
+    assert result.exit_code != 0
+    assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
+
+
 def test_sample_prints_prompts_completions_and_rewards(replace):
     def sample_run(config, *, prompts, count, checkpoint):
         assert (prompts, count, checkpoint) == (["2+2?", "3+3?"], 4, None)

@@ -55,6 +55,11 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "docs/concepts.md": {
         "import jax.numpy as jnp": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
     },
+    "docs/recipes.md": {
+        "from jrl.envs.tree import Step, Tree": (
+            "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
+        )
+    },
     "configs/README.md": {
         "# my_env.py: the policy computes, and is judged by its last turn": (
             "test_docs_blocks::test_the_environment_of_the_guide_is_one"
@@ -246,12 +251,13 @@ def test_the_other_way_to_write_a_module_trains(tmp_path, monkeypatch):
     assert train(chosen, echo=lambda line: None)["steps"] == 2
 
 
-def test_what_a_block_prints_is_what_it_says(capsys):
-    ((_, code),) = fenced(ROOT / "docs" / "concepts.md")
-    exec(compile(code, "concepts.md", "exec"), {})
+@pytest.mark.parametrize(("page", "count"), [("concepts.md", 2), ("recipes.md", 1)])
+def test_what_a_block_prints_is_what_it_says(page, count, capsys):
+    ((_, code),) = fenced(ROOT / "docs" / page)
+    exec(compile(code, page, "exec"), {})
     said = [line.rpartition("# ")[2] for line in code.splitlines() if line.startswith("print(")]
     assert capsys.readouterr().out.splitlines() == said
-    assert len(said) == 2
+    assert len(said) == count
 
 
 def test_the_environment_of_the_guide_is_one():

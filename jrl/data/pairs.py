@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.invalid import BadRows, TooLong
-from jrl.data.records import Messages, answer_text, read_messages, read_record, row_kind
+from jrl.data.records import (
+    Messages,
+    answer_text,
+    in_tokens,
+    read_messages,
+    read_record,
+    read_tokens,
+    row_kind,
+)
 from jrl.data.sources import Source
 from jrl.errors import UserError, choose
 from jrl.models.tokenizer import Tokenizer
@@ -31,6 +39,10 @@ class Judged(NamedTuple):
       completions: G arrays [t] int32, tokens, the stop token included unless truncated.
       scores: G points; 1 and 0 for chosen and rejected.
       cut: G bools, True where a completion was truncated.
+      visits: how often a search went through each completion; empty where nobody counted.
+      steps: of each completion [t] int32, the number of the step that each token belongs to; empty
+        where there are none.
+      step_values: of each completion [t] float32, points, the value of the token's step.
     """
 
     id: int
@@ -39,6 +51,9 @@ class Judged(NamedTuple):
     completions: tuple[np.ndarray, ...]
     scores: tuple[float, ...]
     cut: tuple[bool, ...]
+    visits: tuple[float, ...] = ()
+    steps: tuple[np.ndarray, ...] = ()
+    step_values: tuple[np.ndarray, ...] = ()
 
 
 class JudgedCounts(NamedTuple):
@@ -88,7 +103,7 @@ def build_judged(
 
     Prompt and completion are encoded separately, as in sampling, and a completion ends with the
     stop token. Under a chat template a completion is what the
-    template writes between the prompt and that token.
+    template writes between the prompt and that token. Records in token ids stay as they are.
 
     Args:
       source: the records.
@@ -96,7 +111,8 @@ def build_judged(
       system: a system message for prompts that have none, or None.
       template: as in ``prompts.build_prompts``; messages need "chat". A prompt that is a string is
         a message of the user.
-      max_prompt_tokens: the longest prompt, tokens.
+      max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
+        what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
       overlong: for longer ones: "error"; "drop", which skips the record; or "truncate", which
         keeps the end of a prompt and the beginning of a completion. A record whose completions
@@ -115,6 +131,7 @@ def build_judged(
         raise choose("data.overlong", overlong, OVERLONG)
     kept: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
+    form: tuple[bool, ...] = ()
     bad = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
@@ -125,14 +142,26 @@ def build_judged(
             found = row_kind(row, where)
             if kind not in ("", found):
                 raise UserError(f"{where}: {found} after {kind}; put them into separate files")
-            judged = _encode(index, row, where, found, tokenizer, system, template)
-            kind = found
+            if in_tokens(row):
+                judged = _from_ids(index, row, where, found, tokenizer)
+            else:
+                judged = _encode(index, row, where, found, tokenizer, system, template)
+            if form not in ((), _form(judged)):
+                raise UserError(
+                    f"{where}: visits, or steps, are in some rows only; give them in all, or put"
+                    " the rows into separate files"
+                )
+            kind, form = found, _form(judged)
             p, t = len(judged.prompt), max(map(len, judged.completions))
             longest_p, longest_t = max(longest_p, p), max(longest_t, t)
-            if p > max_prompt_tokens or t > max_completion_tokens:
+            room = max_prompt_tokens
+            if in_tokens(row):  # its prompt may hold the beginning of a completion
+                room += max(max_completion_tokens - t, 0)
+            if p > room or t > max_completion_tokens:
                 if overlong == "error":
-                    raise _too_long(where, p, t, max_prompt_tokens, max_completion_tokens)
-                judged = _cut(judged, max_prompt_tokens, max_completion_tokens)
+                    more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
+                    raise _too_long(where, p, t, room, max_completion_tokens, more)
+                judged = _cut(judged, room, max_completion_tokens)
                 if overlong == "drop" or _all_same(judged):
                     dropped += 1
                     continue
@@ -166,7 +195,8 @@ def judged_batch(
 
     Returns:
       A Batch of NumPy arrays, with the scores in its one reward part, the statistic "external" 1
-      on every token and the id "prompt". No policy sampled the tokens, so there are no
+      on every token and the id "prompt"; where the records have them also the statistics "visits"
+      and "step_labels", and the id "step". No policy sampled the tokens, so there are no
       sampler_logprobs.
     """
     n, g, t = len(judged), group, completion_tokens
@@ -181,6 +211,7 @@ def judged_batch(
             lengths[row, member] = len(completion)
         scores[row, :size, 0], members[row, :size], cut[row, :size] = one.scores, True, one.cut
     mask = np.arange(t) < lengths[:, :, None]
+    stats, ids = _of_a_search(judged, (n, g, t))
     fields: dict[str, Any] = {
         "prompt_tokens": prompts,
         "prompt_lengths": np.array([len(one.prompt) for one in judged], np.int32),
@@ -192,10 +223,29 @@ def judged_batch(
         "members": members,
         "baseline": np.zeros((n, g), bool),
         "truncated": cut,
-        "stats": {"external": mask.astype(np.float32)},
-        "ids": {"prompt": np.array([one.id for one in judged], np.int32)},
+        "stats": {"external": mask.astype(np.float32), **stats},
+        "ids": {"prompt": np.array([one.id for one in judged], np.int32), **ids},
     }
     return Batch(**fields)
+
+
+def _of_a_search(
+    judged: Sequence[Judged], shape: tuple[int, int, int]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Statistics and ids [N, G, T] that the records of a search have besides."""
+    visits, labels = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+    step = np.zeros(shape, np.int32)
+    for row, one in enumerate(judged):
+        for member, completion in enumerate(one.completions):
+            size = len(completion)
+            if one.visits:
+                visits[row, member, :size] = one.visits[member]
+            if one.steps:
+                step[row, member, :size] = one.steps[member]
+                labels[row, member, :size] = one.step_values[member]
+    counted, stepped = _form(judged[0])
+    stats = ({"visits": visits} if counted else {}) | ({"step_labels": labels} if stepped else {})
+    return stats, {"step": step} if stepped else {}
 
 
 def pairs_of_samples(
@@ -267,6 +317,30 @@ def _encode(
     return judged
 
 
+def _from_ids(
+    index: int, row: Mapping[str, Any], where: str, kind: str, tokenizer: Tokenizer
+) -> Judged:
+    """One record that is in token ids."""
+    record = read_tokens(kind, row, where)
+    steps = record.steps or ()
+    return Judged(
+        id=index,
+        text=tokenizer.decode(record.prompt),
+        prompt=np.array(record.prompt, np.int32),
+        completions=tuple(np.array(ids, np.int32) for ids in record.responses),
+        scores=record.scores,
+        cut=(False,) * len(record.responses),
+        visits=record.visits or (),
+        steps=tuple(np.array(numbers, np.int32) for numbers, _ in steps),
+        step_values=tuple(np.array(values, np.float32) for _, values in steps),
+    )
+
+
+def _form(judged: Judged) -> tuple[bool, bool]:
+    """Whether a record has visits, and steps: the arrays of a batch, which all batches have."""
+    return bool(judged.visits), bool(judged.steps)
+
+
 def _prompt_messages(prompt: Any, where: str, system: str | None, template: str) -> Messages:
     if isinstance(prompt, str):
         if not prompt.strip():
@@ -325,11 +399,13 @@ def _cut(judged: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
         prompt=judged.prompt[-prompt_tokens:],
         completions=tuple(c[:completion_tokens] for c in judged.completions),
         cut=tuple(len(c) > completion_tokens for c in judged.completions),
+        steps=tuple(x[:completion_tokens] for x in judged.steps),
+        step_values=tuple(x[:completion_tokens] for x in judged.step_values),
     )
 
 
-def _too_long(where: str, p: int, t: int, max_p: int, max_t: int) -> TooLong:
-    name, size, key, limit = "prompt", p, "data.max_prompt_tokens", max_p
+def _too_long(where: str, p: int, t: int, max_p: int, max_t: int, more: str = "") -> TooLong:
+    name, size, key, limit = "prompt", p, f"data.max_prompt_tokens{more}", max_p
     if p <= max_p:
         name, size, key, limit = "completion", t, "sampling.max_new_tokens", max_t
     return TooLong(

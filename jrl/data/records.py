@@ -9,6 +9,11 @@
 
 A text is a string, or a list of chat messages ({"role": ..., "content": ...}). If the prompt is
 missing, it is the common beginning of chosen and rejected.
+
+Prompt and responses may be lists of token ids, which are trained on as they are: nothing is put
+before, between or behind them. Such a record may also say of each response how often a search went
+through it ("visits"), and of which steps it is made ("steps", their sizes in tokens) with the value
+of each ("step_values"); ``envs.tree_rows`` makes them.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from jrl.errors import UserError
 
@@ -98,6 +105,114 @@ def read_record(kind: str, row: Mapping[str, Any], where: str, *, plain: bool) -
             raise UserError(f"{where}: scores holds {score!r}; write finite numbers")
     named = {f"responses[{i}]": response for i, response in enumerate(responses)}
     return Record(row["prompt"], named, tuple(float(score) for score in scores))
+
+
+class TokenRecord(NamedTuple):
+    """One prompt with its responses in token ids.
+
+    Attributes:
+      prompt: ids.
+      responses: ids of each.
+      scores: points, one a response.
+      visits: of each response; None where the record has none.
+      steps: of each response the number of the step and the value of the step at every token, 0, 1,
+        ... and points; None where the record has none.
+    """
+
+    prompt: list[int]
+    responses: list[list[int]]
+    scores: tuple[float, ...]
+    visits: tuple[float, ...] | None
+    steps: tuple[tuple[list[int], list[float]], ...] | None
+
+
+def in_tokens(row: Mapping[str, Any]) -> bool:
+    """Whether a record's prompt is a list of ids."""
+    prompt = row.get("prompt")
+    return not isinstance(prompt, str | Mapping) and _is_ids(prompt)
+
+
+def read_tokens(kind: str, row: Mapping[str, Any], where: str) -> TokenRecord:
+    """A row in token ids.
+
+    Args:
+      kind: one of ``KINDS``; "lists" alone may be in ids.
+      row: the fields.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: names what is wrong with the row and the remedy.
+    """
+    if kind != "lists":
+        raise UserError(
+            f"{where}: the prompt is a list of token ids, and only records of prompt, responses,"
+            " scores may be; write chosen and rejected as two responses with the scores 1 and 0"
+        )
+    record = read_record(kind, row, where, plain=True)
+    responses = list(record.completions.values())
+    for name, response in record.completions.items():
+        if not _is_ids(response):
+            raise UserError(
+                f"{where}: {name} = {str(response)[:40]} with a prompt of token ids; give a list of"
+                " at least one id"
+            )
+    listed = [[int(token) for token in response] for response in responses]
+    visits = row.get("visits")
+    if visits is not None:
+        visits = tuple(_numbers(visits, len(listed), f"{where}: visits", least=0))
+    prompt = [int(token) for token in row["prompt"]]
+    return TokenRecord(prompt, listed, record.scores, visits, _steps(row, listed, where))
+
+
+def _steps(row: Mapping[str, Any], responses: list[list[int]], where: str) -> Any:
+    """Number and value of the step at every token of each response, where the row has steps."""
+    sizes: Any = row.get("steps")
+    values: Any = row.get("step_values")
+    if sizes is None and values is None:
+        return None
+    if not _length(sizes) == _length(values) == len(responses):
+        raise UserError(
+            f"{where}: steps and step_values go together, with a list for each of the"
+            f" {len(responses)} responses"
+        )
+    out = []
+    for i, (size, value, response) in enumerate(zip(sizes, values, responses, strict=True)):
+        counts = _numbers(size, _length(size), f"{where}: steps[{i}]", least=1)
+        if sum(counts) != len(response):
+            raise UserError(
+                f"{where}: steps[{i}] holds {sum(counts):g} tokens and responses[{i}]"
+                f" {len(response)}; the sizes must add up to it"
+            )
+        points = _numbers(value, len(counts), f"{where}: step_values[{i}]")
+        numbers = [number for number, count in enumerate(counts) for _ in range(int(count))]
+        out.append((numbers, [points[number] for number in numbers]))
+    return tuple(out)
+
+
+def _length(given: Any) -> int:
+    """How many things a list or an array holds; -1 for anything else."""
+    return -1 if given is None or isinstance(given, str | Mapping | int | float) else len(given)
+
+
+def _is_ids(given: Any) -> bool:
+    """Whether something is a list of one token id or more."""
+    return _length(given) > 0 and all(isinstance(x, int | np.integer) and x >= 0 for x in given)
+
+
+def _numbers(given: Any, count: int, name: str, least: float = -math.inf) -> list[float]:
+    """A list of so many finite numbers, none of them below ``least``.
+
+    Raises:
+      UserError: it is none.
+    """
+    kinds = int | float | np.integer | np.floating
+    fine = _length(given) == count >= 0 and all(
+        isinstance(x, kinds) and math.isfinite(x) and x >= least for x in given
+    )
+    if not fine:
+        bound = "" if least == -math.inf else f" of at least {least:g}"
+        raise UserError(f"{name} = {str(given)[:60]}; give {max(count, 1)} numbers{bound}")
+    return [float(x) for x in given]
 
 
 def read_messages(given: Any, name: str, where: str) -> Messages:

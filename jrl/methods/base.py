@@ -1,7 +1,7 @@
 """What a published method is: at most six seams filled, the rest left at defaults that do nothing.
 
     prompts    which problems a step uses
-    draw       what is drawn beside the group's own samples
+    draw       how a group's samples are drawn, and what beside them
     rewards    an edit of the reward parts
     groups     which groups are trained on, and whether others are drawn in their place
     objective  advantage, surrogate, aggregate, regularizers
@@ -21,7 +21,7 @@ import numpy as np
 
 from jrl.methods.domains import is_zero
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
-from jrl.types import Aggregate, Objective, Regularizer, Rollout, Surrogate, Transform
+from jrl.types import Aggregate, Branching, Objective, Regularizer, Rollout, Surrogate, Transform
 
 
 class Draw(NamedTuple):
@@ -33,11 +33,13 @@ class Draw(NamedTuple):
         "external" is 1 on their tokens, their ``sampler_logprobs`` are 0 and mean nothing, and
         their rewards are those that the reward functions give them.
       own: False to draw nothing at all and train on the demonstrations alone (supervised methods).
+      tree: how the group's samples branch off one another; None to draw them apart.
     """
 
     baseline_members: int = 0
     demonstrations: int = 0
     own: bool = True
+    tree: Branching | None = None
 
 
 def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:

@@ -495,12 +495,11 @@ def mcts_dpo(base: Method, beta: Positive) -> Method:
         loss = -(1 - alpha) log sigmoid(a - b) - alpha log sigmoid(b - a)
 
     Visits are the statistic "visits"; without it alpha is 0. N(y_w) counts at least once, and alpha
-    is held at 1/2, as in the released code. ``envs.tree.siblings`` makes such groups.
+    is held at 1/2, as in the released code. ``jrl eval --search mcts --out`` writes such groups,
+    for ``data.pairs``; each round of the paper is a search and a run. Departure: Q is the fraction
+    of right answers behind a step, where the paper adds the policy's own estimate of it.
     """
-    return base.with_(
-        surrogate=trusted(beta),
-        unsupported="groups of siblings in a search tree: they are draws, or lists of the data",
-    ).before(trust_by_visits())
+    return base.with_(surrogate=trusted(beta)).before(trust_by_visits())
 
 
 @variant(dpo)

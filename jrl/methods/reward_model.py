@@ -148,13 +148,13 @@ def prm() -> Method:
     Steps are recorded by the environment or the data (``ids["step"]``), labels by the data
     (statistic "step_labels" at the step's end; estimates between 0 and 1 are soft labels, as in
     "Math-Shepherd: Verify and Reinforce LLMs Step-by-step without Human Annotations",
-    arXiv:2312.08935). Without labels every step has its completion's score, held in [0, 1]; without
-    steps a completion is one. Departures: the paper's third label, neutral, is a soft label of the
-    user's choosing; it has the model predict a token for the label, here the value head does.
+    arXiv:2312.08935), and are what ``jrl eval --search mcts --out`` writes for ``data.pairs``.
+    Without labels every step has its completion's score, held in [0, 1]; without steps a completion
+    is one. Departures: the paper's third label, neutral, is a soft label of the user's choosing; it
+    has the model predict a token for the label, here the value head does.
     """
     return Method(
         Objective(step_ends(), step_cross_entropy(), aggregates.token_mean),
-        unsupported="recorded steps and their labels; without them it is an outcome reward model",
     )
 
 

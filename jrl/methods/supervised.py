@@ -15,6 +15,7 @@ from jrl.methods.base import Draw, Method, Schedule, refill
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, Range
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
+from jrl.objectives.branches import by_branch
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.outcomes import correct, pass_rate
@@ -209,8 +210,11 @@ def tree_targets(correct: float) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         right = scores >= correct
-        outcome = transforms.per_token(jnp.where(right, 1.0, -1.0), batch)
-        returns = batch.stats.get("node_value", outcome)
+        outcome = jnp.where(right, 1.0, -1.0)
+        below = by_branch(outcome, batch) if "node" in batch.ids else outcome
+        returns = batch.stats.get("node_value", transforms.per_token(below, batch))
+        if "step_labels" in batch.stats:  # of the rows of a search: the chance of a right answer
+            returns = 2 * batch.stats["step_labels"] - 1
         batch = batch.replace(stats={**batch.stats, "returns": returns})
         return jnp.where(jnp.isnan(scores), scores, right), batch
 
@@ -236,17 +240,19 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
 
         loss = -mean over tokens of 1[right] log pi_t + beta mean over tokens of (V_t - Q_t)^2
 
-    Q is the statistic "node_value" (``envs.tree.backed_up``); without it the path's own outcome.
-    The search selects by ``envs.tree.puct``, and at inference takes the best of a step-level
-    beam. beta is the paper's (0.0005 for Llama 3). Departures: every token of a step is fitted,
-    where the paper fits its end.
+    Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search mcts --out``
+    writes; or the statistic "node_value" (``envs.tree.backed_up``); without either the mean outcome
+    of the members that go through a token, where these branch off one another (``objective.tree``),
+    else the path's own outcome. The search selects by ``envs.tree.puct``, and at inference takes
+    the best of a step-level beam. beta is the paper's (0.0005 for Llama 3). Departures: every token
+    of a step is fitted, where the paper fits its end.
     """
     return base.with_(
         draw=Draw(),
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
-        unsupported="groups drawn by a search: without one their members are drawn apart",
+        unsupported="a search guided by the value head: that of jrl eval goes by likelihood",
     )
 
 

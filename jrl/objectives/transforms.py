@@ -304,7 +304,12 @@ def trained(batch: Batch) -> Array:
 
 
 def completion_tokens(batch: Batch) -> Array:
-    """[N, G] int32, tokens: of each completion under the mask, without an environment's replies."""
+    """[N, G] int32, tokens: of each completion under the mask, without an environment's replies.
+
+    Where members branch off one another a completion's past, which another member drew, counts too.
+    """
+    if "node" in batch.ids and "turn" not in batch.ids:
+        return batch.lengths
     return batch.mask.sum(2, dtype=jnp.int32)
 
 

@@ -70,6 +70,16 @@ def take(cache: Cache, source: Array) -> Cache:
     )
 
 
+def take_within(cache: Cache, source: Array) -> Cache:
+    """``take`` of rows that stay in their blocks, which go on sharing their prefixes.
+
+    Args:
+      cache: S rows in M blocks.
+      source: [S'] int32; rows m * S' / M .. (m + 1) * S' / M - 1 name rows of block m.
+    """
+    return cache.replace(own=pick(cache.own, source))
+
+
 def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> Cache:
     """The cache with other prefixes in some blocks of rows; what the rows held is forgotten.
 

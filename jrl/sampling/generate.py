@@ -341,18 +341,18 @@ def fill_slots(
     slots = slots.replace(prompt_lengths=fresh["prompt_lengths"], aligned=s == rows)
     # New arrays are divided by rows like the cache, or each would be sent to all devices.
     arrays = slots.replace(cache=None, sampling_params=None, keys=None)
-    arrays = jax.tree.map(_by_row, arrays)
+    arrays = jax.tree.map(by_row, arrays)
     experts = None
     if (recorded := network.extras.recorded) is not None:
         shape = jax.eval_shape(recorded, empty.own)
-        experts = _by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
+        experts = by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
     return Queue(
         slots=arrays.replace(cache=cache, sampling_params=slots.sampling_params, keys=slots.keys),
         index=index,
         waiting=jnp.int32(s),
         results=Results(
-            tokens=_by_row(jnp.zeros((rows, width), jnp.int32)),
-            logprobs=_by_row(jnp.zeros((rows, width), jnp.float32)),
+            tokens=by_row(jnp.zeros((rows, width), jnp.int32)),
+            logprobs=by_row(jnp.zeros((rows, width), jnp.float32)),
             lengths=jnp.zeros(rows, jnp.int32),
             stop=jnp.zeros(rows, jnp.int32),
             experts=experts,
@@ -361,5 +361,6 @@ def fill_slots(
     )
 
 
-def _by_row(x: Array) -> Array:
+def by_row(x: Array) -> Array:
+    """The array, its first axis divided over devices as a batch is."""
     return constrain(x, "batch", *(None,) * (x.ndim - 1))

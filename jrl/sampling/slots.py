@@ -7,7 +7,7 @@ these functions together for a batch in one program, ``serving`` for requests th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,8 +18,8 @@ from flax import struct
 
 from jrl.errors import UserError
 from jrl.models.decode import put_columns
-from jrl.sampling.cache import pick, share, take
-from jrl.sampling.params import SamplingParams, at_most, per_row, sample
+from jrl.sampling.cache import pick, share, take, take_within
+from jrl.sampling.params import SamplingParams, at_most, per_row, sample, sampling_logprobs
 from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
 
@@ -44,6 +44,7 @@ class Slots(struct.PyTreeNode):
       keys: [S] PRNG keys; the draw of token t uses ``fold_in(key, t)``.
       sampling_params: one value a row.
       report: what a reply tells of the tokens of one call of ``decode``; None for nothing.
+      measured: [S, T] float32, ``decode``'s ``measure`` at each token drawn; None for nothing.
       aligned: static, whether all running rows have the same number of own tokens, so that they
         write one column together.
     """
@@ -61,7 +62,12 @@ class Slots(struct.PyTreeNode):
     keys: Array
     sampling_params: SamplingParams
     report: TokenReport | None = None
+    measured: Array | None = None
     aligned: bool = struct.field(pytree_node=False, default=False)
+
+
+Measure = Callable[[Array], Array]
+"""(log-probabilities of all tokens [S, V] float32, nats) -> a number for each row, [S] float32."""
 
 
 class IdleLimit(NamedTuple):
@@ -222,6 +228,7 @@ def decode(
     stop_tokens: Sequence[int] | Array,
     until: Array | int = 0,
     idle: IdleLimit | None = None,
+    measure: Measure | None = None,
 ) -> tuple[Slots, Array]:
     """Draws up to ``steps`` tokens for every running slot, ending early when none runs.
 
@@ -235,6 +242,8 @@ def decode(
         its own for each row an array [S, K] int32, padded with -1.
       until: the call also ends when no more slots than this run.
       idle: the call also ends before more slot-steps than this would draw nothing; None for never.
+      measure: of the distribution that each token is drawn from, written to ``slots.measured``;
+        None where that is None.
 
     Returns:
       The new state, and the number of decode steps taken, [] int32.
@@ -250,7 +259,7 @@ def decode(
         goes = (i < steps) & (runs > until)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
-    one_token = partial(_one_token, weights, version, stops, first, network, idle)
+    one_token = partial(_one_token, weights, version, stops, first, network, idle, measure)
     with at_most(steps if isinstance(steps, int) else slots.tokens.shape[1]):
         begin = jnp.int32(0), slots, jnp.int32(0)
         count, slots, _ = jax.lax.while_loop(running, one_token, begin)
@@ -265,6 +274,7 @@ def _one_token(
     first: Array | None,
     network: Network,
     idle: IdleLimit | None,
+    measure: Measure | None,
     carry: tuple[Array, Slots, Array],
 ) -> tuple[Array, Slots, Array]:
     """One decode step: a token more in every running row.
@@ -276,6 +286,7 @@ def _one_token(
       first: [] int32, where the rows are aligned their column at step 0.
       network: the policy.
       idle: counts the slot-steps that draw nothing; None where nobody asks.
+      measure: as in ``decode``.
       carry: the number of the step, the state, and the slot-steps so far that drew nothing.
     """
     i, slots, spent = carry
@@ -307,6 +318,9 @@ def _one_token(
     def put(x: Array, new: Array | bool) -> Array:
         return _put(x, new, columns, column)
 
+    measured = slots.measured
+    if measured is not None and measure is not None:
+        measured = put(measured, measure(sampling_logprobs(logits, slots.sampling_params)))
     slots = slots.replace(
         cache=cache.replace(column=None),
         pending=jnp.where(runs, token, slots.pending),
@@ -317,6 +331,7 @@ def _one_token(
         versions=put(slots.versions, version),
         stop=jnp.where(runs, reason, slots.stop).astype(jnp.int32),
         report=report,
+        measured=measured,
     )
     return i + 1, slots, spent
 
@@ -342,26 +357,28 @@ def _put(x: Array, new: Array | bool, columns: Array, column: Array | None) -> A
     return jax.vmap(put)(x, columns, values)
 
 
-def fork(slots: Slots, source: Array, keys: Array) -> Slots:
+def fork(slots: Slots, source: Array, keys: Array, *, within: bool = False) -> Slots:
     """Slots whose row i continues row ``source[i]``, with its own key from here on.
 
     Args:
       slots: S rows.
       source: [S'] int32 rows of ``slots``; a row may be named many times.
       keys: [S'] PRNG keys.
+      within: whether each row continues one of its own block, the M blocks of new rows being those
+        of the old ones. Their prefixes then stay shared; else each row gets a copy of its own,
+        since continuations of any rows may be neighbours.
 
     Returns:
       S' rows that share their past with their sources.
     """
     chex.assert_equal_shape([source, keys])
-    # With a copy of their prefix each, since continuations of any rows may be neighbours.
-    cache = take(slots.cache, source)
+    cache = (take_within if within else take)(slots.cache, source)
     others = slots.replace(cache=None)
     picked = pick(others, source)
     return picked.replace(keys=keys, cache=cache)
 
 
-def rewind(slots: Slots, lengths: Array) -> Slots:
+def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
     """Rows as they were when their completions had these lengths; they run again from there.
 
     With ``fork`` before it, continuations of any position.
@@ -369,6 +386,7 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     Args:
       slots: S rows.
       lengths: [S] int32, at least 1; a row that has no more tokens stays as it is.
+      last: [S] int32, the last token of each row's prompt; with it lengths may be 0.
 
     Returns:
       The state, whose cache is the old one: what is past a row's end is not seen.
@@ -378,7 +396,11 @@ def rewind(slots: Slots, lengths: Array) -> Slots:
     lengths = jnp.where(back, lengths, slots.lengths)
     kept = jnp.arange(slots.tokens.shape[1])[None] < lengths[:, None]
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
+    if last is not None:
+        newest = jnp.where(lengths == 0, last, newest)
+    measured = None if slots.measured is None else jnp.where(kept, slots.measured, 0.0)
     return slots.replace(
+        measured=measured,
         aligned=False,
         pending=jnp.where(back, newest, slots.pending),
         lengths=lengths,

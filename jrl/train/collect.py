@@ -30,6 +30,7 @@ from jrl.processes import deal
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
+from jrl.sampling.tree import generate_tree
 from jrl.train.demonstrations import (
     demonstration_rollout,
     join_members,
@@ -41,6 +42,7 @@ from jrl.types import (
     NOTHING,
     Array,
     Batch,
+    Branching,
     Network,
     Params,
     Prompt,
@@ -257,6 +259,7 @@ def task_rollout(
     demonstrations: int = 0,
     slots: int = 0,
     chunk: int = 4,
+    tree: Branching | None = None,
 ) -> Groups:
     """Problems, completions and rewards in one program; the same function in every mode.
 
@@ -278,6 +281,8 @@ def task_rollout(
       demonstrations: last members, each the task's own solution.
       slots: completions decoded at a time; 0 takes all.
       chunk: decode steps between slot refills.
+      tree: how members branch off one another; None draws them apart. With it ``ids`` gains "node",
+        and no members may stand beside the group's.
 
     Returns:
       The groups; their subject is the problems, with N rows.
@@ -287,8 +292,13 @@ def task_rollout(
     problems = jax.vmap(lambda k: task.generate(k, split))(problem_keys)
     members: list[Rollout] = []
     counts: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
     if group:
-        drawn, slot_steps = generate(
+        drawing: Any = partial(generate, baseline_members=baseline_members, chunk=chunk)
+        if tree is not None:
+            assert baseline_members == demonstrations == 0
+            drawing = partial(generate_tree, branching=tree)
+        found = drawing(
             stream(key, sample, step),
             params,
             problems.tokens,
@@ -300,12 +310,10 @@ def task_rollout(
             group=group,
             max_new_tokens=task.completion_tokens,
             stop_tokens=(task.stop_id,),
-            baseline_members=baseline_members,
             slots=slots,
-            chunk=chunk,
         )
+        drawn, labels, counts = counted_draw(found)
         members.append(drawn)
-        counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
     if demonstrations:
         solutions = jax.vmap(partial(task_solution, task))(problems)
         members.append(
@@ -323,7 +331,17 @@ def task_rollout(
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
     )
-    return Groups(rollout, rewards, problems, counts, {"prompt": ids})
+    return Groups(rollout, rewards, problems, counts, {"prompt": ids, **labels})
+
+
+def counted_draw(found: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
+    """What ``generate`` or ``generate_tree`` returned: (rollout, labels of tokens, counts)."""
+    drawn, slot_steps, *node = found
+    counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
+    if not node:
+        return drawn, {}, counts
+    shared = drawn.lengths.sum() - drawn.mask.sum()
+    return drawn, {"node": node[0]}, counts | {"tree_shared_tokens": shared}
 
 
 # ---------------------------------------------------------------- prompts in text
@@ -370,21 +388,22 @@ class TextSource(NamedTuple):
         tokens, lengths = pad_prompts(chosen, self.width)
         members: list[Rollout] = []
         counts: dict[str, Any] = {}
+        labels: dict[str, Any] = {}
         if self.program is not None:
             sample_key = compiled_stream(key, "sample", step)
-            drawn, slot_steps = jax.device_get(
+            found = jax.device_get(
                 self.program(
                     sample_key, params, tokens, lengths, self.sampling_params, version, positions
                 )
             )
+            drawn, labels, counts = counted_draw(found)
             members.append(drawn)
-            counts = {"slot_tokens": drawn.mask.sum(), "slot_steps": slot_steps}
         if self.demonstrations:
             solutions = pad_solutions(chosen, self.max_new_tokens)
             members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
         rollout = members[0] if len(members) == 1 else join_members(members)
         groups = self.judge(chosen, rollout)
-        return groups._replace(counts=groups.counts | counts)
+        return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
 
     def judge(self, chosen: list[Prompt], rollout: Rollout) -> Groups:
         """Rewards of completions, all reward functions at once.

@@ -26,6 +26,7 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
@@ -84,6 +85,14 @@ def make_iteration(
             f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
             "between the two programs; set train.mode to 'host'"
         )
+    if method.draw.tree is not None:
+        if isinstance(task, Env):
+            raise UserError(
+                "objective.tree: completions branch, and episodes in an environment do not; use a"
+                " task, or a method that draws members apart"
+            )
+        tree = check_branching(method.draw.tree, group, slots)
+        method = method._replace(draw=method.draw._replace(tree=tree))
     part_weights = jnp.array(list(weights.values()), jnp.float32)
 
     def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
@@ -102,6 +111,7 @@ def make_iteration(
             demonstrations=method.draw.demonstrations,
             slots=slots,
             chunk=chunk,
+            **({} if method.draw.tree is None else {"tree": method.draw.tree}),
         )
         rows = groups.rollout, groups.rewards, part_weights, groups.ids, groups.stats
         batch = to_batch(*rows, own=method.draw.own)

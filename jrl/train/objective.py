@@ -10,13 +10,17 @@ from jrl.config import Config
 from jrl.config_secrets import reveal
 from jrl.data.tasks import Task
 from jrl.envs import Env
-from jrl.errors import Mistakes
+from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
+from jrl.objectives.branches import over_branches
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
+from jrl.sampling.places import PLACES
+from jrl.sampling.tree import check_branching
 from jrl.train.router import RouterLosses
+from jrl.types import Branching
 
 COMMON: Mapping[str, Coefficient] = {
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
@@ -24,6 +28,10 @@ COMMON: Mapping[str, Coefficient] = {
     "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
     "router_replay": Coefficient("router_replay", Switch(), False),
     "router_z": Coefficient("router_z", Range(0.0), 0.0),
+    "tree": Coefficient("tree", Choice(("none", *PLACES)), "none"),
+    "tree_above": Coefficient("tree_above", Range(0.0), 0.0),
+    "tree_roots": Coefficient("tree_roots", Range(0, whole=True), 0),
+    "tree_rounds": Coefficient("tree_rounds", Range(1, whole=True), 1),
 }
 """Coefficients that the run reads where the method has none of that name."""
 
@@ -46,7 +54,56 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     method = _corrected(config, found, common, coefficients)
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
-    return method
+    return _in_trees(config, task, method, common)
+
+
+def _in_trees(
+    config: Config, task: Task | Env | None, method: Method, common: Mapping[str, Any]
+) -> Method:
+    """The method with groups whose members branch off one another, where that is asked for.
+
+    Raises:
+      UserError: a tree that no run of this kind grows, or that does not fit.
+    """
+    asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
+    tree, at = method.draw.tree, asked.pop("tree", "none")
+    if at != "none":
+        numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
+        tree = Branching(at, **numbers)
+    elif asked:
+        name = next(iter(asked))
+        raise UserError(
+            f"objective.{name} = {asked[name]}: members branch with objective.tree alone; set it to"
+            f" one of {', '.join(PLACES)}"
+        )
+    if tree is None:
+        return method
+    named = f"objective.tree = {tree.at!r}"
+    if tree.at == "even" and tree.above:
+        raise UserError(f"objective.tree_above = {tree.above} is not read with {named}; remove it")
+    if (reason := _without_trees(config, task, method)) is not None:
+        raise UserError(f"{named}: {reason}")
+    tree = check_branching(tree, config.sampling.group, config.sampling.slots)
+    method = method._replace(draw=method.draw._replace(tree=tree))
+    # A loss that compares whole completions has no advantages by token.
+    return method if method.objective.surrogate.over == "group" else method.after(over_branches())
+
+
+def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
+    """Why a run's completions cannot branch off one another; None where they can."""
+    if config.pairs is not None:
+        return "data.pairs holds the completions, and none is drawn; remove it"
+    if isinstance(task, Env) or config.episodes is not None:
+        return "completions branch, and episodes in an environment do not; use a task or data.train"
+    if config.replays_routing:
+        return "a branch has no record of its past's experts; set objective.router_replay to false"
+    draw = method.draw
+    if draw.baseline_members or draw.demonstrations or not draw.own:
+        return (
+            f"method = {config.method!r} draws greedy baselines, or reads demonstrations, which are"
+            " on no branch; choose another method"
+        )
+    return None
 
 
 def router_losses(config: Config) -> RouterLosses:

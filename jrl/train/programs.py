@@ -20,6 +20,7 @@ from jrl.methods.base import Method
 from jrl.models import hf
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
+from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
 from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
@@ -44,7 +45,7 @@ from jrl.train.state import check_frozen, init_policy, init_state, state_shardin
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.train.watch import skip_rule
-from jrl.types import Network, Params, TrainState
+from jrl.types import Branching, Network, Params, TrainState
 
 
 def check_trainable(run: Run) -> None:
@@ -308,11 +309,18 @@ def train_sampler(run: Run) -> Any:
         group=group,
         baselines=draw.baseline_members,
         demonstrations=draw.demonstrations,
+        tree=draw.tree,
     )
 
 
 def sampler_program(
-    run: Run, *, split: str, group: int, baselines: int = 0, demonstrations: int = 0
+    run: Run,
+    *,
+    split: str,
+    group: int,
+    baselines: int = 0,
+    demonstrations: int = 0,
+    tree: Branching | None = None,
 ) -> Any:
     """Program 1, compiled: ``task_rollout`` for a task, episodes, or ``generate`` for text.
 
@@ -333,16 +341,17 @@ def sampler_program(
             baseline_members=baselines,
             demonstrations=demonstrations,
             slots=sampling.slots,
+            **({} if tree is None else {"tree": tree}),
         )
         # Processes that keep samples must see all of them.
         return compiled_draw(run, draw, network, whole=jax.process_count() > 1, split=split)
     draw = partial(
-        generate,
+        generate if tree is None else generate_tree,
         group=group,
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
-        baseline_members=baselines,
         slots=sampling.slots,
+        **({"baseline_members": baselines} if tree is None else {"branching": tree}),
     )
     # Replicated, because every host judges a share of the text.
     return compiled_draw(run, draw, network, whole=True, split=split)

@@ -83,7 +83,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
         asked = run.data.prompts["train"]
         tokens, lengths = pad_prompts([asked[i % len(asked)] for i in ids], run.width)
         sample_key = compiled_stream(key, "sample", np.int32(0))
-        rollout, _ = program(
+        rollout, *_ = program(
             sample_key, policy, tokens, lengths, run.sampling_params, np.int32(0), ids
         )
     free(program)

@@ -24,7 +24,7 @@ from jrl.types import Batch, RoutingRecord
 RECORDED = CLOCKS | {
     *("prompts", "kl", "slot_use", "skipped_steps", "rollbacks", "staleness", "staleness_max"),
     *("reward_failures", "reward_timeouts", "reward_errors", "env_failures"),
-    *("rounds", "groups_kept", "groups_missing", "groups_redrawn"),
+    *("tree_shared_tokens", "rounds", "groups_kept", "groups_missing", "groups_redrawn"),
 }
 """Metrics that a record has beside those of the training step, in runs of one kind or another."""
 

@@ -248,3 +248,77 @@ def test_samples_become_pairs_of_best_and_worst():
     assert pairs_of_samples(samples) == [best]
     assert pairs_of_samples(samples, gap=1.0) == []
     read(best)  # a record like any other
+
+
+# ---------------------------------------------------------------- rows in token ids
+
+IDS = {"prompt": [5, 6], "responses": [[7], [8, 9, 1]], "scores": [0.5, 0.0]}
+STEPS = {"steps": [[1], [2, 1]], "step_values": [[0.5], [0.25, 0.0]]}
+
+
+def test_token_ids_are_trained_on_as_they_are():
+    (one, other), counts = read(IDS | {"visits": [3, 1]}, IDS | {"visits": [2, 0]})
+    assert counts.kind == "lists"
+    assert one.prompt.tolist() == [5, 6]
+    assert [c.tolist() for c in one.completions] == [[7], [8, 9, 1]]  # nothing is put behind them
+    assert one.text == Chat().decode([5, 6])
+    batch = judged_batch([one, other], prompt_tokens=3, group=3, completion_tokens=4)
+    assert batch.check().stats["visits"].tolist() == [
+        [[3, 0, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]],
+        [[2, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]],
+    ]
+    assert set(batch.ids) == {"prompt"}
+    assert "step_labels" not in batch.stats
+
+
+def test_steps_and_their_values_stand_at_their_tokens():
+    columns = {name: np.array(x, dtype=object) for name, x in (IDS | STEPS).items()}
+    for row in (IDS | STEPS, columns):  # as in JSON, and as in Parquet
+        (one,), _ = read(row, max_completion_tokens=2, overlong="truncate")
+        batch = judged_batch([one], prompt_tokens=2, group=2, completion_tokens=2)
+        assert batch.ids["step"].tolist() == [[[0, 0], [0, 0]]]
+        assert batch.stats["step_labels"].tolist() == [[[0.5, 0], [0.25, 0.25]]]
+        (one,), _ = read(row)
+        batch = judged_batch([one], prompt_tokens=2, group=2, completion_tokens=3)
+        assert batch.ids["step"].tolist() == [[[0, 0, 0], [0, 0, 1]]]
+        assert batch.stats["step_labels"].tolist() == [[[0.5, 0, 0], [0.25, 0.25, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"responses": [[7], "8"]}, r"responses\[1\] = 8 with a prompt of token ids; give a list"),
+        ({"responses": [[7], []]}, r"responses\[1\] = \[\] with a prompt of token ids"),
+        ({"responses": [[7], [-1]]}, r"responses\[1\] = \[-1\] with a prompt of token ids"),
+        ({"visits": [1]}, r"visits = \[1\]; give 2 numbers of at least 0"),
+        ({"visits": [1, -1]}, "give 2 numbers of at least 0"),
+        ({"visits": "many"}, "visits = many; give 2 numbers"),
+        ({"steps": [[1], [3]]}, "steps and step_values go together, with a list for each of the 2"),
+        (STEPS | {"steps": [[1], [2, 2]]}, r"steps\[1\] holds 4 tokens and responses\[1\] 3"),
+        (STEPS | {"steps": [[1], 3]}, r"steps\[1\] = 3; give 1 numbers of at least 1"),
+        (STEPS | {"steps": [[1], [3, 0]]}, "numbers of at least 1"),
+        (STEPS | {"step_values": [[1], [2]]}, r"step_values\[1\] = \[2\]; give 2 numbers"),
+    ],
+)
+def test_what_is_wrong_with_token_ids_is_named(more, said):
+    with pytest.raises(UserError, match=said):
+        read(IDS | more)
+
+
+def test_pairs_in_token_ids_are_two_responses():
+    with pytest.raises(UserError, match="write chosen and rejected as two responses with the"):
+        read({"prompt": [5], "chosen": [6], "rejected": [7]})
+
+
+def test_all_rows_have_visits_or_none():
+    with pytest.raises(UserError, match="line 2: visits, or steps, are in some rows only"):
+        read(IDS | {"visits": [1, 1]}, IDS)
+
+
+def test_a_prompt_of_token_ids_may_hold_the_beginning_of_a_completion():
+    limits = {"max_prompt_tokens": 2, "max_completion_tokens": 4}
+    row = IDS | {"prompt": [5, 6, 7]}
+    (one,), _ = read(row, **limits)
+    assert len(one.prompt) == 3
+    with pytest.raises(UserError, match="4 tokens and data.max_prompt_tokens with what .* is 3"):
+        read(row | {"prompt": [5, 6, 7, 8]}, **limits)

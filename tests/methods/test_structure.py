@@ -17,21 +17,17 @@ from harness import (
     ragged,
     ratio,
     run,
-    sequences,
     standard_score,
 )
 from steps import earned, episodes, paid, steps_of
 
 from jrl.methods.group_relative import grpo
 from jrl.methods.structure import (
-    deepsearch,
     epo_strategy,
     gigpo,
-    prefix_steps,
     step_returns,
     stratified_grpo,
     supo,
-    tempo,
     ui_s1,
 )
 from jrl.objectives import compute_advantages
@@ -78,66 +74,6 @@ def test_stratified_advantages_have_mean_0_and_deviation_1_in_each_stratum():
     for half in (first[:, ::2], first[:, 1::2]):
         np.testing.assert_allclose(half.mean(1), 0, atol=1e-6)
         np.testing.assert_allclose(half.std(1, ddof=1), 1, atol=1e-4)
-
-
-# ---------------------------------------------------------------- the tree of prefixes
-
-
-def tree_value(d, n, scores, prefix):
-    """The mean score of the live members of group n that begin with ``prefix``."""
-    begin = [
-        scores[j]
-        for j in members_of(d, n)
-        if d.lengths[n, j] >= len(prefix) and list(d.tokens[n, j, : len(prefix)]) == list(prefix)
-    ]
-    return sum(begin) / len(begin)
-
-
-def tempo_loss(d, frozen, coef=0.5):
-    scores = standard_score(d)
-
-    def advantage(n, i, t):
-        path = d.tokens[n, i]
-        after, before = (tree_value(d, n, scores[n], path[:k]) for k in (t + 1, t))
-        return scores[n, i] + coef * (after - before)
-
-    return with_advantages(d, advantage)
-
-
-def with_few_tokens(d, rng):
-    d.tokens = rng.integers(0, 2, d.mask.shape)
-
-
-def test_tempo_is_the_papers():
-    check(tempo(td_coef=0.5), tempo_loss, g=6, prepare=with_few_tokens)
-
-
-def test_tempo_where_nothing_branches_is_grpo():
-    d = ragged(3)
-    d.lengths[:], d.members[:] = 5, True
-    d.live = d.mask
-    d.tokens = np.random.default_rng(0).integers(0, 9, d.mask.shape)
-    d.tokens[:, :, 1:3] = 4  # all part at the first token, and again nowhere
-    _, with_tree = run(tempo(), d)
-    _, without = run(grpo(), d)
-    np.testing.assert_allclose(
-        with_tree["logprobs"][:, :, 1:3], without["logprobs"][:, :, 1:3], atol=1e-6
-    )
-    assert np.abs(with_tree["logprobs"] - without["logprobs"])[:, :, 0].max() > 1e-3
-    d.tokens[:] = 4
-    _, one_path = run(tempo(), d)
-    np.testing.assert_array_equal(one_path["logprobs"], without["logprobs"])
-
-
-def test_along_a_completion_the_steps_add_up_to_its_own_advantage():
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, 3, (6, 8))
-    tokens[:, -1] = np.arange(6)  # no two alike
-    scores = rng.normal(size=6).astype(np.float32)
-    live = np.array([True] * 5 + [False])
-    steps = jax.jit(prefix_steps)(*map(jnp.asarray, (scores, tokens, np.full(6, 8), live)))
-    own = np.where(live, scores - scores[live].mean(), 0)
-    np.testing.assert_allclose(np.asarray(steps).sum(1), own, atol=1e-6)
 
 
 # ---------------------------------------------------------------- states seen twice
@@ -392,38 +328,3 @@ def test_the_rows_of_an_episode_share_what_any_of_them_earned():
     assert a[0] > 0
     d.truncated[0, 3] = True  # its whole episode was never finished
     assert not advantages_of(supo(), d)[0, 2:].any()
-
-
-# ---------------------------------------------------------------- nodes of a search
-
-
-def with_nodes(d, rng):
-    d.ids["node"] = np.sort(rng.integers(0, 3, d.mask.shape), axis=2)
-    d.node_value = rng.normal(size=d.mask.shape).astype(np.float32).astype(np.float64)
-
-
-def deepsearch_loss(d, frozen, width=0.5, bound=0.8):
-    out = {}
-    for n, i, tokens in sequences(d):
-        mean = np.mean([d.rewards[n, j] for j in members_of(d, n)])
-        leaf = d.ids["node"][n, i, tokens[-1]]
-        for t in tokens:
-            inner = np.tanh(d.node_value[n, i, t] / width) * bound
-            own = d.rewards[n, i] if d.ids["node"][n, i, t] == leaf else inner
-            out[n, i, t] = own - mean
-
-    def of_token(n, i, t):
-        return clipped_loss(ratio(d, (n, i, t)), out[n, i, t], 0.2, 0.28, 10.0)
-
-    return mean_over(d, of_token, "tokens")
-
-
-def test_deepsearch_is_the_papers():
-    check(deepsearch(width=0.5, bound=0.8), deepsearch_loss, prepare=with_nodes)
-
-
-def test_deepsearch_takes_the_released_codes_width_and_bound():
-    d = ragged(4)
-    with_nodes(d, np.random.default_rng(0))
-    value, _ = run(deepsearch(), d)
-    np.testing.assert_allclose(value, deepsearch_loss(d, d, 1.0, 1.0), rtol=1e-5)

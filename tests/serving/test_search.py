@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.envs.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -81,6 +82,24 @@ def test_best_of_n_is_n_whole_completions():
         assert (each.cost.expansions, each.cost.steps) == (1, 4)
         assert all(n.done for n in each.tree.nodes[1:])
         assert each.points == max(n.step.points for n in each.tree.nodes[1:])
+
+
+def test_what_a_search_drew_is_what_its_rows_hold_id_for_id():
+    for each, prompt in zip(found("mcts", rounds=6), PROMPTS, strict=True):
+        points = {leaf: float(i % 2) for i, leaf in enumerate(each.tree.leaves())}
+        rows = rows_of_tree(each.tree, prompt, points)
+        drawn = {
+            tuple(np.concatenate([each.tree.nodes[i].step.content for i in each.tree.path(leaf)]))
+            for leaf in range(1, len(each.tree.nodes))
+        }
+        assert {tuple(ids) for row in rows.paths for ids in row["responses"]} <= drawn
+        for row in rows.siblings:
+            assert row["prompt"][: len(prompt)] == list(prompt)
+            past = row["prompt"][len(prompt) :]
+            assert {(*past, *ids) for ids in row["responses"]} <= drawn
+            assert len(set(row["scores"])) > 1
+            assert sum(row["visits"]) <= len(points)
+        assert rows.paths or not points
 
 
 def test_draws_do_not_depend_on_slots():

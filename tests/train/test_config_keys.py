@@ -311,6 +311,10 @@ MORE_ON_TASK = {
     ),
     "objective.router_balance": (programs, "objective.router_balance=0.1", SPARSE),
     "objective.router_z": (programs, "objective.router_z=0.1", SPARSE),
+    "objective.tree": (programs, "objective.tree=even"),
+    "objective.tree_above": (programs, "objective.tree_above=0.5", "objective.tree=gap"),
+    "objective.tree_roots": (programs, "objective.tree_roots=1", "objective.tree=gap"),
+    "objective.tree_rounds": (programs, "objective.tree_rounds=2", "objective.tree=gap"),
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
 }

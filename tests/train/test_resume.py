@@ -34,6 +34,10 @@ KINDS = {
         *("data.task=chain", "data.difficulty=16", "rewards={partial={}}"),
         *("train.mode=packed", "train.steps=6"),
     ),
+    "trees in packed rows": (
+        *("data.task=chain", "data.difficulty=8", "rewards={partial={}}", "train.mode=packed"),
+        *("objective.tree=entropy", "objective.tree_rounds=2", "train.steps=4"),
+    ),
 }
 
 

@@ -1,0 +1,100 @@
+"""Where members of a tree leave one another: what a token is worth as a place to branch at."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jrl.sampling.slots import Measure, Slots
+from jrl.types import Array, Branching
+
+
+def entropy(logprobs: Array) -> Array:
+    """[S] float32, nats: the entropy of each row's distribution [S, V]; 0 where it is certain."""
+    probs = jnp.exp(logprobs)
+    return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
+
+
+def closeness(logprobs: Array) -> Array:
+    """[S] float32, 1 minus the difference between the two largest probabilities of each row."""
+    top = jnp.exp(jax.lax.top_k(logprobs, 2)[0])
+    return 1.0 - (top[:, 0] - top[:, 1])
+
+
+PLACES: dict[str, Measure | None] = {
+    "entropy": entropy,
+    "gap": closeness,
+    "surprise": None,
+    "even": None,
+}
+"""``Branching.at`` -> what is measured of the distributions drawn from; None where nothing is."""
+
+
+def branches(
+    tree: Slots, forks: Array, here: Array, branching: Branching, count: int, group: int
+) -> tuple[Array, Array, Array]:
+    """Which members are left at which of their own tokens, in one round.
+
+    Each member that is there names its best places, and the best of all that are named are taken,
+    no more of one member than an equal share rounded up.
+
+    Args:
+      tree: n * G rows, of which the first ``here`` of each group are there.
+      forks: [n, G] int32, how often each member was left.
+      here: [] int32.
+      branching: says what a place is worth.
+      count: k, branches of a group.
+      group: G.
+
+    Returns:
+      Members [n, k] and places [n, k] int32, a place being the tokens that are shared, and the new
+      ``forks``.
+    """
+    t = tree.tokens.shape[1]
+    own = tree.mask.reshape(-1, group, t)
+    most = min(-(-count // branching.roots), t)
+    if branching.at == "even":
+        values, places = _even_places(own, forks, most)
+    else:
+        numbers = -tree.logprobs if branching.at == "surprise" else tree.measured
+        assert numbers is not None
+        # The places that a member was left at before are the best ones; they count no more.
+        worth = jnp.where(own, numbers.reshape(own.shape), -jnp.inf)
+        most = min(most * branching.rounds, t)
+        values, places = jax.lax.top_k(worth, most)
+    rank = jnp.arange(most)[None, None]
+    share = -(-count // here)
+    if branching.at != "even":
+        share = share + jnp.expand_dims(forks, 2)
+        values = jnp.where(rank < jnp.expand_dims(forks, 2), -jnp.inf, values)
+    values = jnp.where(rank < share, values, -jnp.inf)
+    best, index = jax.lax.top_k(values.reshape(-1, group * most), count)
+    source = index // most
+    place = jnp.take_along_axis(places.reshape(-1, group * most), index, axis=1)
+    left = best > branching.above
+    place = jnp.where(left, place, 0).astype(jnp.int32)
+    counted = jax.nn.one_hot(source, group, dtype=jnp.int32) * jnp.expand_dims(left, 2)
+    return source.astype(jnp.int32), place, forks + counted.sum(axis=1)
+
+
+def _even_places(own: Array, forks: Array, most: int) -> tuple[Array, Array]:
+    """Values and places [n, G, most]: the middle, then the quarters of what each member drew.
+
+    The longest stretches that are left are worth the most.
+    """
+    count = jnp.expand_dims(own.sum(axis=2), 2)
+    number = jnp.expand_dims(forks, 2) + jnp.arange(most)[None, None]
+    first = jnp.expand_dims(jnp.argmax(own, axis=2), 2)
+    places = first + jnp.floor(count * jnp.asarray(_halves(own.shape[1] + most))[number])
+    return jnp.where(count > 0, count / (number + 1), -jnp.inf), places.astype(jnp.int32)
+
+
+def _halves(count: int) -> np.ndarray:
+    """[count] float32 in (0, 1): the bits of 1, 2, 3, ... in reverse behind the binary point.
+
+    >>> _halves(5).tolist()
+    [0.5, 0.25, 0.75, 0.125, 0.625]
+    """
+    reverse = [int(f"{i:b}"[::-1], 2) / 2 ** i.bit_length() for i in range(1, count + 1)]
+    return np.array(reverse, np.float32)

@@ -1,0 +1,364 @@
+"""Groups whose members branch off one another: a tree of completions, in one program.
+
+Some members are drawn from the prompt; then, in rounds, others are forked from those that are there
+and rewound to a token at which they are to part. The cache of the shared past is copied and never
+computed again. All members are rows of one group, as long as whole completions; what a row did not
+draw itself, its shared past, lies outside its mask. So each token drawn is trained once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from jrl.errors import UserError, choose
+from jrl.sampling.cache import share
+from jrl.sampling.generate import by_row, each_by_itself, independent_axes
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.places import PLACES, branches
+from jrl.sampling.slots import (
+    Slots,
+    check_length,
+    decode,
+    fork,
+    pieces_of,
+    prefill,
+    rewind,
+    sequence_keys,
+    start,
+)
+from jrl.types import Array, Branching, Cache, Network, Params, Rollout
+
+
+class Drawn(NamedTuple):
+    """A rollout and the tree that it is.
+
+    Attributes:
+      rollout: N groups of G members.
+      slot_steps: [] int32, slots in use, summed over decode steps.
+      node: [N, G, T] int32, from 1 on: which node of its group's tree a token belongs to, a stretch
+        of tokens that the same members go through; 0 past a completion's end.
+    """
+
+    rollout: Rollout
+    slot_steps: Array
+    node: Array
+
+
+def check_branching(branching: Branching, group: int, slots: int = 0) -> Branching:
+    """The same with the number of roots written out.
+
+    Raises:
+      UserError: names what does not fit, and what would.
+    """
+    if branching.at not in PLACES:
+        raise choose("objective.tree", branching.at, PLACES)
+    roots = branching.roots or -(-group // 2)
+    if roots >= group:
+        raise UserError(
+            f"objective.tree_roots = {roots}: sampling.group = {group} leaves no member to branch"
+            " off; lower tree_roots or raise sampling.group"
+        )
+    if (group - roots) % branching.rounds:
+        raise UserError(
+            f"objective.tree_rounds = {branching.rounds} does not divide the {group - roots} of"
+            f" sampling.group = {group} members that {roots} roots leave; choose a number that does"
+        )
+    if 0 < slots < group:
+        raise UserError(
+            f"sampling.slots = {slots}: a tree of sampling.group = {group} members needs a slot for"
+            f" each; raise sampling.slots to {group} or more, or lower sampling.group"
+        )
+    return branching._replace(roots=roots)
+
+
+def generate_tree(
+    key: Array,
+    params: Params,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    *,
+    network: Network,
+    branching: Branching,
+    group: int,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int],
+    slots: int = 0,
+) -> Drawn:
+    """``group`` completions of each prompt that share beginnings: program 1 of an iteration.
+
+    Args:
+      key: consumed.
+      params: the policy's.
+      prompt_tokens: [N, P] int32, from column 0.
+      prompt_lengths: [N] int32, 1 to P.
+      sampling_params: scalars; the bias, if any, [V].
+      version: [] int32, the policy's version.
+      ids: [N] int32; a tree depends on (key, its prompt's id) and the prompt alone.
+      network: the policy.
+      branching: who leaves whom, and where.
+      group: G.
+      max_new_tokens: T.
+      stop_tokens: ids that end a sequence.
+      slots: the most members alive at a time, so that ``slots // G`` trees are grown at a time, on
+        each device where ``mesh.lone_axes`` divide the prompts; 0 for all.
+
+    Returns:
+      The tree. A token's mask is True, and its version and log-probability are set, in the one
+      member that drew it; in members that left this one later it is part of the past.
+
+    Raises:
+      UserError: a tree that does not fit the group or the slots, or a completion the network.
+    """
+    chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
+    n, p = prompt_tokens.shape
+    check_length(network, p, max_new_tokens)
+    branching = check_branching(branching, group, slots)
+    weights = network.prepare(params)
+    axes, parts = independent_axes(network, n)
+    grow = partial(
+        _grow_in_turn,
+        network=network,
+        branching=branching,
+        group=group,
+        width=max_new_tokens,
+        stop_tokens=stop_tokens,
+        at_once=_trees_at_once(n // parts, group, slots),
+    )
+    own = (False, False, True, True, False, False, True)
+    members, owner, steps = each_by_itself(grow, axes, own)(
+        key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
+    )
+    rollout = Rollout(
+        prompt_tokens=prompt_tokens,
+        prompt_lengths=prompt_lengths,
+        tokens=members["tokens"],
+        lengths=members["lengths"],
+        mask=members["mask"],
+        sampler_logprobs=members["logprobs"],
+        versions=members["versions"],
+        stop=members["stop"],
+        baseline=jnp.zeros((n, group), bool),
+    ).check()
+    node = jax.vmap(nodes_of)(owner, rollout.lengths)
+    return Drawn(rollout, steps.sum(), node)
+
+
+def nodes_of(owner: Array, lengths: Array) -> Array:
+    """The node that each token of ONE group belongs to, numbered from 1 on.
+
+    Args:
+      owner: [G, T] int32, which member drew the token.
+      lengths: [G] int32, tokens.
+
+    Returns:
+      [G, T] int32, equal for two members as long as they share their past, and different before and
+      after every token at which a member left; 0 past a completion's end.
+
+    >>> owner = jnp.array([[0, 0, 0], [0, 1, 1]])
+    >>> nodes_of(owner, jnp.array([3, 2])).tolist()
+    [[1, 2, 2], [1, 3, 0]]
+    """
+    chex.assert_rank([owner, lengths], [2, 1])
+    g, t = owner.shape
+    live = jnp.arange(t)[None] < lengths[:, None]
+    owner = jnp.where(live, owner, -1)
+    same = jnp.expand_dims(owner, 0) == jnp.expand_dims(owner, 1)
+    together = jnp.sum(same & live[None], axis=1)  # members that go through the token
+    before = jnp.pad(together[:, :-1], ((0, 0), (1, 0)))
+    own = live & (owner == jnp.arange(g)[:, None])
+    begins = own & (together != before)  # somebody left, if only the member that this one left
+    number = jnp.cumsum(begins.reshape(-1)).reshape(g, t)
+    return jnp.where(live, jnp.take_along_axis(number, jnp.maximum(owner, 0), axis=0), 0).astype(
+        jnp.int32
+    )
+
+
+def _trees_at_once(prompts: int, group: int, slots: int) -> int:
+    """Trees grown at a time: as many as have slots, and divide the prompts."""
+    most = prompts if not slots else max(slots // group, 1)
+    return next(count for count in range(min(most, prompts), 0, -1) if prompts % count == 0)
+
+
+def _grow_in_turn(
+    key: Array,
+    weights: Any,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    *,
+    at_once: int,
+    **how: Any,
+) -> tuple[dict[str, Array], Array, Array]:
+    """The trees of n prompts, some at a time: members by field, owners [n, G, T], steps [1]."""
+
+    def some(prompts: tuple[Array, Array, Array]) -> tuple[dict[str, Array], Array, Array]:
+        tokens, lengths, ids = prompts
+        return _grow(key, weights, tokens, lengths, sampling_params, version, ids, **how)
+
+    n = ids.shape[0]
+    prompts = (prompt_tokens, prompt_lengths, ids)
+    if at_once == n:
+        members, owner, steps = some(prompts)
+        return members, owner, steps[None]
+    parts = jax.tree.map(lambda x: x.reshape(n // at_once, at_once, *x.shape[1:]), prompts)
+    members, owner, steps = jax.lax.map(some, parts)
+    members, owner = jax.tree.map(lambda x: x.reshape(n, *x.shape[2:]), (members, owner))
+    return members, owner, steps.sum()[None]
+
+
+class _Roots(NamedTuple):
+    """What the members of n groups begin with.
+
+    Attributes:
+      prompts: the prompts' cache, n rows.
+      lengths: [n] int32, tokens of each prompt.
+      last: [n] int32, the last token of each prompt.
+      keys: [n, G] PRNG keys.
+      sampling_params: scalars.
+    """
+
+    prompts: Cache
+    lengths: Array
+    last: Array
+    keys: Array
+    sampling_params: SamplingParams
+
+
+def _grow(
+    key: Array,
+    weights: Any,
+    prompt_tokens: Array,
+    prompt_lengths: Array,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    *,
+    network: Network,
+    branching: Branching,
+    group: int,
+    width: int,
+    stop_tokens: Sequence[int],
+) -> tuple[dict[str, Array], Array, Array]:
+    """The trees of n prompts side by side; see ``_grow_in_turn``."""
+    n, roots = prompt_tokens.shape[0], branching.roots
+    each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
+    root = _Roots(
+        prompts=prefill(weights, prompt_tokens, prompt_lengths, network=network),
+        lengths=prompt_lengths,
+        last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
+        keys=sequence_keys(key, ids, group),
+        sampling_params=sampling_params,
+    )
+    begin = partial(_begin, root, weights, width, network=network, measured=measure is not None)
+    draw = partial(
+        decode,
+        weights,
+        version=version,
+        network=network,
+        steps=width,
+        stop_tokens=stop_tokens,
+        measure=measure,
+    )
+
+    def one_round(number: Array, carry: tuple[Slots, Array, Array, Array]) -> Any:
+        tree, owner, forks, steps = carry
+        here = roots + number * each
+        source, place, forks = branches(tree, forks, here, branching, each, group)
+        new, count = draw(slots=_fork_members(tree, root, source, place, here))
+        past = jnp.take_along_axis(owner, source[:, :, None], axis=1)
+        own = here + jnp.arange(each, dtype=jnp.int32)[None, :, None]
+        own = jnp.where(jnp.arange(width)[None, None] < place[:, :, None], past, own)
+        owner = jax.lax.dynamic_update_slice_in_dim(owner, own, here, axis=1)
+        return _put_members(tree, new, n, here), owner, forks, steps + count * (n * each)
+
+    first, count = draw(slots=begin(roots))
+    tree = _put_members(begin(group).replace(aligned=False), first, n, 0)
+    owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
+    carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
+    tree, owner, _, steps = jax.lax.fori_loop(0, branching.rounds, one_round, carry)
+    names = ("tokens", "lengths", "mask", "logprobs", "versions", "stop")
+    members = {x: getattr(tree, x).reshape(n, group, *getattr(tree, x).shape[1:]) for x in names}
+    return members, owner, steps
+
+
+def _begin(
+    root: _Roots, weights: Any, width: int, count: int, *, network: Network, measured: bool
+) -> Slots:
+    """Slots for the first ``count`` members of every group, before their first token."""
+    cache = share(
+        root.prompts,
+        root.lengths - 1,
+        count,
+        network=network,
+        weights=weights,
+        length=width,
+        pieces=pieces_of(width),
+    )
+    repeated = partial(jnp.repeat, repeats=count, axis=0)
+    rows = root.lengths.shape[0] * count
+    slots = start(
+        cache,
+        repeated(root.last)[:, None],
+        jnp.ones(rows, jnp.int32),
+        root.keys[:, :count].reshape(-1),
+        root.sampling_params,
+        jnp.full(rows, width, jnp.int32),
+        max_new_tokens=width,
+    )
+    numbers = jnp.zeros((rows, width), jnp.float32) if measured else None
+    slots = slots.replace(prompt_lengths=repeated(root.lengths), measured=numbers, aligned=True)
+    # New arrays are divided by rows like the cache, or each would be sent to all devices.
+    arrays = slots.replace(cache=None, sampling_params=None, keys=None)
+    return jax.tree.map(by_row, arrays).replace(
+        cache=cache, sampling_params=slots.sampling_params, keys=slots.keys
+    )
+
+
+def _fork_members(tree: Slots, root: _Roots, source: Array, place: Array, first: Array) -> Slots:
+    """Slots of members that leave others, ready to decode.
+
+    Args:
+      tree: n * G rows.
+      root: what all members begin with.
+      source: [n, k] int32, the members that are left.
+      place: [n, k] int32, tokens that are shared.
+      first: [] int32, the number of the first new member.
+    """
+    n, count = source.shape
+    rows = source + jnp.arange(n)[:, None] * root.keys.shape[1]
+    keys = jax.lax.dynamic_slice_in_dim(root.keys, first, count, axis=1)
+    new = fork(tree, rows.reshape(-1), keys.reshape(-1), within=True)
+    new = rewind(new, place.reshape(-1), jnp.repeat(root.last, count))
+    # What came before was drawn by another member, which is trained on it.
+    return new.replace(
+        mask=jnp.zeros_like(new.mask),
+        logprobs=jnp.zeros_like(new.logprobs),
+        versions=jnp.full_like(new.versions, -1),
+    )
+
+
+def _put_members(tree: Slots, new: Slots, n: int, first: Array | int) -> Slots:
+    """The tree of G rows a group with the members of ``new`` from number ``first`` on."""
+
+    def put(old: Array, x: Array) -> Array:
+        a, b = (y.reshape(n, y.shape[0] // n, *y.shape[1:]) for y in (old, x))
+        return jax.lax.dynamic_update_slice_in_dim(a, b, first, axis=1).reshape(old.shape)
+
+    # Keys, prompts and distributions are those that all members began with.
+    names = ("pending", "lengths", "tokens", "mask", "logprobs", "versions", "stop")
+    fields = {x: put(getattr(tree, x), getattr(new, x)) for x in names}
+    if tree.measured is not None and new.measured is not None:
+        fields["measured"] = put(tree.measured, new.measured)
+    own = jax.tree.map(put, tree.cache.own, new.cache.own)
+    return tree.replace(cache=tree.cache.replace(own=own), **fields)

@@ -1,0 +1,208 @@
+"""Runs whose groups are trees: methods, compiled and on the host, text, and what is refused."""
+
+import json
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jrl.config_io import load_config
+from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.metrics import read_jsonl
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.heads import value_head
+from jrl.models.transformer import transformer
+from jrl.objectives.branches import over_branches
+from jrl.sampling.params import make_sampling_params
+from jrl.train import loop
+from jrl.train.collect import task_rollout, to_batch
+from jrl.train.compiled import iterate, make_iteration
+from jrl.train.frozen import run_task
+from jrl.train.loop import train
+from jrl.train.objective import method_of
+from jrl.train.state import init_state
+from jrl.train.step import make_step
+from jrl.types import Branching
+
+PROMPTS, GROUP, STEPS = 4, 4, 3
+WEIGHTS = {"verify": 1.0, "partial": 0.5}
+KEY, SAMPLING = jax.random.key(5), make_sampling_params(0.8)
+TREE = Branching("entropy", 2, 2)
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def network(make_bag, first_letter):
+    size = first_letter.prompt_tokens + first_letter.completion_tokens
+    return make_bag(first_letter.vocab_size, 8, size)
+
+
+def on_trees(name):
+    """The method as ``objective.tree`` makes it."""
+    method = get_method(name)
+    return method.with_(draw=method.draw._replace(tree=TREE)).after(over_branches())
+
+
+@pytest.mark.parametrize("name", ["arpo", "treerl", "tempo", "deepsearch", "alphamath", "rloo"])
+def test_a_method_trains_on_trees_three_steps(name, network, first_letter, quick_jit):
+    """In one program, and each token that was drawn is trained once."""
+    method = on_trees(name)
+    common = {"network": network, "objective": method.objective, "optimizer": optax.sgd(0.3)}
+    if method.value:
+        common["value"] = value_head(network)
+    seen = {"task": first_letter, "network": network, "group": GROUP}
+    step = make_step(**common)
+
+    def spied(state, batch, sampling_params):
+        state, metrics = step(state, batch, sampling_params)
+        return state, metrics | {"mask": batch.mask, "node": batch.ids["node"]}
+
+    iteration = make_iteration(spied, method=method, weights=WEIGHTS, prompts=PROMPTS, **seen)
+    state = init_state(KEY, **common)
+    after, curves = quick_jit(partial(iterate, iteration, steps=STEPS))(state, SAMPLING)
+    curves = jax.device_get(curves)
+    assert np.isfinite(curves["loss"]).all()
+    moved = jax.tree.map(lambda a, b: float(abs(a - b).max()), state.params, after.params)
+    assert max(jax.tree.leaves(moved)) > 1e-4
+    for mask, node in zip(curves["mask"], curves["node"], strict=True):
+        for n in range(PROMPTS):
+            t, labels = np.nonzero(node[n].T)[0], node[n].T[node[n].T > 0]
+            drawn = set(zip(t.tolist(), labels.tolist(), strict=True))
+            own = [(t, int(node[n, i, t])) for i, t in zip(*np.nonzero(mask[n]), strict=True)]
+            assert sorted(own) == sorted(drawn)  # each token of a node once
+    shared = (curves["node"] > 0).sum((1, 2, 3)) - curves["mask"].sum((1, 2, 3))
+    np.testing.assert_array_equal(curves["tree_shared_tokens"], shared)
+    assert curves["tree_shared_tokens"].sum() > 0
+
+
+def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
+    params = quick_jit(network.init)(KEY)
+    draw = partial(
+        task_rollout,
+        sampling_params=SAMPLING,
+        task=first_letter,
+        split="train",
+        parts=tuple(WEIGHTS),
+        network=network,
+        group=GROUP,
+        tree=TREE,
+    )
+    ids = np.arange(PROMPTS, dtype=np.int32)
+    groups = quick_jit(draw)(KEY, params, np.int32(0), ids)
+    assert set(groups.ids) == {"prompt", "node"}
+    batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
+    batch.check()
+    whole = jax.device_get(groups.rollout)
+    stops = np.take_along_axis(whole.tokens, whole.lengths[..., None] - 1, axis=2)[..., 0] == 1
+    problems = jax.device_get(groups.subject)
+    right = stops & (whole.lengths == 2) & (whole.tokens[..., 0] == problems.tokens[:, None, 0])
+    np.testing.assert_array_equal(groups.rewards[..., 0], right)
+
+
+# ---------------------------------------------------------------- text
+
+
+def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz? "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    config = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    hf.save(tmp_path / "model", config, transformer(config).init(jax.random.key(0)))
+    backend.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    rows = [{"question": f"how many {x}?", "answer": "a"} for x in ("eels", "cows", "whales")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "own.py").write_text(
+        "def vowels(samples):\n"
+        "    return [sum(c in 'aeiou' for c in s.completion) / 9 for s in samples]\n"
+    )
+    reward = json.dumps(str(tmp_path / "own.py") + ":vowels")
+    config = load_config(
+        None,
+        [
+            *(f"model.path={json.dumps(str(tmp_path / 'model'))}", "data.template=plain"),
+            *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=treerl"),
+            *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=3"),
+            *("objective.tree_roots=2", "objective.tree_rounds=2", "log.samples_every=1"),
+            *(f"rewards={{{reward}={{}}}}", "reward_pool.workers=0", "checkpoint.every=0"),
+            f"run.dir={json.dumps(str(tmp_path / 'run'))}",
+        ],
+    )
+    train(config, echo=lambda line: None)
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    for record in records:
+        assert record["tree_shared_tokens"] > 0
+        assert record["grad_norm"] > 0
+        mine = [s for s in samples if s["step"] == record["step"]]
+        whole = sum(s["length"] for s in mine)  # both groups of a step are kept
+        assert whole == record["tree_shared_tokens"] + record["completion_tokens"]
+        groups = [[s for s in mine if s["group"] == n] for n in range(2)]
+        for group in groups:  # each has nodes of its own, and some share the first
+            assert len({s["nodes"][-1] for s in group}) == len(group)
+            assert len({s["nodes"][0] for s in group}) < len(group)
+        for s in mine:
+            vowels = sum(c in "aeiou" for c in s["completion"]) / 9
+            assert s["reward"] == pytest.approx(vowels)
+
+
+# ---------------------------------------------------------------- what is refused
+
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=8"),
+    f"model.config={json.dumps(SIZES).replace(':', ' =')}",
+)
+BAD = {
+    "objective.tree = 'entropie'; give one of none, entropy, gap": ["objective.tree=entropie"],
+    "objective.tree_roots = 2: members branch with objective.tree alone": [
+        "objective.tree_roots=2"
+    ],
+    "objective.tree_roots = 8: sampling.group = 8 leaves no member": [
+        *("objective.tree=gap", "objective.tree_roots=8")
+    ],
+    "objective.tree_rounds = 3 does not divide the 4 of": [
+        *("objective.tree=gap", "objective.tree_rounds=3")
+    ],
+    "sampling.slots = 4: a tree of sampling.group = 8 members needs a slot for each": [
+        *("objective.tree=gap", "sampling.slots=4")
+    ],
+    "objective.tree_above = 0.5 is not read with objective.tree = 'even'": [
+        *("objective.tree=even", "objective.tree_above=0.5")
+    ],
+    "objective.tree = 'gap': completions branch, and episodes in an environment do not": [
+        *("objective.tree=gap", "data={env='guess_number', numbers=4, turns=3}")
+    ],
+    "objective.tree = 'gap': data.pairs holds the completions": [
+        *("objective.tree=gap", "data={pairs='x.jsonl'}", "method=dpo")
+    ],
+    "objective.tree = 'gap': method = 'remax' draws greedy baselines": [
+        *("objective.tree=gap", "method=remax")
+    ],
+    "objective.tree = 'gap': method = 'sft' draws": ["objective.tree=gap", "method=sft"],
+    "objective.tree = 'entropy': a branch has no record of its past's experts": [
+        *("method=arpo", "objective.router_replay=true")
+    ],
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_grows_no_tree_is_named_before_anything_compiles(said):
+    config = load_config(None, [*TASK, *BAD[said]])
+    with pytest.raises(UserError) as caught:
+        method_of(config, run_task(config))
+    assert said in str(caught.value)
+
+
+def test_any_method_takes_a_tree():
+    config = load_config(None, [*TASK, "method=rloo", "objective.tree=gap"])
+    assert method_of(config, run_task(config)).draw.tree == Branching("gap", 4, 1, 0.0)
+    config = load_config(None, [*TASK, "method=arpo", "objective.tree_roots=2"])
+    assert method_of(config, run_task(config)).draw.tree == Branching("entropy", 2, 1, 0.0)
