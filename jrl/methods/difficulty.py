@@ -25,8 +25,14 @@ from jrl.objectives.advantages import group_mean_std
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.comparisons import given
 from jrl.objectives.kl import bounded_exp
-from jrl.objectives.outcomes import correct, pass_rate
-from jrl.objectives.transforms import completion_tokens, per_token, stateless, trained
+from jrl.objectives.transforms import (
+    completion_tokens,
+    correct,
+    pass_rate,
+    per_token,
+    stateless,
+    trained,
+)
 from jrl.types import Array, Batch, Regularizer, Statistic, Stats, Transform
 
 # ---------------------------------------------------------------- SEED-GRPO

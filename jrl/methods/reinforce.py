@@ -27,7 +27,7 @@ from jrl.methods.domains import (
 )
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
-from jrl.objectives import advantages, aggregates, normalizers, outcomes, segments, transforms
+from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clipped_ratio, score
 from jrl.objectives.ratios import reinforce as score_function
@@ -339,7 +339,7 @@ def w_reinforce(
     completion, as in the paper's formula; the released code takes the mean over all tokens and
     clips PPO's ratio at 0.2, with four updates a batch.
     """
-    return base.before(outcomes.outcome_weights(positive_weight, negative_weight, above))
+    return base.before(transforms.outcome_weights(positive_weight, negative_weight, above))
 
 
 _WEIGHTS = ("positive_weight", "negative_weight")

@@ -18,8 +18,7 @@ from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
-from jrl.objectives.outcomes import correct, pass_rate
-from jrl.objectives.transforms import per_token, stateless
+from jrl.objectives.transforms import correct, pass_rate, per_token, stateless
 from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
 
 Weigh = Annotated[str, Choice(("tokens", "sequences"))]
