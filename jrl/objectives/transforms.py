@@ -353,8 +353,8 @@ def per_token(values: Array, batch: Batch) -> Array:
 
 # ---------------------------------------------------------------- right and wrong answers
 #
-# A completion is right when its score is above a threshold, in points; 0.5 serves rewards of 0 and 1
-# and of -1 and 1 alike. A NaN score gives a NaN label, so that it comes to light.
+# A completion is right when its score is above a threshold, in points; 0.5 serves rewards of 0 and
+# 1 and of -1 and 1 alike. A NaN score gives a NaN label, so that it comes to light.
 
 
 def correct(score: Array, above: float) -> Array:
