@@ -256,6 +256,8 @@ def copy_of_library(directory: pathlib.Path) -> pathlib.Path:
     """The library and its house test, alone in ``directory``."""
     skip = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "jrl", directory / "jrl", ignore=skip)
+    (directory / "configs").mkdir()
+    shutil.copy(ROOT / "configs" / "tiny.toml", directory / "configs")
     (directory / "tests").mkdir()
     for name in ("conftest.py", "house_test.py", "slow.txt"):
         shutil.copy(ROOT / "tests" / name, directory / "tests" / name)

@@ -74,11 +74,8 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     unnamed = {"reward_parts", "accuracy_before", "accuracy_after"}
     assert set(curves) - unnamed <= named
     written_by_the_loop = {
-        "kl",
-        "prompts",
-        "reward_failures",
-        "skipped_steps",
-        "rollbacks",
+        *("kl", "prompts", "reward_failures", "env_failures", "skipped_steps", "rollbacks"),
+        *("row_length", "tree_shared_tokens"),  # of episodes, and of trees
     } | CLOCKS
     assert named - set(curves) == written_by_the_loop
 

@@ -134,8 +134,8 @@ def test_the_ratio_of_a_segment_is_the_geometric_mean_over_its_live_tokens():
     assert (surrogate.needs, surrogate.labels) == ({"sampler_logprobs"}, {"step"})
     losses, slope, _ = run(surrogate, stats, [1.0] * 5, mask)
     np.testing.assert_allclose(losses, [-1, -1, -1, -6, -6], rtol=1e-5)
-    # Each of the two losses pushes both of a segment's tokens; the dead one only reads.
-    np.testing.assert_allclose(slope, [-1.5, 0, -1.5, -6, -6], rtol=1e-5)
+    # Each of the two losses pushes both of a segment's tokens; the dead one is in no segment.
+    np.testing.assert_allclose(slope, [-1, 0, -1, -6, -6], rtol=1e-5)
 
 
 def test_the_product_is_the_ratio_of_the_whole_sequence():

@@ -73,7 +73,8 @@ def others_slow(cases):
                 ("mesh.fsdp=2", "mesh.tensor=2", "mesh.data=2", "sampling.mesh.data=8"),
                 ("lora.rank=2", "sampling.slots=3"),
             ),
-            (APART, ("sampling.int8=['weights', 'cache']", "train.mode=packed")),
+            # Rounding to 8 bits now and then makes a step of a difference in a weight's last bit.
+            (APART, ("sampling.int8=['weights', 'cache']", "train.mode=packed", "train.steps=2")),
         ]
     ),
 )
@@ -81,7 +82,7 @@ def test_a_run_that_samples_on_another_mesh_is_that_of_one_device(meshes, policy
     one = go(tmp_path / "one", *policy)
     own = go(tmp_path / "own", *meshes, *policy)
     assert_same_run(own, one)
-    assert len({r["loss"] for r in one[0]}) > 1
+    assert len({r["grad_norm"] for r in one[0]}) > 1
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ REWARDS = '''
 import pathlib
 import time
 
-here = pathlib.Path(__file__).parent
+here, calls = pathlib.Path(__file__).parent, []
 if (here / "import").exists():
     (here / "now").touch()
     time.sleep(1000)
@@ -33,7 +33,8 @@ if (here / "import").exists():
 
 def reward(samples):
     """1 point; while a file is there it takes for ever."""
-    if (here / "reward").exists():
+    calls.append(1)
+    if (here / "reward").exists() and len(calls) > 1:  # the first one tries whether it works
         (here / "now").touch()
         time.sleep(1000)
     return [1.0] * len(samples)
