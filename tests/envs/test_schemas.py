@@ -46,7 +46,7 @@ def test_checks_end_in_time(schema, arguments):
     check_schema(schema, "a tool")
     begin = time.monotonic()
     assert "took more than" in fault(schema, arguments)  # told to the policy, not raised
-    assert time.monotonic() - begin < CHECK_SECONDS + 1
+    assert time.monotonic() - begin < CHECK_SECONDS + 10  # without a limit it takes for ever
 
 
 @pytest.mark.parametrize(

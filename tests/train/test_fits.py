@@ -80,8 +80,8 @@ def test_weights_of_data_that_repeat_a_source_beyond_memory():
 def test_the_bytes_are_those_of_the_arrays():
     """By hand: 3 prompts of 10 tokens, 2 completions of 5 each; float32 keys and values."""
     model = ModelConfig(vocab_size=32, max_length=64, **SIZES)
-    assert fits.cache_bytes(model) == 2 * 2 * 8
-    assert fits.cache_bytes(model, 4) == 4 * 2 * 2 * 8
+    assert fits.token_cache_bytes(model) == 2 * 2 * 8
+    assert fits.token_cache_bytes(model, 4) == 4 * 2 * 2 * 8
     config = load_config(None, ["model.path=x", "data.train=a.jsonl", "sampling.max_new_tokens=5"])
     run = types.SimpleNamespace(config=config, model=model, task=None, width=10)
     needed = 4 * 3 * 10 + 13 * 3 * 2 * 5 + (3 * 10 + 3 * 2 * 5) * 128
