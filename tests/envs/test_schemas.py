@@ -56,7 +56,7 @@ def test_checks_end_in_time(schema, arguments):
         (of(a={"$ref": "https://example.com/a.json"}), "does not define"),
         (of(a={"items": [{"type": "string"}]}), "invalid"),
         (of(a={"pattern": "("}), r"the pattern '\('"),
-        ({"type": "object", "$ref": "#"}, "nested too deeply"),
+        ({"type": "object", "$ref": "#"}, "nested too deeply|took more than"),
         ({"type": "string"}, '"type": "object"'),
         ([1], "not an object"),
         (
