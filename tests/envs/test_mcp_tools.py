@@ -103,7 +103,9 @@ def test_a_run_ends_the_server(server):
     closed = server.close_with(
         tool_env(server.tools(), get_parser("hermes"), lambda p, r: 1.0, Limits())
     )
+    assert "jrl-mcp" in {thread.name for thread in threading.enumerate()}
     asyncio.run(closed.shutdown())
+    assert "jrl-mcp" not in {thread.name for thread in threading.enumerate()}
 
 
 @needs_mcp

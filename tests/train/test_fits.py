@@ -44,7 +44,7 @@ def test_a_run_that_cannot_fit_is_refused_with_its_bytes(override):
 
 def test_what_is_not_drawn_or_trained_is_not_counted():
     config = load_config(None, [*TASK, f"train.prompts={MANY}", f"eval.problems={MANY}"])
-    build.setup(config, trains=False)
+    assert build.setup(config, trains=False).config.train.prompts == MANY  # and is not refused
 
 
 PLAIN = {"meshes": (), "dtypes": ()}
