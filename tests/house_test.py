@@ -35,7 +35,7 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import TextSource, collect, task_rollout, to_batch
 from jrl.train.compiled import held_out
-from jrl.train.loop import fit, train
+from jrl.train.loop import train, train_steps
 from jrl.train.optimizer import make_optimizer
 from jrl.train.score import score
 from jrl.train.state import init_state, state_shardings
@@ -128,7 +128,7 @@ class World:
             return False
 
         with jax.set_mesh(self.mesh):
-            state = fit(
+            state = train_steps(
                 self.state,
                 self.collect,
                 step or self.compiled,
@@ -196,7 +196,7 @@ def test_1_few_frames_from_fit_to_the_network():
     depths = set()
     for stack in stacks:
         own = [f.name for f in stack if Path(f.filename).is_relative_to(LIBRARY)]
-        assert own[0] == "fit"
+        assert own[0] == "train_steps"
         depths.add(own[1])
         assert len(own) <= 6, own
     assert depths == {"collect", "step"}  # both ways were seen
@@ -243,7 +243,7 @@ def test_2_the_files_of_the_readme_are_the_first_of_their_hops():
         w.collect.keywords.update(draw=source.draw, weights=np.ones(1, np.float32))
         files = entered(lambda: w.fit(1))
     seen = {"train/loop.py"}
-    assert files[0] in seen  # where ``fit`` is
+    assert files[0] in seen  # where ``train_steps`` is
     for hop, names in hops.items():
         package = names[0].partition("/")[0]
         first = next(f for f in files if f.startswith(f"{package}/") and f not in seen)
@@ -263,16 +263,16 @@ def test_2_few_files_from_fit_to_optax_in_the_demo(tmp_path, monkeypatch):
     """The same of a run of ``configs/tiny.toml``, from where its loop begins."""
     before, seen = sys.gettrace(), []
 
-    def watched_fit(*args, on_step, **kwargs):
+    def watched_steps(*args, on_step, **kwargs):
         def after(*made):
             sys.settrace(before)  # what is written after a step is not on the way to it
             return on_step(*made)
 
         ended = []
-        seen.extend(entered(lambda: ended.append(fit(*args, on_step=after, **kwargs))))
+        seen.extend(entered(lambda: ended.append(train_steps(*args, on_step=after, **kwargs))))
         return ended[0]
 
-    monkeypatch.setattr("jrl.train.loop.fit", watched_fit)
+    monkeypatch.setattr("jrl.train.loop.train_steps", watched_steps)
     short = ["train.steps=1", "train.prompts=8", "sampling.group=4", "eval.problems=8"]
     short += ["warmup.steps=1", f"run.dir={tmp_path / 'run'}"]
     train(load_config(str(README.parent / "configs" / "tiny.toml"), short))

@@ -148,7 +148,7 @@ SETTINGS = {
     "batch, all devices": (["mesh.fsdp=-1"], "4 prompts cannot", "8 devices", "multiple of 8"),
     "devices": (["mesh.tensor=9"], "tensor=9 needs 9 devices; there are 8"),
     "heads": (["mesh.tensor=4"], "kv_heads = 2", "mesh.tensor = 4", "a multiple of 4"),
-    "model size": (["model.config.heads=3"], "kv_heads = 2", "divisor of model.heads = 3"),
+    "model size": (["model.config.heads=3"], "kv_heads = 2", "divisor of model.config.heads = 3"),
     "model key": (["model.config.embed=3"], "model.config.embed", "embed_dim"),
     "no model": (["model.config="], "model.path and model.config are both missing"),
     "vocabulary": (["model.config.vocab_size=5"], "48 ids", "vocabulary has only 5"),

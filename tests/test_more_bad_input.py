@@ -94,9 +94,9 @@ def test_configurations(override):
 
 
 MODELS = {
-    "model.config.layers=1000000000": "model.layers = 1000000000; it must be at most 10000",
-    "model.config.head_dim=7": "model.head_dim = 7; it must be even",
-    "model.config.experts=-1": "model.experts = -1; it must be 0 (dense) or more",
+    "model.config.layers=1000000000": "model.config.layers = 1000000000; it must be at most 10000",
+    "model.config.head_dim=7": "model.config.head_dim = 7; it must be even",
+    "model.config.experts=-1": "model.config.experts = -1; it must be 0 (dense) or more",
     "lora.rank=10000": "lora.rank = 10000; the model's matrices have 16 rows",
     "lora={rank=2, targets=['q', 'q']}": "lora.targets names 'q' twice",
     "sampling.temperature=1e-30": "sampling.temperature = 1e-30; must be 0 (greedy) or",

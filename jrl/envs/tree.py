@@ -292,7 +292,7 @@ def constrained(least: float = 0.1) -> Backup:
 # ---------------------------------------------------------------- the search
 
 
-class Cost(NamedTuple):
+class SearchCost(NamedTuple):
     """What a search took.
 
     Attributes:
@@ -308,7 +308,7 @@ class Cost(NamedTuple):
 
 def grow(
     tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
-) -> Cost:
+) -> SearchCost:
     """Selects, expands and backs up, until nothing is selected or the budget is spent.
 
     Args:
@@ -335,12 +335,12 @@ def grow_all(
     *,
     rounds: int,
     tokens: int = 0,
-) -> list[Cost]:
+) -> list[SearchCost]:
     """``grow`` for several trees side by side: a round expands nodes of all of them together.
 
     The budget of tokens is each tree's own.
     """
-    costs = [Cost(0, 0, 0)] * len(trees)
+    costs = [SearchCost(0, 0, 0)] * len(trees)
     for _ in range(rounds):
         chosen = [
             (i, node)
@@ -359,7 +359,7 @@ def grow_all(
                     backup(trees[i], child, step.points)
             drawn = sum(step.tokens for step in found)
             more = (1, len(found), drawn)
-            costs[i] = Cost(*(a + b for a, b in zip(costs[i], more, strict=True)))
+            costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], more, strict=True)))
     return costs
 
 

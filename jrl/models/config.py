@@ -146,13 +146,15 @@ class ModelConfig:
             _require(name, value, value is None or 0 < value < math.inf, "above 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise choose(f"model.{name}", getattr(self, name), choices)
+                raise choose(f"model.config.{name}", getattr(self, name), choices)
         divides = self.heads % self.kv_heads == 0
-        _require("kv_heads", self.kv_heads, divides, f"a divisor of model.heads = {self.heads}")
+        _require(
+            "kv_heads", self.kv_heads, divides, f"a divisor of model.config.heads = {self.heads}"
+        )
         _require("head_dim", self.head_dim, self.head_dim % 2 == 0, "even, for the rotation")
         if self.rope_scaling == "llama3":
             ordered = self.rope_high_freq_factor > self.rope_low_freq_factor
-            low = f"above model.rope_low_freq_factor = {self.rope_low_freq_factor}"
+            low = f"above model.config.rope_low_freq_factor = {self.rope_low_freq_factor}"
             _require("rope_high_freq_factor", self.rope_high_freq_factor, ordered, low)
         _require("experts", self.experts, self.experts >= 0, "0 (dense) or more")
         if self.experts:
@@ -241,7 +243,7 @@ def _check_type(name: str, value: object, kind: str) -> None:
 
 def _require(name: str, value: object, holds: bool, remedy: str) -> None:
     if not holds:
-        raise UserError(f"model.{name} = {value!r}; it must be {remedy}")
+        raise UserError(f"model.config.{name} = {value!r}; it must be {remedy}")
 
 
 def _cycle(pattern: tuple[bool, ...], layers: int) -> tuple[bool, ...]:
@@ -251,7 +253,7 @@ def _cycle(pattern: tuple[bool, ...], layers: int) -> tuple[bool, ...]:
 def _pattern(name: str, pattern: tuple[bool, ...], layers: int) -> tuple[bool, ...]:
     """The shortest pattern that gives the same layers, so that equal models are equal values."""
     if not pattern:
-        raise UserError(f"model.{name} = {pattern!r}; give at least one boolean")
+        raise UserError(f"model.config.{name} = {pattern!r}; give at least one boolean")
     full = _cycle(tuple(bool(p) for p in pattern), max(layers, 1))
     for length in range(1, len(full) + 1):
         if _cycle(full[:length], len(full)) == full:

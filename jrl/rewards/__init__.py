@@ -8,7 +8,7 @@ from typing import Any
 
 from jrl.errors import UserError, choose
 from jrl.own import FORMS, GIVEN, check_options, load
-from jrl.rewards.base import RewardFn, Sample, over_group
+from jrl.rewards.base import RewardFn, Sample, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
@@ -87,5 +87,5 @@ __all__ = [
     "format_reward",
     "make_reward",
     "math_reward",
-    "over_group",
+    "whole_group",
 ]

@@ -47,7 +47,7 @@ def _restore(prompt: dict[str, Any], completion: str, tokens: np.ndarray, stop: 
 
 
 RewardFn = Callable[[list[Sample]], list[float]]
-"""Points for each of the samples: one sample a call, or one group (see ``over_group``).
+"""Points for each of the samples: one sample a call, or one group (see ``whole_group``).
 
 If the function has an attribute ``prepare``, each worker process calls that once before the first
 call, outside of the time limit.
@@ -56,12 +56,12 @@ call, outside of the time limit.
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def over_group(function: F) -> F:
+def whole_group(function: F) -> F:
     """Marks a reward function that must see all samples of a prompt together.
 
     Unmarked functions are called with one sample at a time. The time limit is for one call.
 
-    >>> @over_group
+    >>> @whole_group
     ... def shortest(samples):
     ...     least = min(len(s.tokens) for s in samples)
     ...     return [float(len(s.tokens) == least) for s in samples]

@@ -62,7 +62,7 @@ class RewardPool:
 
     Args:
       functions: reward functions by name; each is called with one sample, or with one group if
-        it is marked by ``over_group``.
+        it is marked by ``whole_group``.
       workers: processes; 0 calls the functions in this process, without limits.
       timeout_seconds: for one call; at its end the worker is killed with all that it started.
       memory_gib: memory of one worker and all that it started, in GiB, what they write in memfds

@@ -504,9 +504,9 @@ def check_length(network: Network, prompt_tokens: int, max_new_tokens: int) -> N
         raise UserError(f"sampling.max_new_tokens = {max_new_tokens}; must be at least 1")
     if prompt_tokens + max_new_tokens > network.max_length:
         room = network.max_length - prompt_tokens
-        remedy = f"lower it to {room} or lower" if room > 0 else "lower"
+        remedy = f"lower it to {room}, or shorten" if room > 0 else "shorten"
         raise UserError(
             f"sampling.max_new_tokens = {max_new_tokens}: with prompts of up to {prompt_tokens} "
             f"tokens a sequence may reach {prompt_tokens + max_new_tokens}, but the model holds "
-            f"{network.max_length}; {remedy} data.max_prompt_tokens"
+            f"{network.max_length}; {remedy} the prompts (data.max_prompt_tokens for those of text)"
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from jrl.envs.tree import (
     Backup,
-    Cost,
+    SearchCost,
     Select,
     Step,
     Tree,
@@ -38,7 +38,7 @@ Scorer = Callable[[int, np.ndarray, float, bool], float | None]
 points, or None where nothing can be said yet."""
 
 
-class Plan(NamedTuple):
+class SearchPlan(NamedTuple):
     """How to search.
 
     Attributes:
@@ -70,14 +70,14 @@ class Found(NamedTuple):
     tokens: np.ndarray
     points: float
     tree: Tree
-    cost: Cost
+    cost: SearchCost
     read_tokens: int
 
 
 SEARCHES = ("best_of_n", "beam", "dvts", "mcts")
 
 
-def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0) -> Plan:
+def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0) -> SearchPlan:
     """A search by name, ``width`` wide.
 
     "best_of_n" draws ``width`` whole completions. "beam" keeps the ``width`` best steps of each
@@ -92,9 +92,9 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
     if width < 1 or rounds < 1:
         raise UserError(f"search: width = {width}, rounds = {rounds}; both must be at least 1")
     if name == "best_of_n":
-        return Plan(beam(1), width, 1, whole=True)
+        return SearchPlan(beam(1), width, 1, whole=True)
     select = {"beam": beam(width), "dvts": dvts(), "mcts": descend(puct(c_puct))}[name]
-    return Plan(select, width, rounds)
+    return SearchPlan(select, width, rounds)
 
 
 def by_likelihood(prompt: int, tokens: np.ndarray, logprob: float, ended: bool) -> float:
@@ -105,7 +105,7 @@ def by_likelihood(prompt: int, tokens: np.ndarray, logprob: float, ended: bool) 
 def search(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    plan: Plan,
+    plan: SearchPlan,
     score: Scorer = by_likelihood,
     *,
     end_tokens: Sequence[int],

@@ -63,7 +63,7 @@ WATCHED_SEGMENT = 10
 """The same where a limit of [watch] can end the run or roll it back, which it does between two."""
 
 
-def fit(
+def train_steps(
     state: TrainState,
     collect: Collect,
     step: Step,
@@ -305,7 +305,7 @@ class BatchSource(NamedTuple):
     """Hops 1 to 4 of a run.
 
     Attributes:
-      collect: as ``fit`` calls it.
+      collect: as ``train_steps`` calls it.
       notes: what a checkpoint must hold for the next batch to be the same.
       wait: returns when no device is drawing.
       forget: drops what is drawn ahead, called with the prompts used up to the last step.
@@ -415,7 +415,7 @@ def _host_loop(
         train_step = programs.train_program(run, shardings)
         sampling_params = jax.device_put(run.sampling_params, replicated(run.mesh))
         while True:
-            state = fit(
+            state = train_steps(
                 state,
                 collect,
                 train_step,

@@ -20,18 +20,21 @@ BASE = ModelConfig(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"layers": 0}, "model.layers = 0"),
-        ({"kv_heads": 3}, "model.kv_heads = 3"),
-        ({"head_dim": 5}, "model.head_dim = 5"),
-        ({"norm_eps": 0.0}, "model.norm_eps = 0.0"),
-        ({"window": 0}, "model.window = 0"),
+        ({"layers": 0}, "model.config.layers = 0"),
+        ({"kv_heads": 3}, "model.config.kv_heads = 3"),
+        ({"head_dim": 5}, "model.config.head_dim = 5"),
+        ({"norm_eps": 0.0}, "model.config.norm_eps = 0.0"),
+        ({"window": 0}, "model.config.window = 0"),
         ({"activation": "silo"}, "did you mean 'silu'"),
-        ({"dtype": "float64"}, "model.dtype = 'float64'"),
+        ({"dtype": "float64"}, "model.config.dtype = 'float64'"),
         ({"rope_scaling": "yarn"}, "choose from linear, llama3, none"),
-        ({"rope_scaling": "llama3", "rope_high_freq_factor": 1.0}, "model.rope_high_freq_factor"),
-        ({"experts": 4, "expert_mlp_dim": 8}, "model.experts_per_token = 0"),
-        ({"experts": 4, "experts_per_token": 2}, "model.expert_mlp_dim = 0"),
-        ({"window_pattern": ()}, "model.window_pattern"),
+        (
+            {"rope_scaling": "llama3", "rope_high_freq_factor": 1.0},
+            "model.config.rope_high_freq_factor",
+        ),
+        ({"experts": 4, "expert_mlp_dim": 8}, "model.config.experts_per_token = 0"),
+        ({"experts": 4, "experts_per_token": 2}, "model.config.expert_mlp_dim = 0"),
+        ({"window_pattern": ()}, "model.config.window_pattern"),
     ],
 )
 def test_errors_name_the_field(changes, named):

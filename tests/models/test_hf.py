@@ -388,7 +388,7 @@ def test_save_refuses_what_is_not_a_checkpoint_or_not_this_model(copied, tmp_pat
         hf.save(tmp_path / "x", config, params | {"embed": params["embed"][1:]})
     changed = dataclasses.replace(config, qk_norm=True)
     params["layers"]["attention"] |= {n: np.ones((2, 12), np.float32) for n in ("q_norm", "k_norm")}
-    with pytest.raises(UserError, match=r"'llama' cannot express model.qk_norm = True"):
+    with pytest.raises(UserError, match=r"'llama' cannot express model.config.qk_norm = True"):
         hf.save(tmp_path / "x", changed, params)
     assert not (tmp_path / "x").exists()
     hf.save(tmp_path / "x", dataclasses.replace(changed, family="auto"), params)

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 
-from jrl.rewards import over_group
+from jrl.rewards import whole_group
 
 
 def length(samples, scale=1.0):
@@ -53,7 +53,7 @@ def bad(samples):
     }.get(kind, [0.5])
 
 
-@over_group
+@whole_group
 def rank(samples):
     """Each sample's place in its group, by length."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].completion))

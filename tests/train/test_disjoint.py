@@ -29,7 +29,7 @@ from jrl.train.disjoint import (
     restored,
     stored,
 )
-from jrl.train.loop import fit, train
+from jrl.train.loop import train, train_steps
 from jrl.train.placement import make_meshes
 from jrl.types import Prompt, Rollout
 
@@ -195,7 +195,9 @@ class Loop:
             return False
 
         with self.ahead:
-            fit(self.state(self.start), self.ahead.collect, self.step, None, steps, on_step=on_step)
+            train_steps(
+                self.state(self.start), self.ahead.collect, self.step, None, steps, on_step=on_step
+            )
         return counts
 
 

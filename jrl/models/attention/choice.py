@@ -100,9 +100,13 @@ def _no_cudnn(config: ModelConfig, where: str) -> str:
     if config.dtype not in ("bfloat16", "float16"):
         return f"it computes in bfloat16 or float16, and model.dtype = {config.dtype!r}"
     if config.attention_softcap is not None:
-        return f"it has no soft cap, and model.attention_softcap = {config.attention_softcap}"
+        return (
+            f"it has no soft cap, and model.config.attention_softcap = {config.attention_softcap}"
+        )
     if config.head_dim % 8 or config.head_dim > 128:
-        return f"it takes heads of up to 128 in eights, and model.head_dim = {config.head_dim}"
+        return (
+            f"it takes heads of up to 128 in eights, and model.config.head_dim = {config.head_dim}"
+        )
     return ""
 
 

@@ -210,7 +210,7 @@ _THEIR_KEYS = {
 
 def _in_their_words(message: str) -> str:
     """Our names of fields, in an error about a file, as the file has them."""
-    return re.sub(r"model\.(\w+)", lambda m: _THEIR_KEYS.get(m[1], m[1]), message)
+    return re.sub(r"model\.config\.(\w+)", lambda m: _THEIR_KEYS.get(m[1], m[1]), message)
 
 
 def _family(raw: Json) -> tuple[str, Family]:

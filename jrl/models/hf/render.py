@@ -26,12 +26,12 @@ def render(config: ModelConfig, base: Json | None = None) -> Json:
     if config.family != "auto":
         if config.family not in FAMILIES:
             raise UserError(
-                f"model.family = {config.family!r}; choose from auto, {', '.join(FAMILIES)}"
+                f"model.config.family = {config.family!r}; choose from auto, {', '.join(FAMILIES)}"
             )
         out = _render(config, config.family, base)
         if lost := _lost(config, out):
             raise UserError(
-                f"model.family = {config.family!r} cannot express model.{lost[0]} = "
+                f"model.config.family = {config.family!r} cannot express model.config.{lost[0]} = "
                 f"{getattr(config, lost[0])!r}; change it, or set model.family = 'auto'"
             )
         return out
@@ -44,7 +44,7 @@ def render(config: ModelConfig, base: Json | None = None) -> Json:
         closest = lost if not closest or len(lost) < len(closest) else closest
     raise UserError(
         "no Hugging Face architecture has this combination; the closest differs in "
-        + ", ".join(f"model.{field} = {getattr(config, field)!r}" for field in closest)
+        + ", ".join(f"model.config.{field} = {getattr(config, field)!r}" for field in closest)
     )
 
 

@@ -329,9 +329,9 @@ def test_kernels_that_cannot_are_refused_with_what_would_do(monkeypatch):
         choose("cpu", how="cudnn")
     with pytest.raises(UserError, match="model.dtype = 'float32'"):
         choose("gpu", how="cudnn")
-    with pytest.raises(UserError, match=r"model.attention_softcap = 2.0"):
+    with pytest.raises(UserError, match=r"model.config.attention_softcap = 2.0"):
         choose("gpu", how="cudnn", dtype="bfloat16", attention_softcap=2.0)
-    with pytest.raises(UserError, match="model.head_dim = 12"):
+    with pytest.raises(UserError, match="model.config.head_dim = 12"):
         choose("gpu", how="cudnn", dtype="bfloat16", head_dim=12)
     with pytest.raises(UserError, match="not on GPUs"):
         choose("gpu", how="splash")
