@@ -129,7 +129,7 @@ SIZES = {
     ],
 )
 def test_types_in_model_config(key, value):
-    with pytest.raises(UserError, match=rf"model\.{key} = ") as raised:
+    with pytest.raises(UserError, match=rf"model\.config\.{key} = ") as raised:
         ModelConfig(**SIZES | {key: value})
     assert "\n" not in str(raised.value)
 

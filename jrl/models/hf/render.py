@@ -32,7 +32,7 @@ def render(config: ModelConfig, base: Json | None = None) -> Json:
         if lost := _lost(config, out):
             raise UserError(
                 f"model.config.family = {config.family!r} cannot express model.config.{lost[0]} = "
-                f"{getattr(config, lost[0])!r}; change it, or set model.family = 'auto'"
+                f"{getattr(config, lost[0])!r}; change it, or set model.config.family = 'auto'"
             )
         return out
     closest: list[str] = []
