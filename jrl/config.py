@@ -355,7 +355,7 @@ class WatchTable(Table):
     def _has_a_limit(self) -> Self:
         fixed, relative = (self.above, self.below), (self.grows, self.falls)
         if {*fixed, *relative} == {None} and self.action != "none":
-            raise ValueError("a table of [watch] needs above, below, grows or falls")
+            raise ValueError("needs above, below, grows or falls")
         if self.action == "skip" and (self.steps > 1 or {*relative} != {None}):
             raise ValueError(
                 'action = "skip" looks at each step alone, inside the training step: it takes above'

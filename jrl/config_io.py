@@ -21,7 +21,7 @@ import tomli_w
 from pydantic import Tag, ValidationError
 from pydantic.fields import FieldInfo
 
-from jrl.config import Config
+from jrl.config import Config, WatchTable
 from jrl.config_checks import check_batch
 from jrl.config_secrets import hide_own
 from jrl.config_unions import Table
@@ -464,6 +464,8 @@ def _explain(item: Mapping[str, Any]) -> str:
         return f"{key} is missing: {_text_of(key)}"
     if kind == "value_error":
         text = str(context["error"])
+        if path[:1] == ["watch"]:  # a check of one table: its text does not know whose
+            return f"{key}: {text}"
         return text if isinstance(value, dict | Table) else f"{key} = {value!r}; {text}"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", context["expected"])
@@ -515,10 +517,12 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
     for each in known:
         if each.name == key:
             return _wrong_kind(each, value, chosen)
-    tables = {"frozen", "objective", "rewards", *(n.partition(".")[0] for n in names if "." in n)}
+    tables = {"frozen", "objective", "rewards", "watch", *(n.partition(".")[0] for n in names if "." in n)}
     table, _, last = key.rpartition(".")
     own = [k for k in known if k.name.startswith(f"{table}.") and (not k.only or chosen in k.only)]
     inside = [each.name.rpartition(".")[2] for each in own]
+    if table.startswith("watch."):
+        inside = list(WatchTable.model_fields)
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
     if difflib.get_close_matches(last, inside, n=1) or (inside and not elsewhere):
         hint = _near(table, last, inside)
