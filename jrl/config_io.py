@@ -517,7 +517,13 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
     for each in known:
         if each.name == key:
             return _wrong_kind(each, value, chosen)
-    tables = {"frozen", "objective", "rewards", "watch", *(n.partition(".")[0] for n in names if "." in n)}
+    tables = {
+        "frozen",
+        "objective",
+        "rewards",
+        "watch",
+        *(n.partition(".")[0] for n in names if "." in n),
+    }
     table, _, last = key.rpartition(".")
     own = [k for k in known if k.name.startswith(f"{table}.") and (not k.only or chosen in k.only)]
     inside = [each.name.rpartition(".")[2] for each in own]

@@ -71,7 +71,7 @@ CONFIGURATIONS = {
     "checkpoint.best='-'": "must be a metric's name",
     "watch={loss={above=1, below=2}}": "above = 1 is less than below = 2: every value breaks one",
     "watch.loss={}": "watch.loss: needs above, below, grows or falls",
-    "watch.loss.least=1": "unknown key watch.loss.least = 1; keys of [watch.loss] are above, below,",
+    "watch.loss.least=1": "unknown key watch.loss.least = 1; keys of [watch.loss] are above,",
     "watch.loss.steps=0": "watch.loss.steps = 0; must be at least 1",
     "frozen.ref=[]": "frozen.ref = []; must not be empty",
     "mesh={data=-1, fsdp=-1}": "mesh.data and mesh.fsdp are -1; only one axis",
