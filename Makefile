@@ -22,7 +22,7 @@ ON := $(if $(filter cpu,$(ACCEL)),JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu},)
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install -qq --no-compile
 
 .DEFAULT_GOAL := help
-.PHONY: help address notebooks pictures links site install dev demo test test-all lint format types wheel-test ci clean
+.PHONY: help address notebooks pictures links site install dev demo test test-all lint format types wheel-test lowest-test ci clean
 
 help: ## this list
 	@echo "make TARGET [ACCEL=cpu|cuda12|cuda13|tpu] [PYTHON=python3.12]"
@@ -83,6 +83,18 @@ wheel-test: $(BIN)/python ## build the wheel, install it in a new environment an
 	cd build/empty && ../wheel-venv/bin/jrl methods --json >/dev/null
 	build/wheel-venv/bin/python -m pip check
 	@rm -rf build/wheel-venv build/lib build/empty
+
+# Python 3.11 or 3.12: some of these releases have no wheels for later ones.
+lowest-test: $(BIN)/python ## train with the lowest versions that pyproject.toml allows
+	@rm -rf build/lowest && mkdir -p build/lowest
+	$(BIN)/python .ci/lowest.py > build/lowest/constraints.txt
+	@$(BIN)/python -m venv build/lowest/venv
+	build/lowest/venv/bin/python $(PIP_INSTALL) --only-binary=:all: -c build/lowest/constraints.txt -e .
+	build/lowest/venv/bin/python -m pip check
+	JAX_PLATFORMS=cpu build/lowest/venv/bin/jrl train configs/tiny.toml train.steps=3 \
+	  run.dir=build/lowest/run
+	JAX_PLATFORMS=cpu build/lowest/venv/bin/jrl sample build/lowest/run --prompt 3142 >/dev/null
+	@rm -rf build/lowest
 
 ci: ## everything a commit must pass
 	.ci/run

@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)  # three modes, each of some minutes
 def test_thousands_of_steps_and_many_kills_leave_nothing_and_change_nothing(checkout, tmp_path):
     steps = os.environ.get("JRL_SOAK_STEPS", "10000")
     kills = os.environ.get("JRL_SOAK_KILLS", "30")
