@@ -6,9 +6,9 @@
     recorder.completed(place, ...)                # when one of its choices has ended
     recorder.reward("task-1", 1.0, done=True)
 
-``jrl.envs.recorded`` has the format and the reader. A client names its session, or a request whose
-prompt begins with the prompt and the drawn ids of an earlier one continues that one's session. What
-is written are ids and numbers; the texts of requests, their headers and keys are not.
+``jrl.envs.recorded_files`` has the format, ``jrl.envs.recorded`` the reader. A client names its
+session, or a request whose prompt begins with the prompt and the drawn ids of an earlier one
+continues that one's session. Messages are written as ids alone; headers and keys are not written.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.recorded import FORMAT
+from jrl.envs.recorded_files import FORMAT
 from jrl.errors import StorageError
 from jrl.serving.openai_requests import ApiError, ApiRequest
 from jrl.serving.request import Completion
