@@ -154,8 +154,8 @@ def _node(row: Mapping[str, Any], where: str) -> tuple[str, Drawn]:
             f"{where}: {len(drawn)} drawn ids have {len(node.logprobs)} log-probabilities and "
             f"{len(node.versions)} versions; each needs one"
         )
-    if not np.isfinite(node.logprobs).all() or (node.versions < 0).any():
-        raise UserError(f"{where}: a log-probability is not finite, or a version is negative")
+    if not np.isfinite(node.logprobs).all():
+        raise UserError(f"{where}: a log-probability is not finite")
     return session, node
 
 
@@ -165,7 +165,7 @@ def _array(values: Any, dtype: Any = np.int32) -> np.ndarray:
     if found.ndim != 1 or (len(found) and dtype is np.int32 and found.dtype.kind != "i"):
         raise ValueError("not a list of numbers")
     if len(found) and dtype is np.int32 and not 0 <= found.min() <= found.max() < 2**31:
-        raise ValueError("an id out of range")
+        raise ValueError("a number out of range")
     return found.astype(dtype)
 
 
