@@ -8,6 +8,8 @@ import errno
 import http.client
 import json
 import os
+import pathlib
+import re
 import threading
 from functools import cache
 
@@ -486,3 +488,17 @@ def test_a_step_on_what_was_recorded_begins_at_a_ratio_of_one(tmp_path):
     assert float(metrics["ratio"]) == pytest.approx(1, abs=1e-5)
     assert float(metrics["logprob_diff"]) == pytest.approx(0, abs=1e-5)
     assert float(metrics["completion_tokens"]) == rows.rollout.mask.sum()
+
+
+def test_the_example_of_the_docs_runs(tmp_path, monkeypatch, capsys):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    with recording(tmp_path / "recorded") as agent:
+        code = code.replace("http://127.0.0.1:8000", agent.running.url)
+        names = {}
+        exec(code.replace("KEY", SECRET).replace('"RUN"', '"tiny"'), names)
+        names["client"].close()
+    assert "1 completions in 1 sessions" in capsys.readouterr().out
+    assert names["rows"].rewards.sum() == 1
+    assert names["rows"].rollout.mask.sum() == len(agent.worker.kept[0][1].tokens)

@@ -120,7 +120,7 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
         assert step["reward"] > 0
     if method == "grpo":
         assert step["ratio"] == pytest.approx(1, abs=1e-4)
-    turns = lines(tmp_path / "run" / "samples.jsonl")[-1]["turns"]
+    turns = lines(tmp_path / "run" / "samples.jsonl")[0]["turns"]
     assert [turn["by"] for turn in turns] == ["policy", "environment", "policy"]
     assert turns[1]["text"] == " no;"
 
