@@ -313,6 +313,12 @@ def serve(
         str | None,
         typer.Option(envvar="JRL_API_KEY", help="What clients must send as a bearer token."),
     ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Write what is drawn to DIR, to train on (docs/environments.md)."
+        ),
+    ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
@@ -344,6 +350,7 @@ def serve(
         chunk=chunk,
         grace_seconds=grace,
         api_key=api_key or None,
+        record=record,
     )
     run = launch.serve_openai if engine == "jrl" else launch.serve_jetstream
     run(chosen, options, checkpoint=checkpoint, echo=typer.echo)

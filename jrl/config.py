@@ -26,6 +26,7 @@ from jrl.config_unions import (
     Optimizer,
     PairData,
     PromptData,
+    RecordedData,
     Table,
     TaskData,
     TaskPairs,
@@ -504,6 +505,11 @@ class Config(Table):
     def pairs(self) -> PairData | TaskPairs | None:
         """The judged completions, or None."""
         return self.data if isinstance(self.data, PairData | TaskPairs) else None
+
+    @property
+    def recorded(self) -> RecordedData | None:
+        """The recorded sessions, or None."""
+        return self.data if isinstance(self.data, RecordedData) else None
 
     @property
     def max_prompt_tokens(self) -> int:

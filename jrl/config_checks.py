@@ -56,7 +56,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     if config.episodes and (config.placement is not None or config.replays_routing):
         key = "[placement]" if config.placement is not None else "objective.router_replay"
         yield f"{key} does not go with episodes of data.train in data.env; remove it"
-    files = config.data.model_fields_set & {"train", "pairs"}
+    files = config.data.model_fields_set & {"train", "pairs", "recorded"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
     if files and task is None and config.warmup.steps:
@@ -88,6 +88,13 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             yield f"{' and '.join(left)} are -1; only one axis can take the devices that are left"
 
 
+def _given(config: Config) -> str | None:
+    """The key of data that hold the completions; None where they are sampled."""
+    if config.recorded is not None:
+        return "data.recorded"
+    return None if config.pairs is None else "data.pairs"
+
+
 def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
     train = config.train
     if train.prompts % train.minibatches:
@@ -116,8 +123,8 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if config.pairs is not None:
-        yield "[placement] needs a rollout, and data.pairs has none; remove [placement]"
+    if (given := _given(config)) is not None:
+        yield f"[placement] needs a rollout, and {given} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
@@ -140,8 +147,8 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if config.pairs is not None:
-        yield "[sampling.mesh] needs a rollout, and data.pairs has none; remove [sampling.mesh]"
+    if (given := _given(config)) is not None:
+        yield f"[sampling.mesh] needs a rollout, and {given} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (
             f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"

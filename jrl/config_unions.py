@@ -1,8 +1,8 @@
 """The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
 
 Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
-is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs`` or none. An optimizer's
-own keys are the arguments of the function that ``optimizer.name`` names.
+is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, ``data.recorded`` or
+none. An optimizer's own keys are the arguments of the function that ``optimizer.name`` names.
 """
 
 from __future__ import annotations
@@ -39,14 +39,19 @@ Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1
 class FileTable(Table):
     """What all data from files share."""
 
-    eval: str | None = key(None, "held-out prompts or judged completions, same forms")
     overlong: Literal["error", "drop", "truncate"] = key(
         "error", "what happens to a prompt above the limit; the counts are printed"
     )
+    shuffle: bool = key(True, "visit the records in random order, a new one in each epoch")
+
+
+class RowTable(FileTable):
+    """What data share of which every row is a record."""
+
+    eval: str | None = key(None, "held-out prompts or judged completions, same forms")
     invalid: Literal["error", "skip"] = key(
         "error", "what happens to a row that cannot be used, such as one without an answer"
     )
-    shuffle: bool = key(True, "visit the records in random order, a new one in each epoch")
 
 
 class TextTable(FileTable):
@@ -90,7 +95,7 @@ class ChatTable(TextTable):
         raise ValueError("must be chat, plain, or text with {question} and no other braces")
 
 
-class QuestionTable(TextTable):
+class QuestionTable(RowTable, TextTable):
     """Questions from files, with their answers."""
 
     train: str | Weights | None = key(
@@ -192,7 +197,7 @@ class EpisodeData(QuestionTable):
         return dict(self.model_extra or {})
 
 
-class PairData(ChatTable):
+class PairData(RowTable, ChatTable):
     """Judged completions from files."""
 
     pairs: str = Field(
@@ -202,16 +207,28 @@ class PairData(ChatTable):
     )
 
 
-class TaskPairs(FileTable, TaskData):
+class TaskPairs(RowTable, TaskData):
     """Judged completions of a procedural task, from files."""
 
     pairs: str = PairData.model_fields["pairs"]  # type: ignore[assignment]
 
 
+class RecordedData(ChatTable):
+    """Sessions of agents that a server recorded; nothing is sampled."""
+
+    recorded: str = Field(
+        description="directory that `jrl serve --record` wrote: what was drawn is trained on with"
+        " its recorded log-probabilities; sessions that open with the same prompt are a group"
+    )
+    overlong: Literal["error", "drop"] = key(
+        "error", FileTable.model_fields["overlong"].description or ""
+    )
+
+
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
+    if kinds := [f"data.{name}" for name in ("recorded", "pairs", "task") if name in given]:
         return " and ".join(kinds)
     return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
 
@@ -221,6 +238,7 @@ Data = Annotated[
     | Annotated[TaskData, Tag("data.task")]
     | Annotated[PairData, Tag("data.pairs")]
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
+    | Annotated[RecordedData, Tag("data.recorded")]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

@@ -60,6 +60,9 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         )
     },
+    "docs/environments.md": {
+        "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs"
+    },
     "configs/README.md": {
         "# my_env.py: the policy computes, and is judged by its last turn": (
             "test_docs_blocks::test_the_environment_of_the_guide_is_one"

@@ -142,7 +142,7 @@ def to_rollout(
     for i, group in enumerate(groups):
         if len(group) > g:
             raise UserError(f"{len(group)} rows in a group; the batch holds {g} of each group")
-        opening = _common([row.opening for row in group if len(row.opening) and row.alive])
+        opening = common_opening([row.opening for row in group if len(row.opening) and row.alive])
         if len(opening) > p:
             raise UserError(
                 f"prompt {group[0].prompt.id} opens with {len(opening)} tokens and the limit is "
@@ -205,8 +205,18 @@ def _fill(
     arrays["lengths"][place] = end
 
 
-def _common(openings: Sequence[np.ndarray]) -> np.ndarray:
-    """The longest common start of the openings; empty where there are none."""
+def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
+    """What a group's rows have in common from the start.
+
+    Args:
+      openings: [p] int32 each.
+
+    Returns:
+      [c] int32; empty where there are no openings.
+
+    Raises:
+      UserError: not even their first token.
+    """
     if not openings:
         return np.zeros(0, np.int32)
     first, least = np.asarray(openings[0]), min(map(len, openings))

@@ -2,7 +2,8 @@
 
 They need the extra ``serve`` (starlette and uvicorn). Requests are checked before any device work,
 wait in a bounded queue, and end when their client disconnects. With an API key, all but /health
-need it.
+need it. With a ``Recorder`` every completed choice is written with its session, and clients may
+reward sessions.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from jrl.serving.openai_requests import (
     no_such_model,
     parse,
 )
+from jrl.serving.record import Recorder, read_reward, session_name
+from jrl.serving.request import Completion, RequestLimits, Update
 from jrl.serving.request import Request as EngineRequest
-from jrl.serving.request import RequestLimits, Update
 from jrl.serving.text import longest_text
+from jrl.types import StopReason
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -46,6 +49,9 @@ RETRY_SECONDS = 1
 
 OnUpdate = Callable[[int, Update | Exception], None]
 """Called with a member of a request and its update, or why it failed, from any thread."""
+OnCompleted = Callable[[int, Completion], None]
+"""Called with the number of a choice that has ended and what was drawn, before the client is told.
+"""
 
 
 class Sampler(Protocol):
@@ -76,8 +82,14 @@ class Sampler(Protocol):
 class Job:
     """A client's request in the engine, and the choices of its reply."""
 
-    def __init__(self, request: ApiRequest, sampler: Sampler, tokenizer: Tokenizer) -> None:
-        self.request, self._sampler = request, sampler
+    def __init__(
+        self,
+        request: ApiRequest,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        on_completed: OnCompleted | None = None,
+    ) -> None:
+        self.request, self._sampler, self._on_completed = request, sampler, on_completed
         self.choices = [ReplyChoice(request, i, tokenizer) for i in range(request.total)]
         self._updates: asyncio.Queue[tuple[int, Update | Exception]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -123,9 +135,20 @@ class Job:
             if isinstance(update, Exception):
                 message = f"the engine failed: {type(update).__name__}: {update}"
                 raise ApiError(message, status=500) from update
+            if update.completion is not None:
+                await self._completed(index, update.completion)
             piece = self.choices[index].add(update)
             if piece is not None:
                 yield piece
+
+    async def _completed(self, index: int, completion: Completion) -> None:
+        """Tells of a choice that ended by itself, before the client knows and can continue it."""
+        if self._on_completed is None or completion.stop is StopReason.ABORTED:
+            return
+        try:  # in a thread, as a slow disk must not hold up other streams
+            await asyncio.to_thread(self._on_completed, index, completion)
+        except asyncio.CancelledError:
+            raise ApiError("the server is stopping", status=503) from None
 
 
 class Service:
@@ -138,6 +161,7 @@ class Service:
       model: the name of the model.
       queue: completions that may wait for a slot; further ones are refused with status 429.
       api_key: what clients must send as a bearer token; None asks for none.
+      recorder: writes what is drawn; None for nothing.
     """
 
     def __init__(
@@ -149,9 +173,11 @@ class Service:
         model: str,
         queue: int,
         api_key: str | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.sampler, self.tokenizer, self.limits = sampler, tokenizer, limits
         self.model_name, self.queue, self._api_key = model, queue, api_key
+        self.recorder = recorder
         # JSON may write a character in 6 bytes; and the rest of a body is small.
         prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits.prompt_tokens)
         self.max_bytes = min(MAX_BYTES, (1 << 18) + prompts)
@@ -159,8 +185,12 @@ class Service:
         self.pending = 0
 
     @contextlib.contextmanager
-    def job(self, request: ApiRequest) -> Iterator[Job]:
+    def job(self, request: ApiRequest, on_completed: OnCompleted | None = None) -> Iterator[Job]:
         """A request in the engine, while the context lasts.
+
+        Args:
+          request: of a client.
+          on_completed: told of the choices that end.
 
         Raises:
           ApiError: the queue is full, the engine refuses the request, or has failed.
@@ -176,7 +206,7 @@ class Service:
                 status=429,
                 code="queue_full",
             )
-        job = Job(request, self.sampler, self.tokenizer)
+        job = Job(request, self.sampler, self.tokenizer, on_completed)
         self.pending += new
         try:
             try:
@@ -254,10 +284,19 @@ class Service:
             model=self.model_name,
             most=self.limits.slots + self.queue,
         )
+        name, created, stream = uuid.uuid4().hex, int(time.time()), api_request.stream
+        head = reply_head(api_request, self.model_name, name, created, piece=stream)
+        on_completed: OnCompleted | None = None
+        if self.recorder is not None:
+            prompts = [each.tokens for each in api_request.requests]
+            given = session_name(request.headers, body)
+            place = await asyncio.to_thread(self.recorder.place, given, prompts)
+            on_completed = functools.partial(
+                self.recorder.completed, place, api_request, head["id"]
+            )
+            head["session_id"] = place.session
         with contextlib.ExitStack() as stack:
-            job = stack.enter_context(self.job(api_request))
-            name, created, stream = uuid.uuid4().hex, int(time.time()), api_request.stream
-            head = reply_head(api_request, self.model_name, name, created, piece=stream)
+            job = stack.enter_context(self.job(api_request, on_completed))
             if stream:
                 return _stream(job, head, stack.pop_all())
             async with _gone(request.receive) as gone:
@@ -265,6 +304,17 @@ class Service:
                     pass
             choices = [choice.finished() for choice in job.choices]
         return _reply(head | {"choices": choices, "usage": usage(api_request, job.choices)})
+
+    async def reward(self, request: Request) -> Response:
+        """POST /v1/sessions/NAME/reward."""
+        self.check_key(request)
+        if self.recorder is None:
+            raise ApiError("this server records no sessions; start it with --record", status=404)
+        points, done = read_reward(await _read(request, self.max_bytes))
+        name = request.path_params["name"]
+        await asyncio.to_thread(self.recorder.reward, name, points, done=done)
+        told = {"id": name, "object": "session.reward", "reward": points, "done": done}
+        return _reply(told)
 
 
 # ---------------------------------------------------------------- HTTP
@@ -296,6 +346,7 @@ def application(service: Service) -> Starlette:
             Route("/v1/models/{name:path}", service.model),
             Route("/v1/completions", service.completions, methods=["POST"]),
             Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            Route("/v1/sessions/{name:path}/reward", service.reward, methods=["POST"]),
         ],
         exception_handlers={ApiError: refuse, HTTPException: no_route, Exception: fault},
     )

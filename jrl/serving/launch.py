@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config import Config
@@ -21,6 +22,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.serving import http, jetstream, jetstream_engine, server
 from jrl.serving.engine import Engine
+from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.fits import check_slots
@@ -38,6 +40,7 @@ class ServedPolicy(NamedTuple):
       mesh: of its weights.
       prompt_tokens: the longest prompt.
       new_tokens: the longest completion.
+      version: training steps that made the weights; 0 before training.
     """
 
     network: Network
@@ -46,6 +49,7 @@ class ServedPolicy(NamedTuple):
     mesh: Mesh
     prompt_tokens: int
     new_tokens: int
+    version: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,7 @@ class ServerOptions:
         measure and choose.
       grace_seconds: how long running requests may finish after a signal to stop.
       api_key: what clients of OpenAI's protocol must send; None asks for none.
+      record: a directory for what is drawn with OpenAI's protocol; None records nothing.
     """
 
     name: str
@@ -71,6 +76,7 @@ class ServerOptions:
     chunk: int
     grace_seconds: float
     api_key: str | None = None
+    record: str | None = None
 
 
 def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> ServedPolicy:
@@ -105,17 +111,17 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     tokens = min(prompt_tokens, longest_prompt) + new_tokens
     check_slots("--slots", slots, tokens, shape)
     with jax.set_mesh(mesh):
-        params = _params(config, shape, network, mesh, checkpoint)
+        params, version = _params(config, shape, network, mesh, checkpoint)
     network = sampler(network, shape, **config.sampling.formats)
     return ServedPolicy(
-        network, params, tokenizer, mesh, min(prompt_tokens, longest_prompt), new_tokens
+        network, params, tokenizer, mesh, min(prompt_tokens, longest_prompt), new_tokens, version
     )
 
 
 def _params(
     config: Config, shape: ModelConfig, network: Network, mesh: Mesh, checkpoint: int | None
-) -> Params:
-    """The weights on the mesh: a run's, a checkpoint's, or random ones."""
+) -> tuple[Params, int]:
+    """The weights on the mesh, and their version: a run's, a checkpoint's, or random ones."""
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     where = tree_shardings(mesh, network.axes(), shapes)
     directory = None if config.run.dir is None else Path(config.run.dir)
@@ -123,11 +129,13 @@ def _params(
         layout = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
         )
-        return restore_policy(config, network, layout, checkpoint=checkpoint)[0]
+        also = {"step": jax.ShapeDtypeStruct((), np.int32)}
+        params, found = restore_policy(config, network, layout, checkpoint=checkpoint, also=also)
+        return params, int(found["step"])
     if config.model.path is not None:
         _, params = hf.open_checkpoint(config.model.path, dtype=config.model.param_dtype)
-        return put_policy(network, start_params(config, shape, network, params), where)
-    return jax.jit(network.init, out_shardings=where)(jax.random.key(config.seed))
+        return put_policy(network, start_params(config, shape, network, params), where), 0
+    return jax.jit(network.init, out_shardings=where)(jax.random.key(config.seed)), 0
 
 
 def serve_openai(
@@ -137,9 +145,15 @@ def serve_openai(
 
     Raises:
       UserError: see ``served_policy``; or the address is taken.
+      StorageError: nothing can be written where ``options.record`` says.
     """
     server.check_ready(options.host, options.port)
+    # Before the weights are read, which takes minutes.
+    recorder = None if options.record is None else Recorder(Path(options.record))
     policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)
+    if recorder is not None:
+        recorder.begin(_weights(config, options, policy))
+        echo(f"recording to {recorder.path}")
     tokenizer = policy.tokenizer
     with jax.set_mesh(policy.mesh):
         engine = Engine(
@@ -153,6 +167,7 @@ def serve_openai(
             chunk=options.chunk or None,
             biases=True,
             reports=True,
+            version=policy.version,
         )
         policy = policy._replace(params=None)  # the engine has its own copy, prepared for decoding
         engine.compile(refresh=False)
@@ -164,14 +179,30 @@ def serve_openai(
         model=options.name,
         queue=options.queue,
         api_key=options.api_key,
+        recorder=recorder,
     )
-    server.run(
-        service,
-        host=options.host,
-        port=options.port,
-        grace_seconds=options.grace_seconds,
-        echo=echo,
-    )
+    try:
+        server.run(
+            service,
+            host=options.host,
+            port=options.port,
+            grace_seconds=options.grace_seconds,
+            echo=echo,
+        )
+    finally:
+        if recorder is not None:
+            recorder.close()
+
+
+def _weights(config: Config, options: ServerOptions, policy: ServedPolicy) -> dict[str, Any]:
+    """Which weights a server draws with, for its record."""
+    return {
+        "model": options.name,
+        "path": config.model.path,
+        "run": config.run.dir,
+        "version": policy.version,
+        "vocab_size": policy.network.vocab_size,
+    }
 
 
 def serve_jetstream(
@@ -184,6 +215,8 @@ def serve_jetstream(
     """
     if options.api_key is not None:
         raise UserError("--api-key: JetStream's protocol has none; use --engine jrl")
+    if options.record is not None:
+        raise UserError("--record: JetStream's protocol has no sessions; use --engine jrl")
     jetstream_engine.library()
     server.listen(options.host, options.port).close()
     policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)

@@ -24,6 +24,7 @@ from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
+from jrl.envs.transcript import Transcript
 from jrl.errors import Mistakes, UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
@@ -47,6 +48,7 @@ from jrl.train.gather import gathers
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
+from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
@@ -61,11 +63,14 @@ class RunData(NamedTuple):
       prompts: "train" and "eval", prompts in text; empty with pairs.
       judged: "pairs" and "eval", judged completions; empty without ``data.pairs``.
       counts: what became of the records of each file.
+      recorded: rows of sessions in groups, one of each training prompt; empty without
+        ``data.recorded``.
     """
 
     prompts: dict[str, list[Prompt]]
     judged: dict[str, list[Judged]]
-    counts: dict[str, PromptCounts | JudgedCounts]
+    counts: dict[str, PromptCounts | JudgedCounts | KeptCounts]
+    recorded: Sequence[Sequence[Transcript]] = ()
 
 
 class RunRewards(NamedTuple):
@@ -342,6 +347,9 @@ def read_data(
     Raises:
       UserError: a row lacks a field, is too long, or the template fails on it.
     """
+    if config.recorded is not None:
+        groups, given, kept = recorded_groups(config, config.recorded, tokenizer, method)
+        return RunData({"train": given, "eval": []}, {}, {"recorded": kept}, groups)
     judged, counts = _judged(config, tokenizer, task, opened)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     if task is None and not judged:
@@ -355,6 +363,7 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
     texts = {split: [p.tokens for p in listed] for split, listed in data.prompts.items()}
     for split, listed in data.judged.items():
         texts[split] = [tokens for j in listed for tokens in (j.prompt, *j.completions)]
+    texts["recorded"] = [x.tokens for group in data.recorded for row in group for x in row.segments]
     for split, arrays in texts.items():
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 
@@ -458,6 +467,12 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     """Reward part -> weight."""
     if config.pairs is not None:
         return {"score": 1.0}
+    if config.recorded is not None:
+        unknown = [name for name in config.rewards if name != RECORDED_REWARD]
+        if unknown:
+            raise choose("rewards", unknown[0], (RECORDED_REWARD,))
+        table = config.rewards.get(RECORDED_REWARD)
+        return {RECORDED_REWARD: 1.0 if table is None else table.weight}
     if not config.rewards:
         return default_parts(task) if task or config.episodes else {"math": 1.0}
     if isinstance(task, Env):
@@ -509,7 +524,7 @@ def reward_pool(config: Config) -> RewardPool:
     elsewhere = (NAME,) if config.task is None else (*TASK_REWARDS, *EPISODE_REWARDS)
     tables = {n: t for n, t in config.rewards.items() if n not in elsewhere}
     tables = tables if config.rewards or config.task else {"math": RewardTable()}
-    tables = {} if config.episodes else tables
+    tables = {} if config.episodes or config.recorded else tables
     pool, mistakes, functions = config.reward_pool, Mistakes(), {}
     for name, table in tables.items():
         options = reveal(table.options, f"rewards.{name}")
@@ -537,7 +552,8 @@ def check_experts(config: Config, model: ModelConfig | None, method: Method) -> 
         if value and (model is None or not any(model.sparse)):
             shown = str(value).lower()
             raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    if config.replays_routing and (not method.draw.own or config.pairs is not None):
+    given = config.pairs is not None or config.recorded is not None
+    if config.replays_routing and (not method.draw.own or given):
         raise UserError(
             f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
             "so there is no routing to replay; remove it"

@@ -93,6 +93,8 @@ def _without_trees(config: Config, task: Task | Env | None, method: Method) -> s
     """Why a run's completions cannot branch off one another; None where they can."""
     if config.pairs is not None:
         return "data.pairs holds the completions, and none is drawn; remove it"
+    if config.recorded is not None:
+        return "data.recorded holds the completions, and none is drawn; remove it"
     if isinstance(task, Env) or config.episodes is not None:
         return "completions branch, and episodes in an environment do not; use a task or data.train"
     if config.replays_routing:
@@ -119,7 +121,8 @@ def max_new_tokens(config: Config, task: Task | Env | None) -> int:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    return bool(config.sampling.int8) and config.pairs is None
+    sampled = config.pairs is None and config.recorded is None
+    return bool(config.sampling.int8) and sampled
 
 
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from jrl.data.tasks import Task
 from jrl.envs import Env
+from jrl.envs.transcript import RowShape
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
@@ -33,6 +34,7 @@ from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
+from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -68,6 +70,8 @@ def check_trainable(run: Run) -> None:
         )
     if config.episodes:
         check_host(run)
+    if config.recorded is not None:
+        check_recorded(run.method, config.method)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -274,6 +278,8 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
       program: from ``train_sampler``.
     """
     config, mesh = run.config, drawing_mesh(run)
+    if config.recorded is not None:
+        return recorded_source(run).draw
     if config.episodes:
         return host_source(run, run.data.prompts["train"], config.sampling.group).draw
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
@@ -297,11 +303,23 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
     return with_rewards(run, source.draw)
 
 
+def recorded_source(run: Run) -> RecordedSource:
+    """The sessions of a run on ``data.recorded``."""
+    sampling = run.config.sampling
+    return RecordedSource(
+        groups=run.data.recorded,
+        prompts=run.data.prompts["train"],
+        shape=RowShape(sampling.group, run.width, sampling.max_new_tokens),
+        seed=run.config.order_seed,
+        weight=run.rewards.weights[RECORDED_REWARD],
+    )
+
+
 def train_sampler(run: Run) -> Any:
     """Program 1 of a training step, compiled; None where the method draws nothing from text."""
     draw = run.method.draw
     group = run.config.sampling.group if draw.own else 0
-    if run.task is None and not group:
+    if (run.task is None and not group) or run.config.recorded is not None:
         return None
     return sampler_program(
         run,

@@ -35,7 +35,7 @@ def reward_text(run: Run) -> str:
     Args:
       run: from ``build.setup``.
     """
-    if run.data.judged:
+    if run.data.judged or run.data.recorded:
         return ""
     weights = run.rewards.weights
     short = {name: name.rpartition(":")[2] for name in weights}
@@ -51,7 +51,8 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
-    if not used or config.pairs is not None or not missing(["math-verify"]):
+    given = config.pairs is not None or config.recorded is not None
+    if not used or given or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.config import Config
-from jrl.config_unions import EnvData, EpisodeData
+from jrl.config_unions import EnvData, EpisodeData, RecordedData
 from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.evaluate import evaluation_names
@@ -49,7 +49,8 @@ def check_metric_names(run: build.Run) -> None:
         for key, name in asked
         if not name.startswith("eval/") and name not in RECORDED | parts
     ]
-    if not open_names or isinstance(config.data, EnvData | EpisodeData) or run.data.judged:
+    own = isinstance(config.data, EnvData | EpisodeData | RecordedData)
+    if not open_names or own or run.data.judged:
         return
     step, (make, _) = programs.make_train_step(run), programs.state_layout(run)
     key = jax.eval_shape(lambda: jax.random.key(0))

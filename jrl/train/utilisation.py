@@ -74,7 +74,7 @@ def utilisation(run: Run, metrics: Mapping[str, float], seconds: float) -> float
         round(float(metrics["prompt_length"])),
         round(float(metrics.get("row_length", metrics["length"]))),
     )
-    draws = run.method.draw.own and not run.data.judged
+    draws = run.method.draw.own and not run.data.judged and not run.data.recorded
     passes = training_passes(run) + draws
     devices = run.mesh.devices.size
     devices += run.rollout_mesh.devices.size if run.rollout_mesh is not None else 0
