@@ -38,7 +38,7 @@ PAGES = {
 FURTHER = {
     "jrl.methods": ("find_method", "variant"),
     "jrl.objectives.transforms": ("per_group",),
-    "jrl.rewards": ("over_group",),
+    "jrl.rewards": ("whole_group",),
     "jrl.data.tasks.base": ("make_task",),
     "jrl.envs": ("Env", "Turn"),
     "jrl.envs.host": ("HostEnv",),

@@ -56,7 +56,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
     if config.episodes and (config.placement is not None or config.replays_routing):
         key = "[placement]" if config.placement is not None else "objective.router_replay"
         yield f"{key} does not go with episodes of data.train in data.env; remove it"
-    files = config.data.model_fields_set & {"train", "pairs", "recorded"}
+    files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"
     if files and task is None and config.warmup.steps:
@@ -91,7 +91,7 @@ def _table_conflicts(config: Config) -> Iterator[str]:
 def _given(config: Config) -> str | None:
     """The key of data that hold the completions; None where they are sampled."""
     if config.recorded is not None:
-        return "data.recorded"
+        return "data.train = 'recorded:DIR'"
     return None if config.pairs is None else "data.pairs"
 
 

@@ -69,8 +69,12 @@ class Key(NamedTuple):
 
     @property
     def single(self) -> list[str]:
-        """``only`` without combinations, and without the key that names the kind itself."""
-        return [kind for kind in self.only if " and " not in kind and self.name not in self.only]
+        """``only`` without what its own key does not tell alone: combinations, kinds by value.
+
+        Empty for the key that names a kind itself.
+        """
+        names = [kind for kind in self.only if " and " not in kind and " = " not in kind]
+        return [] if self.name in self.only else names
 
 
 def describe() -> list[Key]:
@@ -90,7 +94,7 @@ def table_note(name: str) -> str:
     """What to know of a table before its keys: which kinds there are, whether it may be absent."""
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
-        first = [kind for kind in kinds if " and " not in kind]
+        first = [kind for kind in kinds if " and " not in kind and " = " not in kind]
         return f"  one of: {', '.join(first)}; keys of only some of them say so"
     return "  optional" if type(None) in get_args(table) else ""
 
@@ -116,7 +120,8 @@ def _of_union(table: str, kinds: Mapping[str, type[Table]]) -> Iterator[Key]:
     names = dict.fromkeys(name for inside in keys.values() for name in inside)
     for name in sorted(names, key=lambda name: name not in kinds):  # first those that tell kinds
         having = {tag: inside[name] for tag, inside in keys.items() if name in inside}
-        types = " | ".join(dict.fromkeys(key.kind for key in having.values()))
+        parts = (part for key in having.values() for part in key.kind.split(" | "))
+        types = " | ".join(dict.fromkeys(parts))
         only = () if len(having) == len(kinds) else tuple(having)
         yield next(iter(having.values()))._replace(kind=types, only=only)
 
@@ -483,8 +488,7 @@ def _wrong_kind(known: Key, value: object, chosen: str) -> str:
     """What to say of a key that other kinds of its table have, and not the one that is given."""
     if known.name in known.only:
         return f"{known.name} = {value!r} and {chosen} are both given; remove one"
-    # a key of two kinds together is named only where no kind alone has it
-    *most, last = [kind for kind in known.only if " and " not in kind] or known.only
+    *most, last = known.single or known.only
     kinds = f"{', '.join(most)} or {last}" if most else last
     return f"{known.name} = {value!r} goes with {kinds}, not with {chosen}; remove it"
 

@@ -1,8 +1,9 @@
 """The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
 
 Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
-is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, ``data.recorded`` or
-none. An optimizer's own keys are the arguments of the function that ``optimizer.name`` names.
+is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, a recording in
+``data.train``, or none. An optimizer's own keys are the arguments of the function that
+``optimizer.name`` names.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class QuestionTable(RowTable, TextTable):
         None,
         "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
         " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"
-        " or a table of several with their weights",
+        " or a table of several with their weights; or recorded:DIR, sessions that `jrl serve"
+        " --record DIR` wrote",
     )
     fields: dict[Literal["question", "answer", "solution"], str] = key(
         {},
@@ -216,19 +218,32 @@ class TaskPairs(RowTable, TaskData):
 class RecordedData(ChatTable):
     """Sessions of agents that a server recorded; nothing is sampled."""
 
-    recorded: str = Field(
-        description="directory that `jrl serve --record` wrote: what was drawn is trained on with"
-        " its recorded log-probabilities; sessions that open with the same prompt are a group"
+    train: str = Field(
+        description="recorded:DIR, which `jrl serve --record` wrote: what was drawn is trained on"
+        " with its recorded log-probabilities; sessions that open with the same prompt are a group"
     )
     overlong: Literal["error", "drop"] = key(
         "error", FileTable.model_fields["overlong"].description or ""
     )
 
+    @property
+    def directory(self) -> str:
+        """Of the recording."""
+        return self.train.removeprefix(RECORDED)
+
+
+RECORDED = "recorded:"
+"""What a ``data.train`` begins with that names sessions a server recorded."""
+RECORDED_KIND = "data.train = 'recorded:DIR'"
+
 
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
+    train = value.get("train") if isinstance(value, dict) else getattr(value, "train", None)
+    if isinstance(train, str) and train.startswith(RECORDED):
+        return RECORDED_KIND
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    if kinds := [f"data.{name}" for name in ("recorded", "pairs", "task") if name in given]:
+    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
         return " and ".join(kinds)
     return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
 
@@ -238,7 +253,7 @@ Data = Annotated[
     | Annotated[TaskData, Tag("data.task")]
     | Annotated[PairData, Tag("data.pairs")]
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
-    | Annotated[RecordedData, Tag("data.recorded")]
+    | Annotated[RecordedData, Tag(RECORDED_KIND)]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

@@ -64,7 +64,7 @@ class RunData(NamedTuple):
       judged: "pairs" and "eval", judged completions; empty without ``data.pairs``.
       counts: what became of the records of each file.
       recorded: rows of sessions in groups, one of each training prompt; empty without
-        ``data.recorded``.
+        recorded sessions in ``data.train``.
     """
 
     prompts: dict[str, list[Prompt]]
@@ -349,7 +349,7 @@ def read_data(
     """
     if config.recorded is not None:
         groups, given, kept = recorded_groups(config, config.recorded, tokenizer, method)
-        return RunData({"train": given, "eval": []}, {}, {"recorded": kept}, groups)
+        return RunData({"train": given, "eval": []}, {}, {"train": kept}, groups)
     judged, counts = _judged(config, tokenizer, task, opened)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}
     if task is None and not judged:
@@ -363,7 +363,7 @@ def _check_tokens(data: RunData, vocab_size: int) -> None:
     texts = {split: [p.tokens for p in listed] for split, listed in data.prompts.items()}
     for split, listed in data.judged.items():
         texts[split] = [tokens for j in listed for tokens in (j.prompt, *j.completions)]
-    texts["recorded"] = [x.tokens for group in data.recorded for row in group for x in row.segments]
+    texts["train"] += [x.tokens for group in data.recorded for row in group for x in row.segments]
     for split, arrays in texts.items():
         check_ids(max((int(x.max()) for x in arrays), default=0), vocab_size, f"data.{split}")
 

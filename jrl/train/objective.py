@@ -94,7 +94,7 @@ def _without_trees(config: Config, task: Task | Env | None, method: Method) -> s
     if config.pairs is not None:
         return "data.pairs holds the completions, and none is drawn; remove it"
     if config.recorded is not None:
-        return "data.recorded holds the completions, and none is drawn; remove it"
+        return "data.train = 'recorded:DIR' holds the completions, and none is drawn; remove it"
     if isinstance(task, Env) or config.episodes is not None:
         return "completions branch, and episodes in an environment do not; use a task or data.train"
     if config.replays_routing:

@@ -304,7 +304,7 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
 
 
 def recorded_source(run: Run) -> RecordedSource:
-    """The sessions of a run on ``data.recorded``."""
+    """The sessions of a run on recorded sessions."""
     sampling = run.config.sampling
     return RecordedSource(
         groups=run.data.recorded,

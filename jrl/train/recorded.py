@@ -56,7 +56,7 @@ class KeptCounts(NamedTuple):
 def recorded_groups(
     config: Config, data: RecordedData, tokenizer: Tokenizer, method: Method
 ) -> tuple[list[list[Transcript]], list[Prompt], KeptCounts]:
-    """The groups of a run on ``data.recorded``, each with its prompt.
+    """The groups of a run on recorded sessions, each with its prompt.
 
     Episodes without a reward are left out, since nothing is known of how good they were; a method
     that reads no reward takes all. A group of more than ``sampling.group`` rows becomes several.
@@ -66,7 +66,7 @@ def recorded_groups(
     """
     sampling = config.sampling
     wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    found = read(data.recorded, wanted)
+    found = read(data.directory, wanted)
     if not found.counts.rows:
         raise UserError(_nothing_drawn(data, wanted, found))
     groups: list[list[Transcript]] = []
@@ -87,7 +87,7 @@ def recorded_groups(
                 groups.append(kept)
     if not groups:
         raise UserError(
-            f"data.recorded = {data.recorded!r}: no row is left of {found.counts.rows}: "
+            f"data.train = {data.train!r}: no row is left of {found.counts.rows}: "
             f"{unrewarded} have no reward, which clients send to /v1/sessions/NAME/reward, and "
             f"{dropped} are longer than sampling.max_new_tokens"
         )
@@ -99,10 +99,10 @@ def recorded_groups(
 def _nothing_drawn(data: RecordedData, wanted: Distribution, found: Recorded) -> str:
     """Why there is nothing to train on, and which keys would do."""
     if not found.counts.completions:
-        return f"data.recorded = {data.recorded!r}: no completion is on record"
+        return f"data.train = {data.train!r}: no completion is on record"
     said = "; ".join(f"{count} with {each}" for each, count in found.drawn_from.items())
     return (
-        f"data.recorded = {data.recorded!r}: no completion was drawn with the {wanted} of "
+        f"data.train = {data.train!r}: no completion was drawn with the {wanted} of "
         f"[sampling]; on record are {said}; set [sampling] to what is to be trained"
     )
 
@@ -117,7 +117,7 @@ def _fits(row: Transcript, rows: Sequence[Transcript], most: int, data: Recorded
     length = len(row.opening) - prompt + sum(len(part.tokens) for part in row.segments)
     if length > most and data.overlong == "error":
         raise UserError(
-            f"data.recorded = {data.recorded!r}: a row has {length} tokens behind its prompt, and "
+            f"data.train = {data.train!r}: a row has {length} tokens behind its prompt, and "
             f"sampling.max_new_tokens is {most}; raise it, or set data.overlong to drop"
         )
     return length <= most
@@ -166,6 +166,7 @@ def check_recorded(method: Method, name: str) -> None:
     draw = method.draw
     if draw.baseline_members or (draw.own and draw.demonstrations):
         raise UserError(
-            f"data.recorded: method = {name!r} trains on greedy members, or demonstrations beside "
-            "what the policy drew, which no server records; choose another method"
+            f"data.train = 'recorded:DIR': method = {name!r} trains on greedy members, or "
+            "demonstrations beside what the policy drew, which no server records; choose another"
+            " method"
         )

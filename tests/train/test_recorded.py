@@ -86,7 +86,11 @@ def sessions(model, tmp_path_factory):
 
 
 def config_of(model, sessions, *more):
-    base = [f'model.path="{model}"', f'data.recorded="{sessions}"', "sampling.max_new_tokens=24"]
+    base = [
+        f'model.path="{model}"',
+        f'data.train="recorded:{sessions}"',
+        "sampling.max_new_tokens=24",
+    ]
     base += ["train.prompts=1", "train.steps=1", f"sampling.group={GROUP}", "checkpoint.every=0"]
     return load_config(None, [*base, "optimizer.learning_rate=1e-3", *more])
 
@@ -106,7 +110,7 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
     said = []
     more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
     train(config_of(model, sessions, *more), echo=said.append)
-    (line,) = (line for line in said if line.startswith("data.recorded: "))
+    (line,) = (line for line in said if line.startswith("data.train: "))
     kept = SESSIONS if method == "sft" else SESSIONS - 1
     assert f"of {kept} rows" in line
     assert f"{SESSIONS - kept} without a reward" in line
@@ -147,10 +151,13 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
         (["sampling.max_new_tokens=4"], "behind its prompt, and sampling.max_new_tokens is 4"),
         (["sampling.max_new_tokens=4", "data.overlong=drop"], "no row is left of 6: 1 have no"),
         (["rewards.math.weight=1"], "rewards = 'math'; choose from reward"),
-        (["method=remax"], "data.recorded: method = 'remax' trains on greedy members"),
-        (["placement={}"], r"\[placement\] needs a rollout, and data.recorded has none"),
+        (["method=remax"], "'recorded:DIR': method = 'remax' trains on greedy members"),
+        (
+            ["placement={}"],
+            r"\[placement\] needs a rollout, and data.train = 'recorded:DIR' has no",
+        ),
         (["data.eval=x.jsonl"], "data.eval = 'x.jsonl' goes with"),
-        (["data.recorded=nowhere"], "nowhere holds no recording"),
+        (["data.train=recorded:nowhere"], "nowhere holds no recording"),
         (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
     ],
 )
@@ -167,6 +174,6 @@ def test_overlong_rows_are_dropped_and_counted(model, sessions):
     limit = max(lengths.values()) - 1
     more = [f"sampling.max_new_tokens={limit}", "data.overlong=drop", "sampling.group=8"]
     run = build.setup(config_of(model, sessions, *more))
-    counts = run.data.counts["recorded"]
+    counts = run.data.counts["train"]
     over = sum(size > limit for size in lengths.values())
     assert (counts.dropped, counts.rows) == (over, len(lengths) - over)
