@@ -75,6 +75,7 @@ def test_a_run_gives_its_checkpoint_and_its_tasks_sizes(run_dir):
     config = load_config(run_dir / "config.toml", [f'run.dir="{run_dir}"'])
     policy = served_policy(config, checkpoint=None)
     assert {float(x) for leaf in jax.tree.leaves(policy.params) for x in leaf.ravel()} == {0.5}
+    assert policy.version == 5
     assert isinstance(policy.tokenizer, CharTokenizer)
     assert policy.prompt_tokens + policy.new_tokens == policy.network.max_length
     with pytest.raises(UserError, match="7"):
@@ -121,7 +122,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     arguments = ["--engine", engine, "--slots", "3", "--queue", "5", "--grace", "2", "--port", "0"]
     arguments += ["--chunk", "6"]
     monkeypatch.setenv("JRL_API_KEY", "sesame")
-    named_ = ["--name", "it", "--api-key", "simsim"]
+    named_ = ["--name", "it", "--api-key", "simsim", "--record", "kept"]
     for target, more in ((run_dir, ["--checkpoint", "5"]), (checkpoint_dir, named_)):
         result = CliRunner().invoke(app, ["serve", str(target), "seed=9", *arguments, *more])
         assert result.exit_code == 0, result.output
@@ -132,6 +133,7 @@ def test_the_command_passes_its_options(engine, run_dir, checkpoint_dir, monkeyp
     assert (first["checkpoint"], second["checkpoint"]) == (5, None)
     assert (other.model.path, named.name) == (str(checkpoint_dir), "it")
     assert (options.api_key, named.api_key) == ("sesame", "simsim")
+    assert (options.record, named.record) == (None, "kept")
 
 
 def test_an_unknown_engine_is_named():
