@@ -34,8 +34,10 @@ SMALL = {  # configuration -> sizes of a run of a step
     "tiny": ["warmup.steps=1", "warmup.batch=8"],
 }
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-ALWAYS = ["train.steps=1", "train.prompts=2", "train.microbatches=1", "sampling.group=2"]
+ALWAYS = ["train.steps=1", "train.prompts=2", "train.microbatches=1", "sampling.group=4"]
 ALWAYS += ["eval.problems=2", "reward_pool.workers=1", "mesh.fsdp=1"]
+# A policy of one warm step is hardly ever right, so a search of it may leave no preferences.
+SIBLINGS = [{"prompt": [1, 2], "responses": [[3, 4], [5, 6]], "scores": [1.0, 0.0]}] * 4
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(9)]
 ROWS = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(9)]
 SOLVED = [row | {"answer": f"so #### {row['answer']}"} for row in ROWS]
@@ -136,6 +138,9 @@ def test_every_command_of_a_block_runs(page, block, place):
             assert json.loads((place / "converted" / "config.json").read_text())
         else:
             run([*words, *["eval.problems=2"] * (words[0] == "eval")])
+            if "--out" in words:
+                (found,) = place.glob("*/siblings.jsonl")
+                found.write_text(found.read_text() or lines(SIBLINGS))
     if not ran:
         pytest.skip("needs the extra games, or is left to another test")
 
