@@ -87,7 +87,8 @@ class Parrot:
             for m in [*running]:
                 if handle.is_set():
                     return
-                letter = text[(i + m) % len(text)]
+                # a prompt of control tokens alone is no text
+                letter = text[(i + m) % len(text)] if text else "z"
                 (token,) = [1] if letter == "z" else Talker().encode(letter)
                 stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
                 if i + 1 == request.max_new_tokens and token != 1:
