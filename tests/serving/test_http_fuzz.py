@@ -89,6 +89,7 @@ def test_any_request_to_jetstream_is_taken_or_refused(kind, text, ids, most):
 
 
 @hypothesis.given(st.dictionaries(st.sampled_from(sorted(FINE)), anything), st.booleans())
+@hypothesis.example({"prompt": [0]}, False)
 @settings(100)
 def test_any_json_body_gets_a_reply_below_500(server, changes, chat):
     path = "/v1/chat/completions" if chat else "/v1/completions"
