@@ -19,6 +19,7 @@ from pydantic import (
 
 from jrl.config_checks import conflicts
 from jrl.config_unions import (
+    RECORDED_KIND,
     Data,
     EnvData,
     EpisodeData,
@@ -510,6 +511,13 @@ class Config(Table):
     def recorded(self) -> RecordedData | None:
         """The recorded sessions, or None."""
         return self.data if isinstance(self.data, RecordedData) else None
+
+    @property
+    def given_completions(self) -> str | None:
+        """The key that holds the completions of a run; None where the policy draws them."""
+        if self.recorded is not None:
+            return RECORDED_KIND
+        return None if self.pairs is None else "data.pairs"
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -88,13 +88,6 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             yield f"{' and '.join(left)} are -1; only one axis can take the devices that are left"
 
 
-def _given(config: Config) -> str | None:
-    """The key of data that hold the completions; None where they are sampled."""
-    if config.recorded is not None:
-        return "data.train = 'recorded:DIR'"
-    return None if config.pairs is None else "data.pairs"
-
-
 def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
     train = config.train
     if train.prompts % train.minibatches:
@@ -123,7 +116,7 @@ def _placement_conflicts(config: Config) -> Iterator[str]:
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if (given := _given(config)) is not None:
+    if given := config.given_completions:
         yield f"[placement] needs a rollout, and {given} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
@@ -147,7 +140,7 @@ def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if (given := _given(config)) is not None:
+    if given := config.given_completions:
         yield f"[sampling.mesh] needs a rollout, and {given} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (

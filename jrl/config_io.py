@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from jrl.config import Config, WatchTable
 from jrl.config_checks import check_batch
 from jrl.config_secrets import hide_own
-from jrl.config_unions import Table
+from jrl.config_unions import RECORDED_KIND, Table
 from jrl.errors import Mistakes, UserError, choose
 
 __all__ = [
@@ -69,11 +69,11 @@ class Key(NamedTuple):
 
     @property
     def single(self) -> list[str]:
-        """``only`` without what its own key does not tell alone: combinations, kinds by value.
+        """``only`` without what no key tells alone: combinations, and recorded sessions.
 
         Empty for the key that names a kind itself.
         """
-        names = [kind for kind in self.only if " and " not in kind and " = " not in kind]
+        names = [kind for kind in self.only if " and " not in kind and kind != RECORDED_KIND]
         return [] if self.name in self.only else names
 
 
@@ -94,7 +94,7 @@ def table_note(name: str) -> str:
     """What to know of a table before its keys: which kinds there are, whether it may be absent."""
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
-        first = [kind for kind in kinds if " and " not in kind and " = " not in kind]
+        first = [kind for kind in kinds if " and " not in kind and kind != RECORDED_KIND]
         return f"  one of: {', '.join(first)}; keys of only some of them say so"
     return "  optional" if type(None) in get_args(table) else ""
 

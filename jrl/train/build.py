@@ -552,8 +552,7 @@ def check_experts(config: Config, model: ModelConfig | None, method: Method) -> 
         if value and (model is None or not any(model.sparse)):
             shown = str(value).lower()
             raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    given = config.pairs is not None or config.recorded is not None
-    if config.replays_routing and (not method.draw.own or given):
+    if config.replays_routing and (not method.draw.own or config.given_completions):
         raise UserError(
             f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
             "so there is no routing to replay; remove it"

@@ -41,7 +41,7 @@ def check_training(run: Any) -> None:
     """
     config, draw = run.config, run.method.draw
     check_weights(run)
-    draws = draw.own and config.pairs is None and config.recorded is None
+    draws = draw.own and config.given_completions is None
     group = config.sampling.group + draw.baseline_members if draws else 1
     said = f"train.prompts = {config.train.prompts}"
     if draws:

@@ -91,10 +91,8 @@ def _in_trees(
 
 def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
     """Why a run's completions cannot branch off one another; None where they can."""
-    if config.pairs is not None:
-        return "data.pairs holds the completions, and none is drawn; remove it"
-    if config.recorded is not None:
-        return "data.train = 'recorded:DIR' holds the completions, and none is drawn; remove it"
+    if given := config.given_completions:
+        return f"{given} holds the completions, and none is drawn; remove it"
     if isinstance(task, Env) or config.episodes is not None:
         return "completions branch, and episodes in an environment do not; use a task or data.train"
     if config.replays_routing:
@@ -121,8 +119,7 @@ def max_new_tokens(config: Config, task: Task | Env | None) -> int:
 
 def sampler_differs(config: Config) -> bool:
     """Whether completions to train on are drawn from another distribution than the policy's."""
-    sampled = config.pairs is None and config.recorded is None
-    return bool(config.sampling.int8) and sampled
+    return bool(config.sampling.int8) and config.given_completions is None
 
 
 def _divided(config: Config, found: Published | OwnMethod) -> tuple[dict[str, Any], dict[str, Any]]:

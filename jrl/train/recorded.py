@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.config import Config
-from jrl.config_unions import RecordedData
+from jrl.config_unions import RECORDED_KIND, RecordedData
 from jrl.envs.recorded import REWARDED, Recorded, RecordedCounts, read
 from jrl.envs.recorded_files import Distribution
 from jrl.envs.transcript import RowShape, Transcript, common_opening, to_rollout
@@ -166,7 +166,7 @@ def check_recorded(method: Method, name: str) -> None:
     draw = method.draw
     if draw.baseline_members or (draw.own and draw.demonstrations):
         raise UserError(
-            f"data.train = 'recorded:DIR': method = {name!r} trains on greedy members, or "
+            f"{RECORDED_KIND}: method = {name!r} trains on greedy members, or "
             "demonstrations beside what the policy drew, which no server records; choose another"
             " method"
         )

@@ -51,8 +51,7 @@ def reward_text(run: Run) -> str:
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
     used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
-    given = config.pairs is not None or config.recorded is not None
-    if not used or given or not missing(["math-verify"]):
+    if not used or config.given_completions or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"
