@@ -55,3 +55,15 @@ def checkpoint(directory, *, chat=False):
         about["chat_template"] = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}="
     (directory / "tokenizer_config.json").write_text(json.dumps(about))
     return directory
+
+
+def byte_tokenizer():
+    """A tokenizer of bytes, with <end> as its control token; ``save`` writes tokenizer.json."""
+    import tokenizers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    return backend

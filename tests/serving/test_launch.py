@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import tokenizers
+from hub_mirror import byte_tokenizer
 from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
@@ -48,11 +48,7 @@ def run_dir(tmp_path_factory):
 def checkpoint_dir(tmp_path_factory):
     """A Hugging Face directory with a byte tokenizer and a chat template."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
+    backend = byte_tokenizer()
     shape = ModelConfig(
         vocab_size=257,
         layers=1,

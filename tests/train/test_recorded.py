@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-import tokenizers
+from hub_mirror import byte_tokenizer
 
 from jrl.config_io import load_config
 from jrl.errors import UserError
@@ -30,11 +30,7 @@ GROUP, SESSIONS, TURNS = 4, 6, 2
 def model(tmp_path_factory):
     """A Hugging Face directory with a byte tokenizer, whose weights are not all alike."""
     directory = tmp_path_factory.mktemp("hf") / "tiny"
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(letters)}, []))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<end>"])
+    backend = byte_tokenizer()
     params = jax.tree.map(lambda x: 2 * x, transformer(SHAPE).init(jax.random.key(0)))
     hf.save(directory, SHAPE, jax.device_get(params))
     backend.save(str(directory / "tokenizer.json"))
