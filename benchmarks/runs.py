@@ -25,8 +25,7 @@ import numpy as np
 
 from benchmarks.clock import rounded, timed
 from benchmarks.flags import write
-from jrl.config import Config
-from jrl.config_io import load_config
+from jrl.config import Config, load_config
 from jrl.train import build, programs
 from jrl.train.compiled import make_run
 from jrl.train.optimizer import make_optimizer

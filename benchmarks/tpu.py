@@ -29,8 +29,7 @@ from benchmarks.clock import rounded, steady
 from benchmarks.flags import write
 from jrl import processes
 from jrl.compiles import enable_compile_cache
-from jrl.config import Config
-from jrl.config_io import load_config
+from jrl.config import Config, load_config
 from jrl.devices import find_devices
 from jrl.errors import UserError
 from jrl.mesh import replicated

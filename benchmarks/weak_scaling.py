@@ -30,7 +30,7 @@ PROMPTS_PER_CHIP, MOST_SHARDS, TENSOR = 4, 16, 4
 
 def measure(shape: str) -> dict[str, Any]:
     """One row: the plan for one slice."""
-    from jrl.config_io import load_config
+    from jrl.config import load_config
     from jrl.plan.compile import quick_plan
     from jrl.plan.topology import parse_topology
 

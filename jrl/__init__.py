@@ -34,7 +34,7 @@ _HOME = {
     "get_method": "jrl.methods",
     "init_state": "jrl.train.state",
     "linen_network": "jrl.models.flax_bridge",
-    "load_config": "jrl.config_io",
+    "load_config": "jrl.config",
     "make_sampling_params": "jrl.sampling.params",
     "make_mesh": "jrl.mesh",
     "make_run": "jrl.train.compiled",

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from jrl.commands import Main, WithKeys, complete_method, complete_override
-from jrl.config import Config
-from jrl.config_io import as_tree, dump, load_config
+from jrl.config import Config, as_tree, dump, load_config
+from jrl.config.stored import stored_config
 from jrl.console import (
     print_drift,
     print_method,
@@ -28,7 +28,6 @@ from jrl.hub import hub_name
 from jrl.own import remember
 from jrl.signals import end_at_once, end_within
 from jrl.step_files import what_is_saved
-from jrl.stored_config import stored_config
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from jrl.config_io import describe
+from jrl.config import describe
 from jrl.console import keys_text
 from jrl.errors import INTERRUPTED, StorageError, UserError
 

@@ -26,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.compiles import enable_compile_cache
-from jrl.config import Config
-from jrl.config_io import as_tree, build_config
+from jrl.config import Config, as_tree, build_config
 from jrl.envs import KNOWN, Env
 from jrl.errors import UserError
 from jrl.metrics import plain, write_atomic

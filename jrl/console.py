@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from jrl.config_io import describe, table_note
+from jrl.config import describe, table_note
 
 
 def keys_text() -> str:

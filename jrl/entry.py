@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jrl.config import Config
-from jrl.config_io import build_config, dump, load_config
+from jrl.config import Config, build_config, dump, load_config
 from jrl.data.tasks import Task
 from jrl.directories import fresh_dir
 from jrl.errors import UserError

@@ -30,13 +30,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.config import Config
-from jrl.config_io import as_tree, config_hash, dump
+from jrl.config import Config, as_tree, config_hash, dump
+from jrl.config.stored import check_unchanged, differences, stored_config
 from jrl.errors import StorageError, UserError
 from jrl.extras import DISTRIBUTION
 from jrl.processes import first_says
 from jrl.sinks import open_sinks
-from jrl.stored_config import check_unchanged, differences, stored_config
 
 _PACKAGES = (
     *("jrl", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "chex", "numpy"),

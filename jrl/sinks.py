@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from jrl.config import Config
-from jrl.config_io import as_tree
+from jrl.config import Config, as_tree
 from jrl.errors import UserError
 from jrl.extras import install_line
 

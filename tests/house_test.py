@@ -21,8 +21,8 @@ import optax
 import pytest
 
 import jrl
-from jrl.config_io import load_config
-from jrl.config_unions import Optimizer
+from jrl.config import load_config
+from jrl.config.unions import Optimizer
 from jrl.data.tasks import get_task
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig

@@ -30,7 +30,7 @@ from benchmarks import (
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.envs import get_env
 from jrl.envs.games.gridworld import Grid
 from jrl.envs.transcript import Segment, Transcript

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jrl.cli import app
 from jrl.commands import complete_method
-from jrl.config_io import config_hash, describe, load_config
+from jrl.config import config_hash, describe, load_config
 from jrl.console import keys_text
 from jrl.methods import all_methods
 from jrl.metrics import RunWriter

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from jrl.cli import app
 from jrl.compare import compare, interquartile_mean, stratified_interval, write_comparison
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl
 

@@ -16,7 +16,7 @@ import pytest
 from typer.main import get_command
 
 from jrl.cli import app
-from jrl.config_io import build_config, load_config
+from jrl.config import build_config, load_config
 from jrl.envs.host import HostEnv
 from jrl.train import loop
 from jrl.train.loop import train

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from jrl import doctor, extras
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.train import lacks as lacking
 from jrl.train import reward_text

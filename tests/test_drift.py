@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.drift import Drawn, Setting, compare, first_difference, measure_drift, movement
 from jrl.errors import UserError
 

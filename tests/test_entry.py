@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import jrl
 from jrl import entry
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.data.tasks import get_task
 from jrl.envs import get_env
 from jrl.errors import UserError

@@ -8,7 +8,7 @@ import pytest
 from fuzzing import QUICK, anything, outcome
 from hypothesis import strategies as st
 
-from jrl.config_io import build_config, describe, dump, load_config
+from jrl.config import build_config, describe, dump, load_config
 from jrl.models.tokenizer import CharTokenizer, load_tokenizer
 from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, parse
 from jrl.serving.request import RequestLimits

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import StorageError, UserError
 from jrl.metrics import RunWriter, check_run_dir, plain, read_jsonl, write_atomic
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jrl import own, processes
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter, check_run_dir, read_jsonl
 from jrl.models import hf

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jrl import own
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.data.tasks import get_task
 from jrl.errors import UserError
 from jrl.methods import find_method, get_method

@@ -208,7 +208,7 @@ def loaded_by(statement):
     return {module.split(".")[0] for module in json.loads(run.stdout)}
 
 
-@pytest.mark.parametrize("statement", ["import jrl", "import jrl.cli", "import jrl.config_io"])
+@pytest.mark.parametrize("statement", ["import jrl", "import jrl.cli", "import jrl.config"])
 def test_the_head_and_the_command_line_load_no_jax(statement):
     assert not loaded_by(statement) & {"jax", "flax", "optax", "numpy", *HEAVY}
 

@@ -12,7 +12,7 @@ from hub_mirror import add, checkpoint
 from typer.main import get_command
 
 from jrl.cli import app
-from jrl.config_io import build_config
+from jrl.config import build_config
 from jrl.methods import get_method, list_methods
 from jrl.metrics import CLOCKS
 from jrl.models.hf.parse import FAMILIES

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import jrl
-from jrl.config_io import describe
+from jrl.config import describe
 from jrl.methods import all_methods, list_methods
 from jrl.train.objective import COMMON
 

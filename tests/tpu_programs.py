@@ -40,7 +40,7 @@ def ask(function: str, *args: Any) -> Any:
 
 def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[str, Any]:
     """The plan of a configuration, as ``jrl plan`` prints it in JSON and as text."""
-    from jrl.config_io import build_config
+    from jrl.config import build_config
     from jrl.plan import compile as plan
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
@@ -51,7 +51,7 @@ def planned(tree: dict[str, Any], topology: str, effort: float = 0.0) -> dict[st
 
 def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, Any]:
     """The plan of what makes the sampler's weights, in JSON."""
-    from jrl.config_io import build_config
+    from jrl.config import build_config
     from jrl.plan import compile as plan
     from jrl.plan.text import as_json
     from jrl.plan.topology import parse_topology
@@ -64,7 +64,7 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
 
 def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
     """The plan of a configuration file, from programs with few layers."""
-    from jrl.config_io import load_config
+    from jrl.config import load_config
     from jrl.plan import compile as plan
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
@@ -75,7 +75,7 @@ def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
 
 def refused(trees: list[dict[str, Any]], topologies: list[str]) -> list[str]:
     """What is said of configurations that cannot be planned for."""
-    from jrl.config_io import build_config
+    from jrl.config import build_config
     from jrl.errors import UserError
     from jrl.plan import compile as plan
     from jrl.plan.topology import parse_topology
@@ -96,7 +96,7 @@ def kernels(tree: dict[str, Any], topology: str, programs: list[str]) -> dict[st
     "in_loop" are those in the loop over tokens; "copied" is how many numbers the largest array has
     that this loop copies or writes one by one; "loops" are all there are.
     """
-    from jrl.config_io import build_config
+    from jrl.config import build_config
     from jrl.plan import compile as plan
     from jrl.plan import lower
     from jrl.plan.topology import parse_topology

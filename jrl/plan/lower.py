@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.config import Config
-from jrl.config_io import from_table
+from jrl.config import Config, from_table
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig

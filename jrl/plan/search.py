@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrl.config import Config, PlacementTable
+from jrl.config.tables import Config, PlacementTable
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.layers import REMAT

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import optax
 from jax.sharding import Mesh
 
-from jrl.config import Config, RewardTable
-from jrl.config_checks import check_batch
-from jrl.config_secrets import reveal
-from jrl.config_unions import QuestionTable, TextTable
+from jrl.config.checks import check_batch
+from jrl.config.secrets import reveal
+from jrl.config.tables import Config, RewardTable
+from jrl.config.unions import QuestionTable, TextTable
 from jrl.data.pairs import Judged, JudgedCounts, build_judged
 from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import MemoryRows, open_source

@@ -14,10 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.config import Config
-from jrl.config_io import from_table, load_config
-from jrl.config_secrets import reveal
-from jrl.config_unions import EnvData
+from jrl.config import Config, from_table, load_config
+from jrl.config.secrets import reveal
+from jrl.config.unions import EnvData
 from jrl.data.tasks import Task, get_task
 from jrl.envs import Env, get_env
 from jrl.errors import UserError

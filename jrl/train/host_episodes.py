@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.config_secrets import reveal
+from jrl.config.secrets import reveal
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.configured import configured_env

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jrl.config import Config
-from jrl.config_unions import QuestionTable
+from jrl.config.unions import QuestionTable
 from jrl.data.sources import open_source
 from jrl.data.tables import FirstRows, Source
 from jrl.devices import find_devices

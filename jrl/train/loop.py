@@ -21,8 +21,7 @@ from jrl.compiles import (
     enable_compile_cache,
     return_compiler_memory,
 )
-from jrl.config import Config
-from jrl.config_io import flatten
+from jrl.config import Config, flatten
 from jrl.devices import find_devices
 from jrl.errors import Overdue, UserError
 from jrl.mesh import replicated

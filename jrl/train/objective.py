@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from jrl.config import Config
-from jrl.config_secrets import reveal
+from jrl.config.secrets import reveal
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.errors import Mistakes, UserError

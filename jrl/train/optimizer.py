@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from jrl import own
-from jrl.config_secrets import reveal
-from jrl.config_unions import Optimizer
+from jrl.config.secrets import reveal
+from jrl.config.unions import Optimizer
 from jrl.errors import UserError, choose
 from jrl.methods.domains import is_zero
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jrl.config import Config
-from jrl.config_io import load_config
+from jrl.config import Config, load_config
 from jrl.hub import Kind, hub_name, pinned_name
 
 

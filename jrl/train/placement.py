@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jrl.config import Config
-from jrl.config_checks import rollout_conflicts
+from jrl.config.checks import rollout_conflicts
 from jrl.errors import UserError
 from jrl.mesh import AXES, batch_shards, check_sizes, make_mesh
 from jrl.models.attention.choice import check_attention_on_mesh

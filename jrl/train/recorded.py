@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.config import Config
-from jrl.config_unions import RECORDED_KIND, RecordedData
+from jrl.config.unions import RECORDED_KIND, RecordedData
 from jrl.envs.recorded import REWARDED, Recorded, RecordedCounts, read
 from jrl.envs.recorded_files import Distribution
 from jrl.envs.transcript import RowShape, Transcript, common_opening, to_rollout

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrl.config import Config
-from jrl.config_io import load_config
+from jrl.config import Config, load_config
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.mesh import tree_shardings

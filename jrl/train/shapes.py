@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.config import Config
-from jrl.config_unions import EnvData, EpisodeData, RecordedData
+from jrl.config.unions import EnvData, EpisodeData, RecordedData
 from jrl.envs import Env
 from jrl.errors import UserError, choose
 from jrl.evaluate import evaluation_names

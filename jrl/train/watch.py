@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jrl.config import WatchTable
+from jrl.config.tables import WatchTable
 from jrl.errors import choose
 from jrl.types import Array
 

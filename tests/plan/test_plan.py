@@ -17,7 +17,7 @@ from tpu_programs import ask, needs_libtpu
 from typer.testing import CliRunner
 
 from jrl.cli import app
-from jrl.config_io import build_config, load_config
+from jrl.config import build_config, load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.transformer import count_params

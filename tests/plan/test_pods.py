@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jrl.config_io import build_config, load_config
+from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
 from jrl.plan.lower import abstract_run, abstract_state

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.mesh import batch_shards, lone_axes, make_mesh
 from jrl.models.flops import layer_matrices
 from jrl.plan.lower import abstract_run

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
 from jrl.report.overlay import mean_curve, write_overlay

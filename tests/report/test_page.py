@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
 from jrl.report.page import MAX_POINTS, find_curves, smooth, write_report

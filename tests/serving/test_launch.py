@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
 from jrl.cli import app
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter
 from jrl.models import hf

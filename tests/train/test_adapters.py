@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy
 from jrl.export import export_run

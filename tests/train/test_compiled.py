@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.config_unions import Optimizer
+from jrl.config.unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import Draw, GroupEditor, find_method, get_method

@@ -18,7 +18,7 @@ def test_a_platform_without_options_is_compiled_as_it_was():
 
 def test_every_program_of_a_run_is_compiled_with_them(monkeypatch):
     """Sampler, training step and resharding: an option that is not known stops each."""
-    from jrl.config_io import load_config
+    from jrl.config import load_config
     from jrl.plan import lower
     from jrl.train import build
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.config_io import describe, load_config
+from jrl.config import describe, load_config
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator, load_policy
 from jrl.metrics import CLOCKS, read_jsonl

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.loop import train

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.metrics import CLOCKS, read_jsonl

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jrl.compare import compare
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.data.sources import MemoryRows
 from jrl.data.tables import Mixture
 from jrl.drift import measure_drift

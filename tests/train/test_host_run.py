@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
 from jrl.metrics import CLOCKS, read_jsonl

@@ -19,7 +19,7 @@ import pytest
 
 from jrl import metrics, signals, waits
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import Overdue, RunStopped, StorageError, UserError
 from jrl.metrics import read_jsonl
 from jrl.models import hf

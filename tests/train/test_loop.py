@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.data.tasks import TASKS
 from jrl.evaluate import load_policy
 from jrl.metrics import CLOCKS, read_jsonl

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.train import loop
 
 HALVES = """
@@ -24,7 +24,7 @@ import sys
 from jrl.processes import start
 path, folder, port, process, *changes = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.train import loop
 loop.write_report = lambda directory: directory
 for steps in (2, 4):
@@ -147,7 +147,7 @@ from jrl.processes import start
 path, folder, port, count, process, steps, *changes = sys.argv[1:]
 if int(count) > 1:
     start(f"127.0.0.1:{port}", int(count), int(process))
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.train import loop
 loop.write_report = lambda directory: directory
 loop.train(load_config(path, [f"run.dir={folder}", f"train.steps={steps}", *changes]))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.config_io import build_config
+from jrl.config import build_config
 from jrl.errors import UserError
 from jrl.train.optimizer import NAMES, make_optimizer, schedule
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf

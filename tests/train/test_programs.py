@@ -1,7 +1,7 @@
 """How many programs a run compiles before it is under way."""
 
 from jrl.compiles import CompileCounter
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.train.loop import train
 
 TASK = (

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hub_mirror import byte_tokenizer
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig

@@ -15,7 +15,7 @@ import pytest
 
 from jrl import metrics
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import RunStopped, StorageError, UserError
 from jrl.metrics import read_jsonl
 from jrl.run_lock import run_lock

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
 from jrl.mesh import make_mesh

@@ -5,7 +5,7 @@ import json
 import pytest
 from hub_mirror import checkpoint, lines
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.train import build
 from jrl.train.reward_text import probe_rewards

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl
 from jrl.train import build, loop, programs

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy, sample_run
 from jrl.export import export_run
@@ -410,7 +410,7 @@ import json, sys
 from jrl.processes import start
 port, process, config = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
-from jrl.config_io import build_config
+from jrl.config import build_config
 from jrl.train import loop
 loop.write_report = lambda directory: directory
 loop.train(build_config(json.loads(config)))

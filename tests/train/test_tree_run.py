@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.config_io import load_config
+from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.metrics import read_jsonl

@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from jrl.config_io import build_config
+from jrl.config import build_config
 from jrl.mesh import make_mesh
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.lower import abstract_run

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from jrl.checkpoint import Checkpoints
-from jrl.config import WatchTable
-from jrl.config_io import load_config
+from jrl.config import load_config
+from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
 from jrl.methods import get_method
 from jrl.metrics import read_jsonl

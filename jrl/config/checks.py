@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from jrl.errors import UserError
 
 if TYPE_CHECKING:
-    from jrl.config import Config
+    from jrl.config.tables import Config
 
 
 def conflicts(config: Config) -> list[str]:

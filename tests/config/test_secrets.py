@@ -2,8 +2,8 @@
 
 import pytest
 
-from jrl.config_io import as_tree, build_config, config_hash, dump, flatten
-from jrl.config_secrets import HIDDEN, hide, reveal
+from jrl.config import as_tree, build_config, config_hash, dump, flatten
+from jrl.config.secrets import HIDDEN, hide, reveal
 from jrl.errors import UserError
 
 TREE = {
@@ -105,7 +105,7 @@ def test_secrets_of_every_table_of_options_are_hidden():
 def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):
     import optax
 
-    from jrl.config_io import load_config
+    from jrl.config import load_config
     from jrl.train import build
 
     monkeypatch.setenv("THE_KEY", "sk-77x")

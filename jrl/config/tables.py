@@ -1,7 +1,7 @@
 """The tables of a configuration: every key with its type, limits, default and meaning.
 
 A table that may be absent, such as ``[lora]``, is None where it is not given. Those of which there
-are several kinds are in ``config_unions``, checks of keys of several tables in ``config_checks``.
+are several kinds are in ``unions``, checks of keys of several tables in ``checks``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from jrl.config_checks import conflicts
-from jrl.config_unions import (
+from jrl.config.checks import conflicts
+from jrl.config.unions import (
     RECORDED_KIND,
     Data,
     EnvData,

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jrl.config import Config
-from jrl.config_io import build_config, config_hash, flatten, load_config, may_differ
+from jrl.config.read import build_config, load_config
+from jrl.config.tables import Config
+from jrl.config.write import config_hash, flatten, may_differ
 from jrl.errors import UserError
 
 _LONGEST = 1 << 24

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jrl.config_io import (
-    RENAMED,
+from jrl.config import (
     build_config,
     config_hash,
     describe,
@@ -16,9 +15,10 @@ from jrl.config_io import (
     load_config,
     may_differ,
 )
+from jrl.config.explain import RENAMED
 from jrl.errors import UserError
 
-SHIPPED = sorted(Path(__file__).parents[1].glob("configs/*.toml"))
+SHIPPED = sorted(Path(__file__).parents[2].glob("configs/*.toml"))
 
 
 def fails(overrides, path=None):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jrl.config_checks import batch_parts
-from jrl.config_io import build_config, check_batch, load_config
+from jrl.config import build_config, check_batch, load_config
+from jrl.config.checks import batch_parts
 from jrl.errors import UserError
 
 WRONG = {

@@ -1,0 +1,60 @@
+"""A configuration as TOML, as dotted keys, and as a name of the experiment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tomli_w
+
+from jrl.config.secrets import hide_own
+from jrl.config.tables import Config
+
+
+def dump(config: Config) -> str:
+    """The configuration as TOML with every key written out; ``load_config`` reads it back."""
+    return tomli_w.dumps(as_tree(config))
+
+
+def as_tree(config: Config, *, none: bool = False) -> dict[str, Any]:
+    """The configuration as nested dicts of JSON values, secrets hidden; with None if asked."""
+    tree = config.model_dump(mode="json", exclude_none=not none)
+    tables = {"data": config.data, "optimizer": config.optimizer}
+    return hide_own(tree, {name: table.model_extra or {} for name, table in tables.items()})
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """The configuration as dotted keys and JSON values, None left out."""
+    found = dict(leaves(as_tree(config)))
+    # Without lag, rollout on devices of its own gives the numbers of shared devices: no setting.
+    return {k: v for k, v in found.items() if (k, v) != ("placement.staleness", 0)}
+
+
+def config_hash(config: Config) -> str:
+    """12 hex digits that name the experiment: every key but ``run.*`` and ``train.steps``."""
+    kept = {k: v for k, v in flatten(config).items() if not may_differ(k)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_FREE_TABLES = ("run.", "log.", "checkpoint.", "mesh", "sampling.mesh", "reward_pool.", "watch.")
+_FREE = ("train.steps", "eval.every", "model.attention", "train.wait_seconds", "watch")
+
+
+def may_differ(key: str) -> bool:
+    """Whether a run may be resumed with another value of this dotted key.
+
+    Those that do not change what is learnt: where it runs, what is logged, saved and evaluated
+    when; and ``train.steps``, the end of the run.
+    """
+    return key.startswith(_FREE_TABLES) or key in _FREE
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of nested dicts with its dotted key; an empty table is a value."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
