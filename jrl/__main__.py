@@ -11,7 +11,7 @@ def main() -> None:
     try:
         with contextlib.ExitStack() as starting:
             starting.enter_context(end_at_once())
-            from jrl.cli import main as run  # takes a third of a second
+            from jrl.cli.app import main as run  # takes a third of a second
 
             run(starting.close)
     except SystemExit as end:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.metrics import read_jsonl
 from jrl.models import hf

@@ -8,7 +8,7 @@ import pytest
 import scipy.stats
 from typer.testing import CliRunner
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.compare import compare, interquartile_mean, stratified_interval, write_comparison
 from jrl.config import load_config
 from jrl.errors import UserError

@@ -15,7 +15,7 @@ import click
 import pytest
 from typer.main import get_command
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import build_config, load_config
 from jrl.envs.host import HostEnv
 from jrl.train import loop

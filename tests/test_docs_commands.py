@@ -14,7 +14,7 @@ from hub_mirror import add, checkpoint, lines
 from test_docs_blocks import ROOT, commands, fenced, indented, name_of
 from typer.testing import CliRunner
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.extras import missing
 from jrl.train import loop
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.drift import Drawn, Setting, compare, first_difference, measure_drift, movement
 from jrl.errors import UserError

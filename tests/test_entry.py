@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import jrl
 from jrl import entry
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.data.tasks import get_task
 from jrl.envs import get_env

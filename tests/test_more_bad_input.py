@@ -249,7 +249,7 @@ def test_a_directory_of_no_checkpoint_is_not_said_to_be_saved(tmp_path):
 def test_a_value_that_fills_the_screen_is_cut_in_the_middle(tmp_path):
     from typer.testing import CliRunner
 
-    from jrl.cli import app
+    from jrl.cli.app import app
 
     result = CliRunner().invoke(app, ["show-config", "seed=" + "[" * 9000])
     assert result.exit_code == 2
@@ -262,7 +262,7 @@ def test_a_value_that_fills_the_screen_is_cut_in_the_middle(tmp_path):
 def test_names_that_no_file_has(given):
     from typer.testing import CliRunner
 
-    from jrl.cli import app
+    from jrl.cli.app import app
 
     long = "a" * 5000
     more = [f"model.path={long}", "data.train=x.jsonl"] if len(given) > 1 else [long]

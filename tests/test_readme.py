@@ -11,7 +11,7 @@ import pytest
 from hub_mirror import add, checkpoint
 from typer.main import get_command
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import build_config
 from jrl.methods import get_method, list_methods
 from jrl.metrics import CLOCKS

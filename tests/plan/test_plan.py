@@ -16,7 +16,7 @@ import pytest
 from tpu_programs import ask, needs_libtpu
 from typer.testing import CliRunner
 
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh

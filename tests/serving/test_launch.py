@@ -17,7 +17,7 @@ from hub_mirror import byte_tokenizer
 from typer.testing import CliRunner
 
 from jrl.checkpoint import Checkpoints
-from jrl.cli import app
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import RunWriter

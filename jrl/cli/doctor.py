@@ -22,7 +22,7 @@ def examine() -> dict[str, str]:
     Versions, devices with their memory, host memory, free disk space, caches, and extras: those
     that are installed, and for the others the line that installs them here.
     """
-    found = {"jrl": f"{version()} ({DISTRIBUTION}) in {Path(__file__).parent}"}
+    found = {"jrl": f"{version()} ({DISTRIBUTION}) in {Path(__file__).parents[1]}"}
     found["python"] = f"{platform.python_version()}, {sys.executable}"
     found["packages"] = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     found["devices"] = _devices()

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from jrl.cli import app
-from jrl.commands import complete_method
+from jrl.cli.app import app
+from jrl.cli.complete import complete_method
+from jrl.cli.console import keys_text
 from jrl.config import config_hash, describe, load_config
-from jrl.console import keys_text
 from jrl.methods import all_methods
 from jrl.metrics import RunWriter
 
-TINY = str(Path(__file__).parents[1] / "configs" / "tiny.toml")
+TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
 COMMANDS = ["train", "eval", "sample", "convert", "serve", "report", "methods", "show-config"]
 
 
@@ -66,13 +66,13 @@ def test_help_does_not_import_jax():
     code = (
         "import sys\n"
         "sys.argv = ['jrl', '--help']\n"
-        "import jrl.cli\n"
-        "try:\n    jrl.cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "import jrl.cli.app\n"
+        "try:\n    jrl.cli.app.main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "print([m for m in ('jax', 'numpy', 'matplotlib', 'orbax', 'flax') if m in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,

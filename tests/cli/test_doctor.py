@@ -6,8 +6,9 @@ import pytest
 from hub_mirror import checkpoint, lines
 from typer.testing import CliRunner
 
-from jrl import doctor, extras
-from jrl.cli import app
+from jrl import extras
+from jrl.cli import doctor
+from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.train import lacks as lacking

@@ -1,0 +1,56 @@
+"""Arguments that several commands have, and what they mean."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jrl.cli.complete import complete_override
+from jrl.config import Config, load_config
+from jrl.config.stored import stored_config
+from jrl.errors import UserError
+from jrl.own import remember
+
+OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
+CHECKPOINT = "Training step of the checkpoint; the newest if left out."
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, autocompletion=complete_override),
+]
+Checkpoint = Annotated[int | None, typer.Option(help=CHECKPOINT, min=0)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or configuration file.")]
+
+
+def read(target: str | None, overrides: Sequence[str] | None) -> Config:
+    """The configuration that a command's first arguments name."""
+    changes = list(overrides or ())
+    if target is not None and "=" in target and not os.path.exists(target):
+        changes = [target, *changes]
+        target = None
+    if target is None or not os.path.isdir(target):
+        return load_config(target, changes)
+    found = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    if found is None:
+        raise UserError(f"{target} is not a run directory: it has no config.toml")
+    config, said = found
+    if said:
+        typer.echo(f"jrl: {said}", err=True)
+    remember(Path(target) / "python")  # the rows of a run from Python
+    return config
+
+
+def prepare_jax() -> None:
+    """Turns the cache of compiled programs on, and finds the devices."""
+    from jrl.compiles import enable_compile_cache
+    from jrl.devices import find_devices
+
+    enable_compile_cache()
+    find_devices()

@@ -1,0 +1,161 @@
+"""Commands that use a trained policy: sample, serve, convert.
+
+A command imports its work when it runs, so that --help is fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jrl.cli.arguments import (
+    AsJson,
+    Checkpoint,
+    Overrides,
+    Target,
+    prepare_jax,
+    read,
+)
+from jrl.cli.console import (
+    print_samples,
+)
+from jrl.config import load_config
+from jrl.errors import choose
+from jrl.hub import hub_name
+
+
+def sample(
+    target: Target,
+    overrides: Overrides = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
+    ] = None,
+    count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
+    env: Annotated[
+        str | None, typer.Option("--env", help="Environment to watch it play in; else the run's.")
+    ] = None,
+    checkpoint: Checkpoint = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sample completions from a policy and print them.
+
+    An episode is printed turn by turn. --env NAME is short for data.env=NAME.
+
+    The sampling parameters are those of training (sampling.temperature, sampling.top_p, ...), and
+    each prompt gets sampling.group completions.
+
+    Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
+    """
+    chosen = read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
+    prepare_jax()
+    from jrl.evaluate import sample_run
+
+    samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
+    if as_json:
+        typer.echo(json.dumps(samples, indent=2, ensure_ascii=False))
+        return
+    print_samples(samples)
+
+
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN_OR_CHECKPOINT",
+            help="Run directory, Hugging Face directory or name, or configuration file.",
+        ),
+    ],
+    overrides: Overrides = None,
+    engine: Annotated[
+        str, typer.Option(help="jrl: OpenAI's API over HTTP; jetstream: JetStream's over gRPC.")
+    ] = "jrl",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)
+    ] = 8000,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model; by default the directory's.")
+    ] = None,
+    slots: Annotated[int, typer.Option(help="Completions decoded at once.", min=1)] = 16,
+    queue: Annotated[
+        int, typer.Option(help="Completions that may wait for a slot.", min=0, max=1_000_000)
+    ] = 256,
+    chunk: Annotated[
+        int, typer.Option(help="Decode steps between returns to the host; 0 measures.", min=0)
+    ] = 0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds for running requests to finish on a stop.", min=0)
+    ] = 30.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="JRL_API_KEY", help="What clients must send as a bearer token."),
+    ] = None,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Write what is drawn to DIR, to train on (docs/environments.md)."
+        ),
+    ] = None,
+    checkpoint: Checkpoint = None,
+) -> None:
+    """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
+
+    Without --host only this machine can connect, and without --api-key all that can connect are
+    served. Needs the extra serve
+    or jetstream. Prompts have at most data.max_prompt_tokens tokens, completions at most
+    sampling.max_new_tokens. With jetstream, sampling.temperature and so on apply to all requests.
+
+    Example: jrl serve runs/gsm8k --port 8000
+    """
+    if engine not in ("jrl", "jetstream"):
+        raise choose("--engine", engine, ["jrl", "jetstream"])
+    there = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
+    is_checkpoint = there["config.json"] or hub_name(target) is not None
+    if is_checkpoint and not there["config.toml"]:
+        chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
+    else:
+        chosen = read(target, overrides)
+    prepare_jax()
+    from jrl.serving import launch
+
+    options = launch.ServerOptions(
+        name=name or Path(target).resolve().name,
+        host=host,
+        port=port,
+        slots=slots,
+        queue=queue,
+        chunk=chunk,
+        grace_seconds=grace,
+        api_key=api_key or None,
+        record=record,
+    )
+    run = launch.serve_openai if engine == "jrl" else launch.serve_jetstream
+    run(chosen, options, checkpoint=checkpoint, echo=typer.echo)
+
+
+def convert(
+    target: Target,
+    output: Annotated[str, typer.Argument(metavar="DIR", help="New directory to write to.")],
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = None,
+    adapters: Annotated[
+        bool, typer.Option("--adapters", help="Write only the adapters, in PEFT's format.")
+    ] = False,
+) -> None:
+    """Export a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
+
+    The directory loads with transformers and other tools, and as model.path of another run.
+    Adapters are merged into the weights, unless --adapters is given.
+
+    Example: jrl convert runs/gsm8k exported
+    """
+    chosen = read(target, overrides)
+    from jrl.export import export_run
+
+    directory = export_run(chosen, Path(output), checkpoint=checkpoint, adapters=adapters)
+    typer.echo(str(directory))
