@@ -23,7 +23,7 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import count_params
-from jrl.plan.costs import Cost, program_costs
+from jrl.plan.costs import KINDS, Cost, program_costs
 from jrl.plan.lower import (
     abstract_run,
     lower_resharding,
@@ -67,6 +67,8 @@ class Program(NamedTuple):
       model_flops: model FLOPs of a chip; see ``useful.model_flops``.
       reads: bytes of the sampler's memory traffic that are "weights" and "cache".
       effort: XLA's, with which it was compiled.
+      operations: seconds that the operations of each kind would take by themselves; see
+        ``costs.KINDS``. What is sent counts with the network's time.
     """
 
     bytes_per_chip: dict[str, float]
@@ -84,6 +86,7 @@ class Program(NamedTuple):
     model_flops: float | None = None
     reads: dict[str, float] | None = None
     effort: float = 0.0
+    operations: dict[str, float] | None = None
 
 
 class Plan(NamedTuple):
@@ -236,7 +239,7 @@ def extrapolate(low: Program, high: Program, steps: float, topology: Topology) -
     sizes["total"] = sum(size for part, size in sizes.items() if part != "total")
     numbers = (
         *("flops", "hbm_bytes", "collective_bytes", "roofline_seconds", "bound", "alone"),
-        *("full_seconds", "floor_seconds", "model_flops", "reads"),
+        *("full_seconds", "floor_seconds", "model_flops", "reads", "operations"),
     )
     return Program(
         sizes,
@@ -416,6 +419,7 @@ def _measured(
         reads=None
         if found is None
         else {"weights": found.steps * found.weights, "cache": found.steps * found.cache},
+        operations=by_operation(costs, topology, mesh.devices),
     )
 
 
@@ -475,6 +479,16 @@ def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> di
         name: sum(runs * times[name] for runs, times in each)
         for name in ("compute", "memory", "network")
     }
+
+
+def by_operation(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
+    """Seconds that the operations of each kind would take if nothing else ran beside them."""
+    chip, found = topology.chip, dict.fromkeys(KINDS, 0.0)
+    for cost in costs:
+        for kind, (flops, moved) in cost.kinds.items():
+            found[kind] += cost.runs * max(flops / chip.flops, moved / chip.hbm_bandwidth)
+        found["collectives"] += cost.runs * _times(cost, topology, devices)["network"]
+    return found
 
 
 def _times(cost: Cost, topology: Topology, devices: np.ndarray) -> dict[str, float]:

@@ -30,6 +30,13 @@ _FREE = frozenset(
 """Operations that move no bytes themselves."""
 
 
+KINDS = ("products", "attention", "prefetches", "collectives", "copies", "the rest")
+"""Operations by what they are for: matrix products, experts' among them; the attention kernels;
+copies to the chip's fast memory of what one of these will read, mostly weights; what is sent and
+received; what only moves arrays; and everything else, mostly element by element. What is fused with
+a product counts with it."""
+
+
 class Collective(NamedTuple):
     """Collectives of one kind over the same mesh axes.
 
@@ -56,12 +63,14 @@ class Cost(NamedTuple):
       flops: operations of matrix products and convolutions.
       bytes: read from and written to the chip's main memory.
       collectives: one for each kind and set of axes.
+      kinds: (flops, bytes) of the operations of each kind of ``KINDS``.
     """
 
     runs: float
     flops: float
     bytes: float
     collectives: tuple[Collective, ...]
+    kinds: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
 def program_costs(
@@ -80,19 +89,43 @@ def program_costs(
     costs = []
     for name, times in computation_runs(program).items():
         operations = program.computations[name]
-        flops, moved = 0.0, 0.0
+        kinds: dict[str, tuple[float, float]] = {}
         found: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
         for operation in operations.values():
-            moved += _bytes_moved(program, operation, operations, live)
-            for inner, own in fused_operations(program, operation, operations):
-                flops += _flops(inner, own, live)
+            moved = _bytes_moved(program, operation, operations, live)
+            inside = list(fused_operations(program, operation, operations))
+            flops = sum(_flops(inner, own, live) for inner, own in inside)
+            if flops or moved:
+                kind = _kind(operation, [inner for inner, _ in inside])
+                before = kinds.get(kind, (0.0, 0.0))
+                kinds[kind] = before[0] + flops, before[1] + moved
+            for inner, own in inside:
                 if (hit := _collective(inner, own, mesh_shape)) is not None:
                     total = found.setdefault(hit[:3], [0.0, 0.0])
                     total[0] += 1
                     total[1] += hit[3]
         collectives = tuple(Collective(*key, *total) for key, total in found.items())
-        costs.append(Cost(times, flops, moved, collectives))
+        flops, moved = (sum(each[i] for each in kinds.values()) for i in (0, 1))
+        costs.append(Cost(times, flops, moved, collectives, kinds))
     return costs
+
+
+def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
+    """Which of ``KINDS`` an operation is, by the operations within it."""
+    kinds = {each.kind.removesuffix("-start") for each in inside}
+    if operation.kind == "custom-call":
+        kernel = operation.name.startswith("read_cache") or _SPLASH.match(operation.name)
+        return "attention" if kernel else "products" if "flops" in operation.text else "the rest"
+    if kinds & {"dot", "convolution"}:
+        return "products"
+    if operation.kind in (
+        "copy-start",
+        "slice-start",
+    ):  # (destination, ...), ((source), slice, ...)
+        return "copies" if operation.outputs[operation.kind == "slice-start"].main else "prefetches"
+    if kinds & {*COLLECTIVES, "send", "recv"}:
+        return "collectives"
+    return "copies" if kinds <= _MOVES else "the rest"
 
 
 # ---------------------------------------------------------------- operations and bytes
@@ -272,6 +305,14 @@ def _fusion_bytes(
     return total + writes
 
 
+_MOVES = frozenset(
+    (
+        *("copy", "transpose", "bitcast", "reshape", "slice", "dynamic-slice", "gather"),
+        *("dynamic-update-slice", "scatter", "concatenate", "pad", "broadcast", "reverse"),
+        *("parameter", "constant", "iota", "tuple", "get-tuple-element"),
+    )
+)
+"""Operations that compute nothing."""
 _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice", "scatter")
 
 

@@ -103,3 +103,40 @@ def test_what_else_reads_a_stack_counts(line, instead, more):
         )
     assert text != NESTED
     assert moved(text) == moved(NESTED) + more
+
+
+def test_operations_are_of_their_kind():
+    """The product with the slice that it reads; the row that is written over only moves."""
+    (cost,) = program_costs(NESTED, (1,))
+    assert cost.kinds == {
+        "products": (2 * 8 * 4 * 16, SLICE + WEIGHT + RESULT),
+        "copies": (0, 3 * RESULT),
+    }
+
+
+AHEAD = """HloModule jit_g, is_scheduled=true
+
+ENTRY %main (a: bf16[16,4], x: bf16[8,16]) -> bf16[8,4] {
+  %a = bf16[16,4]{1,0} parameter(0)
+  %x = bf16[8,16]{1,0} parameter(1)
+  %early = (bf16[16,4]{1,0:S(1)}, bf16[16,4]{1,0}, u32[]) copy-start(%a)
+  %near = bf16[16,4]{1,0:S(1)} copy-done(%early)
+  %y = bf16[8,4]{1,0} dot(%x, %near), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %all = bf16[8,4]{1,0} all-reduce(%y), replica_groups={{0,1}}, to_apply=%plus
+  %back = (bf16[16,4]{1,0}, bf16[16,4]{1,0:S(1)}, u32[]) copy-start(%near)
+  %there = bf16[16,4]{1,0} copy-done(%back)
+  ROOT %less = bf16[8,4]{1,0} negate(%all)
+}
+"""
+
+
+def test_copies_to_the_fast_memory_are_prefetches_and_those_from_it_copies():
+    (cost,) = program_costs(AHEAD, (2,))
+    assert cost.kinds == {
+        "prefetches": (0, WEIGHT),
+        "products": (2 * 8 * 4 * 16, 2 * 8 * 16 + RESULT),
+        "collectives": (0, 2 * RESULT),
+        "copies": (0, WEIGHT),
+        "the rest": (0, 2 * RESULT),
+    }
+    assert cost.bytes == sum(moved for _, moved in cost.kinds.values())
