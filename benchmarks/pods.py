@@ -66,7 +66,9 @@ def plan(name: str, program: str) -> dict[str, Any]:
 def state_bytes(row: Mapping[str, Any]) -> float:
     """Of the training state, which stays on a chip while it samples."""
     parts = row["train_step"]["bytes_by_part"]
-    return sum(size for part, size in parts.items() if part in ("weights", "value", "optimizer"))
+    return sum(
+        size for part, size in parts.items() if part in ("weights", "value", "optimizer", "frozen")
+    )
 
 
 def gib_of(row: Mapping[str, Any]) -> tuple[float, float]:
@@ -90,15 +92,17 @@ def step_seconds(row: Mapping[str, Any]) -> float:
 
 def mesh(sizes: Mapping[str, int], config: str) -> str:
     """A mesh in words."""
-    said = " × ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
+    said = " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
     return said + (", weights in 8 bits" if "405b" in config and "data" in said else "")
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """Meshes, times with their floors, and memory, in Markdown."""
-    heads = ("configuration", "slice", "training mesh", "sampler's mesh", "sampler, s (floor)")
-    heads += ("training step, s (floor)", "MFU", "step, s", "before, s")
-    heads += ("sampler and training, GiB of a chip",)
+    heads = (
+        *("configuration", "slice", "training mesh", "sampler's mesh", "sampler, s (floor)"),
+        *("training step, s (floor)", "MFU", "step, s", "before, s"),
+        "sampler and training, GiB of a chip",
+    )
     lines = ["| " + " | ".join(heads) + " |", "| --- " * 4 + "| ---: " * 6 + "|"]
     for name, row in rows.items():
         times = [
@@ -145,22 +149,23 @@ def breakdown(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 PAGE = """# The pod configurations, predicted
 
-Made by `python -m benchmarks.pods` from programs that XLA compiled for these slices as a run compiles
-them; nothing here was measured on a TPU. Every completion has its full length.
+Made by `python -m benchmarks.pods` from programs that XLA compiled for these slices as a run
+compiles them; nothing here was measured on a TPU. Every completion has its full length.
 
 {table}
 
-"Before" is one mesh for both programs, compiled with effort -1, as this project published it first.
+"Before" is one mesh for both programs, compiled with effort -1, as this project published it
+first.
 
 ## What the time goes to
 
-Seconds that the operations of each kind would take by themselves, on one chip: matrix products (what is
-fused with them included), attention kernels, copies to the chip's fast memory of what is read there
-(mostly weights), other copies, the rest (element by element), and what is sent. In a loop the compute
-units, the memory and the network work at the same time, so that the columns add up to more than the
-time. "Of its floor" is the time of the work that cannot be avoided: model FLOPs at peak, for a sampler
-also weights and the filled part of the cache read once for every token. "HBM bytes over those needed"
-is the sampler's memory traffic over that reading.
+Seconds that the operations of each kind would take by themselves, on one chip: matrix products
+(what is fused with them included), attention kernels, copies to the chip's fast memory of what is
+read there (mostly weights), other copies, the rest (element by element), and what is sent. In a
+loop the compute units, the memory and the network work at the same time, so that the columns add
+up to more than the time. "Of its floor" is the time of the work that cannot be avoided: model
+FLOPs at peak, for a sampler also weights and the filled part of the cache read once for every
+token. "HBM bytes over those needed" is the sampler's memory traffic over that reading.
 
 {breakdown}
 """
