@@ -94,7 +94,7 @@ def build_prompts(
         raise choose("data.overlong", overlong, OVERLONG)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
-    first, different = None, False  # the first question, and whether another one is another text
+    questions: set[str] = set()  # two are enough to tell whether they differ
     bad = BadRows(skip=invalid == "skip")
     with AnswerFinder(answer_pattern) as answers:
         for index in range(len(source)):
@@ -103,14 +103,9 @@ def build_prompts(
                 break
             with bad.row(index, where):
                 row = source[index]
-                question = _field(row, question_key, where, "data.fields.question")
-                if not isinstance(question, str):
-                    kind = type(question).__name__
-                    raise UserError(f"{where}: {question_key} must be text, not {kind}")
-                if question and not question.strip():
-                    raise UserError(f"{where}: {question_key} is blank")
-                different |= question != (first if first is not None else question)
-                first = question if first is None else first
+                question = _question(row, question_key, where)
+                if len(questions) < 2:
+                    questions.add(question)
                 answer = None if answer_key is None else _answer(row, answer_key, answers, where)
                 text = _text(question, tokenizer, system, template)
                 ids = tokenizer.encode(text, add_special=template != "chat")
@@ -119,11 +114,7 @@ def build_prompts(
                 longest = max(longest, len(ids))
                 if len(ids) > max_prompt_tokens:
                     if overlong == "error":
-                        raise TooLong(
-                            f"{where}: the prompt has {len(ids)} tokens and data.max_prompt_tokens "
-                            f"is {max_prompt_tokens}; raise it, or set data.overlong to drop or "
-                            "truncate"
-                        )
+                        raise _too_long(where, len(ids), max_prompt_tokens)
                     if overlong == "drop":
                         dropped += 1
                         continue
@@ -131,28 +122,41 @@ def build_prompts(
                     ids = ids[-max_prompt_tokens:]
                     text = tokenizer.decode(ids, skip_special=False)
                 meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
-                solution = (
-                    None if solution_key is None else _solution(row, solution_key, where, tokenizer)
-                )
+                solution = None
+                if solution_key is not None:
+                    solution = _solution(row, solution_key, where, tokenizer)
                 prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
     left_out = bad.finish(len(source))
     if not prompts:
-        raise UserError(
-            f"all {len(source)} prompts are longer than data.max_prompt_tokens = "
-            f"{max_prompt_tokens} (the longest has {longest}); raise it"
-            if len(source)
-            else "the data has no rows"
-        )
-    if (
-        template == "chat"
-        and different
-        and len({prompt.text for prompt in prompts}) == 1 < len(prompts)
-    ):
+        raise _none_left(len(source), longest, max_prompt_tokens)
+    if template == "chat" and len(questions) > 1:
+        _check_questions_show(prompts)
+    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
+
+
+def _too_long(where: str, tokens: int, limit: int) -> TooLong:
+    return TooLong(
+        f"{where}: the prompt has {tokens} tokens and data.max_prompt_tokens is {limit}; raise it, "
+        "or set data.overlong to drop or truncate"
+    )
+
+
+def _none_left(rows: int, longest: int, limit: int) -> UserError:
+    if not rows:
+        return UserError("the data has no rows")
+    return UserError(
+        f"all {rows} prompts are longer than data.max_prompt_tokens = {limit} (the longest has "
+        f"{longest}); raise it"
+    )
+
+
+def _check_questions_show(prompts: Sequence[Prompt]) -> None:
+    """Raises UserError where a chat template makes the same prompt of different questions."""
+    if len({prompt.text for prompt in prompts}) == 1 < len(prompts):
         raise UserError(
             "the tokenizer's chat template writes the same text for every question, without the "
             "question; set data.template"
         )
-    return prompts, PromptCounts(len(source), len(prompts), dropped, truncated, longest, left_out)
 
 
 def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -186,6 +190,15 @@ def _field(row: dict[str, Any], key: str, where: str, setting: str) -> Any:
             f"{where}: there is no field {key!r}; set {setting} to one of {', '.join(row)}"
         )
     return row[key]
+
+
+def _question(row: dict[str, Any], key: str, where: str) -> str:
+    question = _field(row, key, where, "data.fields.question")
+    if not isinstance(question, str):
+        raise UserError(f"{where}: {key} must be text, not {type(question).__name__}")
+    if question and not question.strip():
+        raise UserError(f"{where}: {key} is blank")
+    return question
 
 
 def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
