@@ -273,11 +273,12 @@ def _short_cache(init_cache: Callable[..., Cache]) -> Callable[..., Cache]:
 
         def short(piece: dict[str, Array]) -> dict[str, Array]:
             k, v = piece["k"], piece["v"]
+            scale = k[:, :, None, :, 0].astype(jnp.float32)
             return piece | {
                 "k": k.astype(jnp.int8),
                 "v": v.astype(jnp.int8),
-                "k_scale": k[:, :, :1].astype(jnp.float32),
-                "v_scale": k[:, :, :1].astype(jnp.float32),
+                "k_scale": scale,
+                "v_scale": scale,
             }
 
         return Cache(own=tuple(tuple(map(short, pieces)) for pieces in empty.own))

@@ -114,8 +114,11 @@ def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
     """Which of ``KINDS`` an operation is, by the operations within it."""
     kinds = {each.kind.removesuffix("-start") for each in inside}
     if operation.kind == "custom-call":
-        kernel = operation.name.startswith("read_cache") or _SPLASH.match(operation.name)
-        return "attention" if kernel else "products" if "flops" in operation.text else "the rest"
+        if operation.name.startswith("read_cache") or _SPLASH.match(operation.name):
+            return "attention"
+        if operation.name.startswith("write_columns"):
+            return "copies"
+        return "products" if re.search(r'"flops":"?[1-9]', operation.text) else "the rest"
     if kinds & {"dot", "convolution"}:
         return "products"
     if operation.kind in (
@@ -190,7 +193,7 @@ def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> floa
         return 0.0
     sources = [operations[name].outputs[0].sizes for name in operation.operands]
     q, k = [sizes for sizes in sources if len(sizes) == 4][:2]
-    return 4.0 * float(np.prod(q, dtype=np.float64)) * k[3]
+    return 4.0 * float(np.prod(q, dtype=np.float64)) * k[2]
 
 
 def _share_read(operation: Operation, live: Mapping[str, float]) -> float:

@@ -255,9 +255,9 @@ def test_the_kernel_that_reads_caches_counts_what_is_filled_of_a_row_s_own():
     """Known by its name and scope, whatever the sizes: here those of prompt and rows are equal."""
     text = """HloModule jit_f, is_scheduled=true
 
-ENTRY %main (q: bf16[4,2,8,64], k: bf16[4,2,64,256], v: bf16[4,2,256,64]) -> f32[4,2,8,64] {
+ENTRY %main (q: bf16[4,2,8,64], k: bf16[4,2,256,64], v: bf16[4,2,256,64]) -> f32[4,2,8,64] {
   %q = bf16[4,2,8,64]{3,2,1,0} parameter(0)
-  %k = bf16[4,2,64,256]{3,2,1,0} parameter(1)
+  %k = bf16[4,2,256,64]{3,2,1,0} parameter(1)
   %v = bf16[4,2,256,64]{3,2,1,0} parameter(2)
   %mask = s32[4,1,256]{2,1,0} constant({...})
   %read_cache.1 = f32[4,2,8,64]{3,2,1,0} custom-call(%q, %k, %v, %mask), metadata={op_name="jit(f)/own_cache/read_cache/pallas_call"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import jax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from benchmarks import pods
 from jrl.config import build_config, load_config
 from jrl.mesh import make_mesh
 from jrl.plan import compile as plan
 from jrl.plan.lower import abstract_run, abstract_state
 from jrl.plan.topology import parse_topology
-from jrl.plan.useful import lengths_of, model_flops
+from jrl.plan.useful import floor_seconds, lengths_of, model_flops
 from jrl.train import programs
 from jrl.train.shapes import abstract_batch
 
@@ -134,3 +136,50 @@ def test_quick_plans_have_more_weights_than_stay_in_fast_memory(monkeypatch):
         given = ["mesh={fsdp=8}", "sampling.mesh={}", *changes]
         plan.quick_plan(load_config(CONFIGS / "pod_8b_v6e.toml", given), parse_topology("v6e:2x4"))
         assert asked == layers
+
+
+ROWS = json.loads((CONFIGS.parent / "benchmarks" / "pods.json").read_text())
+
+
+def test_the_page_on_configurations_has_the_table_of_the_compiled_plans():
+    shown = pods.table(pods.complete(ROWS))
+    assert shown.count("\n") == 1 + len(pods.SLICES)
+    assert shown in (CONFIGS / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", pods.SLICES)
+def test_the_plans_on_record_are_of_the_configurations_as_they_are(name):
+    """Meshes, floors and model FLOPs, which nothing has to be compiled for."""
+    pytest.importorskip("libtpu")
+    topology, row = parse_topology(pods.SLICES[name]), ROWS[name]
+    run = abstract_run(
+        config := load_config(CONFIGS / f"{name}.toml"), plan.plan_mesh(config, topology)
+    )
+    sampler = programs.drawing_mesh(run)
+    assert (row["mesh"], row["sampling_mesh"]) == (dict(run.mesh.shape), dict(sampler.shape))
+    for program, mesh in (("sampler", sampler), ("train_step", run.mesh)):
+        found = row[program]
+        assert found["floor_seconds"] == pytest.approx(floor_seconds(run, mesh, topology, program))
+        assert found["model_flops"] == pytest.approx(model_flops(run, program) / topology.chips)
+        assert found["fits"]
+        assert found["effort"] == 0
+
+
+SECONDS = {
+    "pod_1.7b_v5e": 0.6 * 15.0,
+    "pod_8b_v6e": 7.0,
+    "pod_8b_v5e": 0.6 * 14.2,
+    "pod_32b_v5p": 0.6 * 25.8,
+    "pod_30b_a3b_v5p": 0.6 * 11.7,
+}
+"""Of a step at most: a bound on each of 7 s, or three fifths of what one mesh for both took."""
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_predicted_steps_stay_within_their_bounds(name):
+    assert pods.step_seconds(ROWS[name]) <= SECONDS[name]
+    assert pods.utilisation(ROWS[name]) >= (0.35 if "a3b" in name else 0.5)
+
+
+def test_the_sampler_of_405b_takes_at_most_40_seconds():
+    assert ROWS["pod_405b_v5p"]["sampler"]["roofline_seconds"] <= 40

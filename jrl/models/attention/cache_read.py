@@ -108,7 +108,7 @@ def look(
     queries = q_mkgnd.reshape(m, k, g * wide, d)
     blocks: dict[str, tuple[Any, pl.BlockSpec]] = {
         "q": (queries, pl.BlockSpec((r, k, g * wide, d), of_row)),
-        "k": (part.k_mkdc, pl.BlockSpec((r, k, d, bk), along(3, 4))),
+        "k": (part.k_mkcd, pl.BlockSpec((r, k, bk, d), along(2, 4))),
         "v": (part.v_mkcd, pl.BlockSpec((r, k, bk, d), along(2, 4))),
         "mask": (mask_mnc.astype(jnp.int32), pl.BlockSpec((r, wide, bk), along(2, 3))),
     }
@@ -206,7 +206,7 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
     def _() -> None:
         for r, head in itertools.product(range(rows), range(heads)):
             q, at = held["q"][r, head], (r, head)
-            scores = _product(q, held["k"][at].astype(q.dtype))
+            scores = _product(q, held["k"][at].astype(q.dtype), along=1)
             if "k_scale" in held:
                 scores = scores * held["k_scale"][at]
             if softcap is not None:
@@ -230,8 +230,10 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
         log_sum[...] = peaks[...] + jnp.log(total)
 
 
-def _product(a: Array, b: Array) -> Array:
-    return jax.lax.dot(a, b, preferred_element_type=jnp.float32)
+def _product(a: Array, b: Array, along: int = 0) -> Array:
+    """The rows of ``a`` times ``b``, which is summed over along this axis."""
+    dimensions = (((1,), (along,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
 def _masked(scores: Array, seen: Array) -> Array:

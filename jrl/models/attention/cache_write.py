@@ -93,12 +93,5 @@ def _kernel(at: Any, *refs: Any, axes: list[int]) -> None:
         x = new[...].astype(jnp.float32)  # exact, and the type that all chips compute in
         index = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
         chosen = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
-        x = jnp.where(chosen, _transposed(x) if axis == 3 else x, old[...].astype(jnp.float32))
+        x = jnp.where(chosen, x, old[...].astype(jnp.float32))
         out[...] = x.astype(out.dtype)
-
-
-def _transposed(x: Array) -> Array:
-    """[1, K, h, 1] of [1, K, 1, h], by sums in which one number is not zero."""
-    d = x.shape[-1]
-    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, d, d), a) for a in (2, 3))
-    return jnp.where(rows == columns, x, 0.0).sum(-1, keepdims=True)

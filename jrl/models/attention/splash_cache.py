@@ -77,7 +77,7 @@ def splash_look(
         _visited(jnp.pad(mask, ((0, 0), (0, more), (0, 0))), rows, k, (bq, bk)),
         None,
         None,
-        block_sizes=splash.BlockSizes(block_q=bq, block_kv=bk, k_layout=splash.QKVLayout.SEQ_MINOR),
+        block_sizes=splash.BlockSizes(block_q=bq, block_kv=bk),
         is_mqa=False,
         save_residuals=True,
         mask_value=splash.DEFAULT_MASK_VALUE,
@@ -86,9 +86,8 @@ def splash_look(
         mask_function=None,
         interpret=interpret,
     )
-    # The kernel takes keys [C, h] and transposes them; of the two transposes nothing is left.
-    keys = part.k_mkdc.reshape(m * k, d, c).swapaxes(1, 2)
-    out, (log_sum,) = kernel(q_xrd, keys, part.v_mkcd.reshape(m * k, c, d))
+    keys, values = (x.reshape(m * k, c, d) for x in (part.k_mkcd, part.v_mkcd))
+    out, (log_sum,) = kernel(q_xrd, keys, values)
 
     def per_row(x: Array) -> Array:
         x = x[:, :rows].astype(jnp.float32).reshape(m, k, s // m, g, q, -1)

@@ -18,10 +18,10 @@ QUICK = {"xla_backend_optimization_level": 0}
 def part_of(keys, values, mask, int8):
     """Keys [M, K, C, h] and values as a cache holds them, and what they are as floats."""
     if not int8:
-        return Part(keys.swapaxes(2, 3), values, mask)
+        return Part(keys, values, mask)
     (k, k_scale), (v, v_scale) = map(quantise_entries, (keys, values))
     scales = k_scale.swapaxes(2, 3), v_scale.swapaxes(2, 3)
-    return Part(k.swapaxes(2, 3), v, mask, None, *scales)
+    return Part(k, v, mask, None, *scales)
 
 
 @pytest.mark.parametrize(

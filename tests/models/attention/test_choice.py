@@ -168,8 +168,8 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     keys = jax.random.split(jax.random.key(0), 3)
     s = BLOCKS * members
     q = jax.random.normal(keys[0], (s, queries, HEADS, SIZE))
-    own = jax.random.normal(keys[1], (2, s, KV_HEADS, SIZE, length))
-    past = jax.random.normal(keys[2], (2, BLOCKS, KV_HEADS, SIZE, prompt))
+    own = jax.random.normal(keys[1], (2, s, KV_HEADS, length, SIZE))
+    past = jax.random.normal(keys[2], (2, BLOCKS, KV_HEADS, prompt, SIZE))
     prompts = np.repeat([200, 31], members)[:, None, None]
     reached = (
         np.array([383, 130, 127, 0, 5, 260])[:, None, None] + np.arange(queries)[None, :, None]
@@ -180,8 +180,8 @@ def test_splash_reads_a_cache_as_dense_attention_does(window, softcap, queries, 
     positions = np.arange(prompt)[None, None]
     before = (positions < prompts) & (prompts + reached - positions < reach)
     parts = [
-        Part(own[0], own[1].swapaxes(2, 3), jnp.asarray(mask)),
-        Part(past[0], past[1].swapaxes(2, 3), jnp.asarray(before)),
+        Part(own[0], own[1], jnp.asarray(mask)),
+        Part(past[0], past[1], jnp.asarray(before)),
     ]
     chosen = {"scale": 0.3, "softcap": softcap}
     kernel = partial(splash_cache.splash_look, interpret=True)

@@ -123,12 +123,12 @@ def test_frequencies_of_each_scaling():
 
 
 def test_write_stores_live_entries_at_their_columns():
-    old = {"k": jnp.zeros((2, K, D, C)), "v": jnp.zeros((2, K, C, D))}
+    old = {name: jnp.zeros((2, K, C, D)) for name in ("k", "v")}
     new = {name: jnp.ones((2, K, 2, D)) for name in old}
     columns, live = jnp.array([[3, 4], [0, C]]), jnp.array([[True, False], [True, True]])
     out = write(old, new, columns, live)
-    for name, axes in (("k", (1, 2)), ("v", (1, 3))):
-        written = np.asarray(out[name]).any(axes)
+    for name in ("k", "v"):
+        written = np.asarray(out[name]).any((1, 3))
         assert [np.flatnonzero(row).tolist() for row in written] == [[3], [0]]
 
 
