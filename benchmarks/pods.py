@@ -57,7 +57,8 @@ def plan(name: str, program: str) -> dict[str, Any]:
     found = quick_plan(config, parse_topology(SLICES[name]), placement=program)
     given = as_json(found)
     kept = ("mesh", "sampling_mesh", "parameters", "tokens_per_step", "chips", "chip")
-    return {key: given[key] for key in kept} | given["programs"]
+    row = {key: given[key] for key in kept} | {"int8": list(config.sampling.int8)}
+    return row | given["programs"]
 
 
 # ---------------------------------------------------------------- tables
@@ -90,10 +91,9 @@ def step_seconds(row: Mapping[str, Any]) -> float:
     return float(sum(row[p]["roofline_seconds"] for p in ("resharding", "sampler", "train_step")))
 
 
-def mesh(sizes: Mapping[str, int], config: str) -> str:
+def mesh(sizes: Mapping[str, int]) -> str:
     """A mesh in words."""
-    said = " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
-    return said + (", weights in 8 bits" if "405b" in config and "data" in said else "")
+    return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1)
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
@@ -111,8 +111,9 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         drawn, trained = gib_of(row)
         room = row["chip"]["hbm_bytes"] / GIB
-        cells = [f"`{name}.toml`", SLICES[name], mesh(row["mesh"], "")]
-        cells += [mesh(row["sampling_mesh"], name), *times, f"{100 * utilisation(row):.0f} %"]
+        cells = [f"`{name}.toml`", SLICES[name], mesh(row["mesh"])]
+        short = "".join(f", {what} in 8 bits" for what in row["int8"])
+        cells += [mesh(row["sampling_mesh"]) + short, *times, f"{100 * utilisation(row):.0f} %"]
         cells += [f"{step_seconds(row):.1f}", str(BEFORE.get(name, "-"))]
         cells += [f"{drawn:.1f} and {trained:.1f} of {room:.0f}"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -165,7 +166,8 @@ read there (mostly weights), other copies, the rest (element by element), and wh
 loop the compute units, the memory and the network work at the same time, so that the columns add
 up to more than the time. "Of its floor" is the time of the work that cannot be avoided: model
 FLOPs at peak, for a sampler also weights and the filled part of the cache read once for every
-token. "HBM bytes over those needed" is the sampler's memory traffic over that reading.
+token. "HBM bytes over those needed" is the sampler's memory traffic over that reading; below 1, a part of the weights stays in the
+chip's fast memory from token to token.
 
 {breakdown}
 """
