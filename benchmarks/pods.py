@@ -166,8 +166,9 @@ read there (mostly weights), other copies, the rest (element by element), and wh
 loop the compute units, the memory and the network work at the same time, so that the columns add
 up to more than the time. "Of its floor" is the time of the work that cannot be avoided: model
 FLOPs at peak, for a sampler also weights and the filled part of the cache read once for every
-token. "HBM bytes over those needed" is the sampler's memory traffic over that reading; below 1, a part of the weights stays in the
-chip's fast memory from token to token.
+token. "HBM bytes over those needed" is the sampler's memory traffic over that reading; below 1, a
+part of the weights stays in the chip's fast memory from token to token. Attention is counted with
+all its blocks; with `context` a device computes also those that the causal mask hides.
 
 {breakdown}
 """
