@@ -253,11 +253,13 @@ def _bytes_moved(
         assert called is not None
         return _fusion_bytes(program, program.computations[called[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
-        # A kernel that reports its traffic. Of a grouped product all matrices are read, [E, D, F],
-        # and of the rows, [M, D], those that it visits.
+        # A kernel that reports its traffic, of which what lies in the fast memory is no part. Of a
+        # grouped product all matrices are read, [E, D, F], and of the rows, [M, D], those that it
+        # visits.
         arrays = [a for s in sources for a in s.outputs[:1]] + list(operation.outputs)
-        rows = sum(a.bytes for a in arrays if len(a.sizes) == 2)
-        return float(reported[1]) - rows * (1 - 1 / _one_of(operation))
+        visited = 1 / _one_of(operation)
+        moved = [a.bytes * a.main * (visited if len(a.sizes) == 2 else 1.0) for a in arrays]
+        return max(float(reported[1]) - sum(a.bytes for a in arrays) + sum(moved), 0.0)
     arrays = [a for s in sources for a in s.outputs[:1] if a.main]
     reads = [a.bytes for a in arrays]
     if operation.kind == "custom-call" and (share := _share_read(operation, live)) < 1:

@@ -249,6 +249,9 @@ ENTRY %main (x: bf16[64,16], w: bf16[2,16,32]) -> f32[64,32] {
     weights, rows = 2 * 16 * 32 * 2, 64 * 16 * 2 + 64 * 32 * 4
     assert totals(text)[:2] == (2 * 64 * 16 * 32 / 4, weights + rows / 4)
     assert totals(text.replace("one_of_4/", ""))[:2] == (2 * 64 * 16 * 32, weights + rows)
+    # matrices that were copied to the fast memory before are read there
+    near = text.replace("%w = bf16[2,16,32]{2,1,0} ", "%w = bf16[2,16,32]{2,1,0:S(1)} ")
+    assert totals(near)[1] == rows / 4
 
 
 def test_the_kernel_that_reads_caches_counts_what_is_filled_of_a_row_s_own():
