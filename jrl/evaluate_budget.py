@@ -156,7 +156,8 @@ def budget_run(
         paths = [(i, ids_of(x.tree, leaf)) for i, x in enumerate(tried) for leaf in x.tree.leaves()]
         counts = np.bincount([i for i, _ in paths], minlength=len(prompts))
         hits = np.bincount([i for i, _ in paths], right(paths), minlength=len(prompts))
-        found = [play(plan_within(name, completions, most)) for name in SEARCHES]
+        plans = [plan_within(name, completions, most) for name in SEARCHES]
+        found = [play(plan, seed=run.config.seed) for plan in plans]
         finds = [right([(i, x.tokens) for i, x in enumerate(each)]) for each in found]
     costs = [[x.cost.tokens for x in each] for each in found]
     bins = difficulties(hits / np.maximum(counts, 1))

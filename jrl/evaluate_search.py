@@ -77,7 +77,7 @@ def search_run(
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         most = longest_completion(run)
-        found = searched(run, params, prompts, plan, step_tokens=step_tokens)
+        found = searched(run, params, prompts, plan, step_tokens=step_tokens, seed=run.config.seed)
         taken = [each.tokens for each in found]
         right = points_of(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
         rows = None if folder is None else _rows(run, problems, prompts, found, most)
@@ -124,7 +124,7 @@ def searched(
     plan: SearchPlan,
     *,
     step_tokens: int,
-    seed: int | None = None,
+    seed: int,
 ) -> list[Found]:
     """What a search finds for each prompt, by the policy's own likelihood.
 
@@ -134,7 +134,7 @@ def searched(
       prompts: at least one.
       plan: how to search.
       step_tokens: the most tokens of a step. In text a step ends with a line, too.
-      seed: of the draws; None for the run's.
+      seed: of the draws.
     """
     most = longest_completion(run)
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -156,7 +156,7 @@ def searched(
         step_tokens=size,
         max_tokens=most,
         stop_strings=("\n",) if run.task is None else (),
-        seed=run.config.seed if seed is None else seed,
+        seed=seed,
         temperature=run.config.eval.temperature or 1.0,
     )
 
