@@ -26,14 +26,14 @@ from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.serving.engine import Engine
-from jrl.serving.search import Found, named_search, search
+from jrl.serving.search import Found, SearchPlan, named_search, search
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
 from jrl.train.objective import max_new_tokens
-from jrl.types import Array, Prompt, stream
+from jrl.types import Array, Params, Prompt, stream
 
 _SLOTS = 32
 
@@ -70,46 +70,16 @@ def search_run(
         directory that cannot be written to.
     """
     folder = None if out is None else _folder(out)
-    run = build.setup(config, trains=False)
-    if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
-        raise UserError("--search: episodes in an environment are not searched; leave it out")
     plan = named_search(name, width, rounds=rounds)
-    longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
-    check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if run.task is not None:
-        check_problems(run, "eval.problems", config.eval.problems)
+    run = searched_run(config, width)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         split = "eval" if folder is None else "train"
-        problems, prompts = _problems(run, key, split)
-        most = run.config.sampling.max_new_tokens
-        most = run.task.completion_tokens if isinstance(run.task, Task) else most
-        longest = max(len(prompt.tokens) for prompt in prompts)
-        size = most if plan.whole else min(step_tokens, most)
-        engine = Engine(
-            run.network,
-            params,
-            slots=max(_SLOTS, width),
-            prompt_tokens=longest
-            if plan.whole
-            else min(longest + most, run.network.max_length - size),
-            max_new_tokens=size,
-            stop_tokens=run.tokenizer.stop_ids,
-            tokenizer=None if run.task else run.tokenizer,  # steps of a text end with a line
-        )
-        found = search(
-            engine,
-            [prompt.tokens.tolist() for prompt in prompts],
-            plan,
-            end_tokens=run.tokenizer.stop_ids,
-            step_tokens=size,
-            max_tokens=most,
-            stop_strings=("\n",) if run.task is None else (),
-            seed=run.config.seed,
-            temperature=run.config.eval.temperature or 1.0,
-        )
+        problems, prompts = problems_of(run, key, split)
+        most = longest_completion(run)
+        found = searched(run, params, prompts, plan, step_tokens=step_tokens, seed=run.config.seed)
         taken = [each.tokens for each in found]
-        right = _points(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
+        right = points_of(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
         rows = None if folder is None else _rows(run, problems, prompts, found, most)
     low, high = wilson(float(right.sum()), len(right))
     costs = np.array([[*each.cost, each.read_tokens] for each in found], float).mean(0)
@@ -125,6 +95,72 @@ def search_run(
     }
 
 
+def searched_run(config: Config, width: int) -> Run:
+    """The run of a configuration, where its problems can be searched this wide.
+
+    Raises:
+      UserError: episodes of environments, or searches that do not fit.
+    """
+    run = build.setup(config, trains=False)
+    if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
+        raise UserError("--search: episodes in an environment are not searched; leave it out")
+    longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
+    check_slots("--width", max(_SLOTS, width), longest, run.model)
+    if run.task is not None:
+        check_problems(run, "eval.problems", config.eval.problems)
+    return run
+
+
+def longest_completion(run: Run) -> int:
+    """T: the most tokens of a completion."""
+    task = run.task
+    return task.completion_tokens if isinstance(task, Task) else run.config.sampling.max_new_tokens
+
+
+def searched(
+    run: Run,
+    params: Params,
+    prompts: Sequence[Prompt],
+    plan: SearchPlan,
+    *,
+    step_tokens: int,
+    seed: int,
+) -> list[Found]:
+    """What a search finds for each prompt, by the policy's own likelihood.
+
+    Args:
+      run: from ``searched_run``.
+      params: the policy's.
+      prompts: at least one.
+      plan: how to search.
+      step_tokens: the most tokens of a step. In text a step ends with a line, too.
+      seed: of the draws.
+    """
+    most = longest_completion(run)
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    size = most if plan.whole else min(step_tokens, most)
+    engine = Engine(
+        run.network,
+        params,
+        slots=max(_SLOTS, plan.width),
+        prompt_tokens=longest if plan.whole else min(longest + most, run.network.max_length - size),
+        max_new_tokens=size,
+        stop_tokens=run.tokenizer.stop_ids,
+        tokenizer=None if run.task else run.tokenizer,  # steps of a text end with a line
+    )
+    return search(
+        engine,
+        [prompt.tokens.tolist() for prompt in prompts],
+        plan,
+        end_tokens=run.tokenizer.stop_ids,
+        step_tokens=size,
+        max_tokens=most,
+        stop_strings=("\n",) if run.task is None else (),
+        seed=seed,
+        temperature=run.config.eval.temperature or 1.0,
+    )
+
+
 def _folder(out: str) -> Path:
     """The directory, made where it is missing."""
     folder = Path(out)
@@ -135,7 +171,7 @@ def _folder(out: str) -> Path:
     return folder
 
 
-def _problems(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
+def problems_of(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
     """The first problems of a split, and their prompts."""
     count = run.config.eval.problems
     if not isinstance(run.task, Task):
@@ -153,7 +189,7 @@ def _problems(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
     ]
 
 
-def _points(
+def points_of(
     run: Run,
     problems: Any,
     prompts: list[Prompt],
@@ -207,9 +243,9 @@ def _rows(
     leaves = [(i, leaf) for i, each in enumerate(found) for leaf in each.tree.leaves()]
     if not leaves:
         return []
-    paths = [_path(found[i].tree, leaf) for i, leaf in leaves]
+    paths = [ids_of(found[i].tree, leaf) for i, leaf in leaves]
     whose = np.array([i for i, _ in leaves])
-    right = _points(run, problems, prompts, whose, paths, most) >= 1
+    right = points_of(run, problems, prompts, whose, paths, most) >= 1
     points: list[dict[int, float]] = [{} for _ in found]
     for (i, leaf), is_right in zip(leaves, right.tolist(), strict=True):
         points[i][leaf] = float(is_right)
@@ -219,7 +255,7 @@ def _rows(
     ]
 
 
-def _path(tree: Tree, leaf: int) -> np.ndarray:
+def ids_of(tree: Tree, leaf: int) -> np.ndarray:
     """[t] int32, the ids on the way to a leaf."""
     steps = [tree.nodes[i].step for i in tree.path(leaf)]
     return np.concatenate([step.content for step in steps if step is not None])

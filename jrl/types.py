@@ -279,7 +279,7 @@ class TrainState(struct.PyTreeNode):
     key: Array
 
 
-STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker")
+STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay")
 """What random numbers are drawn for; each use has a stream of keys of its own."""
 
 

@@ -5,6 +5,8 @@ are run with --dry-run, and Python is executed, here or in tests/test_readme.py.
 ``test_docs_commands`` runs the commands of ``jrl``, with the files that a page shows.
 """
 
+import itertools
+import json
 import pathlib
 import re
 import shlex
@@ -58,7 +60,8 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
     "docs/recipes.md": {
         "from jrl.envs.tree import Step, Tree": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
-        )
+        ),
+        "# experience.py": "test_docs_blocks::test_the_agent_of_the_recipes_learns_from_its_notes",
     },
     "docs/environments.md": {
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs"
@@ -256,11 +259,47 @@ def test_the_other_way_to_write_a_module_trains(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("page", "count"), [("concepts.md", 2), ("recipes.md", 1)])
 def test_what_a_block_prints_is_what_it_says(page, count, capsys):
-    ((_, code),) = fenced(ROOT / "docs" / page)
+    (code,) = (code for _, code in fenced(ROOT / "docs" / page) if "\nprint(" in code)
     exec(compile(code, page, "exec"), {})
     said = [line.rpartition("# ")[2] for line in code.splitlines() if line.startswith("print(")]
     assert capsys.readouterr().out.splitlines() == said
     assert len(said) == count
+
+
+def test_the_agent_of_the_recipes_learns_from_its_notes():
+    """A model that is right now and then, and always once it has noted why."""
+    codes = [code for _, code in fenced(ROOT / "docs" / "recipes.md")]
+    (code,) = (code for code in codes if code.startswith("# experience.py"))
+    made = {}
+    exec(compile(code, "experience.py", "exec"), made)
+    asked, tries = [], itertools.count()
+
+    def speak(messages):
+        text = messages[0]["content"]
+        asked.append(text.split()[0])
+        if text.startswith("Say in"):
+            return "It carries." if "42" in text else "It forgets to carry."
+        if text.startswith("Attempts"):
+            assert "Attempt of 1 points:\nIt carries." in text
+            assert "Attempt of 0 points:\nIt forgets to carry." in text
+            return 'Carry: [{"do": "add", "text": "Carry the one."}]'
+        return "42" if "Carry the one." in text or next(tries) % 2 else "32"
+
+    def judge(attempt, answer):
+        return float(attempt == answer)
+
+    problems = [("What is 14 + 28?", "42")]
+    assert made["learn"](speak, problems, judge, group=4, epochs=3) == {0: "Carry the one."}
+    # Four attempts, their summaries and one edit; then groups that say nothing.
+    assert asked == ["What"] * 4 + ["Say"] * 4 + ["Attempts"] + ["What"] * 8
+    edited = made["edited"]
+    notes = {0: "a", 2: "b"}
+    edits = [{"do": "modify", "id": 0, "text": "c"}, {"do": "delete", "id": 2}]
+    assert edited(notes, json.dumps(edits)) == {0: "c"}
+    assert edited(notes, json.dumps([{"do": "add", "text": "d"}])) == {**notes, 3: "d"}
+    for nonsense in ("no list", "[1]", '[{"do": "add"}]', "[] and ["):
+        assert edited(notes, nonsense) == notes
+    assert notes == {0: "a", 2: "b"}
 
 
 def test_the_environment_of_the_guide_is_one():

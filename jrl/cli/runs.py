@@ -103,9 +103,15 @@ def evaluate(
     target: Target,
     overrides: Overrides = None,
     search: Annotated[
-        str | None, typer.Option(help="Search for answers: best_of_n, beam, dvts or mcts.")
+        str | None,
+        typer.Option(help="Search for answers: best_of_n, beam, dvts, mcts or compute_optimal."),
     ] = None,
-    width: Annotated[int, typer.Option(help="Width of the search.", min=1)] = 4,
+    width: Annotated[
+        int,
+        typer.Option(
+            help="Width of the search; of compute_optimal the budget, completions.", min=1
+        ),
+    ] = 4,
     step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
     out: Annotated[
         str | None,
@@ -117,6 +123,7 @@ def evaluate(
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
 
     With --search also what the search took of each problem: steps, tokens drawn, tokens read again;
+    compute_optimal plays all searches within one budget and chooses among them by difficulty;
     with --out the trees' siblings.jsonl and paths.jsonl are for data.pairs (docs/recipes.md).
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
@@ -125,6 +132,20 @@ def evaluate(
     """
     chosen = read(target, overrides)
     prepare_jax()
+    if search == "compute_optimal":
+        from jrl.evaluate_budget import budget_run
+
+        if out is not None:
+            raise UserError(
+                f"--out {out}: --search compute_optimal leaves no rows; name one search, or leave "
+                "--out out"
+            )
+
+        result = budget_run(
+            chosen, completions=width, step_tokens=step_tokens, checkpoint=checkpoint
+        )
+        print_result("evaluation", result, as_json)
+        return
     if search is not None:
         from jrl.evaluate_search import search_run
 

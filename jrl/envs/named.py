@@ -24,6 +24,7 @@ from jrl.envs.gymnasium import from_gymnasium
 from jrl.envs.host import HostEnv, Limits, Reply
 from jrl.envs.mcp_tools import McpServer
 from jrl.envs.parsers import get_parser
+from jrl.envs.shipped import answer_f1, last_answer
 from jrl.envs.tools import tool_env
 from jrl.errors import UserError
 from jrl.own import load
@@ -31,7 +32,7 @@ from jrl.rewards.base import Sample
 from jrl.rewards.exact import exact_reward
 from jrl.types import NOTHING, Prompt
 
-EXACT = "exact"
+EXACT, F1 = "exact", "f1"
 
 
 def mcp(
@@ -53,7 +54,8 @@ def mcp(
 
     Args:
       server: its address, or the command that starts it, a list.
-      reward: of the last turn: "exact" for the answer's number or text (``rewards.exact``), or
+      reward: of the last turn: "exact" for the answer's number or text (``rewards.exact``), "f1"
+        for the words of what stands after the last "Answer:" (``shipped.answer_f1``), or
         ``FILE.py:function`` from (prompt, text) to points.
       names: of the tools, as the server has them; [] for all.
       pass_variables: names of environment variables that the command gets.
@@ -102,7 +104,7 @@ def guided(
     Args:
       url: of the endpoint's base, such as "http://localhost:8000/v1".
       model: as the endpoint calls it.
-      reward: of that model's answers: "exact", or ``FILE.py:function`` from (prompt, text).
+      reward: of that model's answers: "exact", "f1", or ``FILE.py:function`` from (prompt, text).
       turns: of the policy.
       system: what the policy is told to do, or None.
       hint: how question and guidance become the other model's first message.
@@ -157,7 +159,7 @@ def pair(*, reward: str = EXACT) -> HostEnv:
     """``players.pair_env``: the policy as pioneer and observer.
 
     Args:
-      reward: of each answer: "exact", or ``FILE.py:function`` from (prompt, text) to points.
+      reward: of each answer: "exact", "f1", or ``FILE.py:function`` from (prompt, text) to points.
     """
     return players.pair_env(_judge(reward, "data.reward"))
 
@@ -214,7 +216,8 @@ def zero_search(
       url: of the endpoint's base.
       model: as the endpoint calls it.
       steps: training steps of the run, ``train.steps``.
-      reward: of the last turn: "exact", or ``FILE.py:function`` from (prompt, text) to points.
+      reward: of the last turn: "exact", "f1" as in the paper, or ``FILE.py:function`` from (prompt,
+        text) to points.
       parser: of the policy's family, by name.
       start: chance of noise at first, and in evaluations.
       end: chance of noise in the end.
@@ -276,6 +279,8 @@ def last_integer(text: str) -> int | None:
 
 def _judge(name: str, key: str) -> Callable[[Prompt, str], Any]:
     """(prompt, text) -> points, by name."""
+    if name == F1:
+        return lambda prompt, text: answer_f1(last_answer(text), str(prompt.answer))
     if name != EXACT:
         return load(name, key)
 

@@ -256,15 +256,16 @@ def consultation_env(
     """A doctor questions a patient, and gives a diagnosis before the turns are used up.
 
     The environment of "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System
-    for Multi-Turn Clinical Dialogue" (arXiv:2505.19630), which trains with ``grpo``. A turn is
-    "Question: ..." or "Diagnosis: ..."; it is worth
+    for Multi-Turn Clinical Dialogue" (arXiv:2505.19630), for the method
+    ``doctoragent_rl``. A turn is "Question: ..." or "Diagnosis: ..."; it is worth
 
         1 for a question that the patient can answer, -1 for one that it cannot
         -2 for a question asked before, -2 for a turn that is neither, -5 for the last turn
         without a diagnosis, and for a diagnosis what the examiner says, 0 to 10
 
-    An episode may take a number of turns drawn from the group's seed, which the doctor is told.
-    A diagnosis worth half the points or more is a success.
+    An episode may take a number of turns drawn from the group's seed, which the doctor is told at
+    the start, and after each turn how many are used up. A diagnosis worth half the points or more
+    is a success.
 
     Args:
       patient: answers as "assistant"; ``UNKNOWN`` where it cannot tell. It is told the case in a
@@ -286,10 +287,12 @@ def consultation_env(
             return case, Feedback((), points, True, points >= 5)
         if reply.turn + 1 >= case.turns:
             return case, Feedback((), -5.0, True)
+        used = f"Turn {reply.turn + 1} of {case.turns}."
         if kind.lower() != "question" or not said:
-            return case, Feedback([_user("Write Question: ... or Diagnosis: ...")], -2.0)
+            told = f"Write Question: ... or Diagnosis: ...\n{used}"
+            return case, Feedback([_user(told)], -2.0)
         if said.lower() in case.asked:
-            return case, Feedback([_user("You have asked that.")], -2.0)
+            return case, Feedback([_user(f"You have asked that.\n{used}")], -2.0)
         system = {"role": "system", "content": str(case.prompt.answer)}
         messages = (*case.messages, _user(said))
         answer = await _said(patient, [system, *messages])
@@ -297,7 +300,8 @@ def consultation_env(
             messages=(*messages, {"role": "assistant", "content": answer}),
             asked=case.asked | {said.lower()},
         )
-        return case, Feedback([_user(answer)], -1.0 if answer.strip() == UNKNOWN else 1.0)
+        points = -1.0 if answer.strip() == UNKNOWN else 1.0
+        return case, Feedback([_user(f"{answer}\n{used}")], points)
 
     if not 1 <= least <= most:
         raise UserError(f"turns = {turns}; give the least, at least 1, and the most")
@@ -340,8 +344,8 @@ def zero_search_env(
 ) -> HostEnv:
     """Questions with a search that another model plays, at first well and later worse.
 
-    ZeroSearch's environment (see ``noise_chance``), for any policy gradient: the paper trains with
-    ``reinforce_plus_plus``, ``grpo`` and ``ppo``. Whether a result is useful or noise is drawn from
+    ZeroSearch's environment (see ``noise_chance``), for any policy gradient, such as
+    ``zerosearch``. Whether a result is useful or noise is drawn from
     the group's seed, so that members of a group that ask alike are answered alike.
 
     Args:

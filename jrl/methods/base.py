@@ -1,9 +1,10 @@
-"""What a published method is: at most six seams filled, the rest left at defaults that do nothing.
+"""What a published method is: at most seven seams filled, the rest at defaults that do nothing.
 
     prompts    which problems a step uses
     draw       how a group's samples are drawn, and what beside them
     rewards    an edit of the reward parts
     groups     which groups are trained on, and whether others are drawn in their place
+    replay     which completions are kept, and where they are trained on again
     objective  advantage, surrogate, aggregate, regularizers
     schedule   how often a batch is gone through
 
@@ -87,6 +88,52 @@ def refill(min_std: float = 1e-6, max_rounds: int = 10) -> GroupEditor:
     return GroupEditor(keep, refill=True, max_rounds=max_rounds)
 
 
+class Replay(NamedTuple):
+    """Which completions a run keeps by prompt, and where one of them is trained on again.
+
+    It takes a member's place with all that was recorded of it: tokens, log-probabilities of the
+    policy that drew it, versions and points. The training loop keeps them, and saves them with its
+    checkpoints.
+
+    Attributes:
+      keep: (points [N, G] float, members [N, G] bool) -> [N, G] bool, completions to keep. Points
+        are those of the reward part that says what is right, or the score where none does.
+      replace: the same -> [N, G] bool, members whose place a kept completion takes, where one of
+        that prompt is there.
+      each: completions kept of one prompt, the newest.
+      prompts: prompts of which any are kept; the one that was added to longest ago goes first.
+    """
+
+    keep: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    replace: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    each: int
+    prompts: int
+
+
+def replay_successes(above: float, each: int, prompts: int) -> Replay:
+    """Keeps successes; one of them takes the first member's place in a group without any.
+
+    Args:
+      above: points; a completion with more is a success. A NaN is none, and leaves its group alone.
+      each: as in ``Replay``.
+      prompts: as in ``Replay``.
+
+    >>> points, members = np.array([[0.0, 0.0], [0.0, 1.0]]), np.ones((2, 2), bool)
+    >>> rule = replay_successes(0.1, 8, 1024)
+    >>> rule.keep(points, members).tolist(), rule.replace(points, members).tolist()
+    ([[False, False], [False, True]], [[True, False], [False, False]])
+    """
+
+    def keep(points: np.ndarray, members: np.ndarray) -> np.ndarray:
+        return members & (points > above)
+
+    def replace(points: np.ndarray, members: np.ndarray) -> np.ndarray:
+        failed = (~members | (points <= above)).all(axis=1, keepdims=True)
+        return failed & (np.arange(points.shape[1]) == 0)
+
+    return Replay(keep, replace, each, prompts)
+
+
 class Schedule(NamedTuple):
     """How a batch is used.
 
@@ -125,6 +172,7 @@ class Method(NamedTuple):
       rewards: (rewards [N, G, R] float32 points, rollout) -> rewards, before the batch is made.
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
+      replay: which completions are kept and trained on again; None for none.
       min_group: the least group size with which the advantage says anything.
       unsupported: what a run of the whole method still lacks, such as tool environments; "" when
         nothing. The objective trains all the same.
@@ -136,6 +184,7 @@ class Method(NamedTuple):
     rewards: Callable[[np.ndarray, Rollout], np.ndarray] = same_rewards
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
+    replay: Replay | None = None
     min_group: int = 1
     unsupported: str = ""
 
@@ -175,7 +224,7 @@ class Method(NamedTuple):
     @property
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
-        names = ("prompts", "draw", "rewards", "groups", "schedule")
+        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay")
         defaults = self._field_defaults
         fields = self._asdict()
         return ("objective", *(name for name in names if fields[name] != defaults[name]))

@@ -29,7 +29,7 @@ from jrl.methods.domains import (
     Tokens,
     is_zero,
 )
-from jrl.objectives import aggregates, normalizers, transforms
+from jrl.objectives import aggregates, normalizers, regularizers, transforms
 from jrl.objectives.corrections import named_correction
 from jrl.objectives.ratios import clip, ratio_loss, token
 from jrl.types import Rollout
@@ -229,3 +229,51 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
         )
 
     return base.with_(rewards=ordered)
+
+
+@variant(grpo, kl_coef=0.001)
+def zerosearch(base: Method) -> Method:
+    """GRPO of answers found with a search that another model plays, and plays worse and worse.
+
+    "ZeroSearch: Incentivize the Search Capability of LLMs without Searching" (arXiv:2505.04588): a
+    result is useful or noise, the latter at step i of m with the chance
+
+        p_i = p_s + (b^(i/m) - 1) / (b - 1) (p_e - p_s),   b = 4
+
+    and A_i = (r_i - mean(r)) / std(r) of the answers' F1 goes with
+
+        loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
+                                             - beta k3_t]
+
+    over drawn tokens: documents are read and not trained on. ``envs.named.zero_search`` is the
+    search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``), groups of 5
+    and p from 0 to 0.5 are the released scripts'; the paper trains as well with
+    ``reinforce_plus_plus`` and ``ppo`` in the same environment. Departures: a mean over the batch's
+    tokens, where the code takes that of each microbatch.
+    """
+    return base.with_(aggregate=aggregates.token_mean)
+
+
+@variant(grpo, clip_high=0.28)
+def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
+    """GRPO of whole consultations, each worth what its turns were paid, with an entropy bonus.
+
+    "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System for Multi-Turn
+    Clinical Dialogue" (arXiv:2505.19630). A doctor asks a patient, another model, and a turn earns
+
+        r_k = 1 for a question that is answered, -1 for one that the patient cannot answer,
+              -2 for one asked before or a turn of no known form, -5 for running out of turns,
+              0 to 10 for a diagnosis with its recommendation
+        R_i = sum of r_k over the turns of episode i,   A_i = (R_i - mean(R)) / std(R)
+        loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.28) A_i)
+                                             + c H_t]
+
+    over drawn tokens, H_t the policy's entropy. ``envs.named.consultation`` is the environment; it
+    draws each group's number of turns, 2 to 10, and tells the doctor. c (``entropy_coef``), the
+    bounds, groups of 8 and no divergence from a reference are the released script's, which begins
+    with supervised training. Departures: a mean over the batch's tokens, where the code takes that
+    of each microbatch; the code clips twice, at 3 (``dual_clip``), and draws a number of turns for
+    each episode, where here the members of a group share one, as they are compared.
+    """
+    bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
+    return base.with_(aggregate=aggregates.token_mean).plus(*bonus)

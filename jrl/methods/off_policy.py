@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jrl.methods.actor_critic import CORRECTION
-from jrl.methods.base import CENTRED, Draw, Method, Schedule
+from jrl.methods.base import CENTRED, Draw, Method, Schedule, replay_successes
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -195,6 +195,36 @@ def red(
 
 
 # ---------------------------------------------------------------- replay
+
+
+@variant(grpo, clip_high=0.3)
+def arpo_replay(
+    base: Method, above: NonNegative = 0.1, each: Count = 8, kept_prompts: Count = 1024
+) -> Method:
+    """GRPO that puts an earlier success in the place of one member where all members failed.
+
+    "ARPO:End-to-End Policy Optimization for GUI Agents with Experience Replay" (arXiv:2505.16282).
+    (``arpo`` is another paper's.) For a group in which nobody succeeded, and of whose prompt some
+    success s is kept, s takes the place of the first member before
+
+        A_i = (r_i - mean(r)) / std(r)
+        loss = -1/G sum_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.3) A_i)
+
+    so that the group says something. A completion is a success with more than ``above`` points of
+    the reward part that says what is right: "success" in episodes. Of each prompt the newest
+    ``each`` are kept and one is drawn at random, as in the released code; its successes and those
+    of the step itself are not mixed. There is no divergence from a reference. Runs need prompts
+    that come again, hence ``data.train``, alone or with an environment on the host whose problem is
+    the prompt's: a success is replayed where the group opens with the same tokens. About 40 bytes
+    a token are kept of ``each`` completions of at most ``kept_prompts`` prompts.
+
+    Departures: rho is to the policy that drew the success; the released code scores it anew, so
+    that its ratio begins at 1. That code takes a group for failed at a mean below 0.2 with a
+    deviation below 0.05, adds half a point for well-formed actions (a reward part of the
+    environment here), and clips twice, at 3 (``dual_clip``). The paper's choice of tasks, those
+    that the first policy solves at least once, is a choice of ``data.train``.
+    """
+    return base.with_(replay=replay_successes(above, each, kept_prompts))
 
 
 def base_share(step: Array) -> Array:

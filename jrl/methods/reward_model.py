@@ -200,6 +200,29 @@ def step_squares() -> Surrogate:
 
 
 @variant(prm)
+def meds3(base: Method) -> Method:
+    """A process reward model on the steps of a search tree, with chances of success as labels.
+
+    The reward model of "MedS^3: Towards Medical Small Language Models with Self-Evolved Slow
+    Thinking" (arXiv:2501.12051). A tree is grown by
+
+        argmax over children of v + 2 sqrt(ln N(parent) / N),   those never visited first
+
+    (``envs.tree.uct``), finished paths left alone, v_k being the share of right endings behind step
+    k. Paths that end rightly train the policy (``sft``), and all paths this model, on both sides:
+
+        loss = - mean over steps of [ v_k log sigmoid(V_k) + (1 - v_k) log sigmoid(-V_k) ]
+
+    which is the loss of ``prm`` with soft labels: "step_values" of the rows that
+    ``envs.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by the
+    model. Departures: V is the value head's number, where the paper's head has two classes, whose
+    difference it is; ``jrl eval --search mcts --out`` goes by ``envs.tree.puct`` and the policy's
+    likelihood, in Python ``serving.search.search`` takes the selection of the paper.
+    """
+    return base
+
+
+@variant(prm)
 def rest_mcts(base: Method) -> Method:
     """A value model of partial solutions: how far along the right way each step is.
 

@@ -47,6 +47,7 @@ class SearchPlan(NamedTuple):
       rounds: at most.
       whole: whether a step is a whole completion.
       backup: of points.
+      tokens: drawn for a prompt, after which no more nodes are expanded; 0 for any number.
     """
 
     select: Select
@@ -54,6 +55,7 @@ class SearchPlan(NamedTuple):
     rounds: int
     whole: bool = False
     backup: Backup = mean_backup
+    tokens: int = 0
 
 
 class Found(NamedTuple):
@@ -181,7 +183,9 @@ def search(
             found[place][update.member] = step
         return [[step for step in steps if step is not None] for steps in found]
 
-    costs = grow_all(trees, plan.select, expand, plan.backup, rounds=plan.rounds)
+    costs = grow_all(
+        trees, plan.select, expand, plan.backup, rounds=plan.rounds, tokens=plan.tokens
+    )
     return [
         Found(*_best(tree), tree, cost, tokens)
         for tree, cost, tokens in zip(trees, costs, read, strict=True)

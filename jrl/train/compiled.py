@@ -80,7 +80,7 @@ def make_iteration(
     Raises:
       UserError: the method draws groups anew until they are good, which takes a host.
     """
-    if on_host := {"prompts", "rewards", "groups"} & set(method.seams):
+    if on_host := {"prompts", "rewards", "groups", "replay"} & set(method.seams):
         raise UserError(
             f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
             "between the two programs; set train.mode to 'host'"

@@ -34,14 +34,16 @@ from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
-from jrl.train.collect import Groups, collect
+from jrl.train.collect import Groups, GroupSource, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.lacks import with_others
 from jrl.train.objective import sampler_differs
+from jrl.train.packing import Packer
 from jrl.train.pairs import judged_source
 from jrl.train.pins import pinned
 from jrl.train.records import RunRecords, all_heard
+from jrl.train.replay import recall_of
 from jrl.train.resharding import freed_after
 from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
 from jrl.train.sampler_difference import difference_text
@@ -345,17 +347,14 @@ def _batch_source(
         return
     program = programs.train_sampler(run)
     draw = programs.group_source(run, pool, program)
+    if run.method.replay is not None:
+        recall = recall_of(run, run.method.replay, draw, notes.get("replay"))
+        gather = recall.around(_gather(run, recall.draw, packer))
+        collect_and_free = freed_after(gather, program)
+        yield BatchSource(collect_and_free, lambda: packing() | recall.notes())
+        return
     if run.rollout_mesh is None:
-        gather = partial(
-            collect,
-            draw=draw,
-            prompts=run.config.train.prompts,
-            weights=np.array(list(run.rewards.weights.values()), np.float32),
-            method=run.method,
-            mesh=run.mesh,
-            pack=packer,
-        )
-        yield BatchSource(freed_after(gather, program), packing)
+        yield BatchSource(freed_after(_gather(run, draw, packer), program), packing)
         return
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:
@@ -371,6 +370,19 @@ def _batch_source(
             return kept | ({"packing": before} if before else packing())
 
         yield BatchSource(ahead.collect, drawn_ahead, ahead.drawn, ahead.forget)
+
+
+def _gather(run: Run, draw: GroupSource, packer: Packer | None) -> Collect:
+    """``collect`` for a run whose groups are drawn when they are asked for."""
+    return partial(
+        collect,
+        draw=draw,
+        prompts=run.config.train.prompts,
+        weights=np.array(list(run.rewards.weights.values()), np.float32),
+        method=run.method,
+        mesh=run.mesh,
+        pack=packer,
+    )
 
 
 def _host_loop(

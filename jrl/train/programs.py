@@ -35,6 +35,7 @@ from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
+from jrl.train.replay import check_replay
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -72,6 +73,7 @@ def check_trainable(run: Run) -> None:
         check_host(run)
     if config.recorded is not None:
         check_recorded(run.method, config.method)
+    check_replay(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)

@@ -253,6 +253,22 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
     assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
 
 
+def test_eval_under_a_budget(replace, run_dir):
+    def budget_run(config, *, completions, step_tokens, checkpoint):
+        assert (completions, step_tokens, checkpoint) == (16, 8, None)
+        return {"step": 1, "accuracy": 0.5, "beam/accuracy": 0.25}
+
+    replace("jrl.evaluate_budget", budget_run=budget_run)
+    asked = ("eval", run_dir, "--search", "compute_optimal", "--width", 16, "--step-tokens", 8)
+    result = jrl(*asked, "--json")
+    assert json.loads(result.stdout)["beam/accuracy"] == 0.25
+    result = jrl(*asked, "--out", "rows")
+    assert result.exit_code != 0
+    assert (
+        "--search compute_optimal leaves no rows; name one search, or leave --out" in result.stderr
+    )
+
+
 def test_sample_prints_prompts_completions_and_rewards(replace):
     def sample_run(config, *, prompts, count, checkpoint):
         assert (prompts, count, checkpoint) == (["2+2?", "3+3?"], 4, None)

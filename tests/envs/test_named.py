@@ -128,6 +128,8 @@ def test_a_simulated_search(place):
     assert found.messages[0]["content"] == "It is 42."
     assert "useless" in place[2][-1][0]["messages"][0]["content"]
     assert ended.reward == 1.0
+    _, (_, ended) = play(made(text + '\nreward = "f1"', place), call, "Answer: the number 42.")
+    assert ended.reward == pytest.approx(2 / 3)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed")

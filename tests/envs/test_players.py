@@ -176,12 +176,33 @@ def test_a_consultation_pays_turn_by_turn():
     opening, *feedbacks = talk(env, said, prompt)
     assert "You have 6 turns." in opening[0]["content"]
     assert [f.reward[0] for f in feedbacks] == [1.0, -1.0, -2.0, -2.0, 8.0]
+    told = [f.messages[0]["content"] for f in feedbacks[:-1]]
+    assert told[0] == "Yes, a fever.\nTurn 1 of 6."
+    assert [text[-12:] for text in told] == [f"Turn {k} of 6." for k in (1, 2, 3, 4)]
     assert feedbacks[-1].done
     assert feedbacks[-1].success
     late = talk(consultation_env(patient, examiner, turns=(1, 1)), ["Question: fever?"], prompt)
     assert (late[-1].reward, late[-1].done) == ((-5.0,), True)
     with pytest.raises(UserError, match="turns = \\(3, 2\\)"):
         consultation_env(patient, examiner, turns=(3, 2))
+
+
+def test_the_turns_of_a_consultation_are_drawn_told_and_kept():
+    env = consultation_env(lambda messages: "Yes.", lambda prompt, said: 0.0)
+    least = {}
+    for seed in range(9):
+        state, opening = asyncio.run(env.init(PROMPT, seed))
+        told = int(opening[0]["content"].split("You have ")[1].split()[0])
+        turn, done = 0, False
+        while not done:
+            text = f"Question: {turn}?"
+            state, feedback = asyncio.run(
+                env.step(state, Reply(text, text, np.zeros(1), turn, False))
+            )
+            turn, done = turn + 1, feedback.done
+        assert (turn, feedback.reward) == (told, -5.0)
+        least[told] = seed
+    assert sorted(least) == list(range(2, 11))
 
 
 def test_a_simulated_search_misleads_more_and_more():

@@ -281,6 +281,7 @@ OTHERWISE = {
     "margin_ranking": ("margin", 1),
     "plackett_luce": ("loss", -1),
     "prm": ("loss", -1),
+    "meds3": ("loss", -1),
     "rest_mcts": ("loss", -1),
 }
 

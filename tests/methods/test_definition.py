@@ -181,6 +181,14 @@ def of_groups(groups):
     return kept, groups.refill, groups.max_rounds
 
 
+def of_replay(replay):
+    if replay is None:
+        return None
+    points, members = np.linspace(-1, 3, 80).reshape(40, 2), np.ones((40, 2), bool)
+    rules = [rule(points, members).tolist() for rule in (replay.keep, replay.replace)]
+    return rules, replay.each, replay.prompts
+
+
 def of_prompts(prompts):
     return [np.asarray(prompts(step, np.arange(4))).tolist() for step in range(5)]
 
@@ -198,6 +206,7 @@ def parts_of(method):
     objective = method.objective
     yield of_values, (method.draw, method.schedule, method.min_group, method.unsupported)
     yield of_groups, method.groups
+    yield of_replay, method.replay
     yield of_prompts, method.prompts
     yield of_rewards, method.rewards
     yield of_aggregate, objective.aggregate

@@ -112,6 +112,17 @@ def dr_grpo_loss(d, lp, frozen, max_tokens=7):
     return total / max(len(sequences(d)), 1) / max_tokens
 
 
+def token_mean_loss(d, lp, high=0.2, kl_coef=0.0, entropy_coef=0.0):
+    a, total, count = standard_score(d), 0.0, 0
+    for n, i, tokens in sequences(d):
+        for t in tokens:
+            total += clipped_loss(ratio_at(d, lp, (n, i, t)), a[n, i], high=high)
+            delta = d.ref_logprobs[n, i, t] - lp[n, i, t]
+            total += kl_coef * (np.exp(delta) - delta - 1) - entropy_coef * d.entropy[n, i, t]
+            count += 1
+    return total / max(count, 1)
+
+
 def dapo_loss(d, lp, frozen, limit=4, buffer=3, scale=0.5):
     shaped = d.rewards.copy()
     for n, i in np.ndindex(shaped.shape):
@@ -240,6 +251,12 @@ CASES = {
     "grpo without far sequences": (grpo_off_policy_loss, "grpo", {"off_policy_limit": 0.1}),
     "bnpo": (bnpo_loss, "bnpo", {}),
     "gdpo": (gdpo_loss, "gdpo", {}),
+    "zerosearch": (lambda d, lp, f: token_mean_loss(d, lp, kl_coef=0.001), "zerosearch", {}),
+    "doctoragent_rl": (
+        lambda d, lp, f: token_mean_loss(d, lp, high=0.28, entropy_coef=0.1),
+        "doctoragent_rl",
+        {"entropy_coef": 0.1},
+    ),
     "dr_grpo": (dr_grpo_loss, "dr_grpo", {"max_tokens": 7}),
     "dapo": (
         dapo_loss,

@@ -7,6 +7,8 @@ from harness import check, members_of, ragged, run, tokens_of
 from preferences import best_and_worst, eligible, softplus
 from steps import episodes
 
+from jrl.envs.tree import Step, Tree
+from jrl.envs.tree_rows import rows_of_tree
 from jrl.methods import get_method
 from jrl.methods.reward_model import quality_values
 
@@ -89,6 +91,31 @@ def labelled(d, rng):
 
 def test_prm_judges_the_end_of_each_step():
     check(get_method("prm"), process, wrt=("values",), ids=("step",), prepare=labelled)
+
+
+def test_meds3_learns_how_often_a_step_of_a_tree_ends_well():
+    """Two steps below the root, of whose paths 2 of 3 and 0 of 1 are right; labels by counting."""
+    tree = Tree()
+    good, bad = tree.add(0, Step([5])), tree.add(0, Step([6]))
+    ends = [tree.add(good, Step([token], done=True)) for token in (7, 8, 9)]
+    points = {**dict(zip(ends, (1.0, 0.0, 1.0), strict=True)), tree.add(bad, Step([1])): 0.0}
+    (paths,) = rows_of_tree(tree, [2], points).paths
+    labels = {
+        tuple(ids): values
+        for ids, values in zip(paths["responses"], paths["step_values"], strict=True)
+    }
+    assert labels == {
+        (5, 7): [pytest.approx(2 / 3), 1.0],
+        (5, 8): [pytest.approx(2 / 3), 0.0],
+        (5, 9): [pytest.approx(2 / 3), 1.0],
+        (6, 1): [0.0, 0.0],
+    }
+
+    def soft(d, rng):
+        labelled(d, rng)
+        d.step_labels = rng.choice([0.0, 1 / 3, 2 / 3, 1.0], d.step_labels.shape)
+
+    check(get_method("meds3"), process, wrt=("values",), ids=("step",), prepare=soft)
 
 
 def test_with_one_step_prm_is_an_outcome_reward_model():

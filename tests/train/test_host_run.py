@@ -32,6 +32,7 @@ CHAT = (
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 OWN = '''
+import zlib
 from pathlib import Path
 
 from jrl.envs.calculator import calculator_tool
@@ -52,6 +53,19 @@ def talk(turns, points=1.0):
         return prompt, Feedback(again, points * letters, reply.turn == turns - 1, letters > 2)
 
     return HostEnv(init, step, limits=Limits(turns=turns, turn_tokens=5))
+
+
+def lucky():
+    """An episode of one turn, well ended by chance: one text of six."""
+
+    def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        won = float(zlib.crc32(reply.tokens.tobytes()) % 6 == 0)
+        return prompt, Feedback((), won, True, bool(won))
+
+    return HostEnv(init, step, limits=Limits(turns=1, turn_tokens=5))
 
 
 def sums():
@@ -167,13 +181,19 @@ def test_a_run_of_many_turns(place, tmp_path):
     assert threading.active_count() <= threads + 1
 
 
+REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
+
+
 @pytest.mark.slow
-def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("env", "more"), [("talk", ("data.turns=2",)), ("lucky", REPLAYED)], ids=["talk", "replay"]
+)
+def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, more):
     """Four steps at once, and as many with a signal after the second."""
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    more = ("data.turns=2", "data.eval=", "train.steps=4", "optimizer.schedule=constant")
-    train(settings(place, tmp_path / "whole", "talk", *more), echo=lambda line: None)
-    broken = settings(place, tmp_path / "broken", "talk", *more)
+    more = (*more, "data.eval=", "train.steps=4", "optimizer.schedule=constant")
+    train(settings(place, tmp_path / "whole", env, *more), echo=lambda line: None)
+    broken = settings(place, tmp_path / "broken", env, *more)
     with monkeypatch.context() as patch:
         step = loop.Progress.step
 
@@ -194,6 +214,8 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch):
     assert mine == theirs
     assert [r["step"] for r in mine] == [1, 2, 3, 4]
     assert len({r["loss"] for r in mine}) == 4
+    if env == "lucky":  # what was kept before the signal is trained on after it
+        assert sum(r["replayed"] for r in mine[2:]) > 0
 
 
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):

@@ -356,6 +356,23 @@ def test_dapo_draws_prompts_until_the_batch_is_full(place, quick):
         assert first["member"] < last["member"]
 
 
+@pytest.mark.slow
+def test_an_earlier_success_stands_in_a_group_that_failed(place, quick, tmp_path):
+    write_rows(tmp_path / "few.jsonl", rows(0, 4))
+    _, records, samples = quick(
+        *("method=arpo_replay", "objective={}", "sampling.group=2", "train.steps=8"),
+        *(f"data.train={json.dumps(str(tmp_path / 'few.jsonl'))}", "log.samples_every=1"),
+        f"rewards={{{reward(place, 'coin')}={{}}}}",
+    )
+    assert finite(records, "replayed")
+    assert sum(r["replayed"] for r in records) > 0
+    (part,) = (name for name in records[0] if name.startswith("reward/"))
+    for record in records:  # of 4 * 2 members trained on, one success more for each replay
+        more = 8 * (record[part] - record["reward"])
+        assert more == pytest.approx(record["replayed"])
+    assert len({s["prompt"] for s in samples}) == 4
+
+
 def test_ppo_trains_a_value_head(quick):
     config, records, _ = quick("method=ppo", "objective={}")
     assert finite(records, "value_loss")
