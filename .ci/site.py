@@ -34,6 +34,8 @@ PAGES = {
     "configs.md": "configs/README.md",
     "pods.md": "tpu_scripts/README.md",
     "benchmarks.md": "benchmarks/README.md",
+    "plans.md": "benchmarks/pods.md",
+    "weak_scaling.md": "benchmarks/weak_scaling.md",
 }
 FURTHER = {
     "jrl.methods": ("find_method", "variant"),
@@ -64,6 +66,8 @@ NAV = [
     {"Python reference": "api.md"},
     {"Beside other libraries": "comparison.md"},
     {"Benchmarks": "benchmarks.md"},
+    {"Plans of the pods": "plans.md"},
+    {"Weak scaling on paper": "weak_scaling.md"},
 ]
 
 
@@ -73,8 +77,9 @@ def write_pages(target: pathlib.Path) -> None:
     for name, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         (target / name).write_text(relinked(text, source), encoding="utf-8")
-    for picture in (ROOT / "docs").glob("*.png"):
-        shutil.copy(picture, target / picture.name)
+    for folder in ("docs", "benchmarks"):
+        for picture in (ROOT / folder).glob("*.png"):
+            shutil.copy(picture, target / picture.name)
     (target / "methods.md").write_text(methods_page(), encoding="utf-8")
     (target / "keys.md").write_text(keys_page(), encoding="utf-8")
     (target / "api.md").write_text(api_page(), encoding="utf-8")
@@ -126,7 +131,7 @@ def methods_page() -> str:
 
 def keys_page() -> str:
     """Every configuration key."""
-    from jrl.config_io import describe
+    from jrl.config import describe
 
     lines = ["# Configuration keys", "", "| key | type | default | meaning |"]
     lines.append("| --- | --- | --- | --- |")
