@@ -53,9 +53,20 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             f"sampling.max_new_tokens = {sampling.max_new_tokens} is not read with {task.kind} ="
             f" {task.name!r}, which sets its own limit; remove it"
         )
-    if config.episodes and (config.placement is not None or config.replays_routing):
-        key = "[placement]" if config.placement is not None else "objective.router_replay"
-        yield f"{key} does not go with episodes of data.train in data.env; remove it"
+    if config.episodes and config.replays_routing:
+        yield (
+            "objective.router_replay does not go with episodes of data.train in data.env; remove it"
+        )
+    if train.mode == "in_flight" and not config.episodes:
+        yield (
+            "train.mode = 'in_flight' is read by episodes of data.train in data.env alone, whose"
+            " tokens are drawn a chunk at a time; set it to 'host'"
+        )
+    if train.mode == "in_flight" and not (config.placement and config.placement.staleness):
+        yield (
+            "train.mode = 'in_flight' needs a rollout during training steps; set"
+            " placement.staleness to 1 or more"
+        )
     files = config.data.model_fields_set & {"train", "pairs"}
     if train.mode == "compiled" and files:
         yield "train.mode = 'compiled' samples from data.task or data.env alone; set it to 'host'"

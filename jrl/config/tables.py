@@ -251,9 +251,12 @@ class TrainTable(Table):
     prompts: int = key(32, "prompts per step; completions are prompts times sampling.group", ge=1)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
     microbatches: int = key(1, "parts whose gradients are added up for one update", ge=1)
-    mode: Literal["host", "packed", "compiled"] = key(
+    mode: Literal["host", "in_flight", "packed", "compiled"] = key(
         "host",
-        "host: a step is two programs, with rewards in Python between them; packed: so too, with"
+        "host: a step is two programs, with rewards in Python between them; in_flight: so too, and"
+        " with [placement] episodes take newer weights between their tokens, as soon as a training"
+        " step has made them, so that a token's version depends on the time that things take;"
+        " packed: as host, with"
         " completions of unequal length packed into rows, at the cost of compiling about 16 shapes;"
         " compiled: the whole run of a procedural task or environment is one program",
     )

@@ -33,12 +33,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jrl.config.tables import PlacementTable
 from jrl.errors import UserError
 from jrl.integrity import checksum
 from jrl.mesh import AXES, replicated
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
+from jrl.train.host_play import Newer
 from jrl.train.packing import Packer
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
 from jrl.waits import waiting
@@ -60,6 +62,7 @@ class Ahead:
       assemble: groups -> (they, with what is to be kept of them, a batch on the training mesh).
       hand_over: moves the policy.
       staleness: s, steps between the policy that draws a batch and the one that it trains.
+      in_flight: whether a rollout under way is given the newest weights.
       cursor: prompts used so far.
       carried: the groups of the next s steps, when a run resumes.
     """
@@ -71,9 +74,11 @@ class Ahead:
         hand_over: Handover | AdapterHandover,
         *,
         staleness: int,
+        in_flight: bool = False,
         cursor: int = 0,
         carried: Sequence[StepGroups] = (),
     ) -> None:
+        self._in_flight = in_flight
         self._draw, self._assemble, self._hand_over = draw, assemble, hand_over
         self._staleness = staleness
         self._carried = list(carried)
@@ -81,6 +86,7 @@ class Ahead:
         self._pending: deque[Future[tuple[StepGroups, Batch]]] = deque()
         self._next = self._first = -1
         self._key: Any = None
+        self._newest: Weights | None = None  # written by the training loop, read by the thread
         self._given_up = False
         self._thread = ThreadPoolExecutor(1, "rollout")
 
@@ -110,6 +116,8 @@ class Ahead:
             self._pending.extend(self._thread.submit(self._again, d) for d in self._carried)
             self._next, self._first = step + len(self._carried), step
         weights = self._hand_over.send(policy, step)
+        if self._in_flight:
+            self._newest = weights
         while self._next <= step + self._staleness:
             self._pending.append(self._thread.submit(self._new, weights, self._next))
             self._next += 1
@@ -137,7 +145,10 @@ class Ahead:
         where = waiting("rollout", of=f"step {number + 1}")
         with where, jax.set_mesh(self._hand_over.rollout_mesh):
             params = self._hand_over.receive(weights, version)
-            drawn = self._draw(self._key, params, step=number, version=version, cursor=self._cursor)
+            given = {"newer": self._newer(version)} if self._in_flight else {}
+            drawn = self._draw(
+                self._key, params, step=number, version=version, cursor=self._cursor, **given
+            )
             counts = ages(drawn.groups, number, self._staleness)
             drawn, batch = self._assemble(drawn)
             jax.block_until_ready(batch)
@@ -145,6 +156,20 @@ class Ahead:
         counts["rollout_seconds"] = time.perf_counter() - began
         groups = drawn.groups._replace(counts=drawn.groups.counts | counts)
         return drawn._replace(groups=groups), batch
+
+    def _newer(self, version: int) -> Newer:
+        """For one rollout, which begins with that version."""
+        held = version
+
+        def newer() -> tuple[Params, int] | None:
+            nonlocal held
+            newest = self._newest
+            if newest is None or newest.version <= held:
+                return None
+            held = newest.version
+            return self._hand_over.receive(newest, held), held
+
+        return newer
 
     def drawn(self, seconds: float | None = None) -> list[StepGroups]:
         """The groups of the next steps, in their order, up to the first that could not be drawn.
@@ -175,6 +200,7 @@ class Ahead:
             job.cancel()
         wait(jobs)
         self._carried, self._next, self._cursor = [], -1, cursor
+        self._newest = None
 
     def __enter__(self) -> Ahead:
         """Returns itself."""
@@ -234,8 +260,12 @@ def draw_ahead(
     weights = np.array(list(run.rewards.weights.values()), np.float32)
     prompts = run.config.train.prompts
 
-    def groups(key: Array, params: Params, *, step: int, version: int, cursor: int) -> StepGroups:
-        stamped = partial(draw, version=np.int32(version))
+    placement = run.config.placement or PlacementTable()
+
+    def groups(
+        key: Array, params: Params, *, step: int, version: int, cursor: int, **given: Newer
+    ) -> StepGroups:
+        stamped = partial(draw, version=np.int32(version), **given)
         drawn = draw_groups(
             key,
             params,
@@ -261,7 +291,8 @@ def draw_ahead(
         groups,
         packed,
         AdapterHandover(split, where, *meshes) if split else Handover(where, *meshes),
-        staleness=run.config.placement.staleness if run.config.placement else 0,
+        staleness=placement.staleness,
+        in_flight=run.config.train.mode == "in_flight",
         cursor=cursor,
         carried=carried,
     )

@@ -10,11 +10,13 @@ import contextlib
 import logging
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jrl.config.secrets import reveal
 from jrl.envs.calls import Calls
@@ -23,13 +25,16 @@ from jrl.envs.configured import configured_env
 from jrl.envs.host import HostEnv, format_of, nothing_shared
 from jrl.envs.transcript import RowShape, Transcript, to_rollout
 from jrl.errors import UserError
+from jrl.mesh import replicated
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
-from jrl.train.host_play import Played, play_episodes
-from jrl.types import Prompt, stream
+from jrl.train.host_play import Newer, Played, keep_weights, play_episodes
+from jrl.train.placement import sampler_mesh
+from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
+from jrl.types import Params, Prompt, stream
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -57,6 +62,8 @@ class HostEpisodes:
       group: G.
       weights: reward part -> weight, of the environment's parts and "success".
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
+      resharding: where ``rows`` has a mesh of its own, that mesh and the program that makes the
+        weights there which ``rows`` reads; None where it has the mesh in use.
 
     Raises:
       UserError: a reward part that the environment does not have, or fewer episodes at once than
@@ -75,32 +82,59 @@ class HostEpisodes:
         group: int,
         weights: Mapping[str, float],
         sample: str = "sample",
+        resharding: tuple[Mesh, Callable[[Params], Any]] | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
-        self._weights = dict(weights)
+        self._weights, self._resharding = dict(weights), resharding
         self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
         self._calls: Calls | None = None
         self._seeds = jax.jit(_seeds, static_argnums=1)
 
-    def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
-        """See ``GroupSource``. A group with too few living members is played again, and counted."""
+    def draw(
+        self,
+        key: Any,
+        params: Any,
+        step: Any,
+        positions: Any,
+        version: Any = None,
+        newer: Newer = keep_weights,
+    ) -> Groups:
+        """See ``GroupSource``. A group with too few living members is played again, and counted.
+
+        ``newer`` is that of ``play_episodes``.
+        """
         if self._calls is None:
             self._calls = Calls()
             # What nobody closed ends with this object, or with Python.
             self._end = weakref.finalize(self, _close, self._calls, self._env)
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
         chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
-        self._rows.set_weights(params, int(step if version is None else version))
+        with contextlib.ExitStack() as stack:
+            if self._resharding is not None:
+                mesh, weights = self._resharding
+                stack.enter_context(jax.set_mesh(mesh))
+                params, key = weights(params), jax.device_put(key, replicated(mesh))
+            seeds = partial(self._seeds, key, self._sample, step, np.asarray(positions))
+            self._rows.set_weights(params, int(step if version is None else version))
+            del params  # where they are a copy they are freed with the rows
+            groups, counts = self._until_alive(chosen, seeds, newer)
+            self._rows.release()
+        _report(groups)
+        return self._as_groups(groups, chosen, counts)
+
+    def _until_alive(
+        self, chosen: Sequence[Prompt], seeds_of: Callable[[int], Any], newer: Newer
+    ) -> tuple[list[list[Transcript]], dict[str, float]]:
+        """Transcripts by group, and counts; ``seeds_of`` gives those of the n-th attempt."""
         groups: list[list[Transcript]] = [[] for _ in chosen]
         counts: dict[str, float] = {"groups_redrawn": 0.0}
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
-            raw = np.asarray(self._seeds(key, self._sample, step, np.asarray(positions), attempt))
-            seeds = [(int(hi) << 32) + int(lo) for hi, lo in raw]
-            played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo])
+            seeds = [(int(hi) << 32) + int(lo) for hi, lo in np.asarray(seeds_of(attempt))]
+            played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo], newer)
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
             counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
@@ -109,11 +143,9 @@ class HostEpisodes:
                 break
             redrawn = len(todo) * (attempt + 1 < _ROUNDS)
             counts["groups_redrawn"] += redrawn
-        self._rows.release()
-        _report(groups)
-        return self._as_groups(groups, chosen, counts)
+        return groups, counts
 
-    def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> Played:
+    def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int], newer: Newer) -> Played:
         assert self._calls is not None
         return play_episodes(
             self._rows,
@@ -124,6 +156,7 @@ class HostEpisodes:
             seeds,
             group=self._group,
             tokenizer=self._tokenizer,
+            newer=newer,
         )
 
     def _as_groups(
@@ -179,8 +212,6 @@ def check_host(run: Run) -> None:
         )
     if jax.process_count() > 1:
         raise UserError("data.env with data.train runs in one process; use one host")
-    if run.config.sampling.mesh:
-        raise UserError("sampling.mesh: episodes on the host use the mesh of training; remove it")
     env = _env(run)
     try:
         _check_parts(env, run.rewards.weights)
@@ -228,8 +259,12 @@ def host_source(
     """
     sampling, env = run.config.sampling, _env(run)
     evaluates = split == "eval"
+    mesh = sampler_mesh(run.config, run.mesh)
+    network = network_on(run, mesh)
+    network = network if evaluates else sampler_of(run, network)
+    resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
     rows = EpisodeRows(
-        run.network if evaluates else sampler_of(run),
+        network if mesh is None else drawn_from_prepared(network),
         slots=min(sampling.slots or _SLOTS, run.config.train.prompts * group),
         prompt_tokens=run.width,
         max_new_tokens=sampling.max_new_tokens,
@@ -252,6 +287,7 @@ def host_source(
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
         sample="eval" if evaluates else "sample",
+        resharding=resharding,
     )
 
 

@@ -53,6 +53,12 @@ class Played(NamedTuple):
 Newer = Callable[[], tuple[Params, int] | None]
 """() -> newer parameters and their version, or None to keep those in use."""
 
+
+def keep_weights() -> tuple[Params, int] | None:
+    """A ``Newer`` that has none."""
+    return None
+
+
 BY_TIMING = frozenset(
     {"slot_use", "idle_seconds", "parked", "dropped", "read_tokens", "reread_tokens"}
 )
@@ -69,7 +75,7 @@ def play_episodes(
     *,
     group: int,
     tokenizer: Tokenizer,
-    newer: Newer = lambda: None,
+    newer: Newer = keep_weights,
     choose: ChoosePlace = cheapest,
 ) -> Played:
     """``group`` episodes of each prompt.

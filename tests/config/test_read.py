@@ -193,7 +193,7 @@ def test_every_key_is_described_and_every_leaf_is_listed():
     assert all(key.text for key in keys.values())
     listed = {name for name in flatten(load_config(None)) if name not in ("rewards", "objective")}
     assert listed <= keys.keys()
-    assert keys["train.mode"].kind == "host | packed | compiled"
+    assert keys["train.mode"].kind == "host | in_flight | packed | compiled"
     assert keys["run.dir"].kind == "text"
 
 

@@ -1,5 +1,6 @@
 """`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -32,6 +33,7 @@ CHAT = (
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 OWN = '''
+import asyncio
 import zlib
 from pathlib import Path
 
@@ -66,6 +68,19 @@ def lucky():
         return prompt, Feedback((), won, True, bool(won))
 
     return HostEnv(init, step, limits=Limits(turns=1, turn_tokens=5))
+
+
+def gated():
+    """Asks a second time once there is a file "go", but for the first step's episodes."""
+    go, inner, began = Path(__file__).with_name("go"), talk(2), []
+
+    async def step(prompt, reply):
+        while began[-1] and not go.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3 * bool(began[-1]))  # until what follows the step has begun
+        return await inner.step(prompt, reply)
+
+    return inner._replace(step=step, begin=lambda step, split: began.append(step))
 
 
 def sums():
@@ -125,10 +140,11 @@ def place(tmp_path_factory):
         mlp_dim=16,
         max_length=256,
     )
-    params = transformer(shape).init(jax.random.key(0))
-    hf.save(root / "model", shape, params)
-    (root / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
-    (root / "model" / "tokenizer.json").write_bytes((root / "tokenizer.json").read_bytes())
+    for name, kv_heads in (("model", 1), ("wide", 2)):  # two can be divided over a tensor axis
+        sized = dataclasses.replace(shape, kv_heads=kv_heads)
+        hf.save(root / name, sized, transformer(sized).init(jax.random.key(0)))
+        (root / name / "tokenizer_config.json").write_text(json.dumps(settings))
+        (root / name / "tokenizer.json").write_bytes((root / "tokenizer.json").read_bytes())
     return root
 
 
@@ -179,6 +195,68 @@ def test_a_run_of_many_turns(place, tmp_path):
         assert [t["by"] for t in turns] == ["policy", "environment", "policy"]
         assert "Go on. <|end|>" in turns[1]["text"]  # a text from outside, and no control token
     assert threading.active_count() <= threads + 1
+
+
+APART = ("sampling.mesh.data=1", "data.turns=2", "data.eval=", "optimizer.learning_rate=0.01")
+
+
+def test_episodes_on_devices_of_their_own_are_the_synchronous_run(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    same, apart = tmp_path / "same", tmp_path / "apart"
+    train(settings(place, same, "talk", *APART[1:]), echo=lambda line: None)
+    train(settings(place, apart, "talk", *APART, "placement={}"), echo=lambda line: None)
+    left = CLOCKS | BY_TIMING | {"staleness", "staleness_max"}
+    mine, theirs = (
+        [{k: r[k] for k in r.keys() - left} for r in records_of(d)] for d in (same, apart)
+    )
+    assert mine == theirs
+    assert read_jsonl(same / "samples.jsonl") == read_jsonl(apart / "samples.jsonl")
+
+
+@pytest.mark.slow
+def test_the_sampler_of_episodes_may_have_a_mesh_of_its_own(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    more = (*APART[1:2], "mesh.fsdp=2", "eval.problems=2", "optimizer.learning_rate=0.01")
+    own = "sampling.mesh.data=1", "sampling.mesh.fsdp=1", "sampling.mesh.tensor=2"
+    tensor = "model.path=" + json.dumps(str(place / "wide"))
+    train(settings(place, tmp_path / "same", "talk", *more, tensor), echo=lambda line: None)
+    train(settings(place, tmp_path / "own", "talk", *more, tensor, *own), echo=lambda line: None)
+    said = [
+        [s["completion"] for s in read_jsonl(tmp_path / run / "samples.jsonl")]
+        for run in ("same", "own")
+    ]
+    assert said[0] == said[1]
+    for mine, theirs in zip(*(records_of(tmp_path / run) for run in ("same", "own")), strict=True):
+        names = {"loss", "reward", "kl", "entropy", "turns", "grad_norm"} & mine.keys()
+        assert {k: mine[k] for k in names} == pytest.approx({k: theirs[k] for k in names}, abs=2e-5)
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch, in_flight):
+    """The second batch's episodes wait between their turns for the first training step."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    go = place / "go"
+    go.unlink(missing_ok=True)
+    more = ("placement.staleness=1", "objective={correction='tis'}")
+    more += ("train.mode=in_flight",) if in_flight else ()
+    config = settings(place, tmp_path / "run", "gated", *APART[:1], *APART[2:], *more)
+    if not in_flight:
+        go.touch()
+    step = loop.Progress.step
+
+    def after(self, done, record):
+        step(self, done, record)
+        go.touch()
+
+    monkeypatch.setattr(loop.Progress, "step", after)
+    train(config, echo=lambda line: None)
+    first, second = records_of(tmp_path / "run")
+    assert (first["staleness"], first["staleness_max"], second["staleness_max"]) == (0, 0, 1)
+    if in_flight:
+        assert 0 < second["staleness"] < 1
+    else:
+        assert second["staleness"] == 1
+    assert second["correction_weight"] == pytest.approx(1, abs=0.5)
 
 
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
