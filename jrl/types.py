@@ -110,6 +110,10 @@ class Prompt:
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     solution: np.ndarray | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prompt:
+        """Itself: it never changes, and its ``meta`` may be of a kind that cannot be copied."""
+        return self
+
 
 class RoutingRecord(struct.PyTreeNode):
     """Which experts tokens were sent to, in each of the n sparse layers; -1 is not on record.
@@ -309,15 +313,20 @@ class Branching(NamedTuple):
     of which leaves a member that is there at one of the tokens that this one drew, and continues
     with draws of its own. See ``sampling.tree``.
 
+    Episodes on the host are left behind answers of their environment, as they are played, at turns
+    whose first tokens have greater numbers on average than those of the episode's first turn. See
+    ``train.host_branches``.
+
     Attributes:
       at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most
         uncertain distributions, "gap" those whose likeliest two tokens are the closest, "surprise"
         the least likely tokens, "even" the middle, then the quarters of what a member drew.
       roots: members drawn from the prompt; 0 for half of the group.
-      rounds: of branches.
+      rounds: of branches; not read in episodes.
       above: what the number of a token must exceed to be left there, in nats for "entropy" and
-        "surprise", in probability for "gap" (1 minus the difference). A member for which no such
-        token is left is drawn from the prompt.
+        "surprise", in probability for "gap" (1 minus the difference); in episodes by how much the
+        first turn's number must be exceeded. A member for which no such token is left is drawn from
+        the prompt.
     """
 
     at: str = "entropy"

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jrl.sampling.cache import pick, take
-from jrl.sampling.slots import Slots, extend
+from jrl.sampling.slots import Slots, extend, rewind
 from jrl.types import Array, Cache, Network
 
 
@@ -50,6 +50,27 @@ def extend_some(
 def pick_rows(slots: Slots, rows: Array) -> Slots:
     """The rows [m] of a state, each with its prefix; one that is not there is the nearest."""
     return pick(slots.replace(cache=None), rows).replace(cache=take(slots.cache, rows))
+
+
+def fork_row(
+    slots: Slots, row: Array, seed: Array, member: Array, length: Array, limit: Array
+) -> Slots:
+    """A copy of a row, as it was earlier, that continues as another member of its group.
+
+    Args:
+      slots: S rows, each with a prefix of its own or none.
+      row: [1] int32.
+      seed: [2] uint32, the raw key of the prompt.
+      member: [] int32, folded into it: the copy draws by the key that this member begins with.
+      length: [] int32, completion tokens that the copy keeps; at least 1, and fewer than there are.
+      limit: [] int32, the most completion tokens of the copy.
+
+    Returns:
+      A state of one row, for ``put_rows``. Nothing is computed again.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), member)
+    copy = pick_rows(slots, row).replace(keys=key[None], limits=limit[None])
+    return rewind(copy, length[None])
 
 
 def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) -> Slots:

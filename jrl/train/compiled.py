@@ -88,8 +88,8 @@ def make_iteration(
     if method.draw.tree is not None:
         if isinstance(task, Env):
             raise UserError(
-                "objective.tree: completions branch, and episodes in an environment do not; use a"
-                " task, or a method that draws members apart"
+                "objective.tree: completions branch, and episodes in an environment on the device"
+                " do not; use a task, or a method that draws members apart"
             )
         tree = check_branching(method.draw.tree, group, slots)
         method = method._replace(draw=method.draw._replace(tree=tree))

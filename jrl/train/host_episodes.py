@@ -28,6 +28,7 @@ from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
+from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Played, play_episodes
 from jrl.types import Prompt, stream
 
@@ -57,10 +58,12 @@ class HostEpisodes:
       group: G.
       weights: reward part -> weight, of the environment's parts and "success".
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
+      branches: how the members of a group branch off one another, with ``rows`` that measure what
+        it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
 
     Raises:
-      UserError: a reward part that the environment does not have, or fewer episodes at once than
-        members.
+      UserError: a reward part that the environment does not have, fewer episodes at once than
+        members, or branches where the environment's state cannot be copied.
     """
 
     def __init__(
@@ -75,9 +78,13 @@ class HostEpisodes:
         group: int,
         weights: Mapping[str, float],
         sample: str = "sample",
+        branches: EpisodeBranches | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
+        if branches is not None:
+            _check_fork(env)
+        self._branches = branches
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights = dict(weights)
@@ -124,6 +131,7 @@ class HostEpisodes:
             seeds,
             group=self._group,
             tokenizer=self._tokenizer,
+            branches=self._branches,
         )
 
     def _as_groups(
@@ -185,6 +193,8 @@ def check_host(run: Run) -> None:
     try:
         _check_parts(env, run.rewards.weights)
         _check_group(env, run.config.sampling.group)
+        if run.method.draw.tree is not None:
+            _check_fork(env)
         for note in format_of(env, run.tokenizer).notes:
             logging.getLogger("jrl").warning("data.env: %s", note)
     finally:
@@ -209,6 +219,16 @@ def _check_group(env: HostEnv, group: int) -> None:
         )
 
 
+def _check_fork(env: HostEnv) -> None:
+    """Raises UserError where no episode could branch."""
+    if env.fork is None:
+        raise UserError(
+            "objective.tree: episodes branch with a copy of the environment's state, and this"
+            " environment has none (HostEnv.fork is None: a process, a connection); use another"
+            " environment, or a method that draws members apart"
+        )
+
+
 def host_source(
     run: Run,
     prompts: Sequence[Prompt],
@@ -227,10 +247,14 @@ def host_source(
       temperature: None for the run's.
     """
     sampling, env = run.config.sampling, _env(run)
-    evaluates = split == "eval"
+    evaluates, tree = split == "eval", run.method.draw.tree
+    slots = min(sampling.slots or _SLOTS, run.config.train.prompts * group)
+    branches = None
+    if tree is not None and not evaluates:
+        branches = EpisodeBranches(tree, group, sampling.slots)
     rows = EpisodeRows(
         run.network if evaluates else sampler_of(run),
-        slots=min(sampling.slots or _SLOTS, run.config.train.prompts * group),
+        slots=slots,
         prompt_tokens=run.width,
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
@@ -241,6 +265,7 @@ def host_source(
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         },
+        measure=None if branches is None else branches.measure,
     )
     return HostEpisodes(
         env,
@@ -252,6 +277,7 @@ def host_source(
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
         sample="eval" if evaluates else "sample",
+        branches=branches,
     )
 
 

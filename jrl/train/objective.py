@@ -79,24 +79,35 @@ def _in_trees(
     if tree is None:
         return method
     named = f"objective.tree = {tree.at!r}"
+    if config.episodes is not None and tree.rounds > 1:
+        raise UserError(
+            f"objective.tree_rounds = {tree.rounds} is not read in episodes, which branch as they"
+            " are played; remove it"
+        )
     if tree.at == "even" and tree.above:
         raise UserError(f"objective.tree_above = {tree.above} is not read with {named}; remove it")
     if (reason := _without_trees(config, task, method)) is not None:
         raise UserError(f"{named}: {reason}")
     tree = check_branching(tree, config.sampling.group, config.sampling.slots)
-    method = method._replace(draw=method.draw._replace(tree=tree))
-    # A loss that compares whole completions has no advantages by token.
-    return method if method.objective.surrogate.over == "group" else method.after(over_branches())
+    return method._replace(draw=method.draw._replace(tree=tree)).after(over_branches())
 
 
 def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
     """Why a run's completions cannot branch off one another; None where they can."""
     if given := config.given_completions:
         return f"{given} holds the completions, and none is drawn; remove it"
-    if isinstance(task, Env) or config.episodes is not None:
-        return "completions branch, and episodes in an environment do not; use a task or data.train"
+    if isinstance(task, Env):
+        return (
+            "completions and episodes on the host branch, those in an environment on the device do"
+            " not; use a task, data.train, or data.env = FILE.py:function"
+        )
     if config.replays_routing:
         return "a branch has no record of its past's experts; set objective.router_replay to false"
+    if method.objective.surrogate.over == "group":
+        return (
+            f"method = {config.method!r} compares whole completions, and what members share is in"
+            " one of them alone; choose another method"
+        )
     draw = method.draw
     if draw.baseline_members or draw.demonstrations or not draw.own:
         return (
