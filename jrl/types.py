@@ -335,6 +335,29 @@ class Branching(NamedTuple):
     above: float = 0.0
 
 
+class Search(NamedTuple):
+    """How the search tree is grown whose leaves are the members of a group.
+
+    See ``train.tree_search``.
+
+    In a round a node of each tree is chosen, and ``width`` steps are drawn to follow it. A path
+    that ends is a leaf; its score is backed up to the nodes before it.
+
+    Attributes:
+      by: of ``envs.tree.SEARCHES``, how nodes are chosen and leaves backed up.
+      width: steps drawn from a node.
+      rounds: at most; a search ends before once it has found a leaf for each member.
+      tokens: the most of a step. In text a step ends with a line, too.
+      exploration: how much "uct" and "puct" count that a node was seldom visited.
+    """
+
+    by: str = "puct"
+    width: int = 4
+    rounds: int = 64
+    tokens: int = 64
+    exploration: float = 1.0
+
+
 class Statistic(NamedTuple):
     """A per-token statistic that a part of an objective brings along; the scoring pass computes it.
 

@@ -289,6 +289,38 @@ def constrained(least: float = 0.1) -> Backup:
     return backup
 
 
+# ---------------------------------------------------------------- by name
+
+
+class NamedSearch(NamedTuple):
+    """A way to search.
+
+    Attributes:
+      select: (exploration) -> nodes to expand.
+      backup: of leaves.
+      value: of a node as the backup left it, points.
+      explores: whether ``select`` reads its argument.
+    """
+
+    select: Callable[[float], Select]
+    backup: Backup
+    value: Callable[[Node], float]
+    explores: bool = False
+
+
+def _mean(node: Node) -> float:
+    return node.value
+
+
+SEARCHES: dict[str, NamedSearch] = {
+    "uct": NamedSearch(lambda c: descend(uct(c)), mean_backup, _mean, explores=True),
+    "puct": NamedSearch(lambda c: descend(puct(c)), mean_backup, _mean, explores=True),
+    "frontier": NamedSearch(lambda c: frontier(), constrained(), lambda node: node.total),
+    "best_first": NamedSearch(lambda c: best_first(), mean_backup, _mean),
+}
+"""``Search.by`` -> the search; "frontier" is DeepSearch's."""
+
+
 # ---------------------------------------------------------------- the search
 
 

@@ -20,7 +20,7 @@ from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.branches import branch_means, by_branch, over_branches, through
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Branching, Transform
+from jrl.types import Array, Batch, Branching, Search, Transform
 
 # ---------------------------------------------------------------- the tree of prefixes
 
@@ -272,16 +272,21 @@ def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Me
 
     then the loss of GRPO with a higher upper bound. A group is a tree, a member one of its leaves;
     nodes are ``ids["node"]``, their values the statistic "node_value" (points, as
-    ``envs.tree.constrained`` backs them up). Without it they are backed up from the rewards of the
-    group's members, which the paper has at 1 and -1, where these branch off one another
-    (``objective.tree``); where they were drawn apart a reward stands at all tokens. eps_q
-    (``width``) and q_max (``bound``) are 1 in the released code; the clip, the token mean and the
-    advantage without a deviation are those of its scripts, which also take DAPO's overlong penalty
-    out of the reward.
+    ``envs.tree.constrained`` backs them up). In each of at most 64 rounds the open node that
+    ``envs.tree.frontier`` wants most is followed by 8 steps of up to 256 tokens, until there is a
+    leaf for each member; ``objective.tree`` and its numbers change that. With "none" members are
+    drawn apart, and a reward stands at all tokens; where they branch off one another, values are
+    backed up from their own rewards. The paper's rewards are 1 and -1. eps_q (``width``) and q_max
+    (``bound``) are 1 in the released code; the clip, the token mean and the advantage without a
+    deviation are those of its scripts, which also take DAPO's overlong penalty out of the reward.
+    Departures: every round takes from the frontier, where the paper first descends by UCT among the
+    new steps to an end; all leaves are trained on, where the paper takes the wrong one of the least
+    entropy if none is right. A step that several leaves go through is trained once.
     """
     return base.with_(
         advantage=node_advantages(width, bound),
         aggregate=token_mean,
-        unsupported="a search that expands nodes by their parents' values: objective.tree makes"
-        " members branch by their tokens alone",
+        draw=Draw(search=Search("frontier", width=8, rounds=64, tokens=256)),
+        unsupported="its rounds: only problems that are mostly failed are searched, and solutions"
+        " found before are trained on without a search",
     )

@@ -236,12 +236,13 @@ class EpisodeRows:
           start: of the new row: its member is another one of the same prompt.
           length: tokens behind the prompt that the copy keeps, at least 1.
         """
+        return self.branch(self.park(row), start, length)
+
+    def branch(self, parked: Slots, start: RowStart, length: int | None = None) -> Slots:
+        """``fork`` of a row that is parked, and stays so; with None it keeps all that it has."""
         raw = np.array(divmod(start.seed, 2**32), np.uint32)
-        numbers = np.array([start.member, length, start.limit], np.int32)
-        fork = functools.partial(
-            self._fork, self._state.slots, np.array([row], np.int32), raw, *numbers
-        )
-        return self._timed(self.costs.leaving, None, 1, fork)
+        length = self.max_new_tokens if length is None else length
+        return self._fork(parked, raw, *np.array([start.member, length, start.limit], np.int32))
 
     def resume(self, row: int, parked: Slots) -> None:
         """Puts a parked row into a slot, whatever that held."""

@@ -85,6 +85,11 @@ def make_iteration(
             f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
             "between the two programs; set train.mode to 'host'"
         )
+    if method.draw.search is not None:
+        raise UserError(
+            "train.mode = 'compiled': objective.tree searches, which takes a host; set train.mode"
+            " to 'host', or objective.tree to 'none'"
+        )
     if method.draw.tree is not None:
         if isinstance(task, Env):
             raise UserError(

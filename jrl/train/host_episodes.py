@@ -30,7 +30,8 @@ from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
 from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Played, play_episodes
-from jrl.types import Prompt, stream
+from jrl.train.prompt_seeds import prompt_seeds
+from jrl.types import Prompt
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -90,7 +91,6 @@ class HostEpisodes:
         self._weights = dict(weights)
         self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
         self._calls: Calls | None = None
-        self._seeds = jax.jit(_seeds, static_argnums=1)
 
     def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
         """See ``GroupSource``. A group with too few living members is played again, and counted."""
@@ -105,8 +105,7 @@ class HostEpisodes:
         counts: dict[str, float] = {"groups_redrawn": 0.0}
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
-            raw = np.asarray(self._seeds(key, self._sample, step, np.asarray(positions), attempt))
-            seeds = [(int(hi) << 32) + int(lo) for hi, lo in raw]
+            seeds = prompt_seeds(key, self._sample, step, positions, attempt)
             played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
@@ -292,15 +291,6 @@ def _close(calls: Calls, env: HostEnv) -> None:
     with contextlib.suppress(Exception):  # a run that has ended well must not fail here
         calls.run(env.shutdown, env.limits.call_seconds)
     calls.close()
-
-
-def _seeds(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:
-    """[N, 2] uint32: the raw key of each prompt; at the first attempt that of ``generate``."""
-    root = stream(key, name, step)
-    again = jax.random.key_data(jax.random.fold_in(root, attempt))
-    raw = jax.numpy.where(attempt > 0, again, jax.random.key_data(root))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(raw), positions)
-    return jax.random.key_data(keys)
 
 
 def _report(groups: Sequence[Sequence[Transcript]]) -> None:
