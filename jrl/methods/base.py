@@ -24,6 +24,7 @@ from jrl.methods.domains import is_zero
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.types import (
     Aggregate,
+    Array,
     Branching,
     Objective,
     Regularizer,
@@ -45,6 +46,8 @@ class Draw(NamedTuple):
       own: False to draw nothing at all and train on the demonstrations alone (supervised methods).
       tree: how the group's samples branch off one another; None to draw them apart.
       search: how a tree is searched of which the group's samples are leaves; None for no search.
+      guide: (the value network's number) -> points of a path that has not ended, by which a search
+        goes, too; None to go by leaves alone.
     """
 
     baseline_members: int = 0
@@ -52,6 +55,7 @@ class Draw(NamedTuple):
     own: bool = True
     tree: Branching | None = None
     search: Search | None = None
+    guide: Callable[[Array], Array] | None = None
 
 
 def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:

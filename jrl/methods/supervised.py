@@ -247,15 +247,16 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
     members that go through a token, where these branch off one another (``objective.tree``), else
     the path's own outcome. The paper's search selects by ``envs.tree.puct``, and at inference takes
     the best of a step-level beam. beta is the paper's (0.0005 for Llama 3). Departures: every token
-    of a step is fitted, where the paper fits its end.
+    of a step is fitted, where the paper fits its end. A search in the run backs up V, as (1 + V) /
+    2, for steps with which no path ends, and the reward for others.
     """
     return base.with_(
-        draw=Draw(),
+        draw=Draw(guide=lambda number: (1 + jnp.tanh(number)) / 2),
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
-        unsupported="a search guided by the value head: objective.tree = 'puct' goes by the rewards"
-        " of leaves, that of jrl eval by likelihood",
+        unsupported="a beam ranked by the value head at inference: that of jrl eval goes by"
+        " likelihood",
     )
 
 

@@ -69,7 +69,7 @@ def _in_trees(
     Raises:
       UserError: a tree that no run of this kind grows, or that does not fit.
     """
-    draw = _asked_draw(method.draw, common)
+    draw = _asked_draw(config, method.draw, common)
     method = method._replace(draw=draw)
     if draw.search is not None:
         return _searched(config, task, method, draw.search)
@@ -90,7 +90,7 @@ def _in_trees(
     return method._replace(draw=draw._replace(tree=tree)).after(over_branches())
 
 
-def _asked_draw(draw: Draw, common: Mapping[str, Any]) -> Draw:
+def _asked_draw(config: Config, draw: Draw, common: Mapping[str, Any]) -> Draw:
     """The method's draw with the tree that ``objective`` asks for, or with its own.
 
     Raises:
@@ -99,6 +99,8 @@ def _asked_draw(draw: Draw, common: Mapping[str, Any]) -> Draw:
     asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
     at = asked.pop("tree", None)
     numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
+    if at is None and draw.search is not None and config.given_completions and not asked:
+        return draw._replace(search=None)  # the method's own, for groups that are drawn
     if at is None and draw.search is not None:
         _check_read(numbers, Search, draw.search.by)
         return draw._replace(search=draw.search._replace(**numbers))
@@ -139,9 +141,9 @@ def _searched(config: Config, task: Task | Env | None, method: Method, search: S
             f"objective.tree_exploration = {search.exploration} is not read with {named}; remove it"
         )
     if config.episodes is not None:
-        raise UserError(f"{named}: completions are searched, and episodes branch; use entropy")
+        raise UserError(f"{named}: completions are searched, episodes branch; use entropy or none")
     if (reason := _without_trees(config, task, method)) is not None:
-        raise UserError(f"{named}: {reason}")
+        raise UserError(f"{named}: {reason}; or set objective.tree to 'none'")
     if 0 < config.sampling.slots < search.width:
         raise UserError(
             f"sampling.slots = {config.sampling.slots}: a search of objective.tree_width ="

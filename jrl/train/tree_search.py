@@ -9,6 +9,7 @@ several members go through is drawn once and trained once, in the first of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,8 @@ from jrl.train.collect import Groups, TextSource, counted, source_rows
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.types import Prompt, Rollout, Search, StopReason, stream
+from jrl.train.score import policy_of
+from jrl.types import Params, Prompt, Rollout, Search, StopReason, TrainState, stream
 
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks."""
@@ -52,6 +54,22 @@ class Problems(NamedTuple):
     weights: np.ndarray
 
 
+class Guided(NamedTuple):
+    """The parameters that a search with a value network reads.
+
+    Attributes:
+      policy: the policy's.
+      value: the value network's.
+    """
+
+    policy: Params
+    value: Params
+
+
+Estimate = Callable[[Guided, np.ndarray, np.ndarray], Any]
+"""(parameters, prompts and paths [M, P + T] int32, their lengths [M]) -> points [M]."""
+
+
 class TreeSearch:
     """Draws groups of leaves; ``draw`` is a ``GroupSource``.
 
@@ -66,6 +84,8 @@ class TreeSearch:
       group: G.
       width: P, tokens.
       ends: ids that end a completion.
+      estimate: points of paths that have not ended, backed up as those of leaves are; ``draw`` then
+        takes ``Guided`` parameters. None to go by leaves alone.
 
     Attributes:
       trees: of the last draw, one a prompt; the content of a step is a ``DrawnStep``.
@@ -80,8 +100,10 @@ class TreeSearch:
         group: int,
         width: int,
         ends: Sequence[int],
+        estimate: Estimate | None = None,
     ) -> None:
         self._rows, self._search, self._problems = rows, search, problems
+        self._estimate = estimate
         self._group, self._ends = group, ends
         self.trees: list[Tree] = []
         self._shape = RowShape(group, width, rows.max_new_tokens)
@@ -90,7 +112,8 @@ class TreeSearch:
         """See ``GroupSource``."""
         positions = np.asarray(positions)
         subject, prompts = self._problems.ask(key, positions)
-        self._rows.set_weights(params, int(step if version is None else version))
+        policy = params if self._estimate is None else params.policy
+        self._rows.set_weights(policy, int(step if version is None else version))
         forest = _Forest(
             StepRows(
                 self._rows,
@@ -104,6 +127,7 @@ class TreeSearch:
             self._shape,
             subject,
             prompts,
+            None if self._estimate is None else partial(self._estimate, params),
         )
         forest.grow(self._group)
         self._rows.release()
@@ -156,7 +180,9 @@ class _Forest:
         shape: RowShape,
         subject: Any,
         prompts: list[Prompt],
+        estimate: Callable[[np.ndarray, np.ndarray], Any] | None,
     ) -> None:
+        self._estimate = estimate
         self.steps, self.trees = steps, [Tree() for _ in prompts]
         self.judged: dict[tuple[int, int], tuple[np.ndarray, bool]] = {}
         self.counts: dict[str, float] = {}
@@ -207,13 +233,36 @@ class _Forest:
                 total = float(drawn.logprobs.sum(dtype=np.float64))
                 step = Step(drawn, size, total, drawn.entropy, done)
                 new.append((ask.tree, self.trees[ask.tree].add(ask.node, step)))
-        leaves = [(i, node) for i, node in new if self.trees[i].nodes[node].done]
-        if leaves:
-            self._judge(leaves)
+        points: dict[tuple[int, int], float] = {}
+        if leaves := [(i, node) for i, node in new if self.trees[i].nodes[node].done]:
+            points |= self._judge(leaves)
+        going = [at for at in new if at not in set(leaves)]
+        if going and self._estimate is not None:
+            points |= self._estimated(going)
+        for i, node in new:
+            if (i, node) in points:
+                SEARCHES[self._search.by].backup(self.trees[i], node, points[i, node])
         return new
 
-    def _judge(self, leaves: Sequence[tuple[int, int]]) -> None:
-        """Judges leaves, each once, and backs up what they score, in their order."""
+    def _estimated(self, nodes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """What the value network makes of paths that have not ended; they are read as a whole."""
+        assert self._estimate is not None
+        whole = [
+            np.concatenate([self._prompts[i].tokens, _path(self.trees[i], node)])
+            for i, node in nodes
+        ]
+        count = 1 << (len(whole) - 1).bit_length()  # few shapes, hence few programs
+        tokens = np.zeros(
+            (count, self._shape.prompt_tokens + self._shape.completion_tokens), np.int32
+        )
+        lengths = np.ones(count, np.int32)
+        for i, ids in enumerate(whole):
+            tokens[i, : len(ids)], lengths[i] = ids, len(ids)
+        found = np.asarray(self._estimate(tokens, lengths), np.float64)
+        return {at: float(x) for at, x in zip(nodes, found[: len(nodes)], strict=True)}
+
+    def _judge(self, leaves: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+        """The score of leaves, each judged once; none where it is not known."""
         tokens = np.zeros((len(leaves), self._shape.completion_tokens), np.int32)
         paths = [_path(self.trees[i], node) for i, node in leaves]
         lengths = np.array([len(path) for path in paths], np.int32)
@@ -233,11 +282,12 @@ class _Forest:
             name: self.counts.get(name, 0.0) + found.counts.get(name, 0.0)
             for name in self.counts | found.counts
         }
-        known, backup = counted(found.rollout)[:, 0], SEARCHES[self._search.by].backup
-        for (i, node), points, ok in zip(leaves, found.rewards[:, 0], known, strict=True):
-            self.judged[i, node] = points, bool(ok)
+        known, scores = counted(found.rollout)[:, 0], {}
+        for at, points, ok in zip(leaves, found.rewards[:, 0], known, strict=True):
+            self.judged[at] = points, bool(ok)
             if ok:
-                backup(self.trees[i], node, float(points @ self._problems.weights))
+                scores[at] = float(points @ self._problems.weights)
+        return scores
 
 
 def _drawn(tree: Tree, node: int) -> DrawnStep:
@@ -283,6 +333,8 @@ def check_search(run: Run) -> None:
         raise UserError(f"{named}: a search runs in one process; use one host")
     if run.config.sampling.mesh:
         raise UserError("sampling.mesh: a search draws on the mesh of training; remove it")
+    if run.rollout_mesh is not None:
+        raise UserError(f"{named}: a search draws on the mesh of training; remove [placement]")
     if run.rewards.model is not None:
         raise UserError(
             f"{named}: a search goes by rewards of functions, and [rewards.model] is none; remove"
@@ -327,7 +379,43 @@ def search_source(run: Run, search: Search, pool: RewardPool | None) -> TreeSear
         problems = task_problems(task, tuple(run.rewards.weights), weights)
     else:
         problems = text_problems(run, pool, weights)
-    return TreeSearch(rows, search, problems, group=group, width=run.width, ends=ends)
+    return TreeSearch(
+        rows,
+        search,
+        problems,
+        group=group,
+        width=run.width,
+        ends=ends,
+        estimate=run_estimate(run),
+    )
+
+
+def sampled_params(run: Run) -> Callable[[TrainState], Any]:
+    """(state) -> the parameters that the run's source draws with."""
+    policy = partial(policy_of, network=run.network)
+    if run_estimate(run) is None:
+        return policy
+    return lambda state: Guided(policy(state), state.params["value"])
+
+
+def run_estimate(run: Run) -> Estimate | None:
+    """What a run's search makes of paths that have not ended, or None."""
+    draw, value, network = run.method.draw, run.value, run.network
+    guide = draw.guide
+    if draw.search is None or guide is None or value is None:
+        return None
+
+    @jax.jit
+    def estimate(params: Guided, tokens: Any, lengths: Any) -> Any:
+        columns = jax.numpy.arange(tokens.shape[1], dtype=jax.numpy.int32)
+        at = jax.numpy.broadcast_to(columns, tokens.shape)
+        segments = (at < lengths[:, None]).astype(jax.numpy.int32)
+        hidden, _ = network.hidden(params.policy, tokens, at, segments)
+        values = value.apply(params.value, hidden, tokens, at, segments)
+        last = jax.numpy.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]
+        return guide(last)
+
+    return estimate
 
 
 def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from jrl.train.collect import Groups, to_batch
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
-from jrl.train.tree_search import Problems, TreeSearch
+from jrl.train.tree_search import Guided, Problems, TreeSearch
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
@@ -75,12 +75,22 @@ def problems(lost=lambda tokens: False):
     return Problems(ask, judge, np.array([1.0, 0.0])), judged
 
 
-def drawn(search, lost=lambda tokens: False, group=G, **sizes):
+def drawn(search, lost=lambda tokens: False, estimate=None, **sizes):
     """The groups of one draw, the source, and what was judged."""
     asked, judged = problems(lost)
-    source = TreeSearch(rows(**sizes), search, asked, group=group, width=P, ends=(END,))
-    groups = source.draw(jax.random.key(4), params(), 5, np.arange(3))
+    given = params() if estimate is None else Guided(params(), "value")
+    source = TreeSearch(
+        rows(**sizes), search, asked, group=G, width=P, ends=(END,), estimate=estimate
+    )
+    groups = source.draw(jax.random.key(4), given, 5, np.arange(3))
     return groups, source, judged
+
+
+def odd_share(given, tokens, lengths):
+    """Points of a path that goes on: the share of odd tokens, the prompt's included."""
+    assert given.value == "value"
+    assert len(tokens) in (1, 2, 4, 8, 16, 32)
+    return [np.mean(row[:n] % 2) for row, n in zip(tokens, lengths, strict=True)]
 
 
 def steps_of(tree):
@@ -92,14 +102,16 @@ def steps_of(tree):
 SEARCHED = {name: Search(name, 3, 12, 4, 0.7 if "uct" in name else 1.0) for name in SEARCHES}
 
 
-@pytest.fixture(scope="module", params=SEARCHED)
+@pytest.fixture(scope="module", params=[*SEARCHED, "guided"])
 def found(request):
-    return SEARCHED[request.param], *drawn(SEARCHED[request.param])
+    guided = request.param == "guided"
+    search = SEARCHED["puct" if guided else request.param]
+    return search, *drawn(search, estimate=odd_share if guided else None), guided
 
 
 def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
     """Each tree is grown once more, node by node, from what was drawn."""
-    search, groups, source, _ = found
+    search, groups, source, _, guided = found
     named = SEARCHES[search.by]
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
@@ -110,12 +122,12 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
             (node,) = chosen
             for _ in range(search.width):
                 assert tree.nodes[here].parent == node
-                add(again, tree, here, named)
+                add(again, n, tree, here, named, guided)
                 here += 1
         leaves = len(again.leaves())
         for i in range(here, len(tree.nodes)):  # what completes the group
             filled = True
-            add(again, tree, i, named)
+            add(again, n, tree, i, named, guided)
         assert (leaves < G) == filled
         assert len(again.leaves()) == max(leaves, G)
         mine = groups.ids["node"][n]
@@ -123,16 +135,19 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
         np.testing.assert_allclose(groups.stats["node_value"][n], values[mine], atol=1e-6)
 
 
-def add(again, tree, number, named):
+def add(again, n, tree, number, named, guided):
     step = tree.nodes[number].step
     again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
+    whole = np.concatenate([tree.nodes[i].step.content.tokens for i in tree.path(number)])
     if step.done:
-        whole = [tree.nodes[i].step.content.tokens for i in tree.path(number)]
-        named.backup(again, number, even_share(np.concatenate(whole)))
+        named.backup(again, number, even_share(whole))
+    elif guided:
+        whole = np.concatenate([PROMPTS[n].tokens, whole])
+        named.backup(again, number, float(np.mean(whole % 2)))
 
 
 def test_members_are_leaves_and_each_step_is_trained_once(found):
-    _, groups, source, judged = found
+    _, groups, source, judged, _ = found
     rollout = groups.rollout.check()
     node, mask = groups.ids["node"], np.asarray(rollout.mask)
     for n, tree in enumerate(source.trees):
@@ -185,7 +200,7 @@ def test_the_trainers_log_probabilities_are_the_searchs(found):
 
 
 def test_prompts_are_read_once_and_paths_never(found):
-    _, groups, source, _ = found
+    _, groups, source, _, _ = found
     counts = groups.counts
     assert counts["read_tokens"] == sum(len(p.tokens) for p in PROMPTS)
     assert counts["reread_tokens"] == 0
@@ -373,5 +388,5 @@ def test_the_methods_own_search_gives_way():
     assert draw().search == Search("frontier", 8, 64, 256)
     assert draw("objective.tree_width=2").search == Search("frontier", 2, 64, 256)
     assert draw("objective.tree=puct").search == Search("puct")
-    assert draw("objective.tree=none")[3:] == (None, None)
-    assert draw("objective.tree=gap")[3:] == (Branching("gap", 2), None)
+    assert draw("objective.tree=none")[3:5] == (None, None)
+    assert draw("objective.tree=gap")[3:5] == (Branching("gap", 2), None)
