@@ -355,10 +355,10 @@ class _Game:
             if count:
                 tokens = np.asarray(out.tokens)[row, :count]
                 logprobs = np.asarray(out.logprobs)[row, :count]
-                # Without a measure: how surprising each token was.
-                numbers = (
-                    -logprobs if out.measured is None else np.asarray(out.measured)[row, :count]
-                )
+                numbers = None
+                if self.branches is not None:  # without a measure, how surprising each token was
+                    measured = out.measured
+                    numbers = -logprobs if measured is None else np.asarray(measured)[row, :count]
                 episode.grow(tokens, logprobs, self.rows.version, numbers)
             episode.last = StopReason(int(out.stop[row]))
             if episode.last != StopReason.RUNNING:

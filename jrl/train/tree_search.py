@@ -192,7 +192,7 @@ class _Forest:
     def grow(self, group: int) -> None:
         """Searches until each tree has ``group`` leaves, and completes those that have too few."""
         search = self._search
-        select = SEARCHES[search.by].select(search.exploration)
+        select = SEARCHES[search.by].select(search.width, search.exploration)
         for _ in range(search.rounds):
             chosen = [
                 (i, node, search.width)

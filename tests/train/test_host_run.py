@@ -198,12 +198,15 @@ def test_episodes_branch_in_a_run(place, tmp_path):
         assert len(sample["nodes"]) == 2
 
 
+BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "more"), [("talk", ("data.turns=2",)), ("lucky", REPLAYED)], ids=["talk", "replay"]
+    ("env", "more"),
+    [("talk", ("data.turns=2",)), ("lucky", REPLAYED), ("talk", BRANCHED)],
+    ids=["talk", "replay", "branches"],
 )
 def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, more):
     """Four steps at once, and as many with a signal after the second."""

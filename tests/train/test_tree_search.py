@@ -116,11 +116,11 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
         for _ in range(search.rounds):
-            chosen = named.select(search.exploration)(again)
+            chosen = named.select(search.width, search.exploration)(again)
             if len(again.leaves()) >= G or not chosen:
                 break
-            (node,) = chosen
-            for _ in range(search.width):
+            assert len(chosen) <= search.width
+            for node in np.repeat(chosen, search.width):
                 assert tree.nodes[here].parent == node
                 add(again, n, tree, here, named, guided)
                 here += 1
@@ -218,6 +218,16 @@ def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(si
     (_, calm, _), (groups, source, _) = drawn(search), drawn(search, **sizes)
     assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
     assert (groups.counts["reread_tokens"] > 0) == ("parked" in sizes)
+
+
+@pytest.mark.parametrize(
+    "other", [{"width": 2}, {"rounds": 1}, {"tokens": 3}, {"exploration": 9.0}], ids=str
+)
+def test_each_number_of_a_search_changes_its_trees(other):
+    search = SEARCHED["puct"]
+    both = search, search._replace(**other)
+    (_, calm, _), (_, source, _) = (drawn(each, estimate=odd_share) for each in both)
+    assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in calm.trees]
 
 
 def test_where_rounds_run_out_open_nodes_are_completed():
