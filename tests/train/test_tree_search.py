@@ -75,12 +75,12 @@ def problems(lost=lambda tokens: False):
     return Problems(ask, judge, np.array([1.0, 0.0])), judged
 
 
-def drawn(search, lost=lambda tokens: False, estimate=None, **sizes):
+def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
     """The groups of one draw, the source, and what was judged."""
     asked, judged = problems(lost)
     given = params() if estimate is None else Guided(params(), "value")
     source = TreeSearch(
-        rows(**sizes), search, asked, group=G, width=P, ends=(END,), estimate=estimate
+        rows(**sizes), search, asked, group=group, width=P, ends=(END,), estimate=estimate
     )
     groups = source.draw(jax.random.key(4), given, 5, np.arange(3))
     return groups, source, judged
@@ -226,7 +226,8 @@ def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(si
 def test_each_number_of_a_search_changes_its_trees(other):
     search = SEARCHED["puct"]
     both = search, search._replace(**other)
-    (_, calm, _), (_, source, _) = (drawn(each, estimate=odd_share) for each in both)
+    drew = (drawn(each, estimate=odd_share, group=12) for each in both)
+    (_, calm, _), (_, source, _) = drew
     assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in calm.trees]
 
 
@@ -388,6 +389,15 @@ def test_a_compiled_run_does_not_search(tmp_path):
     run = ("train.mode=compiled", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
     with pytest.raises(UserError, match=r"objective\.tree searches, which takes a host"):
         train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
+
+
+def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
+    (tmp_path / "own.py").write_text("def some(samples):\n    return [1.0 for _ in samples]\n")
+    reward = json.dumps(f"{tmp_path}/own.py:some")
+    run = (f"rewards={{{reward}={{}}}}", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
+    with pytest.raises(UserError, match="a search on a task goes by verify and partial"):
+        train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_methods_own_search_gives_way():
