@@ -20,11 +20,12 @@ from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train import loop
+from jrl.train.build import setup
 from jrl.train.collect import Groups, to_batch
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
-from jrl.train.tree_search import Guided, Problems, TreeSearch
+from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
@@ -303,6 +304,48 @@ def test_a_run_on_a_task_searches(method, tmp_path, monkeypatch):
         assert record["search_leaves"] >= 64
         assert record["reread_tokens"] == 0
         assert record["logprob_diff"] < 1e-4
+
+
+def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
+    config = load_config(None, [*TASK, "method=alphamath", "objective.tree=puct"])
+    run = setup(config)
+    policy = jit(run.network.init)(jax.random.key(1))
+    head = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(2), x.shape), run.value.init(jax.random.key(3))
+    )
+    longest = run.width + run.task.completion_tokens
+    tokens = np.random.default_rng(0).integers(0, run.network.vocab_size, (2, longest))
+    lengths = np.array([longest - 3, 2], np.int32)
+    found = run_estimate(run)(Guided(policy, head), tokens.astype(np.int32), lengths)
+    for row, length, points in zip(tokens, lengths, np.asarray(found, np.float64), strict=True):
+        alone, at = row[None, :length].astype(np.int32), np.arange(length)[None]
+        hidden, _ = run.network.hidden(policy, alone, at, np.ones_like(at))
+        value = run.value.apply(head, hidden, alone, at, np.ones_like(at))[0, -1]
+        assert points == pytest.approx((1 + np.tanh(np.float64(value))) / 2, abs=1e-5)
+    assert abs(found[0] - found[1]) > 1e-3
+    assert run_estimate(setup(load_config(None, [*TASK, "method=deepsearch"]))) is None
+
+
+@pytest.mark.slow
+def test_a_search_resumes_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+    def run(name, steps):
+        config = load_config(
+            None,
+            [
+                *(*TASK, "method=deepsearch", "objective={tree_tokens=2,tree_width=3}"),
+                *("train.prompts=8", f"train.steps={steps}", "rewards={partial={}}"),
+                *("checkpoint.every=1", "eval.problems=4"),
+                f"run.dir={json.dumps(str(tmp_path / name))}",
+            ],
+        )
+        train(config, echo=lambda line: None)
+        records = read_jsonl(tmp_path / name / "metrics.jsonl")
+        return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+
+    run("parts", 1)
+    assert run("parts", 2) == run("whole", 2)
 
 
 def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_model):
