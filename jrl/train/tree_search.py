@@ -136,13 +136,13 @@ class TreeSearch:
 
     def _as_groups(self, forest: _Forest, subject: Any, prompts: list[Prompt]) -> Groups:
         leaves = [tree.leaves()[: self._group] for tree in forest.trees]
-        groups = [
-            [_transcript(tree, prompt, ends, i) for i in range(len(ends))]
-            for tree, prompt, ends in zip(forest.trees, prompts, leaves, strict=True)
-        ]
-        rows = to_rollout(groups, self._shape)
         judged = [[forest.judged[i, leaf] for leaf in ends] for i, ends in enumerate(leaves)]
         known = np.array([[ok for _, ok in group] for group in judged])
+        groups = [
+            _transcripts(tree, prompt, ends, live)
+            for tree, prompt, ends, live in zip(forest.trees, prompts, leaves, known, strict=True)
+        ]
+        rows = to_rollout(groups, self._shape)
         stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
         values = np.zeros(node.shape, np.float32)
@@ -302,25 +302,31 @@ def _path(tree: Tree, node: int) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32)
 
 
-def _transcript(tree: Tree, prompt: Prompt, leaves: Sequence[int], member: int) -> Transcript:
-    """A member's row, with those steps as drawn in it that no member before it went through."""
-    before = {node for leaf in leaves[:member] for node in tree.path(leaf)}
-    segments = []
-    for i, node in enumerate(tree.path(leaves[member])):
-        step = _drawn(tree, node)
-        part = Segment(step.tokens, node not in before, step=i, node=node)
-        if part.drawn:
-            versions = np.full(len(step.tokens), step.version, np.int32)
-            part = part._replace(logprobs=step.logprobs, versions=versions)
-        segments.append(part)
-    return Transcript(
-        prompt=prompt,
-        member=member,
-        opening=prompt.tokens,
-        segments=tuple(segments),
-        stop=_drawn(tree, leaves[member]).stop,
-        episode=member,
-    )
+def _transcripts(
+    tree: Tree, prompt: Prompt, leaves: Sequence[int], live: Sequence[bool]
+) -> list[Transcript]:
+    """The rows of a group: a step is drawn in the first that goes through it, of those that live.
+
+    Args:
+      tree: grown.
+      prompt: of the tree.
+      leaves: the members.
+      live: whether each member counts; one that does not would keep its steps from being trained.
+    """
+    rows, owned = [], set()
+    for member, (leaf, lives) in enumerate(zip(leaves, live, strict=True)):
+        path, segments = tree.path(leaf), []
+        for i, node in enumerate(path):
+            step = _drawn(tree, node)
+            part = Segment(step.tokens, node not in owned, step=i, node=node)
+            if part.drawn:
+                versions = np.full(len(step.tokens), step.version, np.int32)
+                part = part._replace(logprobs=step.logprobs, versions=versions)
+            segments.append(part)
+        owned |= set(path if lives else ())
+        stop = _drawn(tree, leaf).stop
+        rows.append(Transcript(prompt, member, prompt.tokens, tuple(segments), stop, member))
+    return rows
 
 
 # ---------------------------------------------------------------- of a run

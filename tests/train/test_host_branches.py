@@ -381,3 +381,50 @@ def test_a_shared_token_has_the_mean_advantage_of_those_that_go_through_it():
             turn = groups.ids["turn"][n, i, t]
             pair = own[[i, i + 2]].mean() if i < 2 and turn == 0 else own[i]
             assert found[n, i, t] == pytest.approx(pair, abs=2e-5)
+
+
+def test_faults_of_every_kind_leave_nothing_open():
+    """Environments that fail, hang and refuse copies by chance: every member ends, once."""
+    chance, opened, closed = random.Random(3), [], []
+
+    async def fail():
+        if chance.random() < 0.1:
+            raise RuntimeError("by chance")
+        if chance.random() < 0.05:
+            await asyncio.sleep(30)
+
+    async def init(prompt, seed):
+        await fail()
+        opened.append(object())
+        return {"turns": 0}, user(prompt.text)
+
+    async def step(state, reply):
+        await fail()
+        return state, Feedback(user("go>"), 1.0, chance.random() < 0.2)
+
+    async def fork(state):
+        await fail()
+        opened.append(object())
+        return dict(state)
+
+    async def close(state):
+        closed.append(state)
+
+    limits = Limits(turns=5, turn_tokens=4, call_seconds=0.3)
+    env = HostEnv(init, step, close, limits=limits, fork=fork)
+    played = play(env, Branching("even", 2), count=10, group=6, slots=6)
+    members = [t for group in played.groups for t in group]
+    assert len(members) == played.counts["episodes"] == 60
+    dead = [t for t in members if not t.alive]
+    counts = played.counts
+    assert len(dead) == counts["env_errors"] + counts["env_timeouts"] + counts["env_fork_errors"]
+    assert all(t.reason for t in dead)
+    assert counts["env_fork_errors"] > 0
+    assert counts["env_timeouts"] > 0
+    assert len(opened) == len(closed)
+    found = to_rollout(played.groups, RowShape(6, P, T))
+    node, mask = found.ids["node"], np.asarray(found.rollout.mask)
+    drawn = [
+        (n, t, node[n, i, t]) for n in range(10) for i, t in zip(*np.nonzero(mask[n]), strict=True)
+    ]
+    assert len(set(drawn)) == len(drawn)  # each token once

@@ -250,6 +250,40 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
     out = groups.rollout.lengths % 2 == 1
     assert 0 < out.sum() < out.size
     np.testing.assert_array_equal(groups.rollout.stop == StopReason.ABORTED, out)
+    # What the others went through is trained in one of them.
+    mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
+    for n in range(3):
+        live = ~out[n]
+        wanted = {
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(node[n, i])[0]
+            if live[i]
+        }
+        trained = [
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(mask[n, i])[0]
+            if live[i]
+        ]
+        assert sorted(trained) == sorted(wanted)
+    # What the others went through is trained in one of them.
+    mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
+    for n in range(3):
+        live = ~out[n]
+        wanted = {
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(node[n, i])[0]
+            if live[i]
+        }
+        trained = [
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(mask[n, i])[0]
+            if live[i]
+        ]
+        assert sorted(trained) == sorted(wanted)
     for tree in source.trees:
         known = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
         assert tree.nodes[0].visits == len(known)
