@@ -15,6 +15,7 @@ from jrl.envs.chat import PlainFormat
 from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.envs.transcript import RowShape, to_rollout
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
@@ -238,6 +239,15 @@ def test_a_tree_depends_on_neither_timing_nor_slots_nor_chunks(tree):
     tight = play(often, tree, group=6, slots=6, parked=0, choose=lambda _: WaitingPlace.HELD)
     assert said(tight) == said(calm)
     assert tight.counts["reread_tokens"] > 0
+
+
+def test_divided_slots_give_the_same(calm):
+    with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
+        rows.cache_clear()
+        played = play(counting_env())
+        rows.cache_clear()
+    assert said(played) == said(calm)
+    assert played.counts["branches"] == calm.counts["branches"]
 
 
 def test_episodes_are_left_where_the_entropy_rises_by_more_than_the_threshold():

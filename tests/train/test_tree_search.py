@@ -11,6 +11,7 @@ import pytest
 from jrl.config import load_config
 from jrl.envs.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
+from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.metrics import read_jsonl
 from jrl.models.config import ModelConfig
@@ -230,6 +231,15 @@ def test_each_number_of_a_search_changes_its_trees(other):
     drew = (drawn(each, estimate=odd_share, group=12) for each in both)
     (_, calm, _), (_, source, _) = drew
     assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in calm.trees]
+
+
+def test_divided_slots_give_the_same():
+    _, calm, _ = drawn(SEARCHED["puct"])
+    with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
+        rows.cache_clear()
+        _, source, _ = drawn(SEARCHED["puct"], slots=6)
+        rows.cache_clear()
+    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
 
 
 def test_where_rounds_run_out_open_nodes_are_completed():
