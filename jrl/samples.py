@@ -63,7 +63,7 @@ def samples_of(
         )
         if "turn" in groups.ids:
             records[-1]["turns"] = transcript(rollout, ids, stats, (row, member), tokenizer)
-        elif "node" in groups.ids:  # of a tree: the nodes on the way, which members share
+        if "node" in groups.ids:  # of a tree: the nodes on the way, which members share
             records[-1]["nodes"] = list(dict.fromkeys(ids["node"][row, member, :length].tolist()))
         spent += length
         if advantages is not None and row < len(advantages):
@@ -77,10 +77,14 @@ def transcript(
 ) -> list[dict[str, Any]]:
     """One episode as what was said by turns: by whom, the text, how many tokens, points paid.
 
-    What the policy said is trained on, what the environment said is masked.
+    What the policy said is trained on, in this row or in that of the member it branched off; what
+    the environment said is masked.
     """
     length = int(rollout.lengths[here])
     turn, drawn = ids["turn"][here][:length], rollout.mask[here][:length]
+    if "node" in ids:
+        same = ids["node"][here[0]] == ids["node"][here]
+        drawn = (rollout.mask[here[0]] & same).any(axis=0)[:length]
     tokens, paid = rollout.tokens[here][:length], stats["paid"][here][:length]
     said = []
     for number in range(int(turn.max(initial=-1)) + 1):

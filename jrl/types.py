@@ -110,6 +110,10 @@ class Prompt:
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     solution: np.ndarray | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prompt:
+        """Itself: it never changes, and its ``meta`` may be of a kind that cannot be copied."""
+        return self
+
 
 class RoutingRecord(struct.PyTreeNode):
     """Which experts tokens were sent to, in each of the n sparse layers; -1 is not on record.
@@ -309,21 +313,49 @@ class Branching(NamedTuple):
     of which leaves a member that is there at one of the tokens that this one drew, and continues
     with draws of its own. See ``sampling.tree``.
 
+    Episodes on the host are left behind answers of their environment, as they are played, at turns
+    whose first tokens have greater numbers on average than those of the episode's first turn. See
+    ``train.host_branches``.
+
     Attributes:
       at: of ``sampling.places.PLACES``, which tokens are left: "entropy" those of the most
         uncertain distributions, "gap" those whose likeliest two tokens are the closest, "surprise"
         the least likely tokens, "even" the middle, then the quarters of what a member drew.
       roots: members drawn from the prompt; 0 for half of the group.
-      rounds: of branches.
+      rounds: of branches; not read in episodes.
       above: what the number of a token must exceed to be left there, in nats for "entropy" and
-        "surprise", in probability for "gap" (1 minus the difference). A member for which no such
-        token is left is drawn from the prompt.
+        "surprise", in probability for "gap" (1 minus the difference); in episodes by how much the
+        first turn's number must be exceeded. A member for which no such token is left is drawn from
+        the prompt.
     """
 
     at: str = "entropy"
     roots: int = 0
     rounds: int = 1
     above: float = 0.0
+
+
+class Search(NamedTuple):
+    """How the search tree is grown whose leaves are the members of a group.
+
+    See ``train.tree_search``.
+
+    In a round a node of each tree is chosen, and ``width`` steps are drawn to follow it. A path
+    that ends is a leaf; its score is backed up to the nodes before it.
+
+    Attributes:
+      by: of ``envs.tree.SEARCHES``, how nodes are chosen and leaves backed up.
+      width: steps drawn from a node.
+      rounds: at most; a search ends before once it has found a leaf for each member.
+      tokens: the most of a step. In text a step ends with a line, too.
+      exploration: how much "uct" and "puct" count that a node was seldom visited.
+    """
+
+    by: str = "puct"
+    width: int = 4
+    rounds: int = 64
+    tokens: int = 64
+    exploration: float = 1.0
 
 
 class Statistic(NamedTuple):

@@ -75,5 +75,9 @@ def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
         spec, options, roles=env.roles, parts=env.parts, limits=env.limits, at_once=env.at_once
     )
     return env._replace(
-        init=played.init, step=played.step, close=played.close, shutdown=played.shutdown
+        init=played.init,
+        step=played.step,
+        close=played.close,
+        shutdown=played.shutdown,
+        fork=played.fork,
     )

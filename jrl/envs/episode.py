@@ -45,6 +45,13 @@ class Episode:
       row: its slot, or None.
       stop: why it ended; None before.
       reason: what failed, in words.
+      numbers: [t] float32, what was measured of the tokens of the turn that ended last; empty where
+        nothing was.
+      usual: what its first turn began with, of ``numbers``.
+      source: the episode that it branched off; None for one that began by itself.
+      shared: segments that it has from there.
+      first: number of the turn that it drew first.
+      spare: numbers of the members that may branch off it.
     """
 
     def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
@@ -59,6 +66,12 @@ class Episode:
         self.row: int | None = None
         self.stop: StopReason | None = None
         self.reason = ""
+        self.numbers = np.zeros(0, np.float32)
+        self.usual = 0.0
+        self.source: Episode | None = None
+        self.shared = self.first = 0
+        self.spare: tuple[int, ...] = ()
+        self._measured: list[np.ndarray] = []
         self._state_id = 0
         self._segments: list[Segment] = []
         self._drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -69,19 +82,40 @@ class Episode:
         self.state, self.opening, self._state_id = state, opening, state_id
         self.has_state = True
 
-    def grow(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Takes tokens [t] that the policy drew, their log-probabilities, and its version."""
+    def grow(
+        self,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        version: int,
+        measured: np.ndarray | None = None,
+    ) -> None:
+        """Takes tokens [t] that the policy drew, their log-probabilities, and its version.
+
+        Args:
+          tokens: [t] int32.
+          logprobs: [t] float32, nats.
+          version: the policy's.
+          measured: [t] float32, for ``numbers``.
+        """
         self.length += len(tokens)
+        if measured is not None:
+            self._measured.append(measured)
         self._drawn.append((tokens, logprobs, np.full(len(tokens), version, np.int32)))
 
     def end_turn(self) -> np.ndarray:
         """Makes a segment of what was drawn; returns its tokens."""
         tokens, logprobs, versions = map(np.concatenate, zip(*self._drawn, strict=True))
         self._drawn = []
+        if self._measured:
+            self.numbers, self._measured = np.concatenate(self._measured), []
         turn, state = self.turn, self._state_id
         segment = Segment(tokens, True, logprobs, versions, turn=turn, step=turn, state=state)
         self._segments.append(segment)
         return tokens
+
+    def said(self) -> np.ndarray:
+        """[t] int32, the tokens of the turn that ended last."""
+        return self._segments[-1].tokens
 
     def pay(self, feedback: Feedback) -> None:
         """Puts the turn's reward at its last token, and adds up the metrics.
@@ -114,6 +148,23 @@ class Episode:
         self.length += len(ids)
         self.turn += 1
         self._state_id = state_id
+
+    def branch(self, other: Episode) -> None:
+        """Gives another member the past of the turn that has just ended, up to that turn."""
+        other.opening, other.room, other.usual = self.opening, self.room, self.usual
+        other.source, other.shared = self, len(self._segments) - 1
+        other.length = self.length - len(self._segments[-1].tokens)
+        other.turn = other.first = self.turn
+        other._segments, other._metrics = self._segments[:-1], dict(self._metrics)
+        other._state_id = self._state_id
+
+    def origin(self, index: int) -> tuple[int, int]:
+        """Names a segment by the member that came to it first, and its index there."""
+        episode = self
+        while index < episode.shared:
+            assert episode.source is not None
+            episode = episode.source
+        return episode.member, index
 
     def transcript(self) -> Transcript:
         """The episode as it is."""

@@ -14,6 +14,7 @@ answers nonsense ends its own member and nothing else.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -135,6 +136,11 @@ def nothing_begins(step: int, split: str) -> None:
     """Begins a step of training, where that changes nothing."""
 
 
+def copied(state: Any) -> Any:
+    """A state that shares nothing with another one that changes."""
+    return copy.deepcopy(state)
+
+
 class HostEnv(NamedTuple):
     """An environment on the host. Sync functions run in threads of their own.
 
@@ -159,6 +165,10 @@ class HostEnv(NamedTuple):
       begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
         for environments that change with the training. A run that resumes begins with its step, so
         that what depends on the step alone is what it would have been.
+      fork: (state) -> a copy that plays on by itself and is closed by itself; sync or async. Called
+        between an answer and the next ``step``, where episodes branch (``objective.tree``). One
+        that raises ends the branch and nothing else. None for a state that no copy can be made of,
+        such as a connection; then no episodes branch.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -173,6 +183,7 @@ class HostEnv(NamedTuple):
     variables: Mapping[str, Any] = NOTHING
     at_once: int = 0
     begin: Callable[[int, str], None] = nothing_begins
+    fork: Callable[[Any], Any] | None = copied
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -186,6 +197,8 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
     for name in ("init", "step", "close"):
         if not callable(getattr(env, name)):
             raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
+    if env.fork is not None and not callable(env.fork):
+        raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
     env.limits.check()
     return env
 

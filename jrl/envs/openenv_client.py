@@ -76,4 +76,4 @@ def from_openenv(
         await session.client.close()
 
     limits = Limits(turns=turns, turn_tokens=turn_tokens, call_seconds=seconds)
-    return HostEnv(init, step, close, limits=limits)
+    return HostEnv(init, step, close, limits=limits, fork=None)  # a state is a connection

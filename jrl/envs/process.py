@@ -136,6 +136,7 @@ def process_env(
         limits=limits,
         at_once=at_once,
         shutdown=pool.shutdown,
+        fork=None,  # the state is the process
     )
 
 

@@ -102,7 +102,8 @@ class Rows(NamedTuple):
 
     Attributes:
       rollout: the record that training reads.
-      ids: "turn", "step", "state", "node" [N, G, T] and "episode", "role" [N, G], int32.
+      ids: "turn", "step", "state" [N, G, T] and "episode", "role" [N, G], int32; "node" [N, G, T]
+        where any segment has one.
       rewards: [N, G, R] float32, points of each part, summed over the row.
       paid: [N, G, T] float32, points of all parts by their weights, at the tokens that they were
         paid at.
@@ -156,6 +157,8 @@ def to_rollout(
             if row.alive:  # what others drew may be under any opening, and is never read
                 _fill(arrays, (i, j), row, len(opening), shape, worth)
     ids = {name: arrays.pop(name) for name in (*_IDS, "episode", "role")}
+    if not ids["node"].any():
+        del ids["node"]  # methods for trees would take the rows for one without members
     rewards, paid = arrays.pop("rewards"), arrays.pop("paid")
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
     return Rows(rollout, ids, rewards, paid)

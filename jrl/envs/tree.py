@@ -194,13 +194,20 @@ def best_first(count: int = 1) -> Select:
     The priority of "Scaling up Multi-Turn Off-Policy RL and Multi-Agent Tree Search for LLM
     Step-Provers" (arXiv:2509.06493).
     """
+    return lambda tree: sorted(tree.open(), key=lambda i: -likelihood(tree, i))[:count]
 
-    def score(tree: Tree, i: int) -> float:
-        steps = [tree.nodes[j].step for j in tree.path(i)]
-        tokens = sum(step.tokens for step in steps if step)
-        return sum(step.logprob for step in steps if step) / max(tokens, 1)
 
-    return lambda tree: sorted(tree.open(), key=lambda i: -score(tree, i))[:count]
+def likelihood(tree: Tree, i: int) -> float:
+    """Nats: the mean log-probability of a token on the way to a node."""
+    steps = [tree.nodes[j].step for j in tree.path(i)]
+    tokens = sum(step.tokens for step in steps if step)
+    return sum(step.logprob for step in steps if step) / max(tokens, 1)
+
+
+def promise(tree: Tree, i: int) -> float:
+    """What beams go by in training: a node's value, before any backup its path's likelihood."""
+    node = tree.nodes[i]
+    return node.value if node.visits else math.exp(likelihood(tree, i))
 
 
 def worth(tree: Tree, i: int) -> float:
@@ -287,6 +294,40 @@ def constrained(least: float = 0.1) -> Backup:
                 here.total = gain
 
     return backup
+
+
+# ---------------------------------------------------------------- by name
+
+
+class NamedSearch(NamedTuple):
+    """A way to search.
+
+    Attributes:
+      select: (width, exploration) -> nodes to expand.
+      backup: of leaves.
+      value: of a node as the backup left it, points.
+      explores: whether ``select`` reads the second number.
+    """
+
+    select: Callable[[int, float], Select]
+    backup: Backup
+    value: Callable[[Node], float]
+    explores: bool = False
+
+
+def _mean(node: Node) -> float:
+    return node.value
+
+
+SEARCHES: dict[str, NamedSearch] = {
+    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, _mean, explores=True),
+    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, _mean, explores=True),
+    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), lambda node: node.total),
+    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, _mean),
+    "beam": NamedSearch(lambda n, c: beam(n, promise), mean_backup, _mean),
+    "dvts": NamedSearch(lambda n, c: dvts(promise), mean_backup, _mean),
+}
+"""``Search.by`` -> the search; "frontier" is DeepSearch's."""
 
 
 # ---------------------------------------------------------------- the search

@@ -105,6 +105,7 @@ def from_verifiers(
         ),
         begin=begin,
         shutdown=made._teardown,
+        fork=None,  # what tools hold is known to the library alone
     )
 
 

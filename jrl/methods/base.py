@@ -22,7 +22,17 @@ import numpy as np
 
 from jrl.methods.domains import is_zero
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
-from jrl.types import Aggregate, Branching, Objective, Regularizer, Rollout, Surrogate, Transform
+from jrl.types import (
+    Aggregate,
+    Array,
+    Branching,
+    Objective,
+    Regularizer,
+    Rollout,
+    Search,
+    Surrogate,
+    Transform,
+)
 
 
 class Draw(NamedTuple):
@@ -35,12 +45,17 @@ class Draw(NamedTuple):
         their rewards are those that the reward functions give them.
       own: False to draw nothing at all and train on the demonstrations alone (supervised methods).
       tree: how the group's samples branch off one another; None to draw them apart.
+      search: how a tree is searched of which the group's samples are leaves; None for no search.
+      guide: (the value network's number) -> points of a path that has not ended, by which a search
+        goes, too; None to go by leaves alone.
     """
 
     baseline_members: int = 0
     demonstrations: int = 0
     own: bool = True
     tree: Branching | None = None
+    search: Search | None = None
+    guide: Callable[[Array], Array] | None = None
 
 
 def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:

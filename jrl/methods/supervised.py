@@ -211,7 +211,9 @@ def tree_targets(correct: float) -> Transform:
         right = scores >= correct
         outcome = jnp.where(right, 1.0, -1.0)
         below = by_branch(outcome, batch) if "node" in batch.ids else outcome
-        returns = batch.stats.get("node_value", transforms.per_token(below, batch))
+        returns = transforms.per_token(below, batch)
+        if "node_value" in batch.stats:  # of rewards of 0 and 1: how many of a node's leaves win
+            returns = 2 * batch.stats["node_value"] - 1
         if "step_labels" in batch.stats:  # of the rows of a search: the chance of a right answer
             returns = 2 * batch.stats["step_labels"] - 1
         batch = batch.replace(stats={**batch.stats, "returns": returns})
@@ -240,18 +242,21 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
         loss = -mean over tokens of 1[right] log pi_t + beta mean over tokens of (V_t - Q_t)^2
 
     Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search mcts --out``
-    writes; or the statistic "node_value" (``envs.tree.backed_up``); without either the mean outcome
-    of the members that go through a token, where these branch off one another (``objective.tree``),
-    else the path's own outcome. The search selects by ``envs.tree.puct``, and at inference takes
+    writes; or of the statistic "node_value", the mean reward, 0 or 1, of a node's leaves, which a
+    search in the run records (``objective.tree = "puct"``); without either the mean outcome of the
+    members that go through a token, where these branch off one another (``objective.tree``), else
+    the path's own outcome. The paper's search selects by ``envs.tree.puct``, and at inference takes
     the best of a step-level beam. beta is the paper's (0.0005 for Llama 3). Departures: every token
-    of a step is fitted, where the paper fits its end.
+    of a step is fitted, where the paper fits its end. A search in the run backs up V, as (1 + V) /
+    2, for steps with which no path ends, and the reward for others.
     """
     return base.with_(
-        draw=Draw(),
+        draw=Draw(guide=lambda number: (1 + jnp.tanh(number)) / 2),
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
-        unsupported="a search guided by the value head: that of jrl eval goes by likelihood",
+        unsupported="a beam ranked by the value head at inference: that of jrl eval goes by"
+        " likelihood",
     )
 
 

@@ -20,7 +20,7 @@ from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
 from jrl.objectives.branches import branch_means, by_branch, over_branches, through
 from jrl.objectives.transforms import per_token, stateless, trained
-from jrl.types import Array, Batch, Branching, Transform
+from jrl.types import Array, Batch, Branching, Search, Transform
 
 # ---------------------------------------------------------------- the tree of prefixes
 
@@ -109,26 +109,30 @@ def arpo(
     tree_rounds: Count = 1,
     tree_above: NonNegative = 0.0,
 ) -> Method:
-    """GRPO on completions that branch off one another where the policy is uncertain.
+    """GRPO on episodes that branch behind a tool's answers where the policy grows uncertain.
 
     ARPO of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849), with its hard attribution
     of advantages, where d members go through a token:
 
         A_t = 1/d sum over these members of (r_i - mean(r)) / std(r)
 
-    ``tree_roots`` members are drawn from the prompt (0: half of the group, as in the paper's 8 of
-    16), the others leave one that is there at a token of its own whose distribution has the
-    greatest entropy, if that is above ``tree_above`` nats; else they are drawn from the prompt as
-    well. Departures: the paper branches after a tool's answer, with a probability that grows with
-    the rise of the entropy there; here any token may be left, and the most uncertain are. The
-    paper trains a shared token once for each of the d members, here it is trained once. Its default
-    attribution is the soft one, GRPO's own.
+    ``tree_roots`` members begin with the prompt (0: half of the group, as in the paper's 8 of 16).
+    Of episodes with an environment on the host one of the others branches off, with a copy of the
+    environment's state, behind each answer after which
+
+        alpha + beta (H_t - H_initial) > tau,   or   H_t - H_initial > (tau - alpha) / beta
+
+    H being the mean entropy of the first 20 tokens of the turn, nats, and of the episode's first;
+    the right side is ``tree_above``, 0 as with the released alpha and tau of 0.5. Members for whom
+    no place is found begin with the prompt. Departures: the released code compares a random number
+    with the left side; each of the first members has the same number of branches to give, so that a
+    tree does not depend on which tool answers first; the paper trains a shared token once for each
+    of the d members, here it is trained once. Its default attribution is the soft one, GRPO's own.
+    Not known: the number of tokens. Completions of one turn are left at a token of their own whose
+    distribution has the greatest entropy, if that is above ``tree_above``, in ``tree_rounds``.
     """
     branching = Branching(tree, tree_roots, tree_rounds, tree_above)
-    return base.after(over_branches()).with_(
-        draw=Draw(tree=branching),
-        unsupported="branches in episodes with tools: completions of one turn branch",
-    )
+    return base.after(over_branches()).with_(draw=Draw(tree=branching))
 
 
 def node_gains(scores: Array, node: Array, members: Array) -> Array:
@@ -268,16 +272,21 @@ def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Me
 
     then the loss of GRPO with a higher upper bound. A group is a tree, a member one of its leaves;
     nodes are ``ids["node"]``, their values the statistic "node_value" (points, as
-    ``envs.tree.constrained`` backs them up). Without it they are backed up from the rewards of the
-    group's members, which the paper has at 1 and -1, where these branch off one another
-    (``objective.tree``); where they were drawn apart a reward stands at all tokens. eps_q
-    (``width``) and q_max (``bound``) are 1 in the released code; the clip, the token mean and the
-    advantage without a deviation are those of its scripts, which also take DAPO's overlong penalty
-    out of the reward.
+    ``envs.tree.constrained`` backs them up). In each of at most 64 rounds the open node that
+    ``envs.tree.frontier`` wants most is followed by 8 steps of up to 256 tokens, until there is a
+    leaf for each member; ``objective.tree`` and its numbers change that. With "none" members are
+    drawn apart, and a reward stands at all tokens; where they branch off one another, values are
+    backed up from their own rewards. The paper's rewards are 1 and -1. eps_q (``width``) and q_max
+    (``bound``) are 1 in the released code; the clip, the token mean and the advantage without a
+    deviation are those of its scripts, which also take DAPO's overlong penalty out of the reward.
+    Departures: every round takes from the frontier, where the paper first descends by UCT among the
+    new steps to an end; all leaves are trained on, where the paper takes the wrong one of the least
+    entropy if none is right. A step that several leaves go through is trained once.
     """
     return base.with_(
         advantage=node_advantages(width, bound),
         aggregate=token_mean,
-        unsupported="a search that expands nodes by their parents' values: objective.tree makes"
-        " members branch by their tokens alone",
+        draw=Draw(search=Search("frontier", width=8, rounds=64, tokens=256)),
+        unsupported="its rounds: only problems that are mostly failed are searched, and solutions"
+        " found before are trained on without a search",
     )

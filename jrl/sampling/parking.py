@@ -14,10 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jrl.sampling.cache import pick, take
-from jrl.sampling.slots import Slots, extend
-from jrl.types import Array, Cache, Network
+from jrl.sampling.slots import Slots, extend, rewind
+from jrl.types import Array, Cache, Network, StopReason
 
 
 def extend_some(
@@ -50,6 +51,25 @@ def extend_some(
 def pick_rows(slots: Slots, rows: Array) -> Slots:
     """The rows [m] of a state, each with its prefix; one that is not there is the nearest."""
     return pick(slots.replace(cache=None), rows).replace(cache=take(slots.cache, rows))
+
+
+def fork_row(row: Slots, seed: Array, member: Array, length: Array, limit: Array) -> Slots:
+    """A row as it was earlier, which continues as another member of its group.
+
+    Args:
+      row: a state of one row, from ``pick_rows``.
+      seed: [2] uint32, the raw key of the prompt.
+      member: [] int32, folded into it: the row draws by the key that this member begins with.
+      length: [] int32, completion tokens that the row keeps, at least 1; a row that has no more
+        keeps all.
+      limit: [] int32, the most completion tokens.
+
+    Returns:
+      A state of one row that runs, for ``put_rows``. Nothing is computed again.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed), member)
+    forked = rewind(row.replace(keys=key[None], limits=limit[None]), length[None])
+    return forked.replace(stop=jnp.full_like(forked.stop, StopReason.RUNNING))
 
 
 def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) -> Slots:

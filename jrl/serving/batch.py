@@ -17,7 +17,7 @@ from flax import struct
 from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
-from jrl.sampling.slots import IdleLimit, Slots, decode, pieces_of, prefill, refresh
+from jrl.sampling.slots import IdleLimit, Measure, Slots, decode, pieces_of, prefill, refresh
 from jrl.serving.request import PartialCompletion, Request, RequestLimits
 from jrl.types import Array, Cache, Network, StopReason
 
@@ -165,6 +165,7 @@ class ChunkOutput(NamedTuple):
       stop: [S] int32, a ``StopReason``.
       steps: [] int32, decode steps taken.
       report: for the rows that asked for one; its columns are those of ``tokens``.
+      measured: [S, W] float32, ``measure`` at each token; None where nothing is measured.
     """
 
     tokens: Array
@@ -173,6 +174,7 @@ class ChunkOutput(NamedTuple):
     stop: Array
     steps: Array
     report: TokenReport | None = None
+    measured: Array | None = None
 
 
 def empty_batch(
@@ -185,6 +187,7 @@ def empty_batch(
     max_new_tokens: int,
     stop_tokens: int,
     biases: bool,
+    measured: bool = False,
 ) -> DecodeBatch:
     """A batch in which nothing runs."""
     s, t = blocks * block, max_new_tokens
@@ -211,6 +214,7 @@ def empty_batch(
         stop=jnp.full(s, jnp.int32(StopReason.LENGTH)),
         keys=jax.random.split(jax.random.key(0), s),
         sampling_params=sampling_params,
+        measured=jnp.zeros((s, t), jnp.float32) if measured else None,
     )
     prompts = jnp.zeros((blocks, prompt_tokens), jnp.int32)
     return DecodeBatch(slots, prompts, jnp.full((s, stop_tokens), -1, jnp.int32))
@@ -263,6 +267,7 @@ def decode_chunk(
     network: Network,
     width: int,
     top: int = 0,
+    measure: Measure | None = None,
 ) -> tuple[DecodeBatch, ChunkOutput]:
     """The batch after up to ``steps`` more tokens in every running row, and those tokens.
 
@@ -278,6 +283,7 @@ def decode_chunk(
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
+      measure: of the distribution that each token is drawn from, where the batch has room for it.
     """
     stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
@@ -304,9 +310,11 @@ def decode_chunk(
         steps=steps,
         stop_tokens=batch.stops,
         idle=idle,
+        measure=measure,
     )
     columns = before[:, None] + jnp.arange(width)[None]
     columns = jnp.minimum(columns, slots.tokens.shape[1] - 1)
+    measured = slots.measured
     out = ChunkOutput(
         tokens=jnp.take_along_axis(slots.tokens, columns, axis=1),
         logprobs=jnp.take_along_axis(slots.logprobs, columns, axis=1),
@@ -314,6 +322,7 @@ def decode_chunk(
         stop=slots.stop,
         steps=count,
         report=slots.report,
+        measured=None if measured is None else jnp.take_along_axis(measured, columns, axis=1),
     )
     return batch.replace(slots=slots.replace(sampling_params=sampling_params, report=None)), out
 

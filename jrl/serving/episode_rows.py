@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jrl.mesh import parts_of
-from jrl.sampling.parking import extend_some, pick_rows, put_rows
-from jrl.sampling.slots import IdleLimit, Slots, check_length
+from jrl.sampling.parking import extend_some, fork_row, pick_rows, put_rows
+from jrl.sampling.slots import IdleLimit, Measure, Slots, check_length
 from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
 from jrl.serving.request import PartialCompletion, Request, RequestLimits
@@ -72,6 +72,8 @@ class EpisodeRows:
       sampling: temperature, top_k, top_p and min_p by name, as ``make_sampling_params`` takes them.
       parked: the most rows that may be parked; None for as many as there are slots, or as a device
         has of them where the mesh divides them: a parked row is whole on every device.
+      measure: of the distribution that each token is drawn from; ``decode`` returns its numbers.
+        None for nothing.
 
     Attributes:
       version: of the weights in use.
@@ -89,6 +91,7 @@ class EpisodeRows:
         chunk: int,
         sampling: Mapping[str, Any],
         parked: int | None = None,
+        measure: Measure | None = None,
     ) -> None:
         check_length(network, prompt_tokens, max_new_tokens)
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
@@ -120,10 +123,12 @@ class EpisodeRows:
         self._prepare = jax.jit(network.prepare)
         self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
         self._decode = jax.jit(
-            bind(programs.decode_chunk, network=network, width=chunk), donate_argnums=1
+            bind(programs.decode_chunk, network=network, width=chunk, measure=measure),
+            donate_argnums=1,
         )
         self._extend = jax.jit(bind(extend_some, network=network), donate_argnums=1)
         self._pick = jax.jit(pick_rows)
+        self._fork = jax.jit(fork_row)
         self._put = jax.jit(put_rows, donate_argnums=0)
         self._make = jax.jit(
             bind(
@@ -135,6 +140,7 @@ class EpisodeRows:
                 max_new_tokens=max_new_tokens,
                 stop_tokens=len(stop_tokens),
                 biases=False,
+                measured=measure is not None,
             )
         )
         self._weights: Any = None
@@ -221,6 +227,22 @@ class EpisodeRows:
         """A copy of a row, for ``resume``; its slot is free then."""
         pick = functools.partial(self._pick, self._state.slots, np.array([row], np.int32))
         return self._timed(self.costs.leaving, None, 1, pick)
+
+    def fork(self, row: int, start: RowStart, length: int) -> Slots:
+        """A copy of a row that has stopped, as it was earlier, for ``resume``.
+
+        Args:
+          row: stays as it is.
+          start: of the new row: its member is another one of the same prompt.
+          length: tokens behind the prompt that the copy keeps, at least 1.
+        """
+        return self.branch(self.park(row), start, length)
+
+    def branch(self, parked: Slots, start: RowStart, length: int | None = None) -> Slots:
+        """``fork`` of a row that is parked, and stays so; with None it keeps all that it has."""
+        raw = np.array(divmod(start.seed, 2**32), np.uint32)
+        length = self.max_new_tokens if length is None else length
+        return self._fork(parked, raw, *np.array([start.member, length, start.limit], np.int32))
 
     def resume(self, row: int, parked: Slots) -> None:
         """Puts a parked row into a slot, whatever that held."""

@@ -85,11 +85,16 @@ def make_iteration(
             f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
             "between the two programs; set train.mode to 'host'"
         )
+    if method.draw.search is not None:
+        raise UserError(
+            "train.mode = 'compiled': objective.tree searches, which takes a host; set train.mode"
+            " to 'host', or objective.tree to 'none'"
+        )
     if method.draw.tree is not None:
         if isinstance(task, Env):
             raise UserError(
-                "objective.tree: completions branch, and episodes in an environment do not; use a"
-                " task, or a method that draws members apart"
+                "objective.tree: completions branch, and episodes in an environment on the device"
+                " do not; use a task, or a method that draws members apart"
             )
         tree = check_branching(method.draw.tree, group, slots)
         method = method._replace(draw=method.draw._replace(tree=tree))

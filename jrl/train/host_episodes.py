@@ -31,10 +31,12 @@ from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
+from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Newer, Played, keep_weights, play_episodes
 from jrl.train.placement import sampler_mesh
+from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.types import Params, Prompt, stream
+from jrl.types import Params, Prompt
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -64,10 +66,12 @@ class HostEpisodes:
       sample: stream of the run's keys that draws are keyed by: "sample" or "eval".
       resharding: where ``rows`` has a mesh of its own, that mesh and the program that makes the
         weights there which ``rows`` reads; None where it has the mesh in use.
+      branches: how the members of a group branch off one another, with ``rows`` that measure what
+        it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
 
     Raises:
-      UserError: a reward part that the environment does not have, or fewer episodes at once than
-        members.
+      UserError: a reward part that the environment does not have, fewer episodes at once than
+        members, or branches where the environment's state cannot be copied.
     """
 
     def __init__(
@@ -83,15 +87,18 @@ class HostEpisodes:
         weights: Mapping[str, float],
         sample: str = "sample",
         resharding: tuple[Mesh, Callable[[Params], Any]] | None = None,
+        branches: EpisodeBranches | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
+        if branches is not None:
+            _check_fork(env)
+        self._branches = branches
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
         self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
         self._calls: Calls | None = None
-        self._seeds = jax.jit(_seeds, static_argnums=1)
 
     def draw(
         self,
@@ -117,7 +124,7 @@ class HostEpisodes:
                 mesh, weights = self._resharding
                 stack.enter_context(jax.set_mesh(mesh))
                 params, key = weights(params), jax.device_put(key, replicated(mesh))
-            seeds = partial(self._seeds, key, self._sample, step, np.asarray(positions))
+            seeds = partial(prompt_seeds, key, self._sample, step, positions)
             self._rows.set_weights(params, int(step if version is None else version))
             del params  # where they are a copy they are freed with the rows
             groups, counts = self._until_alive(chosen, seeds, newer)
@@ -133,7 +140,7 @@ class HostEpisodes:
         counts: dict[str, float] = {"groups_redrawn": 0.0}
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
-            seeds = [(int(hi) << 32) + int(lo) for hi, lo in np.asarray(seeds_of(attempt))]
+            seeds = seeds_of(attempt)
             played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo], newer)
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
@@ -157,6 +164,7 @@ class HostEpisodes:
             group=self._group,
             tokenizer=self._tokenizer,
             newer=newer,
+            branches=self._branches,
         )
 
     def _as_groups(
@@ -216,6 +224,8 @@ def check_host(run: Run) -> None:
     try:
         _check_parts(env, run.rewards.weights)
         _check_group(env, run.config.sampling.group)
+        if run.method.draw.tree is not None:
+            _check_fork(env)
         for note in format_of(env, run.tokenizer).notes:
             logging.getLogger("jrl").warning("data.env: %s", note)
     finally:
@@ -240,6 +250,16 @@ def _check_group(env: HostEnv, group: int) -> None:
         )
 
 
+def _check_fork(env: HostEnv) -> None:
+    """Raises UserError where no episode could branch."""
+    if env.fork is None:
+        raise UserError(
+            "objective.tree: episodes branch with a copy of the environment's state, and this"
+            " environment has none (HostEnv.fork is None: a process, a connection); use another"
+            " environment, or a method that draws members apart"
+        )
+
+
 def host_source(
     run: Run,
     prompts: Sequence[Prompt],
@@ -258,14 +278,18 @@ def host_source(
       temperature: None for the run's.
     """
     sampling, env = run.config.sampling, _env(run)
-    evaluates = split == "eval"
+    evaluates, tree = split == "eval", run.method.draw.tree
+    slots = min(sampling.slots or _SLOTS, run.config.train.prompts * group)
+    branches = None
+    if tree is not None and not evaluates:
+        branches = EpisodeBranches(tree, group, sampling.slots)
     mesh = sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = network if evaluates else sampler_of(run, network)
     resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
     rows = EpisodeRows(
         network if mesh is None else drawn_from_prepared(network),
-        slots=min(sampling.slots or _SLOTS, run.config.train.prompts * group),
+        slots=slots,
         prompt_tokens=run.width,
         max_new_tokens=sampling.max_new_tokens,
         stop_tokens=run.tokenizer.stop_ids,
@@ -276,6 +300,7 @@ def host_source(
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         },
+        measure=None if branches is None else branches.measure,
     )
     return HostEpisodes(
         env,
@@ -288,6 +313,7 @@ def host_source(
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
         sample="eval" if evaluates else "sample",
         resharding=resharding,
+        branches=branches,
     )
 
 
@@ -302,15 +328,6 @@ def _close(calls: Calls, env: HostEnv) -> None:
     with contextlib.suppress(Exception):  # a run that has ended well must not fail here
         calls.run(env.shutdown, env.limits.call_seconds)
     calls.close()
-
-
-def _seeds(key: Any, name: str, step: Any, positions: Any, attempt: Any) -> Any:
-    """[N, 2] uint32: the raw key of each prompt; at the first attempt that of ``generate``."""
-    root = stream(key, name, step)
-    again = jax.random.key_data(jax.random.fold_in(root, attempt))
-    raw = jax.numpy.where(attempt > 0, again, jax.random.key_data(root))
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(raw), positions)
-    return jax.random.key_data(keys)
 
 
 def _report(groups: Sequence[Sequence[Transcript]]) -> None:

@@ -25,6 +25,7 @@ from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import ChoosePlace, cheapest
+from jrl.train.host_branches import EpisodeBranches, tree_of
 from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Params, Prompt, StopReason
 from jrl.waits import waiting
@@ -43,7 +44,9 @@ class Played(NamedTuple):
       counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
         "env_close_errors", "slot_tokens" (drawn), "slot_steps" (decode steps times slots, or the
         episodes left where these are fewer), "idle_seconds" (in which all slots waited for
-        environments), and those of ``host_slots.EpisodeSlots``.
+        environments), and those of ``host_slots.EpisodeSlots``. Where episodes branch also
+        "branches", "env_fork_errors" (branches that ended because the environment could not be
+        copied) and "tree_shared_tokens", as ``host_branches.tree_of`` counts them.
     """
 
     groups: list[list[Transcript]]
@@ -77,6 +80,7 @@ def play_episodes(
     tokenizer: Tokenizer,
     newer: Newer = keep_weights,
     choose: ChoosePlace = cheapest,
+    branches: EpisodeBranches | None = None,
 ) -> Played:
     """``group`` episodes of each prompt.
 
@@ -95,11 +99,14 @@ def play_episodes(
       newer: asked before each chunk, so that weights may change between tokens. Rows keep the keys
         and values of older weights, but for those that are dropped, which are read by the newest.
       choose: where a row waits whose slot another episode could use.
+      branches: how the members of a group branch off one another, with rows that measure what it
+        reads; None to play each by itself.
 
     Returns:
       All episodes; those whose environment failed have the reason why.
     """
-    return _Game(rows, env, chat, tokenizer, calls, newer, choose).play(prompts, seeds, group)
+    game = _Game(rows, env, chat, tokenizer, calls, newer, choose, branches)
+    return game.play(prompts, seeds, group)
 
 
 class _Game:
@@ -114,11 +121,15 @@ class _Game:
         calls: Calls,
         newer: Newer,
         choose: ChoosePlace,
+        branches: EpisodeBranches | None,
     ) -> None:
         self.rows, self.env, self.chat, self.tokenizer = rows, env, chat, tokenizer
         self.calls, self.newer, self.limits = calls, newer, env.limits
         self.episodes: list[Episode] = []
+        self.branches = branches
         self.of_call: dict[int, Episode] = {}
+        self.copies: dict[int, Episode] = {}  # calls of fork, and the branch that each is for
+        self.starts: dict[int, np.ndarray] = {}  # what the openings of a group have in common
         self.closing: dict[int, float] = {}  # calls of close, and until when they may take
         self.next_call = self.next_group = self.group = self.left = self.opened = 0
         self.counts: dict[str, float] = collections.defaultdict(float)
@@ -133,6 +144,9 @@ class _Game:
             for j in range(group)
         ]
         self.left = len(self.episodes)
+        for i in range(len(prompts) if self.branches else 0):
+            assert self.branches is not None
+            self.branches.deal(self._group(i))
         with waiting("environments", self._left, seconds=self.limits.call_seconds):
             while self.left or self.of_call or self.closing:
                 self._open_ahead()
@@ -147,8 +161,14 @@ class _Game:
         names = ["env_errors", "env_timeouts", "env_close_errors", "idle_seconds"]
         names += ["parked", "dropped", "read_tokens", "reread_tokens"]
         counts = dict.fromkeys(names, 0.0)
+        if self.branches is not None:
+            counts |= dict.fromkeys(["branches", "env_fork_errors", "tree_shared_tokens"], 0.0)
         counts |= {"episodes": float(len(self.episodes)), **self.counts}
-        return Played([[e.transcript() for e in members] for members in groups], counts)
+        if self.branches is None:
+            return Played([[e.transcript() for e in members] for members in groups], counts)
+        trees = [tree_of(members) for members in groups]
+        counts["tree_shared_tokens"] = float(sum(shared for _, shared in trees))
+        return Played([rows for rows, _ in trees], counts)
 
     def _left(self) -> str:
         """How far the episodes are; read by another thread."""
@@ -161,6 +181,11 @@ class _Game:
 
     def _group(self, index: int) -> list[Episode]:
         return self.episodes[index * self.group : (index + 1) * self.group]
+
+    def _roots(self, index: int) -> list[Episode]:
+        """The members of a group that begin by themselves, and together."""
+        members = self._group(index)
+        return members if self.branches is None else members[: self.branches.roots]
 
     # ------------------------------------------------------------ calls
 
@@ -195,6 +220,11 @@ class _Game:
         if episode is None:
             return  # of an event loop that was given up
         episode.call = None
+        if (branch := self.copies.pop(answer.number, None)) is not None:
+            self._copied(branch, answer)
+            if episode.stop is None:
+                self._ask(episode)
+            return
         if episode.stop is not None:  # it ended meanwhile; a late init still wants closing
             if not answer.error and not episode.has_state:
                 self._close(answer.value[0])
@@ -227,6 +257,10 @@ class _Game:
             self.opened -= 1
             self._close(episode.state)
             episode.state = None
+        # Members that nobody left it for begin by themselves, so that the group is full.
+        for number in episode.spare:
+            self._open(self._group(episode.group)[number])
+        episode.spare = ()
 
     def _close(self, state: Any) -> None:
         seconds = self.limits.call_seconds
@@ -270,28 +304,33 @@ class _Game:
             and opening + self.table.new < slots
             and opening + self.opened < most
         ):
-            for episode in self._group(self.next_group):
-                problem = episode.prompt, episode.seed, self.rows.prompt_tokens
-                self._call(episode, call_init, self.env, self.chat, *problem)
+            for episode in self._roots(self.next_group):
+                self._open(episode)
                 opening += 1
             self.next_group += 1
 
+    def _open(self, episode: Episode) -> None:
+        problem = episode.prompt, episode.seed, self.rows.prompt_tokens
+        self._call(episode, call_init, self.env, self.chat, *problem)
+
     def _opened(self, index: int) -> None:
-        """Queues a group once all its members have opened or failed.
+        """Queues a group once all that begin together have opened or failed.
 
         What their openings do not share counts as completion tokens, so the room of each is known
-        only then.
+        only then. An episode that opens later, in a group that branches, must begin as they do.
         """
-        members = self._group(index)
-        alive = [e for e in members if e.stop is None]
-        if not alive or any(not e.has_state for e in alive):
+        if any(e.stop is None and not e.has_state for e in self._roots(index)):
             return
-        if any(e.room for e in alive):
-            return  # queued before
-        shared = shared_start([e.opening for e in alive])
-        for episode in alive:
-            episode.room = self.rows.max_new_tokens - (len(episode.opening) - shared)
-            if not shared:
+        # Those that have room were queued before, or branched off one that was.
+        new = [e for e in self._group(index) if e.stop is None and e.has_state and not e.room]
+        if not new:
+            return
+        if index not in self.starts:
+            self.starts[index] = new[0].opening[: shared_start([e.opening for e in new])]
+        start = self.starts[index]
+        for episode in new:
+            episode.room = self.rows.max_new_tokens - (len(episode.opening) - len(start))
+            if not len(start) or not np.array_equal(episode.opening[: len(start)], start):
                 said = "the members of a group open with different first tokens"
                 self._fail(episode, f"{said}; let init depend on prompt and seed alone")
             elif episode.room < 1:
@@ -322,15 +361,48 @@ class _Game:
             if count:
                 tokens = np.asarray(out.tokens)[row, :count]
                 logprobs = np.asarray(out.logprobs)[row, :count]
-                episode.grow(tokens, logprobs, self.rows.version)
+                numbers = None
+                if self.branches is not None:  # without a measure, how surprising each token was
+                    measured = out.measured
+                    numbers = -logprobs if measured is None else np.asarray(measured)[row, :count]
+                episode.grow(tokens, logprobs, self.rows.version, numbers)
             episode.last = StopReason(int(out.stop[row]))
             if episode.last != StopReason.RUNNING:
                 self._say(episode)
 
     def _say(self, episode: Episode) -> None:
-        """Asks the environment about the turn that has ended."""
-        tokens, cut = episode.end_turn(), episode.last == StopReason.LENGTH
+        """Lets a branch leave before the turn that has ended, or asks about the turn."""
+        episode.end_turn()
         self.counts["turns"] += 1
+        if self.branches is not None and self.branches.leaves(episode):
+            branch = self.branches.take(episode, self._group(episode.group))
+            self.counts["branches"] += 1
+            # Of the row and of the environment: both are now as they were when the turn began.
+            self.table.fork(branch, episode, self._turn_limit(branch))
+            assert self.env.fork is not None
+            self.copies[self.next_call] = branch
+            self._call(episode, self.env.fork, episode.state)
+            self.table.asked(episode)
+        else:
+            self._ask(episode)
+
+    def _copied(self, branch: Episode, answer: Answer) -> None:
+        """Begins a branch with a copy of the environment, or ends it for want of one."""
+        if not answer.error:
+            branch.state, branch.has_state = answer.value, True
+            self.opened += 1
+            self.table.add(branch, self._turn_limit(branch))
+            return
+        self.counts["env_fork_errors"] += 1
+        branch.reason = f"the environment's state cannot be copied: {answer.error}"
+        source = branch.source
+        if source is not None and source.stop is None:
+            source.spare, branch.spare = (*source.spare, *branch.spare), ()
+        self._end(branch, StopReason.FAILED)
+
+    def _ask(self, episode: Episode) -> None:
+        """Asks the environment about the turn that has ended."""
+        tokens, cut = episode.said(), episode.last == StopReason.LENGTH
         said = episode.state, episode.turn, tokens, cut
         self._call(episode, call_step, self.env, self.chat, self.tokenizer, *said)
         self.table.asked(episode)

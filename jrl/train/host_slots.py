@@ -40,6 +40,7 @@ class EpisodeSlots:
         self.slots: list[Episode | None] = [None] * rows.slots
         self._away: dict[Episode, float] = {}  # wait for their environments without a slot
         self._parked: dict[Episode, Slots] = {}
+        self._forked: dict[Episode, Slots] = {}  # of branches that have not begun
         self._ready: dict[Episode, float] = {}  # could use a slot, and since when
         self._limits: dict[Episode, int] = {}  # of the turns that the ready ones begin
         self._answers: dict[int, More] = {}  # for rows that have stayed in their slots
@@ -66,6 +67,20 @@ class EpisodeSlots:
         """An episode that can begin, and the completion tokens at which its first turn ends."""
         self._ready[episode], self._limits[episode] = time.monotonic(), limit
 
+    def fork(self, branch: Episode, source: Episode, limit: int) -> None:
+        """Keeps the past that a branch begins with, from the row that it leaves.
+
+        Where no more rows may be parked nothing is kept, and the past is read again.
+
+        Args:
+          branch: ``add`` it once it can begin.
+          source: has stopped in its slot.
+          limit: completion tokens at which the first turn of the branch ends.
+        """
+        if self._copies() < self._rows.parked:
+            assert source.row is not None
+            self._forked[branch] = self._rows.fork(source.row, _start(branch, limit), branch.length)
+
     def asked(self, episode: Episode) -> None:
         """Its environment has been asked about the turn that it ended."""
         self._asked[episode] = time.monotonic()
@@ -91,7 +106,8 @@ class EpisodeSlots:
             self._answers.pop(episode.row, None)
             self.slots[episode.row] = None
             episode.row = None
-        tables: tuple[dict, ...] = self._away, self._parked, self._ready, self._limits, self._asked
+        copies = self._parked, self._forked
+        tables: tuple[dict, ...] = self._away, self._ready, self._limits, self._asked, *copies
         for table in tables:
             table.pop(episode, None)
 
@@ -111,21 +127,27 @@ class EpisodeSlots:
             else:
                 idle = self._idle(now) if idle is None else idle
                 # What a parked row leaves behind is room for another.
-                room = len(self._parked) - (episode in self._parked) < self._rows.parked
+                leaves = episode in self._parked or episode in self._forked
+                room = self._copies() - leaves < self._rows.parked
                 found = self._vacate(idle, now, room=room)
                 if found is None and room:
                     break  # nor for those that come after it
                 if found is None:
                     continue
                 row = found
+            begins = not episode.began
             limit = self._give_slot(episode, row, now)
-            if (parked := self._parked.pop(episode, None)) is not None:
+            if (forked := self._forked.pop(episode, None)) is not None:
+                self._rows.resume(row, forked)  # with all of its past
+            elif (parked := self._parked.pop(episode, None)) is not None:
                 self._rows.resume(row, parked)
                 answers[row] = More(_answer(episode), limit)
             elif episode.turn:
                 again[row] = _start(episode, limit)
                 answers[row] = More(_completion(episode), limit)
-                read = len(episode.opening) + episode.length - len(_answer(episode))
+                # A branch has the answer from the episode that it left.
+                new = 0 if begins else len(_answer(episode))
+                read = len(episode.opening) + episode.length - new
                 self._counts["reread_tokens"] += read
             else:
                 starts[row] = _start(episode, limit)
@@ -134,6 +156,10 @@ class EpisodeSlots:
         if answers:
             self._counts["read_tokens"] += sum(len(more.tokens) for more in answers.values())
             self._rows.extend(answers)
+
+    def _copies(self) -> int:
+        """Rows that are kept beside the slots."""
+        return len(self._parked) + len(self._forked)
 
     def _give_slot(self, episode: Episode, row: int, now: float) -> int:
         """Notes who has the slot; the limit of tokens of the turn."""

@@ -50,6 +50,7 @@ from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
 from jrl.train.step import Metrics, Step
+from jrl.train.tree_search import sampled_params
 from jrl.types import Batch, Params, TrainState
 from jrl.waits import Waits, moved, waiting
 
@@ -433,7 +434,7 @@ def _host_loop(
                 sampling_params,
                 steps,
                 cursor=records.position.cursor,
-                policy=partial(policy_of, network=run.network),
+                policy=sampled_params(run),
                 on_step=on_step,
             )
             if not records.rolls_back:

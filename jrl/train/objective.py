@@ -10,9 +10,10 @@ from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.data.tasks import Task
 from jrl.envs import Env
+from jrl.envs.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
-from jrl.methods.base import Method
+from jrl.methods.base import Draw, Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.objectives.branches import over_branches
 from jrl.objectives.corrections import CORRECTIONS, named_correction
@@ -20,7 +21,7 @@ from jrl.objectives.ratios import weighted
 from jrl.sampling.places import PLACES
 from jrl.sampling.tree import check_branching
 from jrl.train.router import RouterLosses
-from jrl.types import Branching
+from jrl.types import Branching, Search
 
 COMMON: Mapping[str, Coefficient] = {
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
@@ -28,10 +29,13 @@ COMMON: Mapping[str, Coefficient] = {
     "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
     "router_replay": Coefficient("router_replay", Switch(), False),
     "router_z": Coefficient("router_z", Range(0.0), 0.0),
-    "tree": Coefficient("tree", Choice(("none", *PLACES)), "none"),
+    "tree": Coefficient("tree", Choice(("none", *PLACES, *SEARCHES)), "none"),
     "tree_above": Coefficient("tree_above", Range(0.0), 0.0),
+    "tree_exploration": Coefficient("tree_exploration", Range(0.0), Search().exploration),
     "tree_roots": Coefficient("tree_roots", Range(0, whole=True), 0),
     "tree_rounds": Coefficient("tree_rounds", Range(1, whole=True), 1),
+    "tree_tokens": Coefficient("tree_tokens", Range(1, whole=True), Search().tokens),
+    "tree_width": Coefficient("tree_width", Range(1, whole=True), Search().width),
 }
 """Coefficients that the run reads where the method has none of that name."""
 
@@ -65,38 +69,105 @@ def _in_trees(
     Raises:
       UserError: a tree that no run of this kind grows, or that does not fit.
     """
-    asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
-    tree, at = method.draw.tree, asked.pop("tree", "none")
-    if at != "none":
-        numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
-        tree = Branching(at, **numbers)
-    elif asked:
-        name = next(iter(asked))
-        raise UserError(
-            f"objective.{name} = {asked[name]}: members branch with objective.tree alone; set it to"
-            f" one of {', '.join(PLACES)}"
-        )
+    draw = _asked_draw(config, method.draw, common)
+    method = method._replace(draw=draw)
+    if draw.search is not None:
+        return _searched(config, task, method, draw.search)
+    tree = draw.tree
     if tree is None:
         return method
     named = f"objective.tree = {tree.at!r}"
+    if config.episodes is not None and tree.rounds > 1:
+        raise UserError(
+            f"objective.tree_rounds = {tree.rounds} is not read in episodes, which branch as they"
+            " are played; remove it"
+        )
     if tree.at == "even" and tree.above:
         raise UserError(f"objective.tree_above = {tree.above} is not read with {named}; remove it")
     if (reason := _without_trees(config, task, method)) is not None:
         raise UserError(f"{named}: {reason}")
     tree = check_branching(tree, config.sampling.group, config.sampling.slots)
-    method = method._replace(draw=method.draw._replace(tree=tree))
-    # A loss that compares whole completions has no advantages by token.
-    return method if method.objective.surrogate.over == "group" else method.after(over_branches())
+    return method._replace(draw=draw._replace(tree=tree)).after(over_branches())
+
+
+def _asked_draw(config: Config, draw: Draw, common: Mapping[str, Any]) -> Draw:
+    """The method's draw with the tree that ``objective`` asks for, or with its own.
+
+    Raises:
+      UserError: a number that no tree reads, or not this one.
+    """
+    asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
+    at = asked.pop("tree", None)
+    numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
+    if at is None and draw.search is not None and config.given_completions and not asked:
+        return draw._replace(search=None)  # the method's own, for groups that are drawn
+    if at is None and draw.search is not None:
+        _check_read(numbers, Search, draw.search.by)
+        return draw._replace(search=draw.search._replace(**numbers))
+    if at in SEARCHES:
+        _check_read(numbers, Search, at)
+        return draw._replace(tree=None, search=Search(at, **numbers))
+    if at in PLACES:
+        _check_read(numbers, Branching, at)
+        return draw._replace(tree=Branching(at, **numbers), search=None)
+    if asked:
+        name = next(iter(asked))
+        raise UserError(
+            f"objective.{name} = {asked[name]}: members branch with objective.tree alone; set it to"
+            f" one of {', '.join((*PLACES, *SEARCHES))}"
+        )
+    return draw if at is None else draw._replace(tree=None, search=None)
+
+
+def _check_read(numbers: Mapping[str, Any], kind: Any, at: str) -> None:
+    """Raises UserError for a number that a tree of this kind does not have."""
+    for name in numbers:
+        if name not in kind._fields:
+            raise UserError(
+                f"objective.tree_{name} = {numbers[name]} is not read with objective.tree = {at!r};"
+                " remove it"
+            )
+
+
+def _searched(config: Config, task: Task | Env | None, method: Method, search: Search) -> Method:
+    """The method with groups that are the leaves of a search tree.
+
+    Raises:
+      UserError: a search that no run of this kind makes, or that does not fit.
+    """
+    named = f"objective.tree = {search.by!r}"
+    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
+        raise UserError(
+            f"objective.tree_exploration = {search.exploration} is not read with {named}; remove it"
+        )
+    if config.episodes is not None:
+        raise UserError(f"{named}: completions are searched, episodes branch; use entropy or none")
+    if (reason := _without_trees(config, task, method)) is not None:
+        raise UserError(f"{named}: {reason}; or set objective.tree to 'none'")
+    if 0 < config.sampling.slots < search.width:
+        raise UserError(
+            f"sampling.slots = {config.sampling.slots}: a search of objective.tree_width ="
+            f" {search.width} needs a slot for each step; raise one or lower the other"
+        )
+    return method.after(over_branches())
 
 
 def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
     """Why a run's completions cannot branch off one another; None where they can."""
     if given := config.given_completions:
         return f"{given} holds the completions, and none is drawn; remove it"
-    if isinstance(task, Env) or config.episodes is not None:
-        return "completions branch, and episodes in an environment do not; use a task or data.train"
+    if isinstance(task, Env):
+        return (
+            "completions and episodes on the host branch, those in an environment on the device do"
+            " not; use a task, data.train, or data.env = FILE.py:function"
+        )
     if config.replays_routing:
         return "a branch has no record of its past's experts; set objective.router_replay to false"
+    if method.objective.surrogate.over == "group":
+        return (
+            f"method = {config.method!r} compares whole completions, and what members share is in"
+            " one of them alone; choose another method"
+        )
     draw = method.draw
     if draw.baseline_members or draw.demonstrations or not draw.own:
         return (

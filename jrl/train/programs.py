@@ -47,6 +47,7 @@ from jrl.train.score import policy_of
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
+from jrl.train.tree_search import check_search, search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -74,6 +75,8 @@ def check_trainable(run: Run) -> None:
     if config.recorded is not None:
         check_recorded(run.method, config.method)
     check_replay(run)
+    if run.method.draw.search is not None:
+        check_search(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -284,6 +287,8 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
         return recorded_source(run).draw
     if config.episodes:
         return host_source(run, run.data.prompts["train"], config.sampling.group).draw
+    if (search := run.method.draw.search) is not None:
+        return search_source(run, search, pool).draw
     sampling_params = jax.device_put(run.sampling_params, replicated(mesh))
     if run.task is not None:
         draw: GroupSource = partial(program, sampling_params=sampling_params)

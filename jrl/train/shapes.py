@@ -25,7 +25,7 @@ RECORDED = CLOCKS | {
     *("prompts", "kl", "slot_use", "skipped_steps", "rollbacks", "staleness", "staleness_max"),
     *("reward_failures", "reward_timeouts", "reward_errors", "env_failures"),
     *("tree_shared_tokens", "rounds", "groups_kept", "groups_missing", "groups_redrawn"),
-    "replayed",
+    *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
 }
 """Metrics that a record has beside those of the training step, in runs of one kind or another."""
 

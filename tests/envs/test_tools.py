@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jrl.envs.calculator import calculator_tool
-from jrl.envs.host import EnvError, Limits, Reply, check_env
+from jrl.envs.host import EnvError, Limits, Reply, check_env, copied
 from jrl.envs.parsers import PARSERS, Call, get_parser
 from jrl.envs.tools import Tool, ToolError, tool_env
 from jrl.errors import UserError
-from jrl.types import Prompt
+from jrl.types import NOTHING, Prompt
 
 HERMES = get_parser("hermes")
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -197,3 +197,11 @@ def test_ids_that_the_policy_gave_come_back():
     _, feedback = turn(env, opened(env)[0], "\n".join(map(mistral.render, told)))
     ids = [m["tool_call_id"] for m in feedback.messages]
     assert ids == ["abc123456", "call00001", "call00002"]
+
+
+def test_the_state_of_an_episode_is_copied_with_its_problem_as_it_is(env):
+    prompt = Prompt(0, "2 + 2", np.zeros(1, np.int32), "4", NOTHING)  # which nothing can copy
+    state, _ = asyncio.run(env.init(prompt, 0))
+    again = copied({"session": state, "said": [1]})
+    assert again["session"].prompt is prompt
+    assert again["session"] == state

@@ -203,13 +203,13 @@ def test_bfs_prover_trains_on_steps_that_are_neither_easy_nor_noise():
 
 
 def with_values(d, rng):
-    d.node_value = rng.uniform(-1, 1, d.mask.shape).astype(np.float32).astype(np.float64)
+    d.node_value = rng.uniform(0, 1, d.mask.shape).astype(np.float32).astype(np.float64)
 
 
 def alphamath_loss(d, frozen, beta=0.3):
     right = means(d, "tokens", lambda at: -d.logprobs[at] * (d.rewards[at[:2]] >= 0.5))
     return right + beta * means(
-        d, "tokens", lambda at: (np.tanh(d.values[at]) - d.node_value[at]) ** 2
+        d, "tokens", lambda at: (np.tanh(d.values[at]) - (2 * d.node_value[at] - 1)) ** 2
     )
 
 
@@ -227,7 +227,7 @@ def test_alphamath_weighs_the_values_as_the_paper_does():
 
 def test_alphamath_without_a_tree_fits_the_outcome():
     def prepare(d, rng):
-        d.node_value = np.where(d.rewards[..., None] >= 0.5, 1.0, -1.0) + 0 * d.values
+        d.node_value = np.where(d.rewards[..., None] >= 0.5, 1.0, 0.0) + 0 * d.values
 
     def reference(d, frozen):
         return alphamath_loss(d, frozen)

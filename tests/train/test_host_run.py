@@ -259,12 +259,32 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
     assert second["correction_weight"] == pytest.approx(1, abs=0.5)
 
 
+def test_episodes_branch_in_a_run(place, tmp_path):
+    run = tmp_path / "run"
+    tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
+    sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
+    config = settings(place, run, "talk", *sizes, *tree)
+    assert train(config, echo=lambda line: None)["steps"] == 2
+    for record in records_of(run):
+        assert record["branches"] == 4
+        assert record["env_fork_errors"] == record["env_errors"] == 0
+        assert record["tree_shared_tokens"] > 0
+        assert record["logprob_diff"] < 1e-4
+    for sample in read_jsonl(run / "samples.jsonl"):
+        speakers = [t["by"] for t in sample["turns"]]
+        assert speakers == [*["policy", "environment"] * 2, "policy"]
+        assert len(sample["nodes"]) == 2
+
+
+BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("env", "more"), [("talk", ("data.turns=2",)), ("lucky", REPLAYED)], ids=["talk", "replay"]
+    ("env", "more"),
+    [("talk", ("data.turns=2",)), ("lucky", REPLAYED), ("talk", BRANCHED)],
+    ids=["talk", "replay", "branches"],
 )
 def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, more):
     """Four steps at once, and as many with a signal after the second."""
@@ -393,6 +413,16 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         ),
         ("closed", [], "opens 3 episodes at once, fewer than the 4 members of a group"),
         ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
+        (
+            "talk",
+            ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
+            "HostEnv.fork is None",
+        ),
+        (
+            "talk",
+            ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
+            "objective.tree_rounds = 2 is not read in episodes",
+        ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
             "talk",

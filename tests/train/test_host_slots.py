@@ -32,6 +32,10 @@ class Rows:
     def resume(self, row, parked):
         self.done.append(("resume", row, parked))
 
+    def fork(self, row, start, length):
+        self.done.append(("fork", row, start.member, length, start.limit))
+        return f"fork of row {row}"
+
     def halt(self, row):
         self.done.append(("halt", row))
 
@@ -187,3 +191,47 @@ def test_the_row_with_the_longest_wait_makes_room(monkeypatch):
     assert second.row is None  # parked in turn
     assert first.row is not None
     assert (first.began, first.turn_began) == (began + 5.0, clock[0])
+
+
+@pytest.mark.parametrize("room", [1, 0])
+def test_a_branch_begins_with_a_copy_where_there_is_room(room):
+    table, rows, counts = table_of(slots=2, parked=room)
+    source, branch = episode(0), Episode(0, 3, Prompt(0, "", np.zeros(0, np.int32), None), 5)
+    table.add(source, 9)
+    table.fill()
+    say(table, source, 3, 4)
+    hear(table, source, [7, 8])
+    table.fill()
+    say(table, source, 6)
+    source.branch(branch)
+    rows.done.clear()
+    table.fork(branch, source, 12)
+    table.add(branch, 12)
+    table.fill()
+    assert table.slots[branch.row] is branch
+    row = branch.row
+    if room:  # rewound to the turn's first token, and nothing is read
+        copied = ("fork", source.row, 3, 4, 12)
+        assert rows.done == [copied, ("resume", row, f"fork of row {source.row}")]
+        assert counts["reread_tokens"] == 0
+    else:  # prompt, turn and answer, all of which the source has read
+        past = [3, 4, 7, 8]
+        assert rows.done == [("admit", row, (1, 2), 3), ("extend", row, past, 12)]
+        assert counts["reread_tokens"] == 2 + 4
+
+
+def test_a_branch_that_ends_before_it_begins_leaves_room():
+    table, rows, _ = table_of(slots=1, parked=1)
+    source, branch = episode(0), Episode(0, 1, Prompt(0, "", np.zeros(0, np.int32), None), 5)
+    table.add(source, 9)
+    table.fill()
+    say(table, source, 3)
+    hear(table, source, [7])
+    table.fill()
+    say(table, source, 6)
+    source.branch(branch)
+    table.fork(branch, source, 12)
+    table.remove(branch)
+    source.branch(branch)
+    table.fork(branch, source, 12)
+    assert [step[0] for step in rows.done].count("fork") == 2

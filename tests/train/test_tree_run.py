@@ -177,7 +177,7 @@ BAD = {
     "objective.tree_above = 0.5 is not read with objective.tree = 'even'": [
         *("objective.tree=even", "objective.tree_above=0.5")
     ],
-    "objective.tree = 'gap': completions branch, and episodes in an environment do not": [
+    "objective.tree = 'gap': completions and episodes on the host branch, those in an env": [
         *("objective.tree=gap", "data={env='guess_number', numbers=4, turns=3}")
     ],
     "objective.tree = 'gap': data.pairs holds the completions": [
@@ -185,6 +185,9 @@ BAD = {
     ],
     "objective.tree = 'gap': method = 'remax' draws greedy baselines": [
         *("objective.tree=gap", "method=remax")
+    ],
+    "objective.tree = 'gap': method = 'online_dpo' compares whole completions": [
+        *("objective.tree=gap", "method=online_dpo")
     ],
     "objective.tree = 'gap': method = 'sft' draws": ["objective.tree=gap", "method=sft"],
     "objective.tree = 'entropy': a branch has no record of its past's experts": [

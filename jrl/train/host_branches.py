@@ -1,0 +1,110 @@
+"""Episodes on the host that branch: who is left behind which answer, and rows for the tree.
+
+The members of a group begin as some episodes; the others leave these behind an answer of the
+environment, with a copy of its state and of the row's cache. Which member leaves whom depends on
+what the two of them drew alone, never on when environments answer or on slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jrl.envs.episode import Episode
+from jrl.envs.transcript import Transcript
+from jrl.sampling.places import PLACES
+from jrl.sampling.slots import Measure
+from jrl.sampling.tree import check_branching
+from jrl.types import Branching
+
+MEASURED_TOKENS = 20
+"""Tokens at the beginning of a turn whose mean number says how unsure the policy is there."""
+
+
+class EpisodeBranches:
+    """How the episodes of a group branch.
+
+    Args:
+      branching: from the method.
+      group: G.
+      slots: of the rows that they are played in.
+
+    Attributes:
+      roots: members that begin by themselves.
+      measure: of the distributions that tokens are drawn from; None where nothing is.
+
+    Raises:
+      UserError: a tree that does not fit the group or the slots.
+    """
+
+    def __init__(self, branching: Branching, group: int, slots: int) -> None:
+        # Episodes branch as they are played, in one round.
+        branching = check_branching(branching._replace(rounds=1), group, slots)
+        self.roots, self._branching, self._group = branching.roots, branching, group
+        self.measure: Measure | None = PLACES[branching.at]
+
+    def deal(self, members: Sequence[Episode]) -> None:
+        """Gives the roots of a group equal shares of the members that will leave them.
+
+        Were they shared out as episodes ask for them, the first to play a turn would get more.
+        """
+        for i, root in enumerate(members[: self.roots]):
+            root.spare = tuple(range(self.roots + i, self._group, self.roots))
+
+    def leaves(self, episode: Episode) -> bool:
+        """Whether a member leaves the episode before the turn that has just ended.
+
+        It does where the first tokens of the turn are more uncertain than those of the first turn
+        were, by more than ``Branching.above``, and if the episode has members to give.
+        """
+        rise = np.inf
+        if self._branching.at != "even":
+            number = float(episode.numbers[:MEASURED_TOKENS].mean())
+            if episode.turn == 0:
+                episode.usual = number
+            rise = number - episode.usual
+        # Behind its own past a branch would only draw once more what its source was left for.
+        later = episode.turn > episode.first
+        return later and bool(episode.spare) and bool(rise > self._branching.above)
+
+    def take(self, episode: Episode, members: Sequence[Episode]) -> Episode:
+        """The member that leaves an episode now; both keep half of the other members to give."""
+        number, rest = episode.spare[0], episode.spare[1:]
+        child, half = members[number], len(rest) // 2
+        child.spare, episode.spare = rest[:half], rest[half:]
+        episode.branch(child)
+        return child
+
+
+def tree_of(members: Sequence[Episode]) -> tuple[list[Transcript], int]:
+    """The transcripts of a group of episodes that branched, and how many tokens are shared.
+
+    What several members went through counts as drawn in the first of them that is alive, so that
+    each token is trained once, and in the others it is the past. ``Segment.node`` numbers the
+    stretches that the same living members go through, from 1 on.
+
+    Returns:
+      A transcript a member, and the tokens that stand in rows as the past of another member.
+    """
+    alive = [e for e in members if e.transcript().alive]
+    through: dict[tuple[int, int], list[int]] = {}
+    for episode in alive:
+        for i in range(len(episode.transcript().segments)):
+            through.setdefault(episode.origin(i), []).append(episode.member)
+    node: dict[tuple[int, ...], int] = {}
+    for whose in through.values():  # in the order of members, then of segments
+        node.setdefault(tuple(whose), len(node) + 1)
+    rows, shared = [], 0
+    for episode in members:
+        row = episode.transcript()
+        segments = []
+        for i, segment in enumerate(row.segments if row.alive else ()):
+            whose = through[episode.origin(i)]
+            part = segment._replace(node=node[tuple(whose)])
+            if whose[0] != episode.member:
+                shared += len(part.tokens)
+                part = part._replace(drawn=False, logprobs=None, versions=None)
+            segments.append(part)
+        rows.append(row._replace(segments=tuple(segments)) if row.alive else row)
+    return rows, shared

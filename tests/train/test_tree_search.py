@@ -1,0 +1,499 @@
+"""Groups that are leaves of a search: trees replayed by hand, what is drawn and read, and runs."""
+
+import json
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrl.config import load_config
+from jrl.envs.tree import SEARCHES, Step, Tree
+from jrl.errors import UserError
+from jrl.mesh import make_mesh
+from jrl.methods import get_method
+from jrl.metrics import read_jsonl
+from jrl.models.config import ModelConfig
+from jrl.models.transformer import transformer
+from jrl.objectives.policy import compute_advantages
+from jrl.sampling.params import make_sampling_params, sampling_logprobs
+from jrl.sampling.places import entropy
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.train import loop
+from jrl.train.build import setup
+from jrl.train.collect import Groups, to_batch
+from jrl.train.frozen import run_task
+from jrl.train.loop import train
+from jrl.train.objective import method_of
+from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
+from jrl.types import Branching, Prompt, Search, StopReason
+
+P, T, G, END, LINE = 6, 14, 4, 1, 2
+SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp_dim": 16}
+NETWORK = transformer(ModelConfig(vocab_size=12, max_length=P + T, **SIZES))
+PROMPTS = [Prompt(i, "", np.array([3, *range(4, 5 + i)], np.int32), "") for i in range(3)]
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@cache
+def params():
+    return jax.tree.map(lambda x: 1.5 * x, jit(NETWORK.init)(jax.random.key(0)))
+
+
+@cache
+def rows(slots=5, chunk=3, parked=64):
+    return EpisodeRows(
+        NETWORK,
+        slots=slots,
+        prompt_tokens=P,
+        max_new_tokens=T,
+        stop_tokens=(END, LINE),
+        chunk=chunk,
+        sampling={"temperature": 1.0},
+        parked=parked,
+        measure=entropy,
+    )
+
+
+def even_share(tokens):
+    """Points: the share of even tokens."""
+    return float(np.mean(np.asarray(tokens) % 2 == 0))
+
+
+def problems(lost=lambda tokens: False):
+    judged = []
+
+    def judge(about, prompts, rollout):
+        n, g, _ = rollout.tokens.shape
+        paths = [rollout.tokens[i, j, : rollout.lengths[i, j]] for i in range(n) for j in range(g)]
+        judged.extend((p.id, tuple(x.tolist())) for p, x in zip(prompts, paths, strict=True))
+        points = np.array([[even_share(x), 9.0] for x in paths], np.float32).reshape(n, g, 2)
+        out = np.array([lost(x) for x in paths]).reshape(n, g)
+        stop = np.where(out, np.int32(StopReason.ABORTED), rollout.stop)
+        return Groups(rollout.replace(stop=stop), points, about, {"judged": float(n)}, {})
+
+    ask = lambda key, positions: (chosen := [PROMPTS[i] for i in positions], chosen)  # noqa: E731
+    return Problems(ask, judge, np.array([1.0, 0.0])), judged
+
+
+def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
+    """The groups of one draw, the source, and what was judged."""
+    asked, judged = problems(lost)
+    given = params() if estimate is None else Guided(params(), "value")
+    source = TreeSearch(
+        rows(**sizes), search, asked, group=group, width=P, ends=(END,), estimate=estimate
+    )
+    groups = source.draw(jax.random.key(4), given, 5, np.arange(3))
+    return groups, source, judged
+
+
+def odd_share(given, tokens, lengths):
+    """Points of a path that goes on: the share of odd tokens, the prompt's included."""
+    assert given.value == "value"
+    assert len(tokens) in (1, 2, 4, 8, 16, 32)
+    return [np.mean(row[:n] % 2) for row, n in zip(tokens, lengths, strict=True)]
+
+
+def steps_of(tree):
+    return [
+        (n.parent, n.step.content.tokens.tolist(), n.done) for n in tree.nodes if n.step is not None
+    ]
+
+
+SEARCHED = {name: Search(name, 3, 12, 4, 0.7 if "uct" in name else 1.0) for name in SEARCHES}
+
+
+@pytest.fixture(scope="module", params=[*SEARCHED, "guided"])
+def found(request):
+    guided = request.param == "guided"
+    search = SEARCHED["puct" if guided else request.param]
+    return search, *drawn(search, estimate=odd_share if guided else None), guided
+
+
+def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
+    """Each tree is grown once more, node by node, from what was drawn."""
+    search, groups, source, _, guided = found
+    named = SEARCHES[search.by]
+    for n, tree in enumerate(source.trees):
+        again, filled, here = Tree(), False, 1
+        for _ in range(search.rounds):
+            chosen = named.select(search.width, search.exploration)(again)
+            if len(again.leaves()) >= G or not chosen:
+                break
+            assert len(chosen) <= search.width
+            for node in np.repeat(chosen, search.width):
+                assert tree.nodes[here].parent == node
+                add(again, n, tree, here, named, guided)
+                here += 1
+        leaves = len(again.leaves())
+        for i in range(here, len(tree.nodes)):  # what completes the group
+            filled = True
+            add(again, n, tree, i, named, guided)
+        assert (leaves < G) == filled
+        assert len(again.leaves()) == max(leaves, G)
+        mine = groups.ids["node"][n]
+        values = np.array([0.0] + [named.value(node) for node in again.nodes[1:]])
+        np.testing.assert_allclose(groups.stats["node_value"][n], values[mine], atol=1e-6)
+
+
+def add(again, n, tree, number, named, guided):
+    step = tree.nodes[number].step
+    again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
+    whole = np.concatenate([tree.nodes[i].step.content.tokens for i in tree.path(number)])
+    if step.done:
+        named.backup(again, number, even_share(whole))
+    elif guided:
+        whole = np.concatenate([PROMPTS[n].tokens, whole])
+        named.backup(again, number, float(np.mean(whole % 2)))
+
+
+def test_members_are_leaves_and_each_step_is_trained_once(found):
+    _, groups, source, judged, _ = found
+    rollout = groups.rollout.check()
+    node, mask = groups.ids["node"], np.asarray(rollout.mask)
+    for n, tree in enumerate(source.trees):
+        seen = set()
+        for i, leaf in enumerate(tree.leaves()[:G]):
+            path, at = tree.path(leaf), 0
+            for number in path:
+                step = tree.nodes[number].step.content
+                here = slice(at, at + len(step.tokens))
+                np.testing.assert_array_equal(rollout.tokens[n, i, here], step.tokens)
+                assert (node[n, i, here] == number).all()
+                assert (mask[n, i, here] == (number not in seen)).all()
+                at += len(step.tokens)
+                assert len(step.tokens) <= 4
+                assert step.tokens[-1] in (END, LINE) or len(step.tokens) == 4 or at == T
+            seen |= set(path)
+            assert rollout.lengths[n, i] == at
+            last = rollout.tokens[n, i, at - 1]
+            assert rollout.stop[n, i] == (
+                StopReason.STOP_TOKEN if last == END else StopReason.LENGTH
+            )
+            assert groups.rewards[n, i, 0] == pytest.approx(even_share(rollout.tokens[n, i, :at]))
+    assert (rollout.versions == np.where(mask, 5, -1)).all()
+    every = [
+        (n, tuple(t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()))
+        for n, tree in enumerate(source.trees)
+        for leaf in tree.leaves()
+    ]
+    assert sorted(judged) == sorted(every)  # once each
+
+
+def test_the_trainers_log_probabilities_are_the_searchs(found):
+    rollout = found[1].rollout
+    batch = rollout
+
+    def logprobs(prompt, length, tokens):
+        whole = jnp.where(jnp.arange(P + T) < length, jnp.pad(prompt, (0, T)), 0)
+        whole = jax.lax.dynamic_update_slice(whole, tokens, (length,))
+        at = jnp.arange(P + T)
+        hidden, _ = NETWORK.hidden(params(), whole[None], at[None], jnp.ones((1, P + T), jnp.int32))
+        logits = NETWORK.logits(params(), hidden[0])
+        law = sampling_logprobs(logits, make_sampling_params(1.0))
+        before = jax.lax.dynamic_slice_in_dim(law, length - 1, T)
+        return jnp.take_along_axis(before, tokens[:, None], axis=1)[:, 0]
+
+    scored = jit(jax.vmap(lambda p, n, ts: jax.vmap(partial(logprobs, p, n))(ts)))(
+        batch.prompt_tokens, batch.prompt_lengths, batch.tokens
+    )
+    assert np.abs(np.where(batch.mask, scored - batch.sampler_logprobs, 0)).max() < 1e-5
+
+
+def test_prompts_are_read_once_and_paths_never(found):
+    _, groups, source, _, _ = found
+    counts = groups.counts
+    assert counts["read_tokens"] == sum(len(p.tokens) for p in PROMPTS)
+    assert counts["reread_tokens"] == 0
+    tokens = sum(len(step) for tree in source.trees for _, step, _ in steps_of(tree))
+    assert counts["slot_tokens"] == tokens
+    assert counts["search_nodes"] == sum(len(tree.nodes) - 1 for tree in source.trees)
+    mask = np.asarray(groups.rollout.mask)
+    assert counts["tree_shared_tokens"] == groups.rollout.lengths.sum() - mask.sum() > 0
+    assert counts["judged"] == counts["search_leaves"]
+
+
+@pytest.mark.parametrize("sizes", [{"slots": 3}, {"slots": 11, "chunk": 7}, {"parked": 0}], ids=str)
+def test_a_search_depends_on_neither_slots_nor_chunks_nor_where_rows_are_kept(sizes):
+    search = SEARCHED["puct"]
+    (_, calm, _), (groups, source, _) = drawn(search), drawn(search, **sizes)
+    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
+    assert (groups.counts["reread_tokens"] > 0) == ("parked" in sizes)
+
+
+@pytest.mark.parametrize(
+    "other", [{"width": 2}, {"rounds": 1}, {"tokens": 3}, {"exploration": 9.0}], ids=str
+)
+def test_each_number_of_a_search_changes_its_trees(other):
+    search = SEARCHED["puct"]
+    both = search, search._replace(**other)
+    drew = (drawn(each, estimate=odd_share, group=12) for each in both)
+    (_, calm, _), (_, source, _) = drew
+    assert [steps_of(a) for a in source.trees] != [steps_of(a) for a in calm.trees]
+
+
+def test_divided_slots_give_the_same():
+    _, calm, _ = drawn(SEARCHED["puct"])
+    with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
+        rows.cache_clear()
+        _, source, _ = drawn(SEARCHED["puct"], slots=6)
+        rows.cache_clear()
+    assert [steps_of(a) for a in source.trees] == [steps_of(a) for a in calm.trees]
+
+
+def test_where_rounds_run_out_open_nodes_are_completed():
+    groups, source, _ = drawn(Search("puct", 2, 1, 3))
+    for tree in source.trees:
+        assert tree.nodes[0].children == [1, 2]
+        ended = len([i for i in (1, 2) if tree.nodes[i].done])
+        assert len(tree.leaves()) == G
+        if not ended:  # two more each, one step after the other
+            assert [len(tree.nodes[i].children) for i in (1, 2)] == [2, 2]
+            assert all(len(n.children) <= 1 for n in tree.nodes[3:])
+    assert (groups.rollout.stop < StopReason.FAILED).all()
+
+
+def test_a_leaf_that_nobody_could_judge_leaves_its_group():
+    lost = lambda tokens: len(tokens) % 2 == 1  # noqa: E731
+    groups, source, _ = drawn(SEARCHED["uct"], lost)
+    out = groups.rollout.lengths % 2 == 1
+    assert 0 < out.sum() < out.size
+    np.testing.assert_array_equal(groups.rollout.stop == StopReason.ABORTED, out)
+    # What the others went through is trained in one of them.
+    mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
+    for n in range(3):
+        live = ~out[n]
+        wanted = {
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(node[n, i])[0]
+            if live[i]
+        }
+        trained = [
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(mask[n, i])[0]
+            if live[i]
+        ]
+        assert sorted(trained) == sorted(wanted)
+    # What the others went through is trained in one of them.
+    mask, node = np.asarray(groups.rollout.mask), groups.ids["node"]
+    for n in range(3):
+        live = ~out[n]
+        wanted = {
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(node[n, i])[0]
+            if live[i]
+        }
+        trained = [
+            (int(t), int(node[n, i, t]))
+            for i in range(G)
+            for t in np.nonzero(mask[n, i])[0]
+            if live[i]
+        ]
+        assert sorted(trained) == sorted(wanted)
+    for tree in source.trees:
+        known = [i for i in tree.leaves() if sum(len(s) for s in path_of(tree, i)) % 2 == 0]
+        assert tree.nodes[0].visits == len(known)
+
+
+def path_of(tree, node):
+    return [tree.nodes[i].step.content.tokens for i in tree.path(node)]
+
+
+def test_deepsearch_reads_the_values_of_its_search():
+    """In float64: tanh of q at the nodes before the leaf, the leaf's score at the leaf."""
+    groups, source, _ = drawn(SEARCHED["frontier"])
+    weights = np.array([1.0, 0.0], np.float32)
+    batch = to_batch(groups.rollout, groups.rewards, weights, groups.ids, groups.stats)
+    objective = get_method("deepsearch").objective
+    advantages = np.asarray(compute_advantages(objective, batch, objective.init())[0])
+    scores = np.asarray(groups.rewards, np.float64)[..., 0]
+    for n, tree in enumerate(source.trees):
+        for i, leaf in enumerate(tree.leaves()[:G]):
+            for t in np.nonzero(groups.rollout.mask[n, i])[0]:
+                node = groups.ids["node"][n, i, t]
+                q = scores[n, i] if node == leaf else np.tanh(tree.nodes[node].total)
+                assert advantages[n, i, t] == pytest.approx(q - scores[n].mean(), abs=1e-5)
+
+
+# ---------------------------------------------------------------- runs
+
+TASK = (
+    *("data.task=sequence", "data.difficulty=1", "sampling.group=4"),
+    f"model.config={json.dumps(SIZES).replace(':', ' =')}",
+)
+
+
+@pytest.mark.parametrize("method", ["deepsearch", "alphamath"])
+def test_a_run_on_a_task_searches(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    tree = "{tree_tokens=2,tree_width=3}" if method == "deepsearch" else "{tree='puct'}"
+    config = load_config(
+        None,
+        [
+            *(*TASK, f"method={method}", f"objective={tree}", "train.prompts=16", "train.steps=2"),
+            *("rewards={verify={},partial={}}", "optimizer.warmup_steps=0"),
+            *("checkpoint.every=0", "eval.problems=4", "log.samples_every=1"),
+            f"run.dir={json.dumps(str(tmp_path / 'run'))}",
+        ],
+    )
+    train(config, echo=lambda line: None)
+    records = [r for r in read_jsonl(tmp_path / "run" / "metrics.jsonl") if "loss" in r]
+    assert len(records) == 2
+    assert max(record["grad_norm"] for record in records) > 0
+    for record in records:
+        assert record["search_leaves"] >= 64
+        assert record["reread_tokens"] == 0
+        assert record["logprob_diff"] < 1e-4
+
+
+def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
+    config = load_config(None, [*TASK, "method=alphamath", "objective.tree=puct"])
+    run = setup(config)
+    policy = jit(run.network.init)(jax.random.key(1))
+    head = jax.tree.map(
+        lambda x: jax.random.normal(jax.random.key(2), x.shape), run.value.init(jax.random.key(3))
+    )
+    longest = run.width + run.task.completion_tokens
+    tokens = np.random.default_rng(0).integers(0, run.network.vocab_size, (2, longest))
+    lengths = np.array([longest - 3, 2], np.int32)
+    found = run_estimate(run)(Guided(policy, head), tokens.astype(np.int32), lengths)
+    for row, length, points in zip(tokens, lengths, np.asarray(found, np.float64), strict=True):
+        alone, at = row[None, :length].astype(np.int32), np.arange(length)[None]
+        hidden, _ = run.network.hidden(policy, alone, at, np.ones_like(at))
+        value = run.value.apply(head, hidden, alone, at, np.ones_like(at))[0, -1]
+        assert points == pytest.approx((1 + np.tanh(np.float64(value))) / 2, abs=1e-5)
+    assert abs(found[0] - found[1]) > 1e-3
+    assert run_estimate(setup(load_config(None, [*TASK, "method=deepsearch"]))) is None
+
+
+@pytest.mark.slow
+def test_a_search_resumes_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+    def run(name, steps):
+        config = load_config(
+            None,
+            [
+                *(*TASK, "method=deepsearch", "objective={tree_tokens=2,tree_width=3}"),
+                *("train.prompts=8", f"train.steps={steps}", "rewards={partial={}}"),
+                *("checkpoint.every=1", "eval.problems=4"),
+                f"run.dir={json.dumps(str(tmp_path / name))}",
+            ],
+        )
+        train(config, echo=lambda line: None)
+        records = read_jsonl(tmp_path / name / "metrics.jsonl")
+        return {r["step"]: (r["loss"], r["grad_norm"]) for r in records if "loss" in r}
+
+    run("parts", 1)
+    assert run("parts", 2) == run("whole", 2)
+
+
+def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_model):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    (tmp_path / "own.py").write_text(
+        "def vowels(samples):\n"
+        "    return [sum(c in 'aeiou' for c in s.completion) / 9 for s in samples]\n"
+    )
+    rows = [{"question": f"how many {x}?", "answer": "a"} for x in ("eels", "cows", "whales")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = json.dumps(str(tmp_path / "own.py") + ":vowels")
+    config = load_config(
+        None,
+        [
+            *(f"model.path={json.dumps(str(letters_model))}", "data.template=plain"),
+            *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=deepsearch"),
+            *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=2"),
+            *("objective.tree_width=3", "objective.tree_tokens=4", "log.samples_every=1"),
+            *(f"rewards={{{reward}={{}}}}", "reward_pool.workers=0", "checkpoint.every=0"),
+            f"run.dir={json.dumps(str(tmp_path / 'run'))}",
+        ],
+    )
+    train(config, echo=lambda line: None)
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {len(s["nodes"]) for s in samples} - {1}
+    for s in samples:
+        vowels = sum(c in "aeiou" for c in s["completion"]) / 9
+        assert s["reward"] == pytest.approx(vowels)
+
+
+@pytest.fixture
+def letters_model(tmp_path):
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    from jrl.models import hf
+
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz?\n "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    config = ModelConfig(vocab_size=32, max_length=48, **SIZES)
+    hf.save(tmp_path / "model", config, transformer(config).init(jax.random.key(0)))
+    backend.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    return tmp_path / "model"
+
+
+# ---------------------------------------------------------------- what is refused
+
+BAD = {
+    "objective.tree_roots = 2 is not read with objective.tree = 'puct'": [
+        *("objective.tree=puct", "objective.tree_roots=2")
+    ],
+    "objective.tree_width = 2 is not read with objective.tree = 'gap'": [
+        *("objective.tree=gap", "objective.tree_width=2")
+    ],
+    "objective.tree_exploration = 2.0 is not read with objective.tree = 'best_first'": [
+        *("objective.tree=best_first", "objective.tree_exploration=2.0")
+    ],
+    "sampling.slots = 3: a search of objective.tree_width = 5 needs a slot for each step": [
+        *("objective.tree=uct", "objective.tree_width=5", "sampling.slots=3")
+    ],
+    "objective.tree = 'puct': method = 'online_dpo' compares whole completions": [
+        *("objective.tree=puct", "method=online_dpo")
+    ],
+    "objective.tree = 'frontier': completions and episodes on the host branch, those in": [
+        *("method=deepsearch", "data={env='guess_number', numbers=4, turns=3}")
+    ],
+    "objective.tree_above = 1.0 is not read with objective.tree = 'frontier'": [
+        *("method=deepsearch", "objective.tree_above=1.0")
+    ],
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_what_cannot_be_searched_is_named_before_anything_compiles(said):
+    config = load_config(None, [*TASK, *BAD[said]])
+    with pytest.raises(UserError) as caught:
+        method_of(config, run_task(config))
+    assert said in str(caught.value)
+
+
+def test_a_compiled_run_does_not_search(tmp_path):
+    run = ("train.mode=compiled", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
+    with pytest.raises(UserError, match=r"objective\.tree searches, which takes a host"):
+        train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
+
+
+def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
+    (tmp_path / "own.py").write_text("def some(samples):\n    return [1.0 for _ in samples]\n")
+    reward = json.dumps(f"{tmp_path}/own.py:some")
+    run = (f"rewards={{{reward}={{}}}}", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
+    with pytest.raises(UserError, match="a search on a task goes by verify and partial"):
+        train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_methods_own_search_gives_way():
+    def draw(*more):
+        config = load_config(None, [*TASK, "method=deepsearch", *more])
+        return method_of(config, run_task(config)).draw
+
+    assert draw().search == Search("frontier", 8, 64, 256)
+    assert draw("objective.tree_width=2").search == Search("frontier", 2, 64, 256)
+    assert draw("objective.tree=puct").search == Search("puct")
+    assert draw("objective.tree=none")[3:5] == (None, None)
+    assert draw("objective.tree=gap")[3:5] == (Branching("gap", 2), None)
