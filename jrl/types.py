@@ -185,12 +185,16 @@ class Packing(struct.PyTreeNode):
         Rows m * R / M .. (m + 1) * R / M - 1 hold completions of the prompts of block m.
       steps: [R, C] int32, which token of it.
       owners: [R, C] int32, in [0, b): which prompt of the block it continues.
+      segments: [R, C] int32, 0 for padding, and ends [R, C] int32: those of ``SharedRows``, where
+        completions share beginnings; None where each is a segment of its own.
     """
 
     order: Array
     members: Array
     steps: Array
     owners: Array
+    segments: Array | None = None
+    ends: Array | None = None
 
 
 class Batch(struct.PyTreeNode):
@@ -537,6 +541,8 @@ class SharedRows(NamedTuple):
 
     A token of a row attends to the tokens of its own segment at positions no later than its own,
     and to those tokens of its prompt. Along a segment positions rise by one from column to column.
+    Where segments share beginnings, as the branches of a tree do, these are segments, too, and a
+    token also attends to those that its own one continues.
     There are M blocks of b prompts each, and rows m * R / M .. (m + 1) * R / M - 1 continue the
     prompts of block m.
 
@@ -547,6 +553,8 @@ class SharedRows(NamedTuple):
       positions: [R, C] int32.
       segments: [R, C] int32; 0 is padding.
       owners: [R, C] int32, in [0, b): which prompt of its block a token continues.
+      ends: [R, C] int32: the segments from a token's own up to this one, which is left out, attend
+        to the token; None for its own alone.
       routing: the experts to send tokens to, prompts [M, b, P, n, k] and tokens [R, C, n, k]; None
         to send them where the router does.
     """
@@ -557,6 +565,7 @@ class SharedRows(NamedTuple):
     positions: Array
     segments: Array
     owners: Array
+    ends: Array | None = None
     routing: RoutingRecord | None = None
 
 

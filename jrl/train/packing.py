@@ -5,14 +5,16 @@ network reads them packed end to end into fewer rows. Prompts are assigned to bl
 ``LARGEST_BLOCK``, and the completions of a block to its rows: the longest first, into the first row
 with room. Rows of a block attend to the block's prompts, each of which is computed once.
 
-Rows are about as wide as the longest completion, because attention scores a whole row. The number
-of rows and their width decide which program runs, so widths are rounded and shapes are reused.
+Completions that branch off one another lie in one row, and what they share lies there once.
+
+Rows are about as wide as the longest completion, or tree, because attention scores a whole row. The
+number of rows and their width decide which program runs: widths are rounded and shapes are reused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,7 +73,11 @@ class Packer:
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its packing, on the host; as it is where packing does not pay."""
         lengths, mask = jax.device_get((batch.lengths, batch.mask))
-        deal = _Deal(np.where(mask.any(-1), lengths, 0), mask.shape[2], self.parts, self.shards)
+        lengths, trees = np.where(mask.any(-1), lengths, 0), None
+        if "node" in batch.ids:
+            node, tokens = jax.device_get((batch.ids["node"], batch.tokens))
+            lengths, trees = grown_together(lengths, mask, node, tokens)
+        deal = _Deal(lengths, mask.shape[2], self.parts, self.shards, trees=trees)
         if deal.needed is None:
             return batch
         return batch.replace(packing=deal.packed(self._chosen(deal, deal.needed)))
@@ -127,6 +133,95 @@ def pack(
     return None if deal.needed is None else deal.packed(deal.needed)
 
 
+class Tree(NamedTuple):
+    """The tokens of members of ONE group that branch off one another, each once, in their order.
+
+    Attributes:
+      members: [L] int32, which member a token belongs to.
+      steps: [L] int32, which token of it.
+      segments: [L] int32, from 0 on, and ends [L] int32: as in ``SharedRows``.
+    """
+
+    members: np.ndarray
+    steps: np.ndarray
+    segments: np.ndarray
+    ends: np.ndarray
+
+
+def grown_together(
+    lengths: np.ndarray, mask: np.ndarray, node: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, dict[tuple[int, int], Tree]]:
+    """The trees of a batch.
+
+    Args:
+      lengths: [N, G] int, tokens of each completion; 0 for one that is not trained on.
+      mask: [N, G, T] bool.
+      node: [N, G, T] int, ``ids["node"]``.
+      tokens: [N, G, T] int.
+
+    Returns:
+      [N, G] int, the tokens of the tree that begins with a member, 0 for one that left another;
+      and (n, g) -> the tree. A member alone is a tree of its own.
+
+    >>> node = np.array([[[1, 2, 2], [1, 3, 0]]])
+    >>> mask = np.array([[[1, 1, 1], [0, 1, 0]]], bool)
+    >>> sizes, trees = grown_together(np.array([[3, 2]]), mask, node, node)
+    >>> sizes.tolist(), trees[0, 0].members.tolist(), trees[0, 0].steps.tolist()
+    ([[4, 0]], [0, 1, 0, 0], [0, 1, 1, 2])
+    >>> trees[0, 0].segments.tolist(), trees[0, 0].ends.tolist()
+    ([0, 1, 2, 2], [3, 2, 3, 3])
+    """
+    sizes, trees = np.zeros_like(lengths), {}
+    for n, group in enumerate(lengths):
+        begins = _begins(group, mask[n], node[n], tokens[n])
+        for g in np.flatnonzero(group):
+            if begins[g][0] < 0:
+                trees[n, int(g)] = tree = _tree(int(g), begins, group)
+                sizes[n, g] = len(tree.members)
+    return sizes, trees
+
+
+def _begins(
+    lengths: np.ndarray, mask: np.ndarray, node: np.ndarray, tokens: np.ndarray
+) -> list[tuple[int, int]]:
+    """(which member each of ONE group leaves, at which token); (-1, 0) for none."""
+    found = [(-1, 0)] * len(lengths)
+    for g in range(len(lengths)):
+        for other in range(g):
+            most = min(lengths[g], lengths[other])
+            # A token that a member is trained on is its own.
+            shared = (node[g] == node[other]) & (node[g] > 0) & (tokens[g] == tokens[other])
+            shared &= ~mask[g]
+            same = int(np.argmin(np.append(shared[:most], False)))
+            if same > found[g][1]:
+                found[g] = other, same
+    return found
+
+
+def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> Tree:
+    """The tree that begins with a member; a stretch between two branches is a segment."""
+    cells: list[tuple[int, int, int]] = []
+    ends: list[int] = []
+
+    def grow(g: int, start: int) -> None:
+        own: list[int] = []
+        leaving = sorted((at, other) for other, (past, at) in enumerate(begins) if past == g)
+        for stop in [*dict.fromkeys(at for at, _ in leaving), int(lengths[g])]:
+            own.append(len(ends))
+            ends.append(0)
+            cells.extend((g, step, own[-1]) for step in range(start, stop))
+            for other in (other for at, other in leaving if at == stop):
+                grow(other, stop)
+            start = stop
+        # All that follows continues each of these stretches; what was grown between does not.
+        for segment in own:
+            ends[segment] = len(ends)
+
+    grow(root, 0)
+    members, steps, segments = np.array(cells, np.int32).reshape(-1, 3).T
+    return Tree(members, steps, segments, np.array(ends, np.int32)[segments])
+
+
 class _Deal:
     """The prompts of each part dealt to blocks, and what shape their completions need.
 
@@ -135,8 +230,15 @@ class _Deal:
     """
 
     def __init__(
-        self, lengths: np.ndarray, width: int, parts: int, shards: int, worth: float = 0.9
+        self,
+        lengths: np.ndarray,
+        width: int,
+        parts: int,
+        shards: int,
+        worth: float = 0.9,
+        trees: Mapping[tuple[int, int], Tree] | None = None,
     ) -> None:
+        self._trees = trees
         n, g = lengths.shape
         each = n // parts
         per_device = each // shards
@@ -173,14 +275,28 @@ class _Deal:
     def packed(self, shape: PackedShape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
         assert 0 < self.rows(shape.columns) <= shape.rows
+        filled, group = self._filled[shape.columns], self.lengths[0].shape[1]
         parts = [
-            _lay(own, np.array(order, np.int32), filled, shape)
-            for own, order, filled in zip(
-                self.lengths, self.orders, self._filled[shape.columns], strict=True
-            )
+            _lay(self._cells(part), np.array(order, np.int32), rows, shape, group)
+            for part, (order, rows) in enumerate(zip(self.orders, filled, strict=True))
         ]
         arrays: Any = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
-        return Packing(*arrays)
+        return Packing(*(arrays if self._trees is not None else arrays[:4]))
+
+    def _cells(self, part: int) -> Callable[[int], Tree]:
+        """(n * G + g, counted in a part) -> what lies in a row for it, members counted so, too."""
+        lengths, parts, trees = self.lengths[part], len(self.lengths), self._trees
+        g = lengths.shape[1]
+
+        def cells(first: int) -> Tree:
+            n, root = divmod(first, g)
+            if trees is not None:
+                tree = trees[part + n * parts, root]
+                return tree._replace(members=tree.members + n * g)
+            alone = np.zeros(lengths[n, root], np.int32)
+            return Tree(alone + first, np.arange(len(alone)), alone, alone + 1)
+
+        return cells
 
 
 def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[list[int]]:
@@ -218,23 +334,25 @@ def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list
 
 
 def _lay(
-    lengths: np.ndarray,
+    cells: Callable[[int], Tree],
     order: np.ndarray,
     filled: Sequence[Sequence[Sequence[int]]],
     shape: PackedShape,
+    group: int,
 ) -> tuple[np.ndarray, ...]:
     """The arrays of ``Packing`` for one part."""
-    g = lengths.shape[1]
     members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
-    steps, owners = np.zeros((2, *members.shape), np.int32)
+    steps, owners, segments, ends = np.zeros((4, *members.shape), np.int32)
     for block, rows in enumerate(filled):
         number = {int(prompt): i for i, prompt in enumerate(order[block])}
         for r, row in enumerate(rows, start=block * shape.rows):
-            start = 0
+            start = used = 0
             # End to end; ``owners`` says which prompt of the block each column attends to.
-            for member in row:
-                stop = start + int(lengths.flat[member])
-                members[r, start:stop], steps[r, start:stop] = member, np.arange(stop - start)
-                owners[r, start:stop] = number[member // g]
-                start = stop
-    return order, members, steps, owners
+            for first in row:
+                tree = cells(first)
+                at = r, slice(start, start + len(tree.members))
+                members[at], steps[at] = tree.members, tree.steps
+                owners[at] = number[first // group]
+                segments[at], ends[at] = tree.segments + 1 + used, tree.ends + 1 + used
+                start, used = at[1].stop, int(ends[at].max())
+    return order, members, steps, owners, segments, ends

@@ -115,8 +115,9 @@ def shared_rows(batch: Batch) -> SharedRows:
         prompt_lengths=shared.prompt_lengths[order].reshape(m, b),
         tokens=shared.tokens[at],
         positions=shared.positions[at],
-        segments=packing.members + 1,
+        segments=packing.members + 1 if packing.segments is None else packing.segments,
         owners=packing.owners,
+        ends=packing.ends,
         routing=experts,
     )
 

@@ -259,11 +259,20 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
     assert second["correction_weight"] == pytest.approx(1, abs=0.5)
 
 
-def test_episodes_branch_in_a_run(place, tmp_path):
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("train.mode=packed",),
+        pytest.param((*APART[:1], "placement={}"), marks=pytest.mark.slow),
+    ],
+    ids=["rows", "packed", "apart"],
+)
+def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
     tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
-    config = settings(place, run, "talk", *sizes, *tree)
+    config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
     for record in records_of(run):
         assert record["branches"] == 4

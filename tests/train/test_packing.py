@@ -58,7 +58,7 @@ def packed(packer, lengths):
     """The shape that completions are packed to, and the share of it that is empty."""
     lengths = np.asarray(lengths, np.int32)
     mask = np.arange(256) < lengths[..., None]
-    batch = SimpleNamespace(lengths=lengths, mask=mask, replace=lambda packing: packing)
+    batch = SimpleNamespace(lengths=lengths, mask=mask, ids={}, replace=lambda packing: packing)
     members = packer(batch).members
     seen = np.bincount(members[members >= 0], minlength=lengths.size)
     assert np.array_equal(seen, lengths.reshape(-1))

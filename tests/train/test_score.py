@@ -1,5 +1,6 @@
 """Scoring against single unpadded sequences and the whole softmax."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head, value_network
+from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.train import score as module
-from jrl.train.packing import pack
+from jrl.train.packing import Packer, pack
 from jrl.train.score import head_statistics, in_parts, rows, score, shared_rows, split
 from jrl.types import Head, Statistic, ValueNetwork
 
@@ -19,6 +22,16 @@ DISTRIBUTIONS = {
     "cold": make_sampling_params(0.5),
     "truncated": make_sampling_params(0.8, top_k=9, top_p=0.9, min_p=0.01),
 }
+SMALL = ModelConfig(
+    vocab_size=32,
+    layers=2,
+    embed_dim=16,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp_dim=32,
+    max_length=32,
+)
 BOTH = frozenset({"logprobs", "entropy"})
 
 
@@ -246,6 +259,74 @@ def test_packed_rows_give_the_same_numbers_and_gradients(network, params, make_b
         np.testing.assert_allclose(stats[name][live], expected[name][live], rtol, atol=1e-5)
     for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected_slopes), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5 * (float(jnp.abs(b).max()) + 1e-6))
+
+
+def branching(rng, group, width):
+    """Members that leave others, and branches of branches: tokens, lengths, node, mask."""
+    paths, drawn = [], 0
+    for g in range(group):
+        past = paths[rng.integers(g)] if g and rng.random() < 0.8 else []
+        past = past[: rng.integers(len(past))] if past else []
+        own = rng.integers(1, width + 1 - len(past))
+        paths.append([*past, *range(drawn, drawn + own)])
+        drawn += own
+    through = [tuple(g for g in range(group) if i in paths[g]) for i in range(drawn)]
+    names = {who: k for k, who in enumerate(dict.fromkeys(through), 1)}
+    tokens, node, mask = np.zeros((3, group, width), np.int32)
+    ids, seen = rng.integers(0, 9, drawn), set()
+    for g, path in enumerate(paths):
+        for t, i in enumerate(path):
+            tokens[g, t], node[g, t], mask[g, t] = ids[i], names[through[i]], i not in seen
+            seen.add(i)
+    return tokens, np.array([len(path) for path in paths]), node, mask.astype(bool)
+
+
+@pytest.mark.parametrize(
+    ("attention", "parts", "window"),
+    [
+        ("xla", 2, None),
+        ("splash", 1, None),
+        pytest.param("blockwise", 1, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_branches_read_what_they_share_once(make_batch, attention, parts, window):
+    """Also where the member that drew what others share is not trained on."""
+    rng = np.random.default_rng(0)
+    grown = [branching(rng, 6, 16) for _ in range(4)]
+    tokens, lengths, node, mask = (np.stack(x) for x in zip(*grown, strict=True))
+    mask[0, 0] = False
+    batch = make_batch(g=6, t=16, lengths=lengths, mask=mask)
+    batch = batch.replace(tokens=jnp.asarray(tokens), ids=batch.ids | {"node": jnp.asarray(node)})
+    packed = Packer(parts, 1)(batch)
+    live = np.asarray(mask & (np.arange(16) < lengths[:, :, None]))
+    cells = packed.packing.members >= 0
+    assert live.sum() <= cells.sum() < 0.8 * (node > 0).sum()
+    config = dataclasses.replace(SMALL, window=window)
+    network, plain = (transformer(config, attention=how) for how in (attention, "xla"))
+    params = network.init(jax.random.key(0))
+    weights = jax.random.normal(jax.random.key(4), (2, *batch.tokens.shape))
+
+    def gradient(network, batch):
+        def loss(params):
+            scoring = partial(
+                score,
+                {"policy": params},
+                sampling_params=DISTRIBUTIONS["cold"],
+                network=network,
+                value=None,
+                want=BOTH,
+            )
+            stats = in_parts(scoring, batch, parts)
+            both = zip(weights, sorted(BOTH), strict=True)
+            return sum(jnp.where(live, w * stats[n], 0).sum() for w, n in both), stats
+
+        return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+    (slopes, stats), (expected_slopes, expected) = gradient(network, packed), gradient(plain, batch)
+    for name in BOTH:
+        np.testing.assert_allclose(stats[name][live], expected[name][live], atol=2e-5)
+    for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(expected_slopes), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-5 * (float(jnp.abs(b).max()) + 1e-6))
 
 
 def test_shared_rows_hold_what_the_tokens_are_predicted_from(batch):

@@ -138,6 +138,19 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
     )
     train(config, echo=lambda line: None)
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    # Rows that hold what members share once give the same numbers.
+    packed = config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"mode": "packed"}),
+            "run": config.run.model_copy(update={"dir": str(tmp_path / "packed")}),
+        }
+    )
+    train(packed, echo=lambda line: None)
+    for one, other in zip(
+        records, read_jsonl(tmp_path / "packed" / "metrics.jsonl")[1:], strict=True
+    ):
+        for name in ("loss", "grad_norm", "entropy", "reward", "tree_shared_tokens"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5), name
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     for record in records:
         assert record["tree_shared_tokens"] > 0

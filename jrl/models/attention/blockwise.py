@@ -82,8 +82,8 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
     b, h, n, d = q.shape
     k, c = place.k_bkcd.shape[1:3]
     sizes = min(block, n), min(block, c)
-    queries = Marks(*(_cut(x, 1, sizes[0]) for x in place.queries))
-    keys = Marks(*(_cut(x, 1, sizes[1]) for x in place.keys))
+    queries = jax.tree.map(lambda x: _cut(x, 1, sizes[0]), place.queries)
+    keys = jax.tree.map(lambda x: _cut(x, 1, sizes[1]), place.keys)
     # Shapes are fixed, so the list has room for all pairs; loops end after those that count.
     needed = _may_see(queries, keys, window)
     (pairs,) = jnp.nonzero(needed.reshape(-1), size=needed.size, fill_value=0)
@@ -106,6 +106,8 @@ def _may_see(queries: Marks, keys: Marks, window: Array) -> Array:
         return jnp.where(live, x, _FAR).min(-1), jnp.where(live, x, -_FAR).max(-1)
 
     (q_first, q_last), (k_first, k_last) = (ends(m, m.ids) for m in (queries, keys))
+    if keys.ends is not None:
+        k_last = ends(keys, keys.ends - 1)[1]
     alike = (q_first[:, None] <= k_last[None]) & (k_first[None] <= q_last[:, None])
     (q_first, q_last), (k_first, k_last) = (ends(m, m.positions) for m in (queries, keys))
     before = q_last[:, None] >= k_first[None]
@@ -136,7 +138,10 @@ def _pair(blocks: _Blocks, at: Array, window: Array, scale: float, softcap: floa
         scores = softcap * bent
     ids, key_ids = blocks.queries.ids[i][:, :, None], blocks.keys.ids[j][:, None]
     distance = blocks.queries.positions[i][:, :, None] - blocks.keys.positions[j][:, None]
-    mask = (ids == key_ids) & (ids != 0) & (distance >= 0) & (distance < window)
+    alike = ids == key_ids
+    if blocks.keys.ends is not None:
+        alike = (ids >= key_ids) & (ids < blocks.keys.ends[j][:, None]) & (key_ids != 0)
+    mask = alike & (ids != 0) & (distance >= 0) & (distance < window)
     return _Pair(i, j, scores, mask[:, None, None], bent)
 
 

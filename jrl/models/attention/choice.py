@@ -249,6 +249,7 @@ class Owners(NamedTuple):
       owners: [R, C] int32, in [0, b).
       lengths: [M, b] int32, tokens of each prompt that count.
       width: P, the columns of a prompt.
+      ends: [R, C] int32 or None, as in ``SharedRows``.
     """
 
     positions: Array
@@ -256,6 +257,7 @@ class Owners(NamedTuple):
     owners: Array
     lengths: Array
     width: int
+    ends: Array | None = None
 
 
 def shared_attention(
@@ -275,17 +277,20 @@ def shared_attention(
     inside, live = columns[None] < jnp.repeat(rows.lengths, p, axis=1), rows.segments != 0
     if kind in ("splash", "blockwise"):
         own = Marks(rows.segments, rows.positions)
+        own_keys = own._replace(ends=rows.ends)
         # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
         keys = Marks(
             jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], (m, b * p))
         )
         queries = Marks(jnp.where(live, rows.owners + 1, 0), rows.positions)
-        kernels = _kernel(kind, config, None), _kernel(kind, config, p)
+        # Splash sees equal ids alone, so rows that branch are looked at block by block.
+        of_rows = kind if rows.ends is None else "blockwise"
+        kernels = _kernel(of_rows, config, None), _kernel(kind, config, p)
 
         def by_places(
             q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
         ) -> Array:
-            both = Place(k, v, own, own), Place(before_k, before_v, keys, queries)
+            both = Place(k, v, own_keys, own), Place(before_k, before_v, keys, queries)
             return _places(q, both, kernels, window)
 
         return by_places
@@ -293,7 +298,8 @@ def shared_attention(
     if b > 1:
         ahead &= rows.owners[:, :, None] == slots[None, None]
     back = rows.positions[:, :, None] - columns[None, None]
-    mask, distance = visible(rows.positions, rows.segments, rows.positions, rows.segments)
+    where = rows.positions, rows.segments
+    mask, distance = visible(*where, *where, rows.ends)
 
     def by_mask(
         q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
@@ -344,9 +350,9 @@ def _places(
     row, part, held = (PartitionSpec(batch, *x) for x in ((), (length,), (heads,)))
 
     def spec(place: Place) -> Place:
-        queries = None if place.columns is None else part
-        specs = Place(held, held, Marks(row, row), Marks(part, part), queries)  # type: ignore
-        return specs
+        keys = jax.tree.map(lambda _: row, place.keys)
+        queries, columns = jax.tree.map(lambda _: part, (place.queries, place.columns))
+        return Place(held, held, keys, queries, columns)  # type: ignore[arg-type]
 
     specs = PartitionSpec(batch, length, heads), tuple(map(spec, places)), PartitionSpec()
     return by_device(look, specs, q, places, jnp.asarray(window, jnp.int32))

@@ -27,7 +27,11 @@ MASKED = -1e30
 
 
 def visible(
-    positions: Array, segments: Array, key_positions: Array, key_segments: Array
+    positions: Array,
+    segments: Array,
+    key_positions: Array,
+    key_segments: Array,
+    key_ends: Array | None = None,
 ) -> tuple[Array, Array]:
     """Which keys each query may see, windows aside, and how far back each key is.
 
@@ -36,6 +40,7 @@ def visible(
       segments: [B, Q] int32; 0 is padding.
       key_positions: [B, C] int32, tokens.
       key_segments: [B, C] int32.
+      key_ends: [B, C] int32: segments from a key's own up to below this see it; None for its own.
 
     Returns:
       mask [B, Q, C] bool (same segment, not padding, not later) and distance [B, Q, C] int32,
@@ -45,6 +50,10 @@ def visible(
     chex.assert_equal_shape([key_positions, key_segments])
     distance_bqc = positions[:, :, None] - key_positions[:, None, :]
     same_bqc = segments[:, :, None] == key_segments[:, None, :]
+    if key_ends is not None:
+        after_bqc = segments[:, :, None] >= key_segments[:, None, :]
+        same_bqc = after_bqc & (segments[:, :, None] < key_ends[:, None, :])
+        same_bqc &= (key_segments != 0)[:, None, :]
     return same_bqc & (segments != 0)[:, :, None] & (distance_bqc >= 0), distance_bqc
 
 

@@ -29,10 +29,13 @@ class Marks(NamedTuple):
     Attributes:
       ids: [B, L] int32; 0 is padding, which sees nothing and is not seen.
       positions: [B, L] int32, tokens.
+      ends: [B, L] int32, of keys: queries of ids from the key's own up to below this see it; None
+        for its own id alone.
     """
 
     ids: Array
     positions: Array
+    ends: Array | None = None
 
 
 class Place(NamedTuple):
@@ -149,5 +152,5 @@ def _split(x: Array, r: int) -> Array:
 def _together(q: Array, place: Place) -> tuple[Array, Place]:
     """Queries, and their marks, with as many rows as the place has."""
     n = place.k_bkcd.shape[0]
-    marks = Marks(*(x.reshape(n, -1) for x in place.queries))
+    marks = jax.tree.map(lambda x: x.reshape(n, -1), place.queries)
     return _join(q, n), place._replace(queries=marks)

@@ -150,7 +150,7 @@ def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any
     # The kernel has no scale of its own.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])
-    ids, positions = place.queries
+    ids, positions = place.queries.ids, place.queries.positions
     # Among the prompts' columns those of number i begin at i * past, and so do its queries' places.
     columns = place.columns if past is None else positions + (ids - 1) * past
     return (
