@@ -99,11 +99,11 @@ CONFLICTS = {
         "[placement] and train.mode = 'compiled' are both given",
     ),
     "newer weights of what is drawn at once": (
-        ["data.task=sorting", "train.mode=in_flight", "placement={staleness=1}"],
+        ["data.task=sorting", "placement={staleness=1}", "train.mode=in_flight"],
         "train.mode = 'in_flight' is read by episodes of data.train in data.env alone",
     ),
     "newer weights of nothing": (
-        ["data.train=x", "data.env=y:z", "train.mode=in_flight", "placement={}"],
+        ["data.train=x", "data.env=y:z", "placement={}", "train.mode=in_flight"],
         "needs a rollout during training steps; set placement.staleness to 1 or more",
     ),
     "a rollout of pairs": (["data.pairs=x", "placement={}"], "[placement] needs a rollout"),
