@@ -121,7 +121,8 @@ def compare(
     Args:
       config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. The first seed
         is ``config.seed``.
-      methods: by name, with default coefficients.
+      methods: by name, with default coefficients but those of ``config.objective``, which all of
+        them must have.
       tasks: procedural tasks, NAME or NAME:DIFFICULTY, and environments, by name. That of
         ``config`` keeps its options.
       seeds: runs of each method on each task.
@@ -170,9 +171,6 @@ def _runs(
     for name, given in (("--methods", methods), ("--task", tasks)):
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name} {','.join(given)}: name one or more, without repetition")
-    if config.objective:
-        keys = ", ".join(f"objective.{name}" for name in config.objective)
-        raise UserError(f"{keys}: methods are compared with default coefficients; remove it")
     runs, problems = {}, []
     for task in tasks:
         name, _, difficulty = task.partition(":")
@@ -327,10 +325,12 @@ def _markdown(table: Mapping[str, Any]) -> str:
 
     starts = ", ".join(f"{task} {x:.3f}" for task, x in table["accuracy_before"].items())
     columns = [*next(iter(table["methods"].values()))]
+    given = table["config"].get("objective", {})
+    said = ", ".join(f"objective.{name} = {json.dumps(x)}" for name, x in given.items())
     lines = [
         f"Held-out accuracy after {table['steps']} steps, {table['seeds']} seeds: interquartile",
         "mean and 95 % stratified bootstrap interval (arXiv:2108.13264). All methods start from",
-        f"the same policy: {starts}.",
+        f"the same policy: {starts}." + (f" With {said}." if said else ""),
         "",
         "| " + " | ".join(["method", *columns]) + " |",
         "| --- " * (len(columns) + 1) + "|",

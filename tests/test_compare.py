@@ -168,9 +168,9 @@ def test_what_cannot_be_compared_is_refused_by_name_before_anything_runs(tmp_pat
     )
     assert "--task sequence:hard; write NAME" in refused(tmp_path, tasks=("sequence:hard",))
     assert "--seeds 1: an interval needs at least 2" in refused(tmp_path, seeds=1)
-    assert "objective.clip_high: methods are compared" in refused(
-        tmp_path, "objective.clip_high=0.3"
-    )
+    message = refused(tmp_path, "objective.kl_coef=0.1", methods=("grpo", "filtered_bc"))
+    assert "filtered_bc: " in message
+    assert "grpo: " not in message
 
 
 def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):
