@@ -218,7 +218,8 @@ class Batch(struct.PyTreeNode):
       ids: integer labels by name, [N], [N, G] or [N, G, T] int32: "prompt" the identity of the
         problem; "tie_breaker" [N, G] a random number of each member, fresh in every step, for
         transforms that choose at random; and whatever the environment recorded ("turn", "step",
-        "state", "stratum", "node"). A transform that finds no such label treats a completion as one
+        "state", "stratum", "node"). Tokens of one "context" see the prompt and each other alone; it
+        rises along a row. A transform that finds no such label treats a completion as one
         turn, one step, one stratum.
       notes: what a transform has to report: metrics by name, each (sum [], count []) float32.
         ``compute_advantages`` moves them to its metrics, so that the batch it returns has none.

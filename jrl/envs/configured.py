@@ -3,7 +3,9 @@
 Beside the arguments of the function that ``data.env`` names, ``[data]`` may hold
 
 - limits that the engine keeps whatever the environment is: ``turn_tokens``, ``call_seconds``,
-  ``turn_seconds``, ``episode_seconds``, ``answer_chars`` (``host.Limits``);
+  ``turn_seconds``, ``episode_seconds``, ``answer_chars``, ``contexts``, ``summary_tokens``
+  (``host.Limits``);
+- ``summary``, the message that asks for a summary;
 - ``template_variables``, variables of the chat template, such as ``{enable_thinking = false}``;
 - ``isolate = true``, which plays each episode in a process (``process.process_env``).
 
@@ -21,9 +23,12 @@ from jrl.envs.process import process_env
 from jrl.errors import UserError
 from jrl.own import GIVEN, check_options, load, made_by
 
-LIMITS = ("turn_tokens", "call_seconds", "turn_seconds", "episode_seconds", "answer_chars")
+LIMITS = (
+    *("turn_tokens", "call_seconds", "turn_seconds", "episode_seconds", "answer_chars"),
+    *("contexts", "summary_tokens"),
+)
 """Fields of ``Limits`` that no environment reads by itself."""
-COMMON = (*LIMITS, "template_variables", "isolate")
+COMMON = (*LIMITS, "template_variables", "isolate", "summary")
 
 
 def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
@@ -51,8 +56,17 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.template_variables = {variables!r:.60}; write a table, such as "
             "{enable_thinking = false}"
         )
+    summary = common.pop("summary", env.summary)
+    if not isinstance(summary, str) or not summary.strip():
+        raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
     limits = env.limits._replace(**common).check("data")
-    env = env._replace(limits=limits, variables=variables)
+    unread = [name for name in ("summary", "summary_tokens") if name in options]
+    if limits.contexts == 1 and unread and unread[0] not in own:
+        raise UserError(
+            f"data.{unread[0]} is read where episodes have several contexts; set data.contexts to 2"
+            " or more, or remove it"
+        )
+    env = env._replace(limits=limits, variables=variables, summary=summary)
     return _isolated(env, spec, own) if isolate else env
 
 

@@ -52,6 +52,9 @@ class Episode:
       shared: segments that it has from there.
       first: number of the turn that it drew first.
       spare: numbers of the members that may branch off it.
+      context: number of the context; ``length`` counts the tokens of this one.
+      asked: what the environment has answered, and the id of its state, while the policy writes a
+        summary; None otherwise.
     """
 
     def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
@@ -71,6 +74,10 @@ class Episode:
         self.source: Episode | None = None
         self.shared = self.first = 0
         self.spare: tuple[int, ...] = ()
+        self.context = 0
+        self.asked: tuple[Sequence[Message], int] | None = None
+        self._first = 0  # of the segments, that of the context
+        self._summaries: set[int] = set()
         self._measured: list[np.ndarray] = []
         self._state_id = 0
         self._segments: list[Segment] = []
@@ -108,10 +115,39 @@ class Episode:
         self._drawn = []
         if self._measured:
             self.numbers, self._measured = np.concatenate(self._measured), []
-        turn, state = self.turn, self._state_id
-        segment = Segment(tokens, True, logprobs, versions, turn=turn, step=turn, state=state)
-        self._segments.append(segment)
+        self._segments.append(self._told(Segment(tokens, True, logprobs, versions)))
         return tokens
+
+    def _told(self, segment: Segment) -> Segment:
+        """With the ids of now; a summary is a turn of its own, which the environment never sees."""
+        turn, state = self.turn + self.context + (self.asked is not None), self._state_id
+        return segment._replace(turn=turn, step=turn, state=state, context=self.context)
+
+    def ask_summary(self, ids: Sequence[int], feedback: Feedback, state_id: int) -> None:
+        """Appends what asks for a summary, in place of the answer."""
+        self._outside(ids)
+        self.asked = feedback.messages, state_id
+
+    def end_summary(self) -> None:
+        """Begins the next context, with the summary that was drawn as what the policy said first.
+
+        The ids are those that were drawn; there they are nobody's, since they are trained where
+        they were drawn. The answer that they made room for comes next.
+        """
+        ids = self.end_turn()
+        self._summaries.add(len(self._segments) - 1)
+        self.context, self._first, self.length = self.context + 1, len(self._segments), 0
+        self.asked = None
+        self._outside(ids)
+
+    def _outside(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Appends what nobody drew, as a part of the turn."""
+        self._segments.append(self._told(Segment(np.array(ids, np.int32), False)))
+        self.length += len(ids)
+
+    def past(self) -> np.ndarray:
+        """[t] int32, all that lies behind the opening in this context, drawn or not."""
+        return np.concatenate([segment.tokens for segment in self._segments[self._first :]])
 
     def said(self) -> np.ndarray:
         """[t] int32, the tokens of the turn that ended last."""
@@ -127,7 +163,8 @@ class Episode:
         """
         assert isinstance(feedback.reward, tuple)
         self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward)
-        places = [i for i, segment in enumerate(self._segments[:-1]) if segment.drawn]
+        turns = enumerate(self._segments[:-1])
+        places = [i for i, part in turns if part.drawn and i not in self._summaries]
         if len(feedback.earlier) > len(places):
             said = f"points for {len(feedback.earlier)} earlier turns"
             raise EnvError(f"{said}; {len(places)} were taken before this one")
@@ -142,10 +179,7 @@ class Episode:
 
     def answer(self, ids: Sequence[int], state_id: int) -> None:
         """Appends the environment's answer and begins the next turn."""
-        last = self._segments[-1]
-        outside = Segment(np.array(ids, np.int32), False, turn=last.turn, step=last.step)
-        self._segments.append(outside._replace(state=last.state))
-        self.length += len(ids)
+        self._outside(ids)
         self.turn += 1
         self._state_id = state_id
 

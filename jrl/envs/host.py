@@ -46,6 +46,9 @@ class Limits(NamedTuple):
       turn_seconds: for a turn, from its first token to the answer; 0 for any time.
       episode_seconds: from the first token to the last answer; 0 for any time.
       answer_chars: the most text of one answer.
+      contexts: of an episode; with more than 1 the policy writes a summary where a context is full,
+        and continues from the opening and its summary in the next one.
+      summary_tokens: the most of a summary, which every context but the last keeps free.
     """
 
     turns: int = 8
@@ -55,6 +58,8 @@ class Limits(NamedTuple):
     turn_seconds: float = 0.0
     episode_seconds: float = 600.0
     answer_chars: int = 1 << 16
+    contexts: int = 1
+    summary_tokens: int = 256
 
     def check(self, table: str = "limits") -> Limits:
         """Returns self.
@@ -66,6 +71,7 @@ class Limits(NamedTuple):
           UserError: a limit that no episode can keep.
         """
         least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
+        least |= {"contexts": 1, "summary_tokens": 1}
         given: dict[str, Any] = self._asdict()
         for name, value in given.items():
             seconds = name.endswith("seconds")
@@ -169,6 +175,7 @@ class HostEnv(NamedTuple):
         between an answer and the next ``step``, where episodes branch (``objective.tree``). One
         that raises ends the branch and nothing else. None for a state that no copy can be made of,
         such as a connection; then no episodes branch.
+      summary: the message that asks for a summary, in the role "user".
     """
 
     init: Callable[[Prompt, int], Any]
@@ -184,6 +191,11 @@ class HostEnv(NamedTuple):
     at_once: int = 0
     begin: Callable[[int, str], None] = nothing_begins
     fork: Callable[[Any], Any] | None = copied
+    summary: str = (
+        "There is little room left. Write a summary of all that is needed to finish the task: what "
+        "was tried, what was found, and what is to be done next. Only the question and this summary"
+        " will be kept."
+    )
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -210,6 +222,7 @@ def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
       UserError: the template is not of the family whose calls the environment reads, cannot
         continue a conversation with it, or nothing would tell the policy its tools.
     """
+    roles = dict.fromkeys([*env.roles, *(["user"] if env.limits.contexts > 1 else [])])
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
         name = chat_template(tokenizer, tools=bool(env.tools))
         if env.family and name in tokenizer.templates:
@@ -217,7 +230,7 @@ def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
         chat = ChatFormat(
             tokenizer,
             tools=env.tools,
-            roles=env.roles,
+            roles=tuple(roles),
             variables=env.variables,
             family=env.family,
         )

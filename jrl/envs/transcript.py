@@ -16,7 +16,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt, Rollout, StopReason
 
-_IDS = ("turn", "step", "state", "node")
+_IDS = ("turn", "step", "state", "node", "context")
 
 
 class Segment(NamedTuple):
@@ -32,6 +32,8 @@ class Segment(NamedTuple):
       state: which state of the environment the tokens were drawn in; equal numbers, equal states.
       node: of a tree.
       reward: [R] points, paid at the last token; () for none.
+      context: what the policy saw when it drew this is the opening and the segments of this context
+        alone.
     """
 
     tokens: np.ndarray
@@ -43,6 +45,7 @@ class Segment(NamedTuple):
     state: int = 0
     node: int = 0
     reward: tuple[float, ...] = ()
+    context: int = 0
 
 
 class Transcript(NamedTuple):
@@ -87,14 +90,16 @@ class RowShape(NamedTuple):
     Attributes:
       group: G, rows of a group.
       prompt_tokens: P.
-      completion_tokens: T.
+      completion_tokens: T, of one context.
       parts: R, reward parts.
+      contexts: C, which lie in a row one behind another, so that it has C * T columns.
     """
 
     group: int
     prompt_tokens: int
     completion_tokens: int
     parts: int = 1
+    contexts: int = 1
 
 
 class Rows(NamedTuple):
@@ -103,7 +108,7 @@ class Rows(NamedTuple):
     Attributes:
       rollout: the record that training reads.
       ids: "turn", "step", "state" [N, G, T] and "episode", "role" [N, G], int32; "node" [N, G, T]
-        where any segment has one.
+        where any segment has one, and "context" where the shape has several.
       rewards: [N, G, R] float32, points of each part, summed over the row.
       paid: [N, G, T] float32, points of all parts by their weights, at the tokens that they were
         paid at.
@@ -121,8 +126,8 @@ def to_rollout(
     """Transcripts as the rows of a training batch; pure, and nothing is cut.
 
     A group's prompt is what the openings of its living rows have in common from the start; the rest
-    of an opening is completion tokens that nobody drew. Where the members of a group start alike
-    that rest is empty.
+    of an opening is completion tokens that nobody drew, in every context of a row. Where the
+    members of a group start alike that rest is empty.
 
     Args:
       groups: N groups of at most G rows. Rows that are not there are FAILED, without tokens.
@@ -159,6 +164,8 @@ def to_rollout(
     ids = {name: arrays.pop(name) for name in (*_IDS, "episode", "role")}
     if not ids["node"].any():
         del ids["node"]  # methods for trees would take the rows for one without members
+    if shape.contexts == 1:
+        del ids["context"]
     rewards, paid = arrays.pop("rewards"), arrays.pop("paid")
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
     return Rows(rollout, ids, rewards, paid)
@@ -166,7 +173,7 @@ def to_rollout(
 
 def _empty(n: int, shape: RowShape) -> dict[str, Any]:
     """The arrays of n groups in which there is no row, by name."""
-    g, t = shape.group, shape.completion_tokens
+    g, t = shape.group, shape.completion_tokens * shape.contexts
     return {
         "tokens": np.zeros((n, g, t), np.int32),
         "lengths": np.zeros((n, g), np.int32),
@@ -192,7 +199,12 @@ def _fill(
 ) -> None:
     """Writes what follows the first ``shared`` tokens of a row into the arrays."""
     end = 0
-    for part in (Segment(np.asarray(row.opening)[shared:], drawn=False), *row.segments):
+    rest = Segment(np.asarray(row.opening)[shared:], drawn=False)
+    parts = [rest, *row.segments]
+    for i in range(len(parts) - 1, 1, -1):
+        if parts[i].context != parts[i - 1].context:
+            parts.insert(i, rest._replace(context=parts[i].context))
+    for part in parts:
         _check(part, row, end, shape)
         at = (*place, slice(end, end + len(part.tokens)))
         end += len(part.tokens)
@@ -238,10 +250,11 @@ def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:
 def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
     """Raises UserError for a segment that does not fit behind ``end`` tokens of its row."""
     where = f"prompt {row.prompt.id}, member {row.member}"
-    if end + len(part.tokens) > shape.completion_tokens:
+    most = shape.completion_tokens * shape.contexts
+    if end + len(part.tokens) > most or part.context >= shape.contexts:
         raise UserError(
             f"{where}: {end + len(part.tokens)} completion tokens and the limit is "
-            f"{shape.completion_tokens}; rows are never cut, so raise sampling.max_new_tokens"
+            f"{most}; rows are never cut, so raise sampling.max_new_tokens"
         )
     if part.drawn and (part.logprobs is None or part.versions is None):
         raise UserError(f"{where}: a drawn segment without log-probabilities or versions")

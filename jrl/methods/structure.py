@@ -263,21 +263,22 @@ def supo(base: Method) -> Method:
 
     "Scaling LLM Multi-turn RL with End-to-end Summarization-based Context Management"
     (arXiv:2510.06727): where the context is full the policy writes a summary, and continues
-    from prompt and summary in a new row:
+    from prompt and summary (``data.contexts``, with an environment on the host):
 
         A_i = (r_i - mean(r)) / std(r) over the group's episodes, at every token that was drawn in
-              any row of episode i, summaries included
+              any context of episode i, summaries included
         loss = mean over tokens of the clipped loss of GRPO
 
-    and episodes that reached a limit unfinished are left out of the loss. Rows of one episode have
-    one ``ids["episode"]``. Not known: how the paper weighs tokens of long and short rows (here all
-    alike), and whether the statistics count unfinished episodes (here they do).
+    and episodes that reached a limit unfinished are left out of the loss. The contexts of an
+    episode lie in one row; where it was recorded as several, these have one ``ids["episode"]``.
+    Departure: the answer for which there was no room is not lost, but follows the summary. Not
+    known: how the paper weighs tokens of long and short contexts (here all alike), and whether the
+    statistics count unfinished episodes (here they do).
     """
     advantage = per_episode(base.objective.advantage)
     return base.with_(
         advantage=advantage,
         aggregate=token_mean,
-        unsupported="episodes that continue from a summary: the turns of an episode are one row",
     )
 
 

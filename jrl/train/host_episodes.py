@@ -32,7 +32,7 @@ from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, source_rows
 from jrl.train.host_branches import EpisodeBranches
-from jrl.train.host_play import Newer, Played, keep_weights, play_episodes
+from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summary_room
 from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
@@ -97,7 +97,8 @@ class HostEpisodes:
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
-        self._shape = RowShape(group, rows.prompt_tokens, rows.max_new_tokens, len(env.parts))
+        sizes = rows.prompt_tokens, rows.max_new_tokens
+        self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts)
         self._calls: Calls | None = None
 
     def draw(
@@ -226,7 +227,9 @@ def check_host(run: Run) -> None:
         _check_group(env, run.config.sampling.group)
         if run.method.draw.tree is not None:
             _check_fork(env)
-        for note in format_of(env, run.tokenizer).notes:
+        chat = format_of(env, run.tokenizer)
+        _check_contexts(run, env, chat)
+        for note in chat.notes:
             logging.getLogger("jrl").warning("data.env: %s", note)
     finally:
         if env.shutdown is not nothing_shared:  # this one plays no episode
@@ -247,6 +250,22 @@ def _check_group(env: HostEnv, group: int) -> None:
         raise UserError(
             f"the environment opens {env.at_once} episodes at once, fewer than the {group} members "
             "of a group, which begin together; raise its limit (such as data.processes)"
+        )
+
+
+def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
+    """Raises UserError for contexts that leave the policy nothing to say, or that branch."""
+    contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
+    if contexts > 1 and (needed := summary_room(env, chat)) >= room:
+        raise UserError(
+            f"data.contexts = {contexts}: a summary of up to data.summary_tokens ="
+            f" {env.limits.summary_tokens} and what asks for it take {needed} tokens of"
+            f" sampling.max_new_tokens = {room}; raise that, or lower data.summary_tokens"
+        )
+    if contexts > 1 and run.method.draw.tree is not None:
+        raise UserError(
+            f"data.contexts = {contexts}: episodes that branch have one context; set"
+            " objective.tree to 'none', or data.contexts to 1"
         )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import numpy as np
 from jrl.envs.calls import Answer, Calls
 from jrl.envs.chat import Format
 from jrl.envs.episode import Episode, call_init, call_step, shared_start
+from jrl.envs.frames import Message
 from jrl.envs.host import EnvError, Feedback, HostEnv
 from jrl.envs.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
@@ -44,7 +46,8 @@ class Played(NamedTuple):
       counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
         "env_close_errors", "slot_tokens" (drawn), "slot_steps" (decode steps times slots, or the
         episodes left where these are fewer), "idle_seconds" (in which all slots waited for
-        environments), and those of ``host_slots.EpisodeSlots``. Where episodes branch also
+        environments), and those of ``host_slots.EpisodeSlots``. With several contexts "summaries"
+        that were drawn. Where episodes branch also
         "branches", "env_fork_errors" (branches that ended because the environment could not be
         copied) and "tree_shared_tokens", as ``host_branches.tree_of`` counts them.
     """
@@ -109,6 +112,21 @@ def play_episodes(
     return game.play(prompts, seeds, group)
 
 
+def summary_request(env: HostEnv, chat: Format, *, closed: bool, first: bool) -> list[int]:
+    """The ids that ask for a summary; see ``Format.following``."""
+    asked: Message = {"role": "user", "content": env.summary}
+    return chat.following([asked], closed=closed, first=first)
+
+
+def summary_room(env: HostEnv, chat: Format) -> int:
+    """Tokens that every context but the last keeps for a summary and what asks for it."""
+    if env.limits.contexts == 1:
+        return 0
+    ways = itertools.product((True, False), repeat=2)
+    asked = [summary_request(env, chat, closed=closed, first=first) for closed, first in ways]
+    return env.limits.summary_tokens + max(map(len, asked))
+
+
 class _Game:
     """The loop of ``play_episodes``."""
 
@@ -134,6 +152,7 @@ class _Game:
         self.next_call = self.next_group = self.group = self.left = self.opened = 0
         self.counts: dict[str, float] = collections.defaultdict(float)
         self.table = EpisodeSlots(rows, choose, self.counts)
+        self.reserve = summary_room(env, chat)
 
     def play(self, prompts: Sequence[Prompt], seeds: Sequence[int], group: int) -> Played:
         """See ``play_episodes``."""
@@ -161,6 +180,8 @@ class _Game:
         names = ["env_errors", "env_timeouts", "env_close_errors", "idle_seconds"]
         names += ["parked", "dropped", "read_tokens", "reread_tokens"]
         counts = dict.fromkeys(names, 0.0)
+        if self.limits.contexts > 1:
+            counts["summaries"] = 0.0
         if self.branches is not None:
             counts |= dict.fromkeys(["branches", "env_fork_errors", "tree_shared_tokens"], 0.0)
         counts |= {"episodes": float(len(self.episodes)), **self.counts}
@@ -333,15 +354,15 @@ class _Game:
             if not len(start) or not np.array_equal(episode.opening[: len(start)], start):
                 said = "the members of a group open with different first tokens"
                 self._fail(episode, f"{said}; let init depend on prompt and seed alone")
-            elif episode.room < 1:
+            elif self._usable(episode) < 1:
                 self._fail(episode, "its opening differs from the group's by a whole completion")
             else:
                 self.table.add(episode, self._turn_limit(episode))
 
     def _turn_limit(self, episode: Episode) -> int:
         """Completion tokens at which the turn ends that is about to be drawn."""
-        most = self.limits.turn_tokens
-        return min(episode.room, episode.length + most) if most else episode.room
+        most, room = self.limits.turn_tokens, self._usable(episode)
+        return min(room, episode.length + most) if most else room
 
     # ------------------------------------------------------------ turns
 
@@ -372,6 +393,9 @@ class _Game:
 
     def _say(self, episode: Episode) -> None:
         """Lets a branch leave before the turn that has ended, or asks about the turn."""
+        if episode.asked is not None:
+            self._summarised(episode)
+            return
         episode.end_turn()
         self.counts["turns"] += 1
         if self.branches is not None and self.branches.leaves(episode):
@@ -418,14 +442,53 @@ class _Game:
             return
         if feedback.done:  # before the room is looked at: an episode may fill it exactly
             self._end(episode, StopReason.LENGTH if feedback.cut else StopReason.DONE)
-        elif episode.last == StopReason.LENGTH and episode.length >= episode.room:
+        elif self._last_context(episode) and self._spoken_full(episode):
             self._end(episode, StopReason.LENGTH)
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
-        elif episode.length + len(ids) >= episode.room:
+        elif not self._full(episode, ids):
+            episode.answer(ids, state_id)
+            self._next(episode, ids, self._turn_limit(episode))
+        elif self._last_context(episode):
             # Nothing is cut: an answer after which the policy could not speak is not given.
             self._end(episode, StopReason.LENGTH)
         else:
-            episode.answer(ids, state_id)
-            episode.turn_began = time.monotonic()
-            self.table.answered(episode, ids, self._turn_limit(episode))
+            closed = episode.last != StopReason.LENGTH
+            ids = summary_request(self.env, self.chat, closed=closed, first=episode.turn == 0)
+            episode.ask_summary(ids, feedback, state_id)
+            self._next(episode, ids, episode.length + self.limits.summary_tokens)
+
+    def _next(self, episode: Episode, ids: list[int], limit: int) -> None:
+        """Lets the policy speak behind these ids, up to a limit of completion tokens."""
+        episode.turn_began = time.monotonic()
+        self.table.answered(episode, ids, limit)
+
+    # ------------------------------------------------------------ contexts
+
+    def _last_context(self, episode: Episode) -> bool:
+        return episode.context + 1 >= self.limits.contexts
+
+    def _usable(self, episode: Episode) -> int:
+        """Completion tokens of a context, less those that its summary needs."""
+        return episode.room - (0 if self._last_context(episode) else self.reserve)
+
+    def _spoken_full(self, episode: Episode) -> bool:
+        """Whether the turn that has ended was cut because it filled the context."""
+        return episode.last == StopReason.LENGTH and episode.length >= self._usable(episode)
+
+    def _full(self, episode: Episode, ids: Sequence[int]) -> bool:
+        """Whether the policy could not speak behind these ids in the same context."""
+        return episode.length + len(ids) >= self._usable(episode)
+
+    def _summarised(self, episode: Episode) -> None:
+        """Begins the next context, which the summary and the answer must leave room in."""
+        assert episode.asked is not None
+        messages, state_id = episode.asked
+        episode.end_summary()
+        self.counts["summaries"] += 1
+        ids = self.chat.following(messages, closed=episode.last != StopReason.LENGTH)
+        if self._full(episode, ids):
+            self._end(episode, StopReason.LENGTH)
+            return
+        episode.answer(ids, state_id)
+        self.table.restart(episode, self._turn_limit(episode))

@@ -12,12 +12,13 @@ import math
 import time
 from collections.abc import Iterator, MutableMapping
 
-import numpy as np
-
 from jrl.envs.episode import Episode
 from jrl.sampling.slots import Slots
 from jrl.serving.episode_rows import EpisodeRows, More, RowStart
 from jrl.serving.row_costs import ChoosePlace, WaitCosts, WaitingPlace
+
+_ROWS = 1 << 20
+"""More than a group has members."""
 
 
 class EpisodeSlots:
@@ -99,6 +100,16 @@ class EpisodeSlots:
             del self._away[episode]
             self.add(episode, limit)
 
+    def restart(self, episode: Episode, limit: int) -> None:
+        """Its next context begins, in a row of its own.
+
+        Args:
+          episode: to which the answer has been added.
+          limit: completion tokens at which the turn ends.
+        """
+        self.remove(episode)
+        self.add(episode, limit)
+
     def remove(self, episode: Episode) -> None:
         """Forgets an episode that has ended."""
         if episode.row is not None:
@@ -144,7 +155,7 @@ class EpisodeSlots:
                 answers[row] = More(_answer(episode), limit)
             elif episode.turn:
                 again[row] = _start(episode, limit)
-                answers[row] = More(_completion(episode), limit)
+                answers[row] = More(episode.past().tolist(), limit)
                 # A branch has the answer from the episode that it left.
                 new = 0 if begins else len(_answer(episode))
                 read = len(episode.opening) + episode.length - new
@@ -213,14 +224,11 @@ class EpisodeSlots:
 
 
 def _start(episode: Episode, limit: int) -> RowStart:
-    return RowStart(tuple(episode.opening.tolist()), episode.seed, episode.member, limit)
+    # A row's draws follow from its number and their places, so each context is another row.
+    number = episode.member + episode.context * _ROWS
+    return RowStart(tuple(episode.opening.tolist()), episode.seed, number, limit)
 
 
 def _answer(episode: Episode) -> list[int]:
     """The ids of the environment's last answer."""
     return episode.transcript().segments[-1].tokens.tolist()
-
-
-def _completion(episode: Episode) -> list[int]:
-    """All ids behind the opening, drawn or not."""
-    return np.concatenate([s.tokens for s in episode.transcript().segments]).tolist()

@@ -88,13 +88,23 @@ def shared_rows(batch: Batch) -> SharedRows:
     last = jnp.broadcast_to(last[:, :, None], (n, g, 1))
     step = jnp.arange(t, dtype=jnp.int32)[None]
     start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
+    tokens = jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)
+    segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
+    if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
+        context = batch.ids["context"]
+        first = (jnp.diff(context, axis=2, prepend=-1) != 0) & segments.reshape(n, g, t).astype(
+            bool
+        )
+        tokens = jnp.where(first, last, tokens)
+        began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)
+        segments, step = segments * (began + 1), step - began
     # One completion a row; attention reads row r with prompt r // g.
     shared = SharedRows(
         prompt_tokens=batch.prompt_tokens[:, None],
         prompt_lengths=batch.prompt_lengths[:, None] - 1,
-        tokens=jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2).reshape(n * g, t),
+        tokens=tokens.reshape(n * g, t),
         positions=start + step,
-        segments=(step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32),
+        segments=segments,
         owners=jnp.zeros((n * g, t), jnp.int32),
         routing=batch.routing,
     )
@@ -110,12 +120,15 @@ def shared_rows(batch: Batch) -> SharedRows:
     if (experts := shared.routing) is not None:
         prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
         experts = RoutingRecord(prompts, experts.tokens[at])
+    packed = packing.members + 1 if packing.segments is None else packing.segments
+    if "context" in batch.ids:
+        packed = jnp.where(packing.members < 0, 0, packing.members * t + shared.segments[at])
     return SharedRows(
         prompt_tokens=batch.prompt_tokens[order].reshape(m, b, -1),
         prompt_lengths=shared.prompt_lengths[order].reshape(m, b),
         tokens=shared.tokens[at],
         positions=shared.positions[at],
-        segments=packing.members + 1 if packing.segments is None else packing.segments,
+        segments=packed,
         owners=packing.owners,
         ends=packing.ends,
         routing=experts,
@@ -400,7 +413,8 @@ def _shares_prompts(
     """Whether all networks take rows that share their prompts.
 
     Raises:
-      UserError: the batch's routing is to be replayed, which only such rows can.
+      UserError: the batch's routing is to be replayed, or its rows have several contexts, which
+        only such rows can.
     """
     shared = all(network.extras.hidden_shared is not None for network in networks.values())
     shared = shared and (value is None or value.apply_shared is not None)
@@ -408,6 +422,11 @@ def _shares_prompts(
         raise UserError(
             "objective.router_replay = true: a network of this run does not take rows that share "
             "prompts, which is how routing is replayed; use those of jrl.models.transformer"
+        )
+    if "context" in batch.ids and not shared:
+        raise UserError(
+            "data.contexts: a network of this run does not take rows that share prompts, which is "
+            "how the contexts of an episode are laid out; use those of jrl.models.transformer"
         )
     return shared
 
@@ -438,6 +457,11 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
         raise UserError(
             f"{statistic.name} is read from the network's attention, which this network does not "
             "give; use one of jrl.models.transformer, or a method that does not need it"
+        )
+    if "context" in batch.ids:
+        raise UserError(
+            f"{statistic.name} is read from attention over whole rows, and data.contexts divides "
+            "them; set it to 1"
         )
     n, g, t = batch.tokens.shape
     sequences, attention = rows(batch), network.extras.attention

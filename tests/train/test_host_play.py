@@ -23,7 +23,9 @@ from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import WaitingPlace
+from jrl.train.collect import to_batch
 from jrl.train.host_play import play_episodes
+from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 
 TOKENIZER = char_tokenizer()
@@ -180,6 +182,86 @@ def test_draws_do_not_depend_on_timing_slots_or_chunks(calm):
     assert said(play(counting_env(wait))) == said(calm)
     assert said(play(counting_env(wait), slots=7, chunk=5)) == said(calm)
     assert said(play(counting_env(), slots=1, chunk=8)) == said(calm)
+
+
+# ---------------------------------------------------------------- several contexts
+
+FOLDED = {"turns": 8, "turn_tokens": 6, "contexts": 3, "summary_tokens": 5}
+
+
+def folding_env(wait=no_wait, **limits):
+    return counting_env(wait, **(FOLDED | limits))._replace(summary="sum")
+
+
+def test_contexts_hold_a_summary_and_what_follows_it():
+    played = play(folding_env())
+    asked, full = TOKENIZER.encode("sum"), 0
+    for transcript in (t for g in played.groups for t in g):
+        parts, last = transcript.segments, -1
+        for k, part in enumerate(parts):
+            if part.context == last:
+                continue
+            if part.context:  # asked for, drawn, kept as it was drawn, and the answer behind it
+                full += 1
+                request, summary, kept, answer = parts[k - 2 : k + 2]
+                end = [] if summary.tokens[-1] in STOPS else [TOKENIZER.eos_id]
+                assert request.tokens.tolist()[-3:] == asked
+                assert summary.drawn
+                assert len(summary.tokens) <= 5
+                assert not request.drawn
+                assert not kept.drawn
+                assert kept.tokens.tolist() == summary.tokens.tolist()
+                assert answer.tokens.tolist()[: len(end)] == end
+                assert TOKENIZER.decode(answer.tokens.tolist()).endswith(">")
+                assert summary.reward == ()
+            last = part.context
+        for context in range(last + 1):
+            used = sum(len(s.tokens) for s in parts if s.context == context)
+            assert used <= T
+        turns = [s for s in parts if s.drawn and s.reward]
+        assert [s.reward[0] for s in turns] == [len(s.tokens) for s in turns]
+    assert full == played.counts["summaries"] > 3
+    drawn = sum(len(s.tokens) for g in played.groups for t in g for s in t.segments if s.drawn)
+    assert drawn == played.counts["slot_tokens"]
+    assert {t.stop for g in played.groups for t in g} <= {StopReason.TURNS, StopReason.LENGTH}
+
+
+@pytest.mark.parametrize("place", [WaitingPlace.PARKED, WaitingPlace.DROPPED, None])
+def test_contexts_do_not_depend_on_timing_slots_or_chunks(place):
+    chance = random.Random(4)
+
+    async def wait():
+        await asyncio.sleep(chance.random() * 0.02)
+
+    calm = said(play(folding_env()))
+    assert said(play(folding_env(), slots=1, chunk=8)) == calm
+    choose = by_chance(5) if place is None else lambda wait: place
+    assert said(play(folding_env(wait), choose=choose)) == calm
+
+
+def test_a_context_was_drawn_behind_the_prompt_and_itself_alone():
+    """Each one scored as a sequence of its own; and all of an episode as one row of training."""
+    played = play(folding_env())
+    batch = to_rollout(played.groups, RowShape(4, P, T, contexts=3))
+    rollout, context = batch.rollout, batch.ids["context"]
+    trained = to_batch(rollout, batch.rewards, np.ones(1, np.float32), batch.ids)
+    stats = jit(partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})))(
+        {"policy": params()}, trained, make_sampling_params()
+    )
+    gap = np.where(rollout.mask, stats["logprobs"] - rollout.sampler_logprobs, 0)
+    assert np.abs(gap).max() < 3e-5
+    assert context.max() == 2
+    i, j = map(int, np.argwhere(context.max(-1) == 2)[0])
+    prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
+    for number in range(3):
+        at = (context[i, j] == number) & (np.arange(3 * T) < rollout.lengths[i, j])
+        tokens = np.concatenate([prompt, rollout.tokens[i, j, at]])[None]
+        hidden, _ = NETWORK.hidden(params(), tokens, np.arange(tokens.size)[None], tokens * 0 + 1)
+        logits = NETWORK.logits(params(), hidden[0, len(prompt) - 1 : -1])
+        logprobs = np.asarray(sampling_logprobs(logits, make_sampling_params()))
+        own = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=1)[:, 0]
+        gap = np.where(rollout.mask[i, j, at], own - rollout.sampler_logprobs[i, j, at], 0)
+        assert np.abs(gap).max() < 1e-5
 
 
 def by_chance(seed):

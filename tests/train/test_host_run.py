@@ -285,6 +285,37 @@ def test_episodes_branch_in_a_run(place, tmp_path, more):
         assert len(sample["nodes"]) == 2
 
 
+FOLDED = (
+    *("data.turns=4", "data.contexts=4", "data.summary_tokens=7", "data.summary='Sum up!'"),
+    *("method=supo", "objective={}", "sampling.max_new_tokens=90", "optimizer.learning_rate=0.01"),
+)
+
+
+@pytest.mark.parametrize("mode", ["host", pytest.param("packed", marks=pytest.mark.slow)])
+def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
+    run = tmp_path / "run"
+    more = ("data.eval=", f"train.mode={mode}", "log.samples_every=1")
+    train(settings(place, run, "talk", *FOLDED, *more), echo=lambda line: None)
+    for record in records_of(run):
+        assert record["summaries"] > 4
+        assert record["env_errors"] == 0
+        # What the sampler saw of a context is what training sees, and nothing else.
+        assert record["logprob_diff"] < 1e-4
+        assert record["grad_norm"] > 0
+    asked = 0
+    for sample in read_jsonl(run / "samples.jsonl"):
+        turns = sample["turns"]
+        for i, turn in enumerate(turns):
+            if "Sum up!" in turn["text"]:
+                asked += 1
+                assert turn["by"] == "environment"
+                summary, kept = turns[i + 1], turns[i + 2]
+                assert (summary["by"], kept["by"]) == ("policy", "environment")
+                assert kept["text"].startswith(summary["text"])  # and the answer behind it
+                assert "Go on." in kept["text"][len(summary["text"]) :] or i + 3 == len(turns)
+    assert asked > 4
+
+
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
 
@@ -431,6 +462,16 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "talk",
             ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
             "objective.tree_rounds = 2 is not read in episodes",
+        ),
+        (
+            "talk",
+            ["data.turns=2", "data.contexts=2", "sampling.max_new_tokens=90"],
+            "data.contexts = 2: a summary of up to data.summary_tokens = 256 and what asks for it",
+        ),
+        (
+            "talk",
+            [*FOLDED, "method=arpo", "sampling.slots=8"],
+            "data.contexts = 4: episodes that branch have one context",
         ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
