@@ -49,12 +49,13 @@ class Lake(BaseTaskEnv):
 
     def __init__(self, example: dict[str, Any], **kwargs: Any) -> None:
         super().__init__(example, max_steps=ARGS.turns, **kwargs)
-        self.place = int(example["place"][0])
+        self.place = int(np.ravel(example["place"])[0])
+        self.opening = str(np.ravel(example["prompts"])[0])
 
     def _initial_observation(self) -> Any:
         with LOCK:
             TAKEN["episodes"] += 1
-        return self.task
+        return self.opening
 
     def _step_impl(self, action: Any) -> EnvStepResult:
         with LOCK:
