@@ -354,7 +354,7 @@ def zero_search_env(
       reward: judges the last turn; the paper takes the F1 of the answer.
       limits: of an episode.
       steps: training steps of the whole run (``train.steps``); progress is the share of them that
-        is done, so that a run that resumes goes on where it was.
+        is done, so that a run that resumes continues where it was.
       start: chance of noise at first, and in every evaluation, so that those compare.
       end: chance of noise in the end.
 

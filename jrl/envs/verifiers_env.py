@@ -39,7 +39,7 @@ def from_verifiers(
 
     The seed of a group names its problem, of the environment's own data set (for evaluations its
     evaluation set); the prompt's text, if any, stands before the question. Points are the rubric's,
-    at the last turn, and its metrics are counted. Every question must go on from the one before: an
+    at the last turn, and its metrics are counted. Every question must continue the one before: an
     environment that rewrites what was said fails the episode. Reward functions of a whole group
     cannot be used, since episodes end one by one.
 

@@ -115,7 +115,7 @@ def main() -> None:
         if session is not None:
             try:
                 out = {"value": session.answer(request)}
-            except BaseException as error:  # SystemExit too: the next episode goes on
+            except BaseException as error:  # SystemExit too: the next episode is played
                 out = {"error": f"{type(error).__name__}: {error}"[:300]}
         try:
             body = json.dumps(out, default=plain).encode()

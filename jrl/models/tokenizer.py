@@ -267,7 +267,7 @@ class FileTokenizer:
             if len(text) < _SHORT:
                 return backend.encode(text, add_special_tokens=add_special)
             # ``encode`` holds the interpreter's lock, ``encode_batch`` does not: while a long
-            # prompt is encoded in one thread, a server's others go on.
+            # prompt is encoded in one thread, a server's others continue.
             return backend.encode_batch([text], add_special_tokens=add_special)[0]
 
     def encode_plain(self, text: str) -> list[int]:

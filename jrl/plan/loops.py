@@ -201,7 +201,7 @@ class Loop(NamedTuple):
 
     Attributes:
       body: name of the computation that it repeats.
-      condition: name of the computation that says whether to go on.
+      condition: name of the computation that says whether to continue.
       trips: the most iterations.
       fixed: the integers that it carries and does not change; None for the others.
     """

@@ -1,7 +1,7 @@
 """Reward functions in worker processes, with limits of time, memory and output for each.
 
 The trainer hands out one call at a time and looks ten times a second at what the workers do. A call
-beyond a limit is ended with its process and all that this one started; the other workers go on with
+beyond a limit is ended with its process and all that this one started; the others continue with
 the calls that are left, and where a call has used half of its time another process is started, so
 that one is ready if it must be ended.
 """

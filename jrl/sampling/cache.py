@@ -71,7 +71,7 @@ def take(cache: Cache, source: Array) -> Cache:
 
 
 def take_within(cache: Cache, source: Array) -> Cache:
-    """``take`` of rows that stay in their blocks, which go on sharing their prefixes.
+    """``take`` of rows that stay in their blocks, which continue to share their prefixes.
 
     Args:
       cache: S rows in M blocks.

@@ -237,7 +237,7 @@ class Recorder:
         self._size += len(data)
 
     def _failed(self, why: str) -> None:
-        """Says once, until it works again, that nothing is recorded; requests go on."""
+        """Says once, until it works again, that nothing is recorded; requests are served."""
         self._lost += 1
         if self._lost == 1:
             _log().warning(

@@ -233,7 +233,7 @@ class _Game:
                 yield self.calls.inbox.get_nowait()
 
     def _take(self, answer: Answer) -> None:
-        """Goes on with the episode that an answer is for."""
+        """Continues the episode that an answer is for."""
         if self.closing.pop(answer.number, None) is not None:
             self.counts["env_close_errors"] += bool(answer.error)
             return
@@ -434,7 +434,7 @@ class _Game:
     def _answered(
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
     ) -> None:
-        """Pays the turn, and ends the episode or lets it go on behind the answer."""
+        """Pays the turn, and ends the episode or continues it behind the answer."""
         try:
             episode.pay(feedback)
         except EnvError as error:

@@ -75,7 +75,7 @@ def with_others(error: UserError, config: Config) -> UserError:
 
     lines = str(error).splitlines()
     said = {bare(line) for line in lines}
-    # Without math-verify a run goes on, so that is no mistake beside another.
+    # Without math-verify a run continues, so that is no mistake beside another.
     others = [line for line in lacks(config) if line != missing_math(config)]
     return UserError("\n".join(lines + [line for line in others if bare(line) not in said]))
 

@@ -72,7 +72,7 @@ class RunRecords:
     Args:
       run: what is trained; use this under its mesh.
       pool: the reward functions, for evaluations of a run on text.
-      stopping: asked whether an evaluation may go on.
+      stopping: asked whether an evaluation may continue.
       on_record: called with the record of each step, when it has been written.
 
     Attributes:
