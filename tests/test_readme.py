@@ -76,6 +76,7 @@ def test_the_example_trains_with_a_method_from_a_file(mine, capsys):
     written_by_the_loop = {
         *("kl", "prompts", "reward_failures", "env_failures", "skipped_steps", "rollbacks"),
         *("row_length", "tree_shared_tokens"),  # of episodes, and of trees
+        *("search_nodes", "search_leaves", "read_tokens", "reread_tokens", "replayed"),
     } | CLOCKS
     assert named - set(curves) == written_by_the_loop
 
