@@ -118,8 +118,8 @@ MUTANTS = {
     "prompt padding that is attended to": Mutant(
         7,
         "models/layers.py",
-        "rows.segments, rows.owners, rows.prompt_lengths, p)\n",
-        "rows.segments, rows.owners, p + 0 * rows.prompt_lengths, p)\n",
+        "rows.segments, rows.owners, rows.prompt_lengths, p, rows.ends)\n",
+        "rows.segments, rows.owners, p + 0 * rows.prompt_lengths, p, rows.ends)\n",
     ),
     "the wrong sign": Mutant(
         8,

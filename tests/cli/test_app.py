@@ -392,7 +392,7 @@ def test_short_help():
 COMPLETED = {
     "jrl train a.toml sampling.te": "sampling.temperature=",
     "jrl train method = gsp": "gspo gspo_token",  # bash takes an equals sign for a word
-    "jrl train a.toml train.mode =": "host packed compiled",
+    "jrl train a.toml train.mode =": "host in_flight packed compiled",
     "jrl train a.toml data.shuffle = t": "true",
     "jrl train a.toml seed = ": "",
     "jrl methods gsp": "gspo gspo_token",
