@@ -115,10 +115,10 @@ class Episode:
         self._drawn = []
         if self._measured:
             self.numbers, self._measured = np.concatenate(self._measured), []
-        self._segments.append(self._told(Segment(tokens, True, logprobs, versions)))
+        self._segments.append(self._labelled(Segment(tokens, True, logprobs, versions)))
         return tokens
 
-    def _told(self, segment: Segment) -> Segment:
+    def _labelled(self, segment: Segment) -> Segment:
         """With the ids of now; a summary is a turn of its own, which the environment never sees."""
         turn, state = self.turn + self.context + (self.asked is not None), self._state_id
         return segment._replace(turn=turn, step=turn, state=state, context=self.context)
@@ -142,7 +142,7 @@ class Episode:
 
     def _outside(self, ids: Sequence[int] | np.ndarray) -> None:
         """Appends what nobody drew, as a part of the turn."""
-        self._segments.append(self._told(Segment(np.array(ids, np.int32), False)))
+        self._segments.append(self._labelled(Segment(np.array(ids, np.int32), False)))
         self.length += len(ids)
 
     def past(self) -> np.ndarray:

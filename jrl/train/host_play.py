@@ -442,7 +442,7 @@ class _Game:
             return
         if feedback.done:  # before the room is looked at: an episode may fill it exactly
             self._end(episode, StopReason.LENGTH if feedback.cut else StopReason.DONE)
-        elif self._last_context(episode) and self._spoken_full(episode):
+        elif self._last_context(episode) and self._turn_filled_context(episode):
             self._end(episode, StopReason.LENGTH)
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
@@ -472,7 +472,7 @@ class _Game:
         """Completion tokens of a context, less those that its summary needs."""
         return episode.room - (0 if self._last_context(episode) else self.reserve)
 
-    def _spoken_full(self, episode: Episode) -> bool:
+    def _turn_filled_context(self, episode: Episode) -> bool:
         """Whether the turn that has ended was cut because it filled the context."""
         return episode.last == StopReason.LENGTH and episode.length >= self._usable(episode)
 
