@@ -107,6 +107,20 @@ def imported(name):
     return {m for m in found if m == "jrl" or m.startswith("jrl.")}
 
 
+def test_only_the_fixed_names_stand_at_the_top():
+    """Git's files; what is downloaded or built there is not for the repository."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
+    dotted = {name for name in top if name.startswith(".")}
+    assert dotted == {".ci", ".gitignore", ".pre-commit-config.yaml"}
+    assert top - dotted == {
+        *("pyproject.toml", "jrl", "configs", "notebooks", "tests", "tpu_scripts", "README.md"),
+        *("benchmarks", "docs", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile"),
+    }
+
+
 def area(module):
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
