@@ -56,12 +56,12 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.template_variables = {variables!r:.60}; write a table, such as "
             "{enable_thinking = false}"
         )
+    unread = [name for name in ("summary", "summary_tokens") if name in common]
     summary = common.pop("summary", env.summary)
     if not isinstance(summary, str) or not summary.strip():
         raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
     limits = env.limits._replace(**common).check("data")
-    unread = [name for name in ("summary", "summary_tokens") if name in options]
-    if limits.contexts == 1 and unread and unread[0] not in own:
+    if limits.contexts == 1 and unread:
         raise UserError(
             f"data.{unread[0]} is read where episodes have several contexts; set data.contexts to 2"
             " or more, or remove it"

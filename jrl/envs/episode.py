@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -76,8 +77,6 @@ class Episode:
         self.spare: tuple[int, ...] = ()
         self.context = 0
         self.asked: tuple[Sequence[Message], int] | None = None
-        self._first = 0  # of the segments, that of the context
-        self._summaries: set[int] = set()
         self._measured: list[np.ndarray] = []
         self._state_id = 0
         self._segments: list[Segment] = []
@@ -135,9 +134,7 @@ class Episode:
         they were drawn. The answer that they made room for comes next.
         """
         ids = self.end_turn()
-        self._summaries.add(len(self._segments) - 1)
-        self.context, self._first, self.length = self.context + 1, len(self._segments), 0
-        self.asked = None
+        self.context, self.length, self.asked = self.context + 1, 0, None
         self._outside(ids)
 
     def _outside(self, ids: Sequence[int] | np.ndarray) -> None:
@@ -147,7 +144,7 @@ class Episode:
 
     def past(self) -> np.ndarray:
         """[t] int32, all that lies behind the opening in this context, drawn or not."""
-        return np.concatenate([segment.tokens for segment in self._segments[self._first :]])
+        return np.concatenate([s.tokens for s in self._segments if s.context == self.context])
 
     def said(self) -> np.ndarray:
         """[t] int32, the tokens of the turn that ended last."""
@@ -163,8 +160,9 @@ class Episode:
         """
         assert isinstance(feedback.reward, tuple)
         self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward)
-        turns = enumerate(self._segments[:-1])
-        places = [i for i, part in turns if part.drawn and i not in self._summaries]
+        # What was drawn last in a context that another one follows is a summary, and no turn.
+        pairs = enumerate(itertools.pairwise(self._segments))
+        places = [i for i, (a, b) in pairs if a.drawn and a.context == b.context]
         if len(feedback.earlier) > len(places):
             said = f"points for {len(feedback.earlier)} earlier turns"
             raise EnvError(f"{said}; {len(places)} were taken before this one")

@@ -70,8 +70,8 @@ class Limits(NamedTuple):
         Raises:
           UserError: a limit that no episode can keep.
         """
-        least = {"turns": 1, "call_seconds": 0.001, "answer_chars": 1}
-        least |= {"contexts": 1, "summary_tokens": 1}
+        least: dict[str, float] = {"call_seconds": 0.001}
+        least |= dict.fromkeys(("turns", "answer_chars", "contexts", "summary_tokens"), 1)
         given: dict[str, Any] = self._asdict()
         for name, value in given.items():
             seconds = name.endswith("seconds")
@@ -222,15 +222,15 @@ def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
       UserError: the template is not of the family whose calls the environment reads, cannot
         continue a conversation with it, or nothing would tell the policy its tools.
     """
-    roles = dict.fromkeys([*env.roles, *(["user"] if env.limits.contexts > 1 else [])])
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
         name = chat_template(tokenizer, tools=bool(env.tools))
         if env.family and name in tokenizer.templates:
             get_parser(env.family, tokenizer.templates[name])
+        asks = ["user"] if env.limits.contexts > 1 else []  # for summaries
         chat = ChatFormat(
             tokenizer,
             tools=env.tools,
-            roles=tuple(roles),
+            roles=tuple(dict.fromkeys([*env.roles, *asks])),
             variables=env.variables,
             family=env.family,
         )

@@ -251,7 +251,9 @@ def _check(part: Segment, row: Transcript, end: int, shape: RowShape) -> None:
     """Raises UserError for a segment that does not fit behind ``end`` tokens of its row."""
     where = f"prompt {row.prompt.id}, member {row.member}"
     most = shape.completion_tokens * shape.contexts
-    if end + len(part.tokens) > most or part.context >= shape.contexts:
+    if part.context >= shape.contexts:
+        raise UserError(f"{where}: context {part.context}; the batch holds {shape.contexts}")
+    if end + len(part.tokens) > most:
         raise UserError(
             f"{where}: {end + len(part.tokens)} completion tokens and the limit is "
             f"{most}; rows are never cut, so raise sampling.max_new_tokens"

@@ -254,18 +254,31 @@ def _check_group(env: HostEnv, group: int) -> None:
 
 
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
-    """Raises UserError for contexts that leave the policy nothing to say, or that branch."""
+    """Raises UserError for contexts that leave no room to speak, branch, or cannot be trained."""
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
-    if contexts > 1 and (needed := summary_room(env, chat)) >= room:
+    if contexts == 1:
+        return
+    said = f"data.contexts = {contexts}"
+    if (needed := summary_room(env, chat)) >= room:
         raise UserError(
-            f"data.contexts = {contexts}: a summary of up to data.summary_tokens ="
-            f" {env.limits.summary_tokens} and what asks for it take {needed} tokens of"
-            f" sampling.max_new_tokens = {room}; raise that, or lower data.summary_tokens"
+            f"{said}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
+            f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
+            " lower data.summary_tokens"
         )
-    if contexts > 1 and run.method.draw.tree is not None:
+    if run.method.draw.tree is not None:
         raise UserError(
-            f"data.contexts = {contexts}: episodes that branch have one context; set"
-            " objective.tree to 'none', or data.contexts to 1"
+            f"{said}: episodes that branch have one context; set objective.tree to 'none', or"
+            " data.contexts to 1"
+        )
+    if run.network.extras.hidden_shared is None:
+        raise UserError(
+            f"{said}: contexts are trained as rows that share their prompt, which this network does"
+            " not take; set data.contexts to 1, or use a network of jrl.models.transformer"
+        )
+    if any(statistic.over == "attention" for statistic in run.method.objective.statistics):
+        raise UserError(
+            f"{said}: method = {run.config.method!r} reads attention over whole rows, which"
+            " contexts divide; set data.contexts to 1"
         )
 
 

@@ -46,10 +46,10 @@ class Played(NamedTuple):
       counts: numbers by name, which add up: "episodes", "turns", "env_errors", "env_timeouts",
         "env_close_errors", "slot_tokens" (drawn), "slot_steps" (decode steps times slots, or the
         episodes left where these are fewer), "idle_seconds" (in which all slots waited for
-        environments), and those of ``host_slots.EpisodeSlots``. With several contexts "summaries"
-        that were drawn. Where episodes branch also
-        "branches", "env_fork_errors" (branches that ended because the environment could not be
-        copied) and "tree_shared_tokens", as ``host_branches.tree_of`` counts them.
+        environments), and those of ``host_slots.EpisodeSlots``. With several contexts also
+        "summaries" that were drawn. Where episodes branch also "branches", "env_fork_errors"
+        (branches that ended because the environment could not be copied) and
+        "tree_shared_tokens", as ``host_branches.tree_of`` counts them.
     """
 
     groups: list[list[Transcript]]
@@ -435,6 +435,7 @@ class _Game:
         self, episode: Episode, feedback: Feedback, ids: list[int], state_id: int
     ) -> None:
         """Pays the turn, and ends the episode or continues it behind the answer."""
+        cut = episode.last == StopReason.LENGTH
         try:
             episode.pay(feedback)
         except EnvError as error:
@@ -442,7 +443,7 @@ class _Game:
             return
         if feedback.done:  # before the room is looked at: an episode may fill it exactly
             self._end(episode, StopReason.LENGTH if feedback.cut else StopReason.DONE)
-        elif self._last_context(episode) and self._turn_filled_context(episode):
+        elif cut and self._last_context(episode) and self._full(episode):
             self._end(episode, StopReason.LENGTH)
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
@@ -453,8 +454,7 @@ class _Game:
             # Nothing is cut: an answer after which the policy could not speak is not given.
             self._end(episode, StopReason.LENGTH)
         else:
-            closed = episode.last != StopReason.LENGTH
-            ids = summary_request(self.env, self.chat, closed=closed, first=episode.turn == 0)
+            ids = summary_request(self.env, self.chat, closed=not cut, first=episode.turn == 0)
             episode.ask_summary(ids, feedback, state_id)
             self._next(episode, ids, episode.length + self.limits.summary_tokens)
 
@@ -472,11 +472,7 @@ class _Game:
         """Completion tokens of a context, less those that its summary needs."""
         return episode.room - (0 if self._last_context(episode) else self.reserve)
 
-    def _turn_filled_context(self, episode: Episode) -> bool:
-        """Whether the turn that has ended was cut because it filled the context."""
-        return episode.last == StopReason.LENGTH and episode.length >= self._usable(episode)
-
-    def _full(self, episode: Episode, ids: Sequence[int]) -> bool:
+    def _full(self, episode: Episode, ids: Sequence[int] = ()) -> bool:
         """Whether the policy could not speak behind these ids in the same context."""
         return episode.length + len(ids) >= self._usable(episode)
 

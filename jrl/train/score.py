@@ -92,9 +92,8 @@ def shared_rows(batch: Batch) -> SharedRows:
     segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
     if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
         context = batch.ids["context"]
-        first = (jnp.diff(context, axis=2, prepend=-1) != 0) & segments.reshape(n, g, t).astype(
-            bool
-        )
+        live = step[None] < batch.lengths[:, :, None]
+        first = live & (jnp.diff(context, axis=2, prepend=-1) != 0)
         tokens = jnp.where(first, last, tokens)
         began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)
         segments, step = segments * (began + 1), step - began
@@ -120,9 +119,12 @@ def shared_rows(batch: Batch) -> SharedRows:
     if (experts := shared.routing) is not None:
         prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
         experts = RoutingRecord(prompts, experts.tokens[at])
-    packed = packing.members + 1 if packing.segments is None else packing.segments
-    if "context" in batch.ids:
+    if packing.segments is not None:
+        packed = packing.segments
+    elif "context" in batch.ids:
         packed = jnp.where(packing.members < 0, 0, packing.members * t + shared.segments[at])
+    else:
+        packed = packing.members + 1
     return SharedRows(
         prompt_tokens=batch.prompt_tokens[order].reshape(m, b, -1),
         prompt_lengths=shared.prompt_lengths[order].reshape(m, b),

@@ -240,17 +240,25 @@ def test_contexts_do_not_depend_on_timing_slots_or_chunks(place):
     assert said(play(folding_env(wait), choose=choose)) == calm
 
 
-def test_a_context_was_drawn_behind_the_prompt_and_itself_alone():
-    """Each one scored as a sequence of its own; and all of an episode as one row of training."""
-    played = play(folding_env())
+@pytest.mark.parametrize("endings", ["", "ab"], ids=["alike", "apart"])
+def test_a_context_was_drawn_behind_the_prompt_and_itself_alone(endings):
+    """Each one scored as a sequence of its own; and all of an episode as one row of training.
+
+    What an opening does not share with the group's others begins each of its contexts.
+    """
+    env, turn = folding_env(), iter(range(100))
+
+    async def init(prompt, seed):
+        return {"said": 0}, user(prompt.text + endings[next(turn) % 2 :][:1])
+
+    played = play(env._replace(init=init))
     batch = to_rollout(played.groups, RowShape(4, P, T, contexts=3))
     rollout, context = batch.rollout, batch.ids["context"]
     trained = to_batch(rollout, batch.rewards, np.ones(1, np.float32), batch.ids)
-    stats = jit(partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})))(
-        {"policy": params()}, trained, make_sampling_params()
-    )
-    gap = np.where(rollout.mask, stats["logprobs"] - rollout.sampler_logprobs, 0)
-    assert np.abs(gap).max() < 3e-5
+    scored = jit(partial(score, network=NETWORK, value=None, want=frozenset({"logprobs"})))
+    found = np.asarray(scored({"policy": params()}, trained, make_sampling_params())["logprobs"])
+    # Decoding rounds so in episodes of one context, too.
+    assert np.abs(np.where(rollout.mask, found - rollout.sampler_logprobs, 0)).max() < 3e-5
     assert context.max() == 2
     i, j = map(int, np.argwhere(context.max(-1) == 2)[0])
     prompt = rollout.prompt_tokens[i, : rollout.prompt_lengths[i]]
@@ -261,8 +269,7 @@ def test_a_context_was_drawn_behind_the_prompt_and_itself_alone():
         logits = NETWORK.logits(params(), hidden[0, len(prompt) - 1 : -1])
         logprobs = np.asarray(sampling_logprobs(logits, make_sampling_params()))
         own = np.take_along_axis(logprobs, tokens[0, len(prompt) :, None], axis=1)[:, 0]
-        gap = np.where(rollout.mask[i, j, at], own - rollout.sampler_logprobs[i, j, at], 0)
-        assert np.abs(gap).max() < 1e-5
+        assert np.abs(np.where(rollout.mask[i, j, at], own - found[i, j, at], 0)).max() < 1e-5
 
 
 def by_chance(seed):

@@ -473,6 +473,11 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             [*FOLDED, "method=arpo", "sampling.slots=8"],
             "data.contexts = 4: episodes that branch have one context",
         ),
+        (
+            "talk",
+            [*FOLDED, "method=preplan_anchor"],
+            "data.contexts = 4: method = 'preplan_anchor' reads attention over whole rows",
+        ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
             "talk",
