@@ -11,13 +11,19 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
+from jrl.models.several import one_of
 from jrl.models.tokenizer import CharTokenizer
 from jrl.train import build
 from jrl.train.adapters import lora_of
 
 
 def export_run(
-    config: Config, directory: Path, *, checkpoint: int | None = None, adapters: bool = False
+    config: Config,
+    directory: Path,
+    *,
+    checkpoint: int | None = None,
+    adapters: bool = False,
+    policy: int = 0,
 ) -> Path:
     """Writes a run's policy as config.json and safetensors, with its tokenizer.
 
@@ -27,13 +33,14 @@ def export_run(
       checkpoint: a training step; None for the newest.
       adapters: True for the adapters alone, in PEFT's format; False for the complete policy, with
         adapters merged into its weights.
+      policy: its number, where the run trained several.
 
     Returns:
       The directory.
 
     Raises:
-      UserError: no such checkpoint; the directory is not empty or cannot be written; or adapters
-        are asked of a run without any.
+      UserError: no such checkpoint or policy; the directory is not empty or cannot be written; or
+        adapters are asked of a run without any.
     """
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not empty; name a new directory")
@@ -46,12 +53,15 @@ def export_run(
             f"model.network = {config.model.network!r}: a Hugging Face checkpoint holds the"
             " library's own decoder; a network of your own stays in its run directory"
         )
+    several = run.network.extras.several
+    if policy not in range(policies := several.policies if several else 1):
+        raise UserError(f"--policy {policy}: the run trained {policies}, numbered from 0")
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, checkpoint)
         split = run.network.extras.split
         if split is not None:
             params = split.split(params)[0] if adapters else jax.jit(split.merge)(params)
-        params = jax.device_get(params)
+        params = jax.device_get(params if several is None else one_of(params, policy))
     if adapters and lora is not None:
         save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
         return directory

@@ -609,6 +609,28 @@ class Split(NamedTuple):
     plain: Network
 
 
+class Several(NamedTuple):
+    """How parameters are those of several policies that are trained together, by ``together``.
+
+    Attributes:
+      policies: how many; every array of the parameters has a leading axis of them.
+      swap_every: training steps after which each policy goes on as the next player; 0 for never.
+      each: the network that every one of them is.
+      speaking: (policies [S] int32) -> the network in whose cache all policies read every row, and
+        where row s is continued by policy ``policies[s]``. Its ``prepare`` takes the parameters.
+    """
+
+    policies: int
+    swap_every: int
+    each: Network
+    speaking: Callable[[Array], Network]
+
+    def policy(self, player: Any, step: Any) -> Any:
+        """The number of the policy that is this player in a training step; of arrays, too."""
+        swaps = step // self.swap_every if self.swap_every else 0
+        return (player + swaps) % self.policies
+
+
 class NetworkExtras(NamedTuple):
     """What a network may bring besides; None wherever it cannot.
 
@@ -627,6 +649,8 @@ class NetworkExtras(NamedTuple):
       recorded: (a cache's own or prefix arrays) -> [S, C, n, k], the experts that the token in each
         column was sent to in the n sparse layers, -1 where there is none; see ``RoutingRecord``.
       gathered: whether what ``prepare`` returns is whole on all devices along the mesh's fsdp axis.
+      several: where the parameters are those of several policies, which; all other functions are
+        those of the first policy.
     """
 
     fill: Callable[..., Cache] | None = None
@@ -636,6 +660,7 @@ class NetworkExtras(NamedTuple):
     split: Split | None = None
     recorded: Callable[[Any], Array] | None = None
     gathered: bool = False
+    several: Several | None = None
 
 
 class Network(NamedTuple):

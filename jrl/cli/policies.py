@@ -146,6 +146,9 @@ def convert(
     adapters: Annotated[
         bool, typer.Option("--adapters", help="Write only the adapters, in PEFT's format.")
     ] = False,
+    policy: Annotated[
+        int, typer.Option("--policy", min=0, help="Which one, of a run that trained several.")
+    ] = 0,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
 
@@ -157,5 +160,7 @@ def convert(
     chosen = read(target, overrides)
     from jrl.export import export_run
 
-    directory = export_run(chosen, Path(output), checkpoint=checkpoint, adapters=adapters)
+    directory = export_run(
+        chosen, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy
+    )
     typer.echo(str(directory))

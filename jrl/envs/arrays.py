@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.data.tasks.base import check_range
-from jrl.envs.base import Env, Turn
+from jrl.envs.base import Env, Turn, one_player
 from jrl.errors import UserError
 from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
@@ -103,6 +103,7 @@ def array_env(
     write = lambda state: 2 + written(seen(state), digits, decimals)  # noqa: E731
     text = jax.eval_shape(lambda k: write(game.reset(k)), key)
     several = game.players > 1 and opponent == "self"
+    mover = lambda playing: game.player(playing.state).astype(jnp.int32)  # noqa: E731
 
     def answered(playing: Playing, key: Array, done: Array, paid: Array) -> tuple[Any, ...]:
         """The state once the other players moved, what was paid by then, whether it is over."""
@@ -135,7 +136,7 @@ def array_env(
 
     def step(playing: Playing, tokens: Array, length: Array, key: Array) -> tuple[Playing, Turn]:
         of_step, of_others = jax.random.split(key)
-        player = game.player(playing.state).astype(jnp.int32) if game.players > 1 else jnp.int32(0)
+        player = mover(playing) if game.players > 1 else jnp.int32(0)
         letters = tokens - 2 - len(symbols)
         action = letters[0] if width == 1 else letters[0] * len(LETTERS) + letters[1]
         valid = jnp.all((letters >= 0) & (letters < len(LETTERS))) & (action < game.actions)
@@ -153,7 +154,6 @@ def array_env(
             done=done,
             success=well if several else well[0],
             state_id=_checksum(before),
-            player=player if several else jnp.int32(0),
         )
 
     return Env(
@@ -168,6 +168,7 @@ def array_env(
         stop_id=STOP_ID,
         tokenizer=tokenizer,
         players=game.players if several else 1,
+        mover=mover if several else one_player,
     )
 
 

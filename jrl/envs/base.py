@@ -32,7 +32,6 @@ class Turn(struct.PyTreeNode):
       success: [] bool, whether it ends well; [R] for several players.
       state_id: [] int32, the identity of the state in which the turn was taken: equal ids within a
         group mean that the policy had the same choice.
-      player: [] int32, which player took the turn, from 0.
     """
 
     reply: Array
@@ -41,7 +40,6 @@ class Turn(struct.PyTreeNode):
     done: Array
     success: Array
     state_id: Array
-    player: Array | int = 0
 
 
 class Start(struct.PyTreeNode):
@@ -56,6 +54,11 @@ class Start(struct.PyTreeNode):
     tokens: Array
     length: Array
     state: Any
+
+
+def one_player(state: Any) -> Array:
+    """Who is to move where there is one player."""
+    return jnp.int32(0)
 
 
 class Env(NamedTuple):
@@ -79,6 +82,7 @@ class Env(NamedTuple):
         warm start; None where nobody wrote one.
       players: R, that the policy plays against each other in training. In the split "eval" it plays
         player 0 alone, and the environment the others.
+      mover: (state) -> [] int32, which of the players takes the next turn.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Env(NamedTuple):
     tokenizer: Any
     solution: Callable[[Any], tuple[Array, Array]] | None = None
     players: int = 1
+    mover: Callable[[Any], Array] = one_player
 
     @property
     def completion_tokens(self) -> int:
@@ -119,7 +124,7 @@ class Env(NamedTuple):
         for name, least in (("turns", 1), ("prompt_tokens", 1), ("turn_tokens", 1), ("players", 1)):
             _check_limit(f"{said}: {name}", getattr(self, name), least)
         _check_limit(f"{said}: reply_tokens", self.reply_tokens, 0)
-        for name in ("init", "step"):
+        for name in ("init", "step", "mover"):
             if not callable(function := getattr(self, name)):
                 raise UserError(f"{said}: {name} = {function!r:.40}; give a function")
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -137,8 +142,10 @@ class Env(NamedTuple):
         each = (self.players,) if self.players > 1 else ()
         expected: dict[str, Any] = {"reply": ((self.reply_tokens,), jnp.int32), "count": scalar}
         expected |= {"reward": (each, jnp.float32), "success": (each, jnp.bool_)}
-        expected |= {"done": ((), jnp.bool_), "state_id": scalar, "player": scalar}
+        expected |= {"done": ((), jnp.bool_), "state_id": scalar}
         _check_arrays(f"{said}: step", vars(turn), expected)
+        mover = jax.eval_shape(self.mover, start.state)
+        _check_arrays(f"{said}: mover", {"player": mover}, {"player": scalar})
         # Leaf by leaf: a state of another library may compare arrays with ==, not descriptions.
         before, after = (
             {jax.tree_util.keystr(path) or "state": _typed(x) for path, x in leaves}
@@ -218,7 +225,7 @@ class TurnLog(struct.PyTreeNode):
       starts: [B, K] int32, the column of each turn's first token; T where there is no turn.
       ends: [B, K] int32, the column after its last one; the reply follows.
       states: [B, K] int32, ``Turn.state_id``.
-      players: [B, K] int32, ``Turn.player``.
+      players: [B, K] int32, who took each turn, by ``Env.mover``.
       points: [B, K] float32, ``Turn.reward`` of the player who took the turn, and what it was paid
         for turns of others until its next one.
       success: [B] bool, or [B, R].

@@ -42,6 +42,7 @@ class Episode:
       room: tokens that fit behind the opening; 0 before the group is complete.
       length: tokens behind the opening.
       turn: number of the turn.
+      player: who takes it.
       last: why the last turn ended.
       row: its slot, or None.
       stop: why it ended; None before.
@@ -54,8 +55,8 @@ class Episode:
       first: number of the turn that it drew first.
       spare: numbers of the members that may branch off it.
       context: number of the context; ``length`` counts the tokens of this one.
-      asked: what the environment has answered, and the id of its state, while the policy writes a
-        summary; None otherwise.
+      asked: what the environment has answered, the id of its state and the next player, while a
+        summary is written; None otherwise.
     """
 
     def __init__(self, group: int, member: int, prompt: Prompt, seed: int) -> None:
@@ -65,7 +66,7 @@ class Episode:
         self.call: int | None = None
         self.call_until = self.began = self.turn_began = 0.0
         self.opening = np.zeros(0, np.int32)
-        self.room = self.length = self.turn = 0
+        self.room = self.length = self.turn = self.player = 0
         self.last = StopReason.RUNNING
         self.row: int | None = None
         self.stop: StopReason | None = None
@@ -76,7 +77,7 @@ class Episode:
         self.shared = self.first = 0
         self.spare: tuple[int, ...] = ()
         self.context = 0
-        self.asked: tuple[Sequence[Message], int] | None = None
+        self.asked: tuple[Sequence[Message], int, int] | None = None
         self._measured: list[np.ndarray] = []
         self._state_id = 0
         self._segments: list[Segment] = []
@@ -120,12 +121,16 @@ class Episode:
     def _labelled(self, segment: Segment) -> Segment:
         """With the ids of now; a summary is a turn of its own, which the environment never sees."""
         turn, state = self.turn + self.context + (self.asked is not None), self._state_id
-        return segment._replace(turn=turn, step=turn, state=state, context=self.context)
+        return segment._replace(
+            turn=turn, step=turn, state=state, context=self.context, player=self.player
+        )
 
-    def ask_summary(self, ids: Sequence[int], feedback: Feedback, state_id: int) -> None:
-        """Appends what asks for a summary, in place of the answer."""
+    def ask_summary(
+        self, ids: Sequence[int], messages: Sequence[Message], state_id: int, player: int
+    ) -> None:
+        """Appends what asks for a summary, in place of the answer; ``player`` is next then."""
         self._outside(ids)
-        self.asked = feedback.messages, state_id
+        self.asked = messages, state_id, player
 
     def end_summary(self) -> None:
         """Begins the next context, with the summary that was drawn as what the policy said first.
@@ -175,10 +180,11 @@ class Episode:
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         self._metrics["success"] = float(feedback.success)
 
-    def answer(self, ids: Sequence[int], state_id: int) -> None:
-        """Appends the environment's answer and begins the next turn."""
+    def answer(self, ids: Sequence[int], state_id: int, player: int = 0) -> None:
+        """Appends the environment's answer and begins the next turn, of this player."""
         self._outside(ids)
         self.turn += 1
+        self.player = player
         self._state_id = state_id
 
     def branch(self, other: Episode) -> None:
@@ -187,6 +193,7 @@ class Episode:
         other.source, other.shared = self, len(self._segments) - 1
         other.length = self.length - len(self._segments[-1].tokens)
         other.turn = other.first = self.turn
+        other.player = self.player
         other._segments, other._metrics = self._segments[:-1], dict(self._metrics)
         other._state_id = self._state_id
 
@@ -263,7 +270,7 @@ async def call_step(
     text, raw = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=False)
     reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
     state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
-    feedback = check_feedback(value, env.limits, len(env.parts))
+    feedback = check_feedback(value, env.limits, len(env.parts), env.players)
     answer = (
         [] if feedback.done else chat.following(feedback.messages, closed=not cut, first=turn == 0)
     )

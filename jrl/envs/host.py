@@ -118,6 +118,7 @@ class Feedback(NamedTuple):
         known of them only now.
       cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
         as truncated.
+      next: the player that takes the next turn; None for the one after this turn's.
     """
 
     messages: Sequence[Message] = ()
@@ -128,6 +129,7 @@ class Feedback(NamedTuple):
     metrics: Mapping[str, float] = NOTHING
     earlier: Sequence[float | Sequence[float]] = ()
     cut: bool = False
+    next: int | None = None
 
 
 def nothing(state: Any) -> None:
@@ -176,6 +178,8 @@ class HostEnv(NamedTuple):
         that raises ends the branch and nothing else. None for a state that no copy can be made of,
         such as a connection; then no episodes branch.
       summary: the message that asks for a summary, in the role "user".
+      players: whose turns are drawn, from player 0 on. With several each becomes a row and a group
+        of its own in training, paid for its own turns; see ``transcript.rows_of_players``.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -196,6 +200,7 @@ class HostEnv(NamedTuple):
         "was tried, what was found, and what is to be done next. Only the question and this summary"
         " will be kept."
     )
+    players: int = 1
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -211,6 +216,8 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
             raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
     if env.fork is not None and not callable(env.fork):
         raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
+    if not isinstance(env.players, int) or env.players < 1:
+        raise UserError(f"{key}.players = {env.players!r:.40}; must be a number, at least 1")
     env.limits.check()
     return env
 
@@ -271,11 +278,12 @@ def check_messages(messages: Any, limits: Limits) -> list[Message]:
     return list(messages)
 
 
-def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
+def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> Feedback:
     """The feedback, its reward a tuple of ``parts`` numbers.
 
     Raises:
-      EnvError: it is none, a reward is not finite, or messages are missing.
+      EnvError: it is none, a reward is not finite, messages are missing, or a player is next that
+        is not there.
     """
     if isinstance(value, Mapping):
         unknown = ", ".join(map(str, value.keys() - set(Feedback._fields)))
@@ -291,10 +299,12 @@ def check_feedback(value: Any, limits: Limits, parts: int) -> Feedback:
     if not isinstance(value.metrics, Mapping):
         raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
+    if value.next is not None and value.next not in range(players):
+        raise EnvError(f"player {value.next!r:.20} is next; there are {players}, from 0 on")
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
     ends = done, bool(value.success), value.state_key
-    return Feedback(messages, reward, *ends, metrics, earlier, bool(value.cut))
+    return Feedback(messages, reward, *ends, metrics, earlier, bool(value.cut), value.next)
 
 
 def _points(given: Any, parts: int) -> tuple[float, ...]:

@@ -33,7 +33,7 @@ from jrl.sampling.generate import (
 from jrl.sampling.params import SamplingParams, at_most
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.slots import decode, extend, sequences_of
-from jrl.types import Array, Network, Params, Rollout, StopReason
+from jrl.types import Array, Network, Params, Rollout, Several, StopReason
 
 
 class Episodes(NamedTuple):
@@ -90,6 +90,7 @@ def play(
     block: int = 0,
     chunk: int = 4,
     shrink: bool | None = None,
+    step: Array | None = None,
 ) -> tuple[Episodes, Array]:
     """``group`` episodes from each start; arguments not named here are those of ``generate``.
 
@@ -108,6 +109,8 @@ def play(
       block: members of a group that leave their slots together; see ``generate``.
       chunk: decode steps after which turns that ended are answered, and free slots refilled.
       shrink: whether the last live slots move into ever smaller states; None where it pays.
+      step: [] int32, the training step, where each player is drawn by the policy of several that
+        plays it then; None for one policy that plays all.
 
     Returns:
       The episodes, and the slot-steps they took, [] int32.
@@ -117,17 +120,26 @@ def play(
     """
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
+    several = network.extras.several if step is not None else None
+    if several is not None:
+        network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
     weights = network.prepare(params)
     axes, parts = independent_axes(network, n)
     if shrink is None:
         shrink = shrinking_pays(width, (env.stop_id,), alone=parts > 1 or not divided())
     sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
     run = partial(
-        _play, env=env, network=network, sizes=sizes, members=(group, baseline_members), chunk=chunk
+        _play,
+        env=env,
+        network=network,
+        sizes=sizes,
+        members=(group, baseline_members),
+        chunk=chunk,
+        several=several,
     )
-    own = (False, False, True, False, False, True)
+    own = (False, False, True, False, False, True, False)
     results, log, steps, of_prompts = each_by_itself(run, axes, own)(
-        key, weights, starts, sampling_params, version, ids
+        key, weights, starts, sampling_params, version, ids, jnp.int32(0) if step is None else step
     )
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     lengths = results.lengths.reshape(n, g)
@@ -170,12 +182,14 @@ def _play(
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    step: Array,
     *,
     env: Env,
     network: Network,
     sizes: SlotSizes,
     members: tuple[int, int],
     chunk: int,
+    several: Several | None,
 ) -> tuple[Results, TurnLog, Array, Array | None]:
     """Episodes through the queue: results, turns, slot-steps [1], the prompts' routing."""
     width, recorded = env.completion_tokens, network.extras.recorded
@@ -205,11 +219,15 @@ def _play(
         def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
             taken, queue = carry
             limits = queue.extra.begin[queue.index] + env.turn_tokens
+            speaks = network
+            if several is not None:
+                movers = jax.vmap(env.mover)(pick(queue.extra.state, queue.index))
+                speaks = several.speaking(several.policy(movers, step))
             slots, count = decode(
                 weights,
                 queue.slots.replace(limits=limits),
                 version,
-                network=network,
+                network=speaks,
                 steps=chunk,
                 stop_tokens=(env.stop_id,),
             )
@@ -250,6 +268,7 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     size = slots.lengths - mine.begin
     drawn = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
     keys = jax.vmap(jax.random.fold_in)(mine.keys, width + turn)
+    player = jax.vmap(env.mover)(mine.state)
     state, made = jax.vmap(env.step)(mine.state, drawn, size, keys)
 
     last = turn + 1 >= env.turns
@@ -266,7 +285,7 @@ def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
     log = mine.log
     put = lambda x, new: jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(x, at, new)  # noqa: E731
-    players = put(log.players, jnp.broadcast_to(made.player, at.shape))
+    players = put(log.players, player)
     after = mine.replace(
         state=state,
         begin=begin,
@@ -318,7 +337,7 @@ def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnL
         tokens = put(tokens, begin, drawn, size)
         end = begin + size
         tokens = put(tokens, end, made.reply, count)
-        who = jnp.int32(made.player)
+        who = env.mover(state)
         row = (live, jnp.where(live, begin, width), end, made.state_id, who, made.reward)
         return (after, tokens, end + count, live & ~over), (*row, made.success)
 

@@ -134,29 +134,42 @@ def dialogue_env(
     return HostEnv(init, step, limits=Limits(turns=turns))
 
 
+class _Pair(NamedTuple):
+    prompt: Prompt
+    points: float = 0.0
+
+
 def pair_env(
     reward: Judge,
     *,
     ask: str = "The answer above is another one's. Give your own answer to the question.",
 ) -> HostEnv:
-    """A pioneer answers, then an observer who has read it; the policy plays both (``cory``).
+    """A pioneer answers, then an observer who has read it; both are paid for both (``cory``).
+
+    Two players: one policy plays them, or two are trained (``objective.policies``).
 
     Args:
       reward: judges each answer by itself.
       ask: what the observer is told.
     """
 
-    async def init(prompt: Prompt, seed: int) -> tuple[_Talk, list[Message]]:
-        return _Talk(prompt), [_user(prompt.text)]
+    async def init(prompt: Prompt, seed: int) -> tuple[_Pair, list[Message]]:
+        return _Pair(prompt), [_user(prompt.text)]
 
-    async def step(talk: _Talk, reply: Reply) -> tuple[_Talk, Feedback]:
-        points = float(await run_either(reward, talk.prompt, reply.text))
-        role = "observer" if reply.turn else "pioneer"
-        return talk, Feedback(
-            [_user(ask)], points, reply.turn == 1, points >= 1, metrics={f"{role}_reward": points}
+    async def step(pair: _Pair, reply: Reply) -> tuple[_Pair, Feedback]:
+        points = float(await run_either(reward, pair.prompt, reply.text))
+        if reply.turn == 0:
+            metrics = {"pioneer_reward": points}
+            return pair._replace(points=points), Feedback([_user(ask)], points, metrics=metrics)
+        return pair, Feedback(
+            reward=pair.points + points,
+            done=True,
+            success=points >= 1,
+            metrics={"observer_reward": points},
+            earlier=(points,),
         )
 
-    return HostEnv(init, step, limits=Limits(turns=2))
+    return HostEnv(init, step, limits=Limits(turns=2), players=2)
 
 
 _ASKED = (
@@ -168,10 +181,11 @@ _SCORE = re.compile(r"<score>\s*([123])\s*</score>")
 
 
 def discussion_env() -> HostEnv:
-    """The policy solves, evaluates and scores its solution, and is paid by the score (``comas``).
+    """A solution is written, evaluated and scored, and the score pays for it (``comas``).
 
-    No answer is known to anybody. Points of solution and evaluation are known once the score is,
-    and are then paid for their own turns (``Feedback.earlier``).
+    Three players: one policy plays them, or three are trained (``objective.policies``). No answer
+    is known to anybody. Points of solution and evaluation are known once the score is, and are then
+    paid for their own turns (``Feedback.earlier``).
     """
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Talk, list[Message]]:
@@ -183,7 +197,7 @@ def discussion_env() -> HostEnv:
         paid = discussion_points(reply.text)
         return talk, Feedback((), paid[2], True, paid[0] > 0.5, earlier=paid[:2])
 
-    return HostEnv(init, step, limits=Limits(turns=3))
+    return HostEnv(init, step, limits=Limits(turns=3), players=3)
 
 
 def discussion_points(text: str) -> tuple[float, float, float]:

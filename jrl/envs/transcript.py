@@ -34,6 +34,7 @@ class Segment(NamedTuple):
       reward: [R] points, paid at the last token; () for none.
       context: what the policy saw when it drew this is the opening and the segments of this context
         alone.
+      player: who drew it, where an episode has several players.
     """
 
     tokens: np.ndarray
@@ -46,6 +47,7 @@ class Segment(NamedTuple):
     node: int = 0
     reward: tuple[float, ...] = ()
     context: int = 0
+    player: int = 0
 
 
 class Transcript(NamedTuple):
@@ -218,6 +220,33 @@ def _fill(
             arrays["rewards"][place] += part.reward
             arrays["paid"][(*place, end - 1)] += worth @ np.array(part.reward, np.float32)
     arrays["lengths"][place] = end
+
+
+def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> list[list[Transcript]]:
+    """Episodes of R players as N * R groups; group n * R + r is player r of the n-th prompt.
+
+    What the other players drew is what any environment says, and points stand at a player's own
+    turns alone. A player that never moved leaves its group.
+
+    Args:
+      groups: N groups of whole episodes.
+      players: R.
+    """
+
+    def row(whole: Transcript, player: int) -> Transcript:
+        segments = tuple(
+            s if s.player == player or not s.drawn else s._replace(**_NOT_DRAWN)
+            for s in whole.segments
+        )
+        moved = any(s.drawn for s in segments)
+        stop = whole.stop if moved or not whole.alive else StopReason.FAILED
+        reason = whole.reason if moved or whole.reason else f"player {player} never moved"
+        return whole._replace(segments=segments, role=player, stop=stop, reason=reason)
+
+    return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
+
+
+_NOT_DRAWN: Mapping[str, Any] = {"drawn": False, "logprobs": None, "versions": None, "reward": ()}
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:

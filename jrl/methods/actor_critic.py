@@ -5,7 +5,6 @@ Relatives of ``ppo`` inherit its coefficients. Departures of ``ppo`` hold for al
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import chex
@@ -25,10 +24,10 @@ from jrl.methods.domains import (
     KlInReward,
     NonNegative,
     Positive,
+    Whole,
     is_zero,
 )
 from jrl.objectives import (
-    advantages,
     aggregates,
     normalizers,
     ratios,
@@ -387,65 +386,24 @@ def dsp(base: Method) -> Method:
     return base
 
 
-def shared_by_steps() -> Transform:
-    """The whole score at the last token of every step, [N, G, T]: all players get the team's."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        chex.assert_rank(values, 2)
-        seg = segments.steps(batch)
-        column = jnp.broadcast_to(jnp.arange(batch.mask.shape[2]) * 1.0, batch.mask.shape)
-        last = seg.live & (segments.maximum(column, seg) == column)
-        return jnp.where(last, jnp.expand_dims(values, 2), 0), batch
-
-    return transforms.stateless(apply)
-
-
-def first_and_rest(discount: float, decay: float) -> Transform:
-    """Generalised estimates of the first step and of the others, each as an episode of its own."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        steps, live = segments.step_ids(batch), transforms.trained(batch)
-        first = steps == jnp.min(steps, axis=2, where=live, initial=2**30, keepdims=True)
-        total, targets = jnp.zeros_like(values), jnp.zeros_like(values)
-        for part in (live & first, live & ~first):
-            one = partial(advantages.gae, discount=discount, decay=decay)
-            found = jax.vmap(jax.vmap(one))(values, batch.stats["rollout_values"], part)
-            total, targets = total + found[0], targets + found[1]
-        return total, batch.replace(stats={**batch.stats, "returns": targets})
-
-    return transforms.stateless(apply, frozenset({"rollout_values"}))
-
-
 @variant(ppo, kl_coef=0.4, value_coef=0.1, epochs=4)
-def cory(
-    base: Method,
-    discount: Fraction,
-    gae_lambda: Fraction,
-    whiten: Flag,
-    kl_coef: NonNegative,
-    kl_kind: KlInReward,
-    kl_target: Positive | None,
-) -> Method:
+def cory(base: Method, policies: Count = 2, swap_every: Whole = 5) -> Method:
     """PPO for two players, one of whom sees the other's answer first; both get both rewards.
 
     "Coevolving with the Other You: Fine-Tuning LLM with Sequential Cooperative Multi-Agent
-    Reinforcement Learning" (arXiv:2410.06101). A pioneer answers y1 ~ pi(. | x), an observer
-    y2 ~ pi(. | x, y1), and
+    Reinforcement Learning" (arXiv:2410.06101). A pioneer answers y1 ~ pi_1(. | x), an observer
+    y2 ~ pi_2(. | x, y1), and
 
         r = r(x, y1) + r(x, y2) - beta KL to the reference     for each of them
 
-    with PPO's estimates and loss, each player's answer being an episode of its own. The first step
-    of an episode is the pioneer's, the rest the observer's; ``envs.players.pair_env`` has them
-    play. beta, value coefficient and passes are those of the released IMDB run, in which beta is
-    steered to 6 nats a completion and the divergence is over the whole vocabulary. Departures: one
-    policy plays both, so that there is nothing to swap.
+    with PPO's estimates and loss, each player's answer being an episode of its own. Both policies
+    begin alike, and swap players after ``swap_every`` steps; the first is the one that is kept.
+    ``envs.players.pair_env`` has them play. beta, value coefficient, passes and swaps are those of
+    the released IMDB run, in which beta is steered to 6 nats a completion, the divergence is over
+    the whole vocabulary, and moments are forgotten at a swap. With ``policies`` 1 one policy plays
+    both players.
     """
-    estimates = first_and_rest(discount, gae_lambda)
-    team = shared_by_steps()
-    return base.with_(
-        advantage=credited(estimates, whiten, kl_coef, kl_kind, kl_target, team),
-        unsupported="a second set of weights: the policy plays pioneer and observer",
-    )
+    return base.with_(policies=policies, swap_every=swap_every)
 
 
 def value_by_step(batch: Batch) -> tuple[Array, Array]:

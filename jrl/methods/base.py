@@ -188,6 +188,8 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
+      policies: how many policies are trained, each a player of its own; 1 plays all players.
+      swap_every: training steps after which policies swap players; 0 for never.
       min_group: the least group size with which the advantage says anything.
       unsupported: what a run of the whole method still lacks, such as tool environments; "" when
         nothing. The objective trains all the same.
@@ -200,6 +202,8 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     replay: Replay | None = None
+    policies: int = 1
+    swap_every: int = 0
     min_group: int = 1
     unsupported: str = ""
 

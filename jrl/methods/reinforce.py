@@ -24,6 +24,7 @@ from jrl.methods.domains import (
     KlInReward,
     NonNegative,
     Positive,
+    Whole,
 )
 from jrl.methods.group_relative import grpo
 from jrl.methods.ratios import CLIPS
@@ -300,7 +301,7 @@ def own_steps() -> Transform:
 
 
 @variant(reinforce_plus_plus, without=("kl_coef", "kl_kind", "discount"))
-def comas(base: Method) -> Method:
+def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
     """REINFORCE++ on messages: each is worth what the discussion itself found it worth.
 
     "CoMAS: Co-Evolving Multi-Agent Systems via Interaction Rewards" (arXiv:2510.08529). A solution
@@ -311,10 +312,15 @@ def comas(base: Method) -> Method:
         A = (r - mean) / std over the batch's tokens, at the tokens of the message alone
 
     then PPO's clipped loss. A message is a step; ``envs.players.discussion_env`` plays the roles
-    and pays so, as the authors' code does. Departures: one policy plays all agents, where theirs
-    each have weights of their own; no penalty for the divergence.
+    and pays so, as the authors' code does. Every agent is a policy of its own, learns from its own
+    messages, and takes the next role after ``swap_every`` steps. Not known: how the paper deals out
+    the roles. Departure: no penalty for the divergence. With ``policies`` 1 one plays all roles.
     """
-    return base.with_(advantage=transforms.chain(own_steps(), transforms.whiten("tokens")))
+    return base.with_(
+        advantage=transforms.chain(own_steps(), transforms.whiten("tokens")),
+        policies=policies,
+        swap_every=swap_every,
+    )
 
 
 # ---------------------------------------------------------------- weighted REINFORCE

@@ -22,7 +22,7 @@ from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
 from jrl.serving.request import PartialCompletion, Request, RequestLimits
 from jrl.serving.row_costs import RowCosts, Timings
-from jrl.types import Network, Params, StopReason
+from jrl.types import Network, Params, Several, StopReason
 
 _MAX_ADMITTED = 8
 """The most rows of one admission; more take several."""
@@ -74,6 +74,8 @@ class EpisodeRows:
         has of them where the mesh divides them: a parked row is whole on every device.
       measure: of the distribution that each token is drawn from; ``decode`` returns its numbers.
         None for nothing.
+      each: whether every row is drawn by one policy of the network's several, which ``decode`` is
+        told; False for the network as it is.
 
     Attributes:
       version: of the weights in use.
@@ -92,7 +94,11 @@ class EpisodeRows:
         sampling: Mapping[str, Any],
         parked: int | None = None,
         measure: Measure | None = None,
+        each: bool = False,
     ) -> None:
+        several = network.extras.several if each else None
+        if several is not None:
+            network = several.speaking(jax.numpy.zeros(1, np.int32))
         check_length(network, prompt_tokens, max_new_tokens)
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
         self.version = 0
@@ -123,7 +129,7 @@ class EpisodeRows:
         self._prepare = jax.jit(network.prepare)
         self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
         self._decode = jax.jit(
-            bind(programs.decode_chunk, network=network, width=chunk, measure=measure),
+            bind(_decode, network=network, several=several, width=chunk, measure=measure),
             donate_argnums=1,
         )
         self._extend = jax.jit(bind(extend_some, network=network), donate_argnums=1)
@@ -255,19 +261,23 @@ class EpisodeRows:
         """Stops a row before the next token."""
         self._halted[row] = StopReason.ABORTED
 
-    def decode(self, wanted: int | None = None) -> ChunkOutput:
+    def decode(
+        self, wanted: int | None = None, policies: Sequence[int] | None = None
+    ) -> ChunkOutput:
         """Draws up to a chunk of tokens in every running row; the output is on the host.
 
         The chunk ends early where slots are idle, see ``RowCosts.idle_steps``.
 
         Args:
           wanted: slots that are idle when their rows do not run; None for all.
+          policies: [S], which policy each row is drawn by, where there are several.
         """
         version, steps = np.int32(self.version), np.int32(self._chunk)
         most = self.slots if wanted is None else wanted
         idle = IdleLimit(*np.array([most, self.costs.idle_steps()], np.int32))
+        speak = None if policies is None else np.array(policies, np.int32)
         run = lambda steps: self._decode(  # noqa: E731
-            self._weights, self._state, version, self._halted, steps, None, idle
+            self._weights, self._state, version, self._halted, steps, idle, speak
         )
         timed = self.costs.steps.due()
         if timed:
@@ -295,3 +305,24 @@ class EpisodeRows:
         out = jax.block_until_ready(work())
         timings.record(size, time.perf_counter() - began)
         return out
+
+
+def _decode(
+    weights: Any,
+    batch: DecodeBatch,
+    version: jax.Array,
+    halted: jax.Array,
+    steps: jax.Array,
+    idle: IdleLimit,
+    policies: jax.Array | None,
+    *,
+    network: Network,
+    several: Several | None,
+    width: int,
+    measure: Measure | None,
+) -> tuple[DecodeBatch, ChunkOutput]:
+    """``decode_chunk`` in which each row may be drawn by a policy of its own."""
+    if several is not None and policies is not None:
+        network = several.speaking(policies)
+    given = weights, batch, version, halted, steps, None, idle
+    return programs.decode_chunk(*given, network=network, width=width, measure=measure)

@@ -25,6 +25,7 @@ from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
+from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
@@ -169,7 +170,8 @@ def warm_start(
 
     Args:
       key: the run's root key.
-      params: the policy's; of those of a network with a ``split`` the base is trained.
+      params: the policy's; of those of a network with a ``split`` the base is trained, and several
+        policies begin with what the first of them learns.
       task: the procedural task, or an environment; its training split is used.
       network: the policy.
       steps: optimiser updates.
@@ -179,6 +181,17 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
+    if (several := network.extras.several) is not None:
+        whole, losses = warm_start(
+            key,
+            one_of(params, 0),
+            task=task,
+            network=several.each,
+            steps=steps,
+            batch=batch,
+            learning_rate=learning_rate,
+        )
+        return stacked(whole, several.policies), losses
     if network.extras.split is not None:
         trained, base = network.extras.split.split(params)
         whole, losses = warm_start(
@@ -347,14 +360,16 @@ def with_policy(
       state: at step 0.
       policy: its new tree.
       optimizer: that of the state.
-      network: the policy; may be left out where the whole of it is trained.
+      network: the policy; may be left out where it is one, and the whole of it is trained.
       keep_ref: the reference was given, so it stays as it is.
     """
     frozen = state.frozen
     if network is not None and network.extras.split is not None:
         policy, base = network.extras.split.split(policy)
         frozen = frozen | {"base": base}
-    params = state.params | {"policy": policy}
+    params, init = state.params | {"policy": policy}, optimizer.init
+    if network is not None and network.extras.several is not None:
+        init = jax.vmap(init)
     if "ref" in frozen and not keep_ref:
         frozen = frozen | {"ref": jax.tree.map(jnp.copy, policy)}
-    return state.replace(params=params, opt_state=optimizer.init(params), frozen=frozen)
+    return state.replace(params=params, opt_state=init(params), frozen=frozen)

@@ -23,9 +23,10 @@ from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.configured import configured_env
 from jrl.envs.host import HostEnv, format_of, nothing_shared
-from jrl.envs.transcript import RowShape, Transcript, to_rollout
+from jrl.envs.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import replicated
+from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
@@ -36,7 +37,8 @@ from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summ
 from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.types import Params, Prompt
+from jrl.train.several import check_division
+from jrl.types import Params, Prompt, Several
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -68,6 +70,7 @@ class HostEpisodes:
         weights there which ``rows`` reads; None where it has the mesh in use.
       branches: how the members of a group branch off one another, with ``rows`` that measure what
         it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
+      several: where players are policies of their own, with ``rows`` that draw from each.
 
     Raises:
       UserError: a reward part that the environment does not have, fewer episodes at once than
@@ -88,12 +91,13 @@ class HostEpisodes:
         sample: str = "sample",
         resharding: tuple[Mesh, Callable[[Params], Any]] | None = None,
         branches: EpisodeBranches | None = None,
+        several: Several | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
         if branches is not None:
             _check_fork(env)
-        self._branches = branches
+        self._branches, self._several = branches, several
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
@@ -128,13 +132,19 @@ class HostEpisodes:
             seeds = partial(prompt_seeds, key, self._sample, step, positions)
             self._rows.set_weights(params, int(step if version is None else version))
             del params  # where they are a copy they are freed with the rows
-            groups, counts = self._until_alive(chosen, seeds, newer)
+            several, at = self._several, int(step)
+            policy_of = None if several is None else partial(several.policy, step=at)
+            groups, counts = self._until_alive(chosen, seeds, newer, policy_of)
             self._rows.release()
         _report(groups)
         return self._as_groups(groups, chosen, counts)
 
     def _until_alive(
-        self, chosen: Sequence[Prompt], seeds_of: Callable[[int], Any], newer: Newer
+        self,
+        chosen: Sequence[Prompt],
+        seeds_of: Callable[[int], Any],
+        newer: Newer,
+        policy_of: Callable[[int], int] | None,
     ) -> tuple[list[list[Transcript]], dict[str, float]]:
         """Transcripts by group, and counts; ``seeds_of`` gives those of the n-th attempt."""
         groups: list[list[Transcript]] = [[] for _ in chosen]
@@ -142,7 +152,8 @@ class HostEpisodes:
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
             seeds = seeds_of(attempt)
-            played = self._play([chosen[i] for i in todo], [seeds[i] for i in todo], newer)
+            again = [chosen[i] for i in todo], [seeds[i] for i in todo]
+            played = self._play(*again, newer, policy_of)
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
             counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
@@ -153,7 +164,13 @@ class HostEpisodes:
             counts["groups_redrawn"] += redrawn
         return groups, counts
 
-    def _play(self, prompts: Sequence[Prompt], seeds: Sequence[int], newer: Newer) -> Played:
+    def _play(
+        self,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+        newer: Newer,
+        policy_of: Callable[[int], int] | None,
+    ) -> Played:
         assert self._calls is not None
         return play_episodes(
             self._rows,
@@ -166,20 +183,24 @@ class HostEpisodes:
             tokenizer=self._tokenizer,
             newer=newer,
             branches=self._branches,
+            policy_of=policy_of,
         )
 
     def _as_groups(
         self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
     ) -> Groups:
         worth = [self._weights.get(name, 0.0) for name in self._env.parts]
-        rows = to_rollout(groups, self._shape, worth)
-        success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
-        paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
-        paid[SUCCESS] = np.array(success, np.float32)
         for transcript in (t for g in groups for t in g if t.alive):
             for name, value in transcript.metrics.items():
                 if name != SUCCESS:
                     counts[f"env/{name}"] = counts.get(f"env/{name}", 0.0) + value
+        if self._env.players > 1 and self._sample == "sample":
+            groups = rows_of_players(groups, self._env.players)
+            chosen = [prompt for prompt in chosen for _ in range(self._env.players)]
+        rows = to_rollout(groups, self._shape, worth)
+        success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
+        paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
+        paid[SUCCESS] = np.array(success, np.float32)
         turns = np.where(rows.rollout.mask, rows.ids["turn"] + 1, 0).max(axis=2)
         return Groups(
             rollout=rows.rollout,
@@ -227,6 +248,8 @@ def check_host(run: Run) -> None:
         _check_group(env, run.config.sampling.group)
         if run.method.draw.tree is not None:
             _check_fork(env)
+        check_division(env.players, run.method.policies)
+        _check_players(run, env)
         chat = format_of(env, run.tokenizer)
         _check_contexts(run, env, chat)
         for note in chat.notes:
@@ -282,6 +305,23 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
         )
 
 
+def _check_players(run: Run, env: HostEnv) -> None:
+    """Raises UserError where groups that hold one player of an episode would not stay together."""
+    if env.players == 1:
+        return
+    if run.method.draw.tree is not None:
+        raise UserError(
+            f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
+            " 'none'"
+        )
+    if run.method.groups.keep is not keep_all:
+        raise UserError(
+            f"data.env: method = {run.config.method!r} keeps some groups and drops others, and"
+            f" each problem makes {env.players}, one for a player; choose a method that keeps every"
+            " group"
+        )
+
+
 def _check_fork(env: HostEnv) -> None:
     """Raises UserError where no episode could branch."""
     if env.fork is None:
@@ -318,6 +358,7 @@ def host_source(
     mesh = sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = network if evaluates else sampler_of(run, network)
+    several = None if evaluates else network.extras.several
     resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
     rows = EpisodeRows(
         network if mesh is None else drawn_from_prepared(network),
@@ -333,6 +374,7 @@ def host_source(
             "min_p": sampling.min_p,
         },
         measure=None if branches is None else branches.measure,
+        each=several is not None,
     )
     return HostEpisodes(
         env,
@@ -346,6 +388,7 @@ def host_source(
         sample="eval" if evaluates else "sample",
         resharding=resharding,
         branches=branches,
+        several=several,
     )
 
 

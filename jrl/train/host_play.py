@@ -84,6 +84,7 @@ def play_episodes(
     newer: Newer = keep_weights,
     choose: ChoosePlace = cheapest,
     branches: EpisodeBranches | None = None,
+    policy_of: Callable[[int], int] | None = None,
 ) -> Played:
     """``group`` episodes of each prompt.
 
@@ -104,11 +105,12 @@ def play_episodes(
       choose: where a row waits whose slot another episode could use.
       branches: how the members of a group branch off one another, with rows that measure what it
         reads; None to play each by itself.
+      policy_of: which policy of several a player is, with rows that draw from several.
 
     Returns:
       All episodes; those whose environment failed have the reason why.
     """
-    game = _Game(rows, env, chat, tokenizer, calls, newer, choose, branches)
+    game = _Game(rows, env, chat, tokenizer, calls, newer, choose, branches, policy_of)
     return game.play(prompts, seeds, group)
 
 
@@ -140,11 +142,12 @@ class _Game:
         newer: Newer,
         choose: ChoosePlace,
         branches: EpisodeBranches | None,
+        policy_of: Callable[[int], int] | None,
     ) -> None:
         self.rows, self.env, self.chat, self.tokenizer = rows, env, chat, tokenizer
         self.calls, self.newer, self.limits = calls, newer, env.limits
         self.episodes: list[Episode] = []
-        self.branches = branches
+        self.branches, self.policy_of = branches, policy_of
         self.of_call: dict[int, Episode] = {}
         self.copies: dict[int, Episode] = {}  # calls of fork, and the branch that each is for
         self.starts: dict[int, np.ndarray] = {}  # what the openings of a group have in common
@@ -372,7 +375,10 @@ class _Game:
             self.rows.set_weights(*found)
         # Where fewer episodes are left than slots, the others are not in use.
         wanted = min(self.rows.slots, self.left)
-        out = self.rows.decode(wanted)
+        policies = None
+        if self.policy_of is not None:
+            policies = [0 if e is None else self.policy_of(e.player) for e in self.table.slots]
+        out = self.rows.decode(wanted, policies)
         self.counts["slot_steps"] += int(out.steps) * wanted
         for row, episode in enumerate(self.table.slots):
             if episode is None or episode.call is not None:
@@ -448,15 +454,20 @@ class _Game:
         elif episode.turn + 1 >= self.limits.turns:
             self._end(episode, StopReason.TURNS)
         elif not self._full(episode, ids):
-            episode.answer(ids, state_id)
+            episode.answer(ids, state_id, self._next_player(episode, feedback))
             self._next(episode, ids, self._turn_limit(episode))
         elif self._last_context(episode):
             # Nothing is cut: an answer after which the policy could not speak is not given.
             self._end(episode, StopReason.LENGTH)
         else:
             ids = summary_request(self.env, self.chat, closed=not cut, first=episode.turn == 0)
-            episode.ask_summary(ids, feedback, state_id)
+            player = self._next_player(episode, feedback)
+            episode.ask_summary(ids, feedback.messages, state_id, player)
             self._next(episode, ids, episode.length + self.limits.summary_tokens)
+
+    def _next_player(self, episode: Episode, feedback: Feedback) -> int:
+        named = feedback.next
+        return (episode.player + 1) % self.env.players if named is None else named
 
     def _next(self, episode: Episode, ids: list[int], limit: int) -> None:
         """Lets the policy speak behind these ids, up to a limit of completion tokens."""
@@ -479,12 +490,12 @@ class _Game:
     def _summarised(self, episode: Episode) -> None:
         """Begins the next context, which the summary and the answer must leave room in."""
         assert episode.asked is not None
-        messages, state_id = episode.asked
+        messages, state_id, player = episode.asked
         episode.end_summary()
         self.counts["summaries"] += 1
         ids = self.chat.following(messages, closed=episode.last != StopReason.LENGTH)
         if self._full(episode, ids):
             self._end(episode, StopReason.LENGTH)
             return
-        episode.answer(ids, state_id)
+        episode.answer(ids, state_id, player)
         self.table.restart(episode, self._turn_limit(episode))

@@ -26,9 +26,11 @@ from jrl.types import Branching, Search
 COMMON: Mapping[str, Coefficient] = {
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
     "epochs": Coefficient("epochs", Range(1, whole=True), 1),
+    "policies": Coefficient("policies", Range(1, whole=True), 1),
     "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
     "router_replay": Coefficient("router_replay", Switch(), False),
     "router_z": Coefficient("router_z", Range(0.0), 0.0),
+    "swap_every": Coefficient("swap_every", Range(0, whole=True), 0),
     "tree": Coefficient("tree", Choice(("none", *PLACES, *SEARCHES)), "none"),
     "tree_above": Coefficient("tree_above", Range(0.0), 0.0),
     "tree_exploration": Coefficient("tree_exploration", Range(0.0), Search().exploration),
@@ -58,6 +60,7 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     method = _corrected(config, found, common, coefficients)
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
+    method = method._replace(**{n: common[n] for n in ("policies", "swap_every") if n in common})
     return _in_trees(config, task, method, common)
 
 

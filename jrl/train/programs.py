@@ -19,6 +19,7 @@ from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
 from jrl.models import hf
+from jrl.models.several import together
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
@@ -44,6 +45,7 @@ from jrl.train.resharding import (
 )
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.score import policy_of
+from jrl.train.several import check_division, unstacked
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
@@ -59,6 +61,9 @@ def check_trainable(run: Run) -> None:
         _check_judged(run)
     else:
         _check_group(config.method, run.method, config.sampling.group)
+    if not config.episodes:
+        players = run.task.players if isinstance(run.task, Env) else 1
+        check_division(players, run.method.policies)
     if isinstance(run.task, Env):
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
@@ -175,22 +180,28 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make, shardings = state_layout(run)
     params = run.params
     if params is not None:
-        params = put_policy(run.network, params, policy_of(shardings, run.network))
+        params = put_policy(run.network, params, _of_one(run, policy_of(shardings, run.network)))
     frozen = {
-        name: hf.place(frozen_params(run.config, name), shardings.frozen[name])
+        name: hf.place(frozen_params(run.config, name), _of_one(run, shardings.frozen[name]))
         for name in run.networks
     }
 
     def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
         return make(jax.random.key(seed), params, frozen)
 
-    # Donated, because the state copies what it is given.
+    # Donated, because the state copies what it is given; a stack of copies fits in no buffer of it.
+    alone = run.network.extras.several is None
     make_placed = jax.jit(
         seeded,
         out_shardings=shardings,
-        donate_argnums=(1, 2),
+        donate_argnums=(1, 2) if alone else (),
     )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
+
+
+def _of_one(run: Run, shardings: Any) -> Any:
+    """Where weights that are given lie: of several policies each begins with a copy of them."""
+    return shardings if run.network.extras.several is None else unstacked(shardings)
 
 
 def held_bytes(tree: Any) -> float:
@@ -253,8 +264,9 @@ def policy_shardings(run: Run, mesh: Mesh | None = None) -> Any:
 
 def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
-    where = policy_shardings(run)
-    params = run.params if run.params is None else put_policy(run.network, run.params, where)
+    where, params = policy_shardings(run), run.params
+    if params is not None:
+        params = put_policy(run.network, params, _of_one(run, where))
 
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
@@ -262,7 +274,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     made = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
-        donate_argnums=1,
+        donate_argnums=1 if run.network.extras.several is None else (),
     )
     return made(np.uint32(run.config.seed), params)
 
@@ -413,6 +425,8 @@ def as_evaluated(run: Run) -> Run:
         return run
     model = dataclasses.replace(model, dtype=dtype)
     network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
+    if run.method.policies > 1:
+        network = together(network, run.method.policies, run.method.swap_every)
     return run._replace(model=model, network=network)
 
 

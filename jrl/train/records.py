@@ -260,6 +260,8 @@ class RunRecords:
         parts = metrics.pop("reward_parts")
         names = self.run.rewards.weights
         metrics |= {f"reward/{n}": p for n, p in zip(names, parts, strict=True)}
+        each = metrics.pop("policy_rewards", ())  # where several policies are trained
+        metrics |= {f"reward/policy_{i}": points for i, points in enumerate(each)}
         if self.run.data.judged:  # the scores are the data's, and say nothing about the policy
             for name in ("reward", "reward_std", "reward/score", "zero_std_groups"):
                 metrics.pop(name, None)

@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
+from jrl.models.several import stacked, together
+from jrl.train.several import stack_state, stacked_value
 from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
 
 
@@ -30,7 +32,8 @@ def init_state(
     Args:
       key: the run's root key; consumed.
       params: the policy's tree, from a checkpoint; drawn at random when None. Of a network with a
-        ``split`` the base alone will do; its trained part is then drawn.
+        ``split`` the base alone will do; its trained part is then drawn. Several policies all
+        begin with it.
       network: the policy.
       objective: says whether a reference policy is kept, and what state of its own.
       optimizer: any optax transformation.
@@ -46,6 +49,9 @@ def init_state(
       UserError: the objective needs a frozen policy that is not given.
     """
     check_frozen(objective, frozen)
+    if (several := network.extras.several) is not None:
+        given = {"objective": objective, "optimizer": optimizer, "value": value, "frozen": frozen}
+        return stack_state(init_state(key, params, network=several.each, **given), several.policies)
     root, policy = init_policy(key, params, network=network)
     kept, needed = {}, objective.frozen
     if network.extras.split is not None:
@@ -72,6 +78,8 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     policy_key, _, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    if params is not None and network.extras.several is not None:
+        policy = stacked(policy, network.extras.several.policies)
     if (
         params is not None
         and network.extras.split is not None
@@ -123,6 +131,9 @@ def state_shardings(
       UserError: a weight that the mesh does not divide.
     """
     axes, kept = {"policy": network.axes()}, {}
+    if network.extras.several is not None:
+        networks = {name: together(other, 2) for name, other in networks.items()}
+        value = None if value is None else stacked_value(value)
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
         kept["base"] = tree_shardings(mesh, base, state.frozen["base"])

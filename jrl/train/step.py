@@ -33,6 +33,7 @@ from jrl.sampling.params import SamplingParams
 from jrl.train.compiler import compiler_options
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
+from jrl.train.several import step_of_each
 from jrl.train.state import check_renewable, renew_reference
 from jrl.types import (
     NOTHING,
@@ -85,7 +86,7 @@ def make_step(
     """A training step as a pure function of (state, batch, distribution).
 
     Args:
-      network: the policy.
+      network: the policy; of several, each is trained on the groups of its own player.
       objective: what to maximise.
       optimizer: any optax transformation; sees the gradient of the mean loss.
       value: the value network, when the objective needs values.
@@ -116,6 +117,8 @@ def make_step(
         another vocabulary; when called, a batch that minibatches and microbatches do not divide, or
         one without the routing to replay.
     """
+    several = network.extras.several
+    network = network if several is None else several.each
     check_value(objective, value)
     check_vocabularies(network, networks)
     if network.extras.split is not None and "ref" in objective.frozen - {*networks}:
@@ -172,7 +175,7 @@ def make_step(
             state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
         return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
-    return step
+    return step if several is None else step_of_each(step, several)
 
 
 def complete(

@@ -302,14 +302,14 @@ def test_sample_shows_an_episode_turn_by_turn_in_the_environment_asked_for(repla
 
 
 def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
-    def export_run(config, directory, *, checkpoint, adapters):
-        return directory / f"{config.seed}-{checkpoint}-{adapters}"
+    def export_run(config, directory, *, checkpoint, adapters, policy):
+        return directory / f"{config.seed}-{checkpoint}-{adapters}-{policy}"
 
     replace("jrl.export", export_run=export_run)
     result = jrl("convert", run_dir, tmp_path / "out", "--checkpoint", 2)
-    assert result.stdout == f"{tmp_path / 'out' / '4-2-False'}\n"
-    result = jrl("convert", run_dir, tmp_path / "out", "--adapters")
-    assert result.stdout == f"{tmp_path / 'out' / '4-None-True'}\n"
+    assert result.stdout == f"{tmp_path / 'out' / '4-2-False-0'}\n"
+    result = jrl("convert", run_dir, tmp_path / "out", "--adapters", "--policy", 1)
+    assert result.stdout == f"{tmp_path / 'out' / '4-None-True-1'}\n"
 
 
 def test_report_prints_the_page(run_dir):

@@ -64,7 +64,7 @@ def race(players=2, target=7):
 
 
 def turns_of(env, split, seed, letters="ABC"):
-    """An episode of random turns: (prompt, [(letter, turn)])."""
+    """An episode of random turns: (prompt, [(letter, turn, who took it)])."""
     rng = np.random.default_rng(seed)
     start = jax.device_get(env.generate(jax.random.key(seed), split))
     step, state, taken = jit(env.step), start.state, []
@@ -72,8 +72,9 @@ def turns_of(env, split, seed, letters="ABC"):
         letter = str(rng.choice(list(letters)))
         tokens = jnp.array(env.tokenizer.encode(letter))
         key = jax.random.key(100 * seed + len(taken))
+        mover = int(env.mover(state))
         state, turn = jax.device_get(step(state, tokens, jnp.int32(1), key))
-        taken.append((letter, turn))
+        taken.append((letter, turn, mover))
         if turn.done:
             break
     return env.render(start)[0], taken
@@ -89,8 +90,8 @@ def test_against_itself_the_policy_is_asked_for_every_player():
     for seed in range(8):
         prompt, taken = turns_of(env, "train", seed)
         total, player = int(prompt[0]), int(prompt[1])
-        for letter, turn in taken:
-            assert turn.player == player
+        for letter, turn, mover in taken:
+            assert mover == player
             total += "ABC".index(letter) + 1
             expected = [0, 0] if total < 7 else [1 if p == player else -1 for p in range(2)]
             assert turn.reward.tolist() == expected
@@ -109,8 +110,8 @@ def test_other_players_draw_legal_actions_until_it_is_the_policys_turn(opponent)
         prompt, taken = turns_of(env, split, seed, letters="AB")
         total = int(prompt[0])
         first.add(total)
-        for letter, turn in taken:
-            assert turn.player == 0
+        for letter, turn, mover in taken:
+            assert mover == 0
             total += "AB".index(letter) + 1
             points = float(np.atleast_1d(turn.reward)[0])
             if total >= 7:

@@ -40,9 +40,10 @@ def episode(env, actions, split="train", key=KEY):
     said, state = [], start.state
     for action in actions:
         tokens = jnp.array(env.tokenizer.encode(LETTERS[action]))
+        mover = int(env.mover(state))
         state, turn = step(state, tokens, jnp.int32(1), jax.random.key(0))
         reply = env.tokenizer.decode(turn.reply[: int(turn.count)].tolist())
-        said.append((reply, np.asarray(turn.reward), bool(turn.done), int(turn.player)))
+        said.append((reply, np.asarray(turn.reward), bool(turn.done), mover))
         if turn.done:
             break
     return env.render(start)[0], said

@@ -108,7 +108,7 @@ def test_functions_by_name(place):
     with pytest.raises(UserError, match=r"data.user is missing"):
         made(talk, place)
     _, (pioneer, observer) = play(made('env = "pair"'), "42", "41")
-    assert (pioneer.reward, observer.reward) == (1.0, 0.0)
+    assert (pioneer.reward, observer.reward, observer.earlier) == (1.0, 1.0, (0.0,))
     _, (long, _) = play(made('env = "pair"\nreward = "ROOT/own.py:points"', place), "12345", "")
     assert long.reward == 0.5
     doctor = 'env = "consultation"\nurl = "URL"\nmodel = "m"\nexaminer = "ROOT/own.py:examiner"\n'

@@ -36,7 +36,7 @@ def talk(env, turns, prompt=PROMPT):
         found = [messages]
         for number, text in enumerate(turns):
             state, feedback = await env.step(state, Reply(text, text, np.zeros(1), number, False))
-            found.append(check_feedback(feedback, env.limits, len(env.parts)))
+            found.append(check_feedback(feedback, env.limits, len(env.parts), env.players))
         return found
 
     return asyncio.run(play())
@@ -79,12 +79,17 @@ def test_a_dialogue_ends_when_the_judge_says_so():
     assert third.success
 
 
-def test_the_observer_reads_the_pioneers_answer_and_both_are_judged():
-    _, pioneer, observer = talk(pair_env(right), ["41", "42"])
+@pytest.mark.parametrize(
+    ("said", "points"), [(("41", "42"), (0.0, 1.0)), (("42", "42"), (1.0, 1.0))]
+)
+def test_the_observer_reads_the_pioneers_answer_and_both_get_both_rewards(said, points):
+    first, second = points
+    _, pioneer, observer = talk(pair_env(right), said)
     assert "another one's" in pioneer.messages[0]["content"]
-    assert (pioneer.reward, pioneer.done) == ((0.0,), False)
-    assert (observer.reward, observer.done, observer.success) == ((1.0,), True, True)
-    assert pioneer.metrics == {"pioneer_reward": 0.0}
+    assert (pioneer.reward, pioneer.done) == ((first,), False)
+    assert observer.earlier == ((second,),)  # the pioneer's share of the observer's reward
+    assert (observer.reward, observer.done, observer.success) == ((first + second,), True, True)
+    assert pioneer.metrics == {"pioneer_reward": first}
 
 
 @pytest.mark.parametrize(

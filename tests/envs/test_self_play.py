@@ -75,8 +75,9 @@ def by_hand(row, start, length):
         end = at + 1 if row[at] == ENV.stop_id else at + 2
         drawn = np.zeros(2, np.int32)
         drawn[: end - at] = row[at:end]
+        mover = int(ENV.mover(state))
         state, turn = STEP(state, jnp.asarray(drawn), jnp.int32(end - at), KEY)
-        turns.append((at, end, int(turn.player), np.asarray(turn.reward), bool(turn.done)))
+        turns.append((at, end, mover, np.asarray(turn.reward), bool(turn.done)))
         if turn.done or len(turns) == ENV.turns:
             assert end == length
             return turns

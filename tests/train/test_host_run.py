@@ -40,6 +40,7 @@ from pathlib import Path
 from jrl.envs.calculator import calculator_tool
 from jrl.envs.host import Feedback, HostEnv, Limits
 from jrl.envs.parsers import PARSERS
+from jrl.envs.players import pair_env
 from jrl.envs.tools import tool_env
 
 
@@ -105,6 +106,10 @@ def closed():
     return talk(1)._replace(at_once=3, shutdown=shutdown)
 
 
+def pair():
+    return pair_env(lambda prompt, text: float(sum(c.isalpha() for c in text) > 2))
+
+
 def nothing():
     return {}
 '''
@@ -138,7 +143,7 @@ def place(tmp_path_factory):
         kv_heads=1,
         head_dim=8,
         mlp_dim=16,
-        max_length=256,
+        max_length=512,
     )
     for name, kv_heads in (("model", 1), ("wide", 2)):  # two can be divided over a tensor axis
         sized = dataclasses.replace(shape, kv_heads=kv_heads)
@@ -354,6 +359,37 @@ def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, mo
     assert len({r["loss"] for r in mine}) == 4
     if env == "lucky":  # what was kept before the signal is trained on after it
         assert sum(r["replayed"] for r in mine[2:]) > 0
+
+
+PLAYERS = (
+    *("data.eval=", "data.turn_tokens=5", "sampling.max_new_tokens=400"),
+    *("train.steps=3", "optimizer.learning_rate=0.01"),
+)
+
+
+@pytest.mark.parametrize(
+    ("env", "more"),
+    [
+        ("pair", ("method=cory", "objective.swap_every=1")),
+        ("pair", ("method=cory", "objective.policies=1", "objective.swap_every=0")),
+        ("jrl.envs.players:discussion_env", ("method=comas", "objective.kl_coef=")),
+    ],
+)
+def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):
+    named = env if ":" in env else f"{place}/own.py:{env}"
+    config = settings(place, tmp_path, "pair", f"data.env={json.dumps(named)}", *PLAYERS, *more)
+    train(config, echo=lambda line: None)
+    records = records_of(tmp_path)
+    # Rows are scored by the policy that drew them, after updates that drive policies apart.
+    assert all(r["logprob_diff"] < 1e-4 for r in records)
+    samples = read_jsonl(tmp_path / "samples.jsonl")
+    assert {sum(t["by"] == "policy" for t in s["turns"]) for s in samples} == {1}
+    if "method=comas" in more:
+        assert {f"reward/policy_{i}" for i in range(3)} <= records[0].keys()
+        return
+    # Both players are paid for both answers.
+    paid = [r["env/pioneer_reward"] + r["env/observer_reward"] for r in records]
+    assert [r["reward"] * 8 for r in records] == pytest.approx(paid)
 
 
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):

@@ -144,7 +144,6 @@ def _against_itself(heaps: int, most: int, illegal: float) -> Env:
             done=done,
             success=won,
             state_id=jnp.sum(board.left * base).astype(jnp.int32),
-            player=board.player,
         )
 
     assert single.solution is not None
@@ -156,6 +155,7 @@ def _against_itself(heaps: int, most: int, illegal: float) -> Env:
         reply_tokens=2 * heaps + 2,
         solution=lambda board: solve(board.left),
         players=2,
+        mover=lambda board: board.player,
     )
 
 

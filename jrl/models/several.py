@@ -1,0 +1,140 @@
+"""Several policies of one shape as one network, for players that are each trained for themselves.
+
+    network = together(network, 2)
+    params = network.init(key)                              # [2, ...] each; both begin alike
+    weights = network.extras.several.speaking(who).prepare(params)
+
+As a network it is the first policy: what evaluates, serves or exports a run reads that one. Where
+players speak by turns, all policies read every row into caches of their own, beside each other, and
+the one whose turn it is draws. So each token is read as often as there are policies; of a decode
+step, which waits for weights, that is what policies with rows of their own would take as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jrl.types import Array, Cache, Network, NetworkExtras, Params, Several
+
+
+class Prepared(struct.PyTreeNode):
+    """What the policies' ``prepare`` returned: of all, or of the first alone."""
+
+    weights: tuple[Any, ...]
+
+
+def together(network: Network, count: int, swap_every: int = 0) -> Network:
+    """``count`` policies like ``network``, which begin with the same weights.
+
+    Args:
+      network: all of whose weights are trained.
+      count: at least 2.
+      swap_every: see ``Several``.
+    """
+    first, extras = partial(_first, network), network.extras
+    several = Several(count, swap_every, network, partial(_speaking, network, count))
+    return network._replace(
+        init=lambda key: stacked(network.init(key), count),
+        axes=lambda: stacked_axes(network.axes()),
+        hidden=first(network.hidden),
+        logits=first(network.logits),
+        prepare=lambda params: Prepared((network.prepare(_of_first(params)),)),
+        init_cache=_init_cache(network),
+        extend=first(network.extend),
+        extras=NetworkExtras(
+            fill=first(extras.fill),
+            hidden_shared=first(extras.hidden_shared),
+            head=first(extras.head),
+            attention=first(extras.attention),
+            gathered=extras.gathered,
+            several=several,
+        ),
+    )
+
+
+def stacked(tree: Any, count: int) -> Any:
+    """Every array ``count`` times, along a new first axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+
+
+def stacked_axes(axes: Any) -> Any:
+    """The logical axes of ``stacked`` parameters."""
+    return jax.tree.map(lambda names: (None, *names), axes, is_leaf=lambda x: type(x) is tuple)
+
+
+def one_of(tree: Any, index: Any) -> Any:
+    """Policy number ``index`` of a stacked tree."""
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+def _of_first(params: Any) -> Any:
+    return params.weights[0] if isinstance(params, Prepared) else one_of(params, 0)
+
+
+def _first(network: Network, function: Callable[..., Any] | None) -> Any:
+    """A function of parameters or prepared weights and more, with those of the first policy."""
+    if function is None:
+        return None
+    return lambda params, *arguments: function(_of_first(params), *arguments)
+
+
+def _init_cache(network: Network) -> Callable[..., Cache]:
+    def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
+        given = None if weights is None else _of_first(weights)
+        return network.init_cache(rows, length, given, pieces)
+
+    return init_cache
+
+
+def _speaking(network: Network, count: int, policies: Array) -> Network:
+    """See ``Several.speaking``."""
+
+    def prepare(params: Params) -> Prepared:
+        return Prepared(tuple(network.prepare(one_of(params, i)) for i in range(count)))
+
+    def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
+        given = [None] * count if weights is None else weights.weights
+        made = [network.init_cache(rows, length, each, pieces) for each in given]
+        return Cache(own=tuple(cache.own for cache in made))
+
+    def parts(cache: Cache) -> list[Cache]:
+        prefixes = [None] * count if cache.prefix is None else cache.prefix
+        pairs = zip(cache.own, prefixes, strict=True)
+        return [cache.replace(own=own, prefix=prefix) for own, prefix in pairs]
+
+    def joined(cache: Cache, made: list[Cache]) -> Cache:
+        return cache.replace(own=tuple(each.own for each in made))
+
+    def chosen(of_each: list[Array]) -> Array:
+        """[S, ...]: each row by its policy."""
+        rows = jnp.arange(of_each[0].shape[0])
+        return jnp.stack(of_each)[policies, rows]
+
+    def extend(weights: Prepared, cache: Cache, *tokens: Array) -> tuple[Array, Cache]:
+        pairs = zip(weights.weights, parts(cache), strict=True)
+        made = [network.extend(each, part, *tokens) for each, part in pairs]
+        return chosen([hidden for hidden, _ in made]), joined(cache, [after for _, after in made])
+
+    def fill(weights: Prepared, cache: Cache, tokens: Array, lengths: Array) -> Cache:
+        assert network.extras.fill is not None
+        pairs = zip(weights.weights, parts(cache), strict=True)
+        return joined(cache, [network.extras.fill(w, part, tokens, lengths) for w, part in pairs])
+
+    def logits(weights: Prepared, hidden: Array) -> Array:
+        return chosen([network.logits(each, hidden) for each in weights.weights])
+
+    return network._replace(
+        prepare=prepare,
+        init_cache=init_cache,
+        extend=extend,
+        logits=logits,
+        extras=NetworkExtras(
+            fill=None if network.extras.fill is None else fill, gathered=network.extras.gathered
+        ),
+    )

@@ -1,0 +1,130 @@
+"""Several policies trained in one run: a training state of each, stacked, and a step for each.
+
+An episode of R players makes R groups for each start, one after the other, so that the groups of a
+player lie R apart. Every policy has its own weights, optimiser, reference, value network and state
+of the method, and is trained on the groups of the player that it was; nothing is shared but the
+program. See ``models.several``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jrl.config import Config
+from jrl.errors import UserError
+from jrl.models.several import stacked, stacked_axes
+from jrl.sampling.params import SamplingParams
+from jrl.train.placement import sampler_mesh
+from jrl.types import Array, Batch, Several, TrainState, ValueNetwork
+
+SUMMED = ("completion_tokens", "skipped_updates", "skipped_steps")
+"""Metrics of a step that add up over policies; of all others the mean is taken."""
+_OF_EACH = ("params", "opt_state", "frozen", "method")
+
+
+def stack_state(state: TrainState, count: int) -> TrainState:
+    """A state of one policy as that of ``count`` which begin alike."""
+    return state.replace(**{name: stacked(getattr(state, name), count) for name in _OF_EACH})
+
+
+def unstacked(shardings: Any) -> Any:
+    """Where the weights of one policy lie, from where those of several do."""
+
+    def of_one(where: NamedSharding) -> NamedSharding:
+        return NamedSharding(where.mesh, PartitionSpec(*where.spec[1:]))
+
+    return jax.tree.map(of_one, shardings)
+
+
+def stacked_value(value: ValueNetwork) -> ValueNetwork:
+    """A value network whose parameters are those of several policies, for where they lie."""
+    return value._replace(axes=lambda: stacked_axes(value.axes()))
+
+
+def divided_batch(batch: Batch, several: Several, step: Array | int) -> Batch:
+    """[policies, ...]: each policy's groups of a batch in which players take turns."""
+
+    def divide(x: Array) -> Array:
+        by_player = jnp.moveaxis(x.reshape(-1, several.policies, *x.shape[1:]), 1, 0)
+        return jnp.roll(by_player, several.policy(0, step), axis=0)
+
+    weights = stacked(batch.reward_weights, several.policies)
+    rows = jax.tree.map(divide, batch.replace(reward_weights=None))
+    return rows.replace(reward_weights=weights)
+
+
+def step_of_each(step: Callable[..., Any], several: Several) -> Callable[..., Any]:
+    """A training step of all policies, one after the other, from that of one.
+
+    Its metrics are means over the policies that drew anything, or sums (``SUMMED``);
+    "policy_rewards" [policies] are the rewards of each.
+    """
+
+    def every(
+        state: TrainState, batch: Batch, sampling_params: SamplingParams
+    ) -> tuple[TrainState, dict[str, Array]]:
+        rows = divided_batch(batch, several, state.step)
+
+        def one(given: tuple[dict, Batch]) -> tuple[dict, dict[str, Array]]:
+            own, part = given
+            after, metrics = step(state.replace(**own), part, sampling_params)
+            return {name: getattr(after, name) for name in _OF_EACH}, metrics
+
+        # Not ``vmap``: the activations of one policy are enough to hold at a time.
+        each = {name: getattr(state, name) for name in _OF_EACH}
+        after, found = jax.lax.map(one, (each, rows))
+        # A policy whose player never moved has nothing to report.
+        moved = found["completion_tokens"] > 0
+
+        def mean(x: Array) -> Array:
+            own = jnp.where(moved.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+            return own.sum(0) / jnp.maximum(moved.sum(), 1)
+
+        shown = found.pop("advantages", None)
+        metrics = {n: x.sum(0) if n in SUMMED else mean(x) for n, x in found.items()}
+        metrics["policy_rewards"] = found["reward"]
+        if shown is not None:  # in the order of the batch's groups
+            shown = jnp.roll(shown, -several.policy(0, state.step), axis=0)
+            in_order = jnp.moveaxis(shown, 0, 1).reshape(-1, *shown.shape[2:])
+            metrics["advantages"] = in_order[: shown.shape[1]]
+        return state.replace(step=state.step + 1, **after), metrics
+
+    return every
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+def check_policies(config: Config, mesh: Mesh, policies: int) -> None:
+    """Raises UserError for what a run of several policies cannot have."""
+    said, refused = f"objective.policies = {policies}", []
+    if config.lora is not None:
+        refused.append("[lora], since every policy has weights of its own; remove it")
+    if config.placement is not None:
+        refused.append("[placement]: policies draw where they are trained; remove it")
+    elif sampler_mesh(config, mesh) is not None:
+        refused.append("[sampling.mesh]: policies draw where they are trained; remove it")
+    if config.sampling.int8:
+        refused.append(f"sampling.int8 = {list(config.sampling.int8)}; set it to []")
+    if config.replays_routing:
+        refused.append("objective.router_replay = true; set it to false")
+    if config.train.mode not in ("host", "compiled"):
+        refused.append(f"train.mode = {config.train.mode!r}; set it to 'host' or 'compiled'")
+    if refused:
+        raise UserError("\n".join(f"{said} does not go with {reason}" for reason in refused))
+
+
+def check_division(players: int, policies: int) -> None:
+    """Raises UserError where players cannot be shared out among policies."""
+    if policies > 1 and players % policies:
+        raise UserError(
+            f"objective.policies = {policies}: each policy plays as many players as the others, and"
+            f" the environment has {players} for the policy; choose an environment of several"
+            " players, such as data.env = 'nim' with data.opponent = 'self', or set"
+            " objective.policies to 1"
+        )
