@@ -54,6 +54,11 @@ def export_run(
             " library's own decoder; a network of your own stays in its run directory"
         )
     several = run.network.extras.several
+    if run.method.token_values is not None:
+        raise UserError(
+            f"method = {config.method!r}: values of tokens lean the policy, and a Hugging Face"
+            " checkpoint has no place for them; serve the run itself with jrl serve"
+        )
     if policy not in range(policies := several.policies if several else 1):
         raise UserError(f"--policy {policy}: the run trained {policies}, numbered from 0")
     with jax.set_mesh(run.mesh):

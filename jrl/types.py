@@ -372,10 +372,11 @@ class Statistic(NamedTuple):
         [] float32, where ``distributions`` maps the name of each policy in ``policies`` to the [V]
         float32 log-probabilities of its distribution before the token, temperature and truncation
         included (a token that a truncation removed has -inf), and "logits" to the [V] raw logits of
-        the policy. With ``over`` "attention", a function of ONE sequence: (weights [H, T, L], lags
-        [T, L], mask [T]) -> [T], where row t holds how completion token t weighs the columns of the
-        sequence, the last T of which are the completion, and ``lags`` says how many tokens back
-        each column lies, below 0 for what the token does not see; only with ``start``.
+        the policy, with what ``NetworkExtras.shown`` gives. With ``over`` "attention", a function
+        of ONE sequence: (weights [H, T, L], lags [T, L], mask [T]) -> [T], where row t holds how
+        completion token t weighs the columns of the sequence, the last T of which are the
+        completion, and ``lags`` says how many tokens back each column lies, below 0 for what the
+        token does not see; only with ``start``.
         With ``over`` "hidden", a function of ONE sequence: (hidden [T, D], mask [T]) -> [T], where
         ``hidden`` are the last layer's states from which the tokens were predicted.
       policies: of "policy", "ref", "teacher" and other frozen ones; "policy" carries gradient.
@@ -651,6 +652,12 @@ class NetworkExtras(NamedTuple):
       gathered: whether what ``prepare`` returns is whole on all devices along the mesh's fsdp axis.
       several: where the parameters are those of several policies, which; all other functions are
         those of the first policy.
+      shown: (params, hidden [..., D]) -> arrays [...], [..., V] or [..., n, V] by name, which
+        statistics over the vocabulary may read beside the policy's own logits.
+      start: (key, params of the network that this one was made of) -> params; where checkpoints
+        hold a part of them alone, "base".
+      moved: (params before an update, params after it) -> params, for what follows others and is
+        not trained itself.
     """
 
     fill: Callable[..., Cache] | None = None
@@ -661,6 +668,9 @@ class NetworkExtras(NamedTuple):
     recorded: Callable[[Any], Array] | None = None
     gathered: bool = False
     several: Several | None = None
+    shown: Callable[[Any, Array], dict[str, Array]] | None = None
+    start: Callable[[Array, Params], Params] | None = None
+    moved: Callable[[Params, Params], Params] | None = None
 
 
 class Network(NamedTuple):

@@ -149,6 +149,20 @@ def replay_successes(above: float, each: int, prompts: int) -> Replay:
     return Replay(keep, replace, each, prompts)
 
 
+class TokenValues(NamedTuple):
+    """Values of tokens that lean the policy; see ``models.token_values``, which has the arguments.
+
+    Attributes:
+      beta: nats a point.
+      follow: which part of the way targets go after each update.
+      heads: estimates of each value.
+    """
+
+    beta: float
+    follow: float
+    heads: int
+
+
 class Schedule(NamedTuple):
     """How a batch is used.
 
@@ -188,6 +202,7 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
+      token_values: heads that the policy gets for the values of tokens; None for none.
       policies: how many policies are trained, each a player of its own; 1 plays all players.
       swap_every: training steps after which policies swap players; 0 for never.
       min_group: the least group size with which the advantage says anything.
@@ -202,6 +217,7 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     replay: Replay | None = None
+    token_values: TokenValues | None = None
     policies: int = 1
     swap_every: int = 0
     min_group: int = 1
@@ -243,7 +259,7 @@ class Method(NamedTuple):
     @property
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
-        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay")
+        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "token_values")
         defaults = self._field_defaults
         fields = self._asdict()
         return ("objective", *(name for name in names if fields[name] != defaults[name]))

@@ -146,21 +146,6 @@ def best_of_batch(keep: float) -> Transform:
     return transforms.stateless(apply)
 
 
-@variant(sft)
-def filtered_bc(base: Method, keep: Fraction = 0.1) -> Method:
-    """Maximum likelihood of the episodes whose returns are the batch's best.
-
-    The filtered behaviour cloning of "LMRL Gym: Benchmarks for Multi-Turn Reinforcement Learning
-    with Language Models" (arXiv:2311.18232):
-
-        loss = -mean over the drawn tokens of the kept episodes of log pi_t
-
-    ``keep`` is the released code's of ``digirl``, which has it as a baseline too. Departures: the
-    episodes are the policy's own of this step, where the paper clones a data set.
-    """
-    return base.with_(draw=Draw(), advantage=best_of_batch(keep), surrogate=ratios.reinforce())
-
-
 def middle_steps(low: float, high: float, success: float) -> Transform:
     """Trains on steps of successful members whose perplexity is between two of its quantiles."""
 

@@ -34,7 +34,6 @@ from jrl.models.config import ModelConfig
 from jrl.models.heads import after_token
 from jrl.models.quant import sampler
 from jrl.models.routing import recording
-from jrl.models.several import together
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.own import FORMS, check_options, check_takes, load, made_by
@@ -51,7 +50,7 @@ from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
-from jrl.train.several import check_policies
+from jrl.train.several import check_network, network_of, own_layout
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
 
@@ -205,10 +204,9 @@ def bare_run(
         network = own_network(config, task, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
-    one = network
-    if method.policies > 1:
-        check_policies(config, mesh, method.policies)
-        network = together(one, method.policies, method.swap_every)
+    one, network = network, network_of(network, method)
+    if network is not one:
+        check_network(config, mesh, method)
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
@@ -245,7 +243,7 @@ def bare_run(
 def sampler_of(run: Run, network: Network | None = None) -> Network:
     """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
     network = network or run.network
-    if run.model is None or network.extras.several is not None:
+    if run.model is None or own_layout(network):
         return network
     network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.replays_routing else network

@@ -23,12 +23,13 @@ from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.several import one_of, together
+from jrl.models.several import one_of
 from jrl.models.soup import average
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.train.adapters import restore_policy, trained_network
 from jrl.train.objective import method_of
+from jrl.train.several import network_of
 from jrl.types import Params
 
 
@@ -110,8 +111,8 @@ def _shape(directory: str, name: str) -> ModelConfig:
 def frozen_params(config: Config, name: str) -> Params:
     """The weights of a frozen policy, on the host or in their files, in the run's own type.
 
-    A run directory gives its newest checkpoint, the first policy where it trained several. Of
-    several directories it is the mean.
+    A run directory gives its newest checkpoint: the first policy where it trained several, and the
+    policy without its values of tokens. Of several directories it is the mean.
     """
     dtype = config.model.param_dtype
     found = [_params(directory, name, dtype) for directory in config.frozen[name]]
@@ -125,15 +126,16 @@ def _params(directory: str, name: str, dtype: str) -> Params:
     theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
     shape = run_shape(theirs, run_task(theirs))
     network = trained_network(theirs, shape, transformer(shape))
-    if (count := method_of(theirs, run_task(theirs)).policies) > 1:
-        network = together(network, count)
+    method = method_of(theirs, run_task(theirs))
+    network = network_of(network, method)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     policy, _ = restore_policy(theirs, network, host)
     if network.extras.split is not None:
         policy = jax.device_get(network.extras.split.merge(policy))
-    if network.extras.several is not None:
+    if method.policies > 1:
         policy = one_of(policy, 0)
+    policy = policy["base"] if method.token_values is not None else policy
     return jax.tree.map(lambda x: x.astype(dtype), policy)
 
 

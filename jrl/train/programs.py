@@ -19,7 +19,6 @@ from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method
 from jrl.models import hf
-from jrl.models.several import together
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
@@ -45,7 +44,7 @@ from jrl.train.resharding import (
 )
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.score import policy_of
-from jrl.train.several import check_division, unstacked
+from jrl.train.several import check_division, network_of, own_layout, unstacked
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
@@ -180,28 +179,29 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make, shardings = state_layout(run)
     params = run.params
     if params is not None:
-        params = put_policy(run.network, params, _of_one(run, policy_of(shardings, run.network)))
+        params = put_policy(run.network, params, _as_given(run, policy_of(shardings, run.network)))
     frozen = {
-        name: hf.place(frozen_params(run.config, name), _of_one(run, shardings.frozen[name]))
+        name: hf.place(frozen_params(run.config, name), _as_given(run, shardings.frozen[name]))
         for name in run.networks
     }
 
     def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
         return make(jax.random.key(seed), params, frozen)
 
-    # Donated, because the state copies what it is given; a stack of copies fits in no buffer of it.
-    alone = run.network.extras.several is None
+    # Donated, because the state copies what it is given.
     make_placed = jax.jit(
         seeded,
         out_shardings=shardings,
-        donate_argnums=(1, 2) if alone else (),
+        donate_argnums=() if own_layout(run.network) else (1, 2),
     )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
 
 
-def _of_one(run: Run, shardings: Any) -> Any:
-    """Where weights that are given lie: of several policies each begins with a copy of them."""
-    return shardings if run.network.extras.several is None else unstacked(shardings)
+def _as_given(run: Run, shardings: Any) -> Any:
+    """Where weights from a checkpoint lie: of several policies each begins with a copy of them."""
+    if run.network.extras.several is not None:
+        shardings = unstacked(shardings)
+    return shardings["base"] if run.method.token_values is not None else shardings
 
 
 def held_bytes(tree: Any) -> float:
@@ -266,7 +266,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
     where, params = policy_shardings(run), run.params
     if params is not None:
-        params = put_policy(run.network, params, _of_one(run, where))
+        params = put_policy(run.network, params, _as_given(run, where))
 
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
@@ -274,7 +274,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     made = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
-        donate_argnums=1 if run.network.extras.several is None else (),
+        donate_argnums=() if own_layout(run.network) else 1,
     )
     return made(np.uint32(run.config.seed), params)
 
@@ -425,9 +425,7 @@ def as_evaluated(run: Run) -> Run:
         return run
     model = dataclasses.replace(model, dtype=dtype)
     network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
-    if run.method.policies > 1:
-        network = together(network, run.method.policies, run.method.swap_every)
-    return run._replace(model=model, network=network)
+    return run._replace(model=model, network=network_of(network, run.method))
 
 
 def evaluated(run: Run) -> Network:

@@ -35,6 +35,8 @@ from jrl.types import (
 
 _LOGITS_AT_ONCE = 2**24
 """Most logits that a device holds at a time, in numbers (64 MiB of float32)."""
+_SHOWN = 4
+"""Arrays of the size of logits that a network shows besides (``NetworkExtras.shown``)."""
 
 
 class SequenceRows(NamedTuple):
@@ -219,7 +221,8 @@ def head_statistics(
         want=want,
         statistics=statistics,
     )
-    size = max(networks[policy].vocab_size for policy in hidden) * len(hidden)
+    shows = sum(networks[policy].extras.shown is not None for policy in hidden)
+    size = max(networks[policy].vocab_size for policy in hidden) * (len(hidden) + _SHOWN * shows)
     return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
 
 
@@ -238,6 +241,7 @@ def _of_logits(
     read = {policy for statistic in statistics for policy in statistic.policies}
     stats: Stats = {}
     seen: Stats = {}
+    besides: Stats = {}
     for policy, states in hidden.items():
         logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
         own = policy == "policy"
@@ -250,9 +254,12 @@ def _of_logits(
         if policy in read:
             seen[policy] = sampling_logprobs(logits, distributions[1])
             seen |= {"logits": logits} if own else {}
+        if own and policy in read and (more := networks[policy].extras.shown) is not None:
+            axes, found = tokens.ndim, more(params[policy], states)
+            besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in found.items()}
     for statistic in statistics:
         shown = {n: seen[n] for n in statistic.policies}
-        shown |= {"logits": seen["logits"]} if "policy" in shown else {}
+        shown |= {"logits": seen["logits"], **besides} if "policy" in shown else {}
         stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
     names = want | {statistic.name for statistic in statistics}
     stats = {name: x for name, x in stats.items() if name in names}

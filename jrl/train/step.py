@@ -148,7 +148,7 @@ def make_step(
             rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
             part = _take_rows(batch, rows), advantages[rows]
             grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
-            return _apply_gradient(optimizer, carry, grads, sums)
+            return _apply_gradient(parts, carry, grads, sums)
 
         # A scan, so that epochs and minibatches share one copy of the update in the program.
         carry = (state.params, state.opt_state)
@@ -302,7 +302,7 @@ def _gradient(
 
 
 def _apply_gradient(
-    optimizer: optax.GradientTransformation,
+    parts: Parts,
     carry: tuple[Params, Any],
     grads: Params,
     sums: Pairs,
@@ -311,8 +311,11 @@ def _apply_gradient(
     params, opt_state = carry
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
-    changes, moved = optimizer.update(grads, opt_state, params)
-    new = (optax.apply_updates(params, changes), moved)
+    changes, moments = parts.optimizer.update(grads, opt_state, params)
+    after = optax.apply_updates(params, changes)
+    if (moved := parts.network.extras.moved) is not None:
+        after = after | {"policy": moved(params["policy"], after["policy"])}
+    new = (after, moments)
     # Selected, not branched: the step stays one program, and no host has to look at the norm.
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, carry)
     return kept, sums | {

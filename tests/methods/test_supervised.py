@@ -158,22 +158,6 @@ def test_otr_minimises_its_statistic():
 # ---------------------------------------------------------------- the policy's own best
 
 
-def filtered_loss(d, frozen, keep=0.4):
-    scores = [d.rewards[n, i] for n in range(len(d.rewards)) for i in members_of(d, n)]
-    bound = np.quantile(scores, 1 - keep)
-    every = [
-        -d.logprobs[n, i, t]
-        for n, i, tokens in sequences(d)
-        if d.rewards[n, i] >= bound - 1e-9
-        for t in tokens
-    ]
-    return sum(every) / max(len(every), 1)
-
-
-def test_filtered_bc_clones_the_best_of_the_batch():
-    check(get_method("filtered_bc", keep=0.4), filtered_loss)
-
-
 def bfs_loss(d, frozen, low=0.2, high=0.7):
     steps = {
         (n, i, label): tokens

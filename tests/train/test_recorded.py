@@ -100,7 +100,7 @@ def rewarded(sessions):
     return [x for x in lines(path) if x["kind"] == "completion" and x["session"] != "s0"]
 
 
-@pytest.mark.parametrize("method", ["grpo", "filtered_bc", "sft"])
+@pytest.mark.parametrize("method", ["grpo", "filtered_bc", "sft", "ilql"])
 def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
     said = []

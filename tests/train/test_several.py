@@ -148,7 +148,7 @@ def set_up(config):
         (("objective.policies=3",), "the environment has 2 for the policy"),
         (("sampling.int8=['weights']",), "sampling.int8 = ['weights']; set it to []"),
         (("train.mode=packed",), "train.mode = 'packed'; set it to 'host' or 'compiled'"),
-        (("lora.rank=2",), "[lora], since every policy has weights of its own"),
+        (("lora.rank=2",), "[lora], since all weights are trained"),
     ],
 )
 def test_what_several_policies_cannot_have_is_said_first(tmp_path, more, said):
