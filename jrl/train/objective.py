@@ -18,6 +18,7 @@ from jrl.methods.domains import Choice, Coefficient, Range, Switch
 from jrl.objectives.branches import over_branches
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
+from jrl.objectives.regularizers import entropy_bonus
 from jrl.sampling.places import PLACES
 from jrl.sampling.tree import check_branching
 from jrl.train.router import RouterLosses
@@ -25,6 +26,7 @@ from jrl.types import Branching, Search
 
 COMMON: Mapping[str, Coefficient] = {
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
+    "entropy_coef": Coefficient("entropy_coef", Range(0.0), 0.0),
     "epochs": Coefficient("epochs", Range(1, whole=True), 1),
     "policies": Coefficient("policies", Range(1, whole=True), 1),
     "router_balance": Coefficient("router_balance", Range(0.0), 0.0),
@@ -60,6 +62,13 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     method = _corrected(config, found, common, coefficients)
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
+    if (coef := common.get("entropy_coef", 0.0)) > 0:
+        if config.given_completions or not method.draw.own:
+            raise UserError(
+                f"objective.entropy_coef = {coef}: method = {config.method!r} trains on what the"
+                " policy did not draw; remove it"
+            )
+        method = method.plus(entropy_bonus(coef))
     method = method._replace(**{n: common[n] for n in ("policies", "swap_every") if n in common})
     return _in_trees(config, task, method, common)
 

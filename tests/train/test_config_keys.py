@@ -303,6 +303,7 @@ MORE_ON_TASK = {
     "placement and sampling.mesh": (apart, "placement={}", "sampling.mesh.data=2"),
     "objective.router_replay": (programs, "objective.router_replay=true", SPARSE),
     "an option of the task": (programs, "data.difficulty=2"),
+    "objective.entropy_coef": (programs, "objective.entropy_coef=0.1"),
     "objective.epochs": (programs, "objective.epochs=3"),
     "objective.epochs of a method without": (programs, "objective.epochs=2", "method=reinforce"),
     "objective.correction": (programs, "objective.correction=none", "sampling.int8=cache"),
