@@ -5,6 +5,7 @@ Relatives of ``ppo`` inherit its coefficients. Departures of ``ppo`` hold for al
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import chex
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, replay_share
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -465,6 +466,9 @@ def digirl(
     keep: Fraction = 0.1,
     threshold: NonNegative = 0.05,
     value_coef: Positive = 1.0,
+    replayed: Fraction = 0.0,
+    each: Count = 8,
+    kept_prompts: Count = 1024,
 ) -> Method:
     """Imitation of steps that did better than the value network expected, in surprising episodes.
 
@@ -479,16 +483,19 @@ def digirl(
     are ``ids["step"]``; the value network's number is V's logit. ``keep``, ``threshold`` and lambda
     (``decay``) are the released code's, whose A is V' - V + r + lambda^(H - h) R. Departures: one
     network for V of instructions and of states, where the code has two, the latter twin; it learns
-    at every token; the batch at hand in place of a replay buffer; the mean is over all episodes,
-    also those not kept.
+    at every token; the mean is over all episodes, also those not kept. The code draws its batches
+    from a buffer of all episodes: with ``replayed`` above 0 that share of a group's members are
+    earlier episodes of its prompt, as far as any are kept, as in ``arpo_replay``.
     """
+    rule = None if is_zero(replayed) else replay_share(-math.inf, replayed, each, kept_prompts)
     return Method(
         Objective(
             better_steps(decay, keep, threshold),
             ratios.reinforce(),
             aggregates.sequence_sum,
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
-        )
+        ),
+        replay=rule,
     )
 
 
@@ -502,6 +509,24 @@ def blended_steps(blend: float) -> Transform:
         return blend * (earned + following - here) + (1 - blend) * final, batch
 
     return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+def between(low: float, high: float) -> Transform:
+    """Leaves out replayed steps unless the policy draws their tokens with a chance in (low, high].
+
+    The chance of a step is the geometric mean of its tokens', the inverse of its perplexity, by the
+    policy at the start of the training step.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        if "replayed" not in batch.ids:
+            return values, batch
+        chance = jnp.exp(segments.mean(batch.stats["proximal_logprobs"], segments.steps(batch)))
+        fresh = jnp.expand_dims(batch.ids["replayed"] == 0, 2)
+        mask = batch.mask & (fresh | ((chance > low) & (chance <= high)))
+        return values, batch.replace(mask=mask)
+
+    return transforms.stateless(apply, frozenset({"proximal_logprobs"}))
 
 
 def step_regression(beta: float) -> Surrogate:
@@ -523,6 +548,9 @@ def webrl(
     blend: Fraction = 0.5,
     value_coef: Positive = 1.0,
     phase_steps: Count = 100,
+    replayed: Fraction = 0.0,
+    each: Count = 8,
+    kept_prompts: Count = 1024,
 ) -> Method:
     """Log-ratios of steps to the last phase's policy, fitted to the steps' advantages.
 
@@ -535,17 +563,26 @@ def webrl(
 
     pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
     ``ids["step"]``; the value network's number is V's logit; lambda (``blend``) is the paper's.
+    With ``replayed`` above 0 (2/3 in the released code; prompts must come again) that share of a
+    group's members are earlier successes of its prompt, as far as any are kept, and of these the
+    steps alone are trained on whose perplexity is at least 1/0.95 and below 1/0.5. What is kept is
+    as in ``arpo_replay``.
+
     Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
     out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there.
     """
+    advantage = blended_steps(blend)
+    if not is_zero(replayed):
+        advantage = transforms.chain(advantage, between(0.5, 0.95))
+    rule = None if is_zero(replayed) else replay_share(0.5, replayed, each, kept_prompts)
     return Method(
         Objective(
-            blended_steps(blend),
+            advantage,
             step_regression(beta),
             aggregates.sequence_sum,
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
         ),
         schedule=Schedule(refresh_ref=phase_steps),
-        unsupported="tasks written from failed ones, and a replay of earlier successes whose "
-        "perplexity is between 1/0.95 and 1/0.5",
+        replay=rule,
+        unsupported="tasks written from failed ones by another model",
     )

@@ -163,6 +163,28 @@ class TokenValues(NamedTuple):
     heads: int
 
 
+def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
+    """Keeps successes; in every group they take the places of the first members, as far as kept.
+
+    Args:
+      above: points; a completion with more is a success.
+      share: of a group's members, rounded down.
+      each: as in ``Replay``.
+      prompts: as in ``Replay``.
+
+    >>> points, members = np.array([[0.0, 1.0, 0.0]]), np.ones((1, 3), bool)
+    >>> rule = replay_share(0.5, 0.7, 8, 1024)
+    >>> rule.keep(points, members).tolist(), rule.replace(points, members).tolist()
+    ([[False, True, False]], [[True, True, False]])
+    """
+
+    def replace(points: np.ndarray, members: np.ndarray) -> np.ndarray:
+        first = np.arange(points.shape[1]) < int(share * points.shape[1])
+        return np.broadcast_to(first, points.shape)
+
+    return replay_successes(above, each, prompts)._replace(replace=replace)
+
+
 class Schedule(NamedTuple):
     """How a batch is used.
 

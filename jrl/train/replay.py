@@ -60,12 +60,13 @@ def recalled(
       order: [N, each] float, which of the kept completions of a prompt are taken, the least first.
 
     Returns:
-      (what is kept, the groups); ``counts`` of the groups gains "replayed", the members replaced.
+      (what is kept, the groups); ``counts`` of the groups gains "replayed", the members replaced,
+      and ``ids`` "replayed" [N, G], 1 for these.
     """
     members = counted(groups.rollout)
     arrays = {name: x.copy() for name, x in _arrays(groups).items()}
     prompts = groups.ids["prompt"].tolist()
-    count = 0
+    replayed = np.zeros(points.shape, np.int32)
     for n, given in enumerate(rule.replace(points, members)):
         places: list[int] = np.flatnonzero(given).tolist()
         opening = _opening(groups, n)
@@ -73,7 +74,7 @@ def recalled(
         taken = [fit[i] for i in np.argsort(order[n, : len(fit)], kind="stable")]
         for g, kept in zip(places, taken, strict=False):
             _write(arrays, (n, g), kept)
-            count += 1
+            replayed[n, g] = 1
     after = dict(memory)
     for n, g in np.argwhere(rule.keep(points, members)).tolist():
         kept = Kept(_opening(groups, n), _read(groups, (n, g)))
@@ -81,8 +82,9 @@ def recalled(
         after[prompts[n]] = newest
     for prompt in list(after)[: max(len(after) - rule.prompts, 0)]:
         del after[prompt]
-    counts = groups.counts | {"replayed": float(count)}
-    return after, _with_arrays(groups, arrays)._replace(counts=counts)
+    counts = groups.counts | {"replayed": float(replayed.sum())}
+    made = _with_arrays(groups, arrays)
+    return after, made._replace(counts=counts, ids=made.ids | {"replayed": replayed})
 
 
 def _arrays(groups: Groups) -> dict[str, np.ndarray]:

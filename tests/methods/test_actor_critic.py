@@ -401,6 +401,33 @@ def test_webrl_is_the_papers():
     check(method, webrl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
 
 
+def test_webrl_trains_on_replayed_steps_of_medium_perplexity_alone():
+    d = ragged(0, 1, 2, 6, ids=("step",))
+    d.members[:], d.mask[:], d.lengths[:] = True, True, 6
+    d.live = d.mask
+    d.ids["step"][:] = [0, 0, 1, 1, 2, 2]
+    d.ids["replayed"] = np.array([[1, 0]])
+    # By chance of a token: 0.99, between 0.5 and 0.95 on average, and 0.3.
+    chances = np.array([0.99, 0.99, 0.99, 0.5, 0.3, 0.3])
+    d.proximal_logprobs = np.broadcast_to(np.log(chances), d.mask.shape)
+    method = get_method("webrl", replayed=0.5)
+    batch = as_batch(d)
+    _, after, _ = method.objective.advantage.apply(batch.score(), batch, ((), ()))
+    assert after.mask[0, 0].tolist() == [False, False, True, True, False, False]
+    assert after.mask[0, 1].all()  # a fresh one, with steps of the same chances
+
+
+def test_digirl_and_webrl_put_kept_episodes_into_a_share_of_each_group():
+    points, members = np.array([[0.0, 1.0, 0.0, 0.0]]), np.ones((1, 4), bool)
+    everything = get_method("digirl", replayed=0.5).replay
+    successes = get_method("webrl", replayed=0.7).replay
+    assert everything.keep(points, members).all()
+    assert successes.keep(points, members).tolist() == [[False, True, False, False]]
+    assert everything.replace(points, members).tolist() == [[True, True, False, False]]
+    assert successes.replace(points, members).tolist() == [[True, True, False, False]]
+    assert get_method("digirl").replay is get_method("webrl").replay is None
+
+
 def cory_loss(d, frozen):
     gains, targets = estimates(d, beta=0.4, discount=1.0, decay=0.9, whiten=False)
 

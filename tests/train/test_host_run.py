@@ -322,14 +322,15 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
 
 
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
+SHARED = ("method=webrl", "train.prompts=8", "rewards={success={}}", "objective={replayed=0.5}")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "more"),
-    [("talk", ("data.turns=2",)), ("lucky", REPLAYED), ("talk", BRANCHED)],
-    ids=["talk", "replay", "branches"],
+    [("talk", ("data.turns=2",)), ("lucky", REPLAYED), ("lucky", SHARED), ("talk", BRANCHED)],
+    ids=["talk", "replay", "a share", "branches"],
 )
 def test_a_stopped_run_resumes_bit_for_bit(place, tmp_path, monkeypatch, env, more):
     """Four steps at once, and as many with a signal after the second."""

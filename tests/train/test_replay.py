@@ -81,6 +81,7 @@ def test_a_failed_group_gets_an_earlier_success_as_it_was_drawn():
     failed = groups_of([5, 6], [[0, 0, 0], [0, 0, 0]], step=3)
     after, swapped = recall(memory, failed)
     assert swapped.counts == {"replayed": 1.0}
+    assert swapped.ids["replayed"].tolist() == [[1, 0, 0], [0, 0, 0]]
     assert rows(swapped, (0, 0)) == rows(solved, (0, 2))
     assert swapped.rollout.versions[0, 0].tolist() == [0, 0, 0, -1]
     assert swapped.rollout.sampler_logprobs[0, 0, 3] == 0
