@@ -616,6 +616,8 @@ class Several(NamedTuple):
     Attributes:
       policies: how many; every array of the parameters has a leading axis of them.
       swap_every: training steps after which each policy goes on as the next player; 0 for never.
+      copy_every: training steps after which the others become copies of the first policy, which is
+        then the one that is trained; 0 to train all of them.
       each: the network that every one of them is.
       speaking: (policies [S] int32) -> the network in whose cache all policies read every row, and
         where row s is continued by policy ``policies[s]``. Its ``prepare`` takes the parameters.
@@ -623,6 +625,7 @@ class Several(NamedTuple):
 
     policies: int
     swap_every: int
+    copy_every: int
     each: Network
     speaking: Callable[[Array], Network]
 

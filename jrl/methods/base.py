@@ -227,6 +227,8 @@ class Method(NamedTuple):
       token_values: heads that the policy gets for the values of tokens; None for none.
       policies: how many policies are trained, each a player of its own; 1 plays all players.
       swap_every: training steps after which policies swap players; 0 for never.
+      copy_every: training steps after which the others become copies of the first policy, which
+        alone is trained then; 0 to train all of them.
       min_group: the least group size with which the advantage says anything.
       unsupported: what a run of the whole method still lacks, such as tool environments; "" when
         nothing. The objective trains all the same.
@@ -242,6 +244,7 @@ class Method(NamedTuple):
     token_values: TokenValues | None = None
     policies: int = 1
     swap_every: int = 0
+    copy_every: int = 0
     min_group: int = 1
     unsupported: str = ""
 

@@ -29,16 +29,18 @@ class Prepared(struct.PyTreeNode):
     weights: tuple[Any, ...]
 
 
-def together(network: Network, count: int, swap_every: int = 0) -> Network:
+def together(network: Network, count: int, swap_every: int = 0, copy_every: int = 0) -> Network:
     """``count`` policies like ``network``, which begin with the same weights.
 
     Args:
       network: all of whose weights are trained.
       count: at least 2.
       swap_every: see ``Several``.
+      copy_every: see ``Several``.
     """
     first, extras = partial(_first, network), network.extras
-    several = Several(count, swap_every, network, partial(_speaking, network, count))
+    speaking = partial(_speaking, network, count)
+    several = Several(count, swap_every, copy_every, network, speaking)
     return network._replace(
         init=lambda key: stacked(network.init(key), count),
         axes=lambda: stacked_axes(network.axes()),

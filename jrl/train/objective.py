@@ -25,6 +25,7 @@ from jrl.train.router import RouterLosses
 from jrl.types import Branching, Search
 
 COMMON: Mapping[str, Coefficient] = {
+    "copy_every": Coefficient("copy_every", Range(0, whole=True), 0),
     "correction": Coefficient("correction", Choice(tuple(CORRECTIONS)), "none"),
     "entropy_coef": Coefficient("entropy_coef", Range(0.0), 0.0),
     "epochs": Coefficient("epochs", Range(1, whole=True), 1),
@@ -69,8 +70,25 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
                 " policy did not draw; remove it"
             )
         method = method.plus(entropy_bonus(coef))
-    method = method._replace(**{n: common[n] for n in ("policies", "swap_every") if n in common})
+    method = _of_players(method, common)
     return _in_trees(config, task, method, common)
+
+
+def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
+    """The method with the policies that are asked for.
+
+    Raises:
+      UserError: what several policies do, asked of one.
+    """
+    names = ("policies", "swap_every", "copy_every")
+    method = method._replace(**{name: common[name] for name in names if name in common})
+    for name in names[1:]:
+        if method.policies == 1 and common.get(name):
+            raise UserError(
+                f"objective.{name} = {common[name]}: one policy plays all players; set"
+                " objective.policies to their number, or leave it out"
+            )
+    return method
 
 
 def _in_trees(

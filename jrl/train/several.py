@@ -9,6 +9,7 @@ program. See ``models.several``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -61,11 +62,12 @@ def divided_batch(batch: Batch, several: Several, step: Array | int) -> Batch:
 
 
 def step_of_each(step: Callable[..., Any], several: Several) -> Callable[..., Any]:
-    """A training step of all policies, one after the other, from that of one.
+    """A training step of all policies, one after the other, or of the first, from that of one.
 
-    Its metrics are means over the policies that drew anything, or sums (``SUMMED``);
-    "policy_rewards" [policies] are the rewards of each.
+    Its metrics are means over the policies that were trained and drew anything, or sums
+    (``SUMMED``); "policy_rewards" [policies] are the rewards of each.
     """
+    trained = 1 if several.copy_every else several.policies
 
     def every(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
@@ -79,7 +81,11 @@ def step_of_each(step: Callable[..., Any], several: Several) -> Callable[..., An
 
         # Not ``vmap``: the activations of one policy are enough to hold at a time.
         each = {name: getattr(state, name) for name in _OF_EACH}
-        after, found = jax.lax.map(one, (each, rows))
+        first = jax.tree.map(lambda x: x[:trained], (each, rows))
+        after, found = jax.lax.map(one, first)
+        if several.copy_every:
+            due = (state.step + 1) % several.copy_every == 0
+            after = jax.tree.map(partial(_with_others, due), after, each)
         # A policy whose player never moved has nothing to report.
         moved = found["completion_tokens"] > 0
 
@@ -89,7 +95,7 @@ def step_of_each(step: Callable[..., Any], several: Several) -> Callable[..., An
 
         shown = found.pop("advantages", None)
         metrics = {n: x.sum(0) if n in SUMMED else mean(x) for n, x in found.items()}
-        metrics["policy_rewards"] = found["reward"]
+        metrics["policy_rewards"] = jax.vmap(_reward)(rows)
         if shown is not None:  # in the order of the batch's groups
             shown = jnp.roll(shown, -several.policy(0, state.step), axis=0)
             in_order = jnp.moveaxis(shown, 0, 1).reshape(-1, *shown.shape[2:])
@@ -97,6 +103,18 @@ def step_of_each(step: Callable[..., Any], several: Several) -> Callable[..., An
         return state.replace(step=state.step + 1, **after), metrics
 
     return every
+
+
+def _with_others(due: Array, first: Array, before: Array) -> Array:
+    """All policies after a step that trained the first: the others as they were, or copies."""
+    copies = jnp.broadcast_to(first, before.shape)
+    return jnp.concatenate([first, jnp.where(due, copies, before)[1:]])
+
+
+def _reward(batch: Batch) -> Array:
+    """[] float32: the mean score of the live members."""
+    scores = jnp.where(batch.members, batch.score(), 0)
+    return scores.sum() / jnp.maximum(batch.members.sum(), 1)
 
 
 # ---------------------------------------------------------------- what a method trains
@@ -107,7 +125,7 @@ def network_of(network: Network, method: Method) -> Network:
     if (values := method.token_values) is not None:
         network = with_token_values(network, **values._asdict())
     if method.policies > 1:
-        network = together(network, method.policies, method.swap_every)
+        network = together(network, method.policies, method.swap_every, method.copy_every)
     return network
 
 

@@ -97,6 +97,41 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
         assert step(wrong, batch, law)[1]["logprob_diff"] > 1e-2
 
 
+def test_a_frozen_copy_plays_and_is_renewed_in_time():
+    lines = ("objective.copy_every=2", "objective.swap_every=0", "method=reinforce")
+    run = build.setup(settings("unused", "train.mode=host", *lines))
+    several = run.network.extras.several
+    make, _ = programs.state_layout(run)
+    state = jax.jit(make)(jax.random.key(0), None, {})
+    state = state.replace(params=far_apart(state.params))
+    made = {"task": run.task, "network": run.network, "parts": {"reward": 1.0}}
+    draw = functools.partial(episode_rollout, split="train", group=6, slots=8, **made)
+    ids, law = jnp.arange(6, dtype=jnp.int32), run.sampling_params
+    step = programs.make_train_step(run)
+
+    @jax.jit
+    def both(state):
+        policy = state.params["policy"]
+        drawn = draw(state.key, policy, state.step, ids, sampling_params=law)
+        rows = drawn.rollout, drawn.rewards, jnp.ones(1), drawn.ids, drawn.stats
+        batch = to_batch(*rows, own=True)
+        return *step(state, batch, law), batch
+
+    equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    for number in range(2):
+        before, (state, metrics, batch) = state, both(state)
+        first, other = (one_of(state.params, i) for i in range(2))
+        assert metrics["logprob_diff"] < 1e-5
+        own = [batch.score()[i::2] for i in range(2)]
+        living = [batch.members[i::2] for i in range(2)]
+        means = [(x * m).sum() / max(m.sum(), 1) for x, m in zip(own, living, strict=True)]
+        np.testing.assert_allclose(metrics["policy_rewards"], means, rtol=1e-6)
+        changed = jax.tree.map(lambda a, b: (a != b).any(), first, one_of(before.params, 0))
+        assert any(jax.tree.leaves(changed))
+        equal(other, first if number == 1 else one_of(before.params, 1))
+    assert several.copy_every == 2
+
+
 def numbers(directory):
     timed = CLOCKS | {"rollout_seconds"}
     lines = [r for r in read_jsonl(directory / "metrics.jsonl") if "loss" in r]
@@ -148,6 +183,10 @@ def set_up(config):
         (("objective.policies=3",), "the environment has 2 for the policy"),
         (("sampling.int8=['weights']",), "sampling.int8 = ['weights']; set it to []"),
         (("train.mode=packed",), "train.mode = 'packed'; set it to 'host' or 'compiled'"),
+        (
+            ("objective.policies=1", "objective.swap_every=0", "objective.copy_every=2"),
+            "objective.copy_every = 2: one policy plays all players",
+        ),
         (("lora.rank=2",), "[lora], since all weights are trained"),
     ],
 )
