@@ -125,6 +125,9 @@ def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True)
     """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
     config: Config = run.config
     new = max_new_tokens(config, run.task)
+    if config.episodes is not None:  # a row of training holds all contexts of an episode
+        contexts = config.episodes.options.get("contexts", 1)
+        new *= contexts if isinstance(contexts, int) else 1
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
     if drawn and run.model is not None and not config.episodes:

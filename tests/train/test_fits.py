@@ -101,3 +101,16 @@ def test_pass_at_k_of_a_million_completions_takes_no_time():
     correct = np.zeros((2, 1_000_000), bool)
     correct[0, :2] = True
     assert pass_at_k(correct, 500_000) == pytest.approx((1 - 0.25) / 2, abs=1e-6)
+
+
+def test_all_contexts_of_an_episode_are_counted(monkeypatch):
+    sizes, space = [], types.SimpleNamespace
+    monkeypatch.setattr(fits, "check_fits", lambda said, size, *rest, **more: sizes.append(size))
+    for contexts in (1, 3):
+        config = space(
+            sampling=space(max_new_tokens=10, int8=(), slots=4),
+            episodes=space(options={"contexts": contexts}),
+        )
+        run = space(config=config, task=None, width=8, model=None)
+        fits._check(run, "train.prompts = 2 with sampling.group = 4", 2, 4)
+    assert sizes[1] - sizes[0] == 2 * 4 * (2 * 10) * fits._TOKEN_BYTES
