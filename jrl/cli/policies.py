@@ -101,6 +101,10 @@ def serve(
             metavar="DIR", help="Write what is drawn to DIR, to train on (docs/environments.md)."
         ),
     ] = None,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option(help="Family whose tool calls it writes, if its template does not tell."),
+    ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
@@ -133,6 +137,7 @@ def serve(
         grace_seconds=grace,
         api_key=api_key or None,
         record=record,
+        tool_parser=tool_parser,
     )
     run = launch.serve_openai if engine == "jrl" else launch.serve_jetstream
     run(chosen, options, checkpoint=checkpoint, echo=typer.echo)

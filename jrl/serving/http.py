@@ -18,6 +18,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jrl.envs.parsers import Parser
 from jrl.errors import UserError
 from jrl.json_text import TwoValues, one_value_each
 from jrl.models.tokenizer import Tokenizer
@@ -162,6 +163,7 @@ class Service:
       queue: completions that may wait for a slot; further ones are refused with status 429.
       api_key: what clients must send as a bearer token; None asks for none.
       recorder: writes what is drawn; None for nothing.
+      parser: of the model's tool calls; None refuses requests with tools.
     """
 
     def __init__(
@@ -174,10 +176,11 @@ class Service:
         queue: int,
         api_key: str | None = None,
         recorder: Recorder | None = None,
+        parser: Parser | None = None,
     ) -> None:
         self.sampler, self.tokenizer, self.limits = sampler, tokenizer, limits
         self.model_name, self.queue, self._api_key = model, queue, api_key
-        self.recorder = recorder
+        self.recorder, self._parser = recorder, parser
         # JSON may write a character in 6 bytes; and the rest of a body is small.
         prompts = (limits.slots + queue) * 6 * longest_text(tokenizer, limits.prompt_tokens)
         self.max_bytes = min(MAX_BYTES, (1 << 18) + prompts)
@@ -283,6 +286,7 @@ class Service:
             limits=self.limits,
             model=self.model_name,
             most=self.limits.slots + self.queue,
+            parser=self._parser,
         )
         name, created, stream = uuid.uuid4().hex, int(time.time()), api_request.stream
         head = reply_head(api_request, self.model_name, name, created, piece=stream)

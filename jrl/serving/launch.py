@@ -22,11 +22,14 @@ from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
 from jrl.serving import http, jetstream, jetstream_engine, server
 from jrl.serving.engine import Engine
+from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.fits import check_slots
 from jrl.train.frozen import run_shape, run_task
+from jrl.train.objective import method_of
+from jrl.train.several import network_of, own_layout
 from jrl.types import Network, Params
 
 
@@ -66,6 +69,7 @@ class ServerOptions:
       grace_seconds: how long running requests may finish after a signal to stop.
       api_key: what clients of OpenAI's protocol must send; None asks for none.
       record: a directory for what is drawn with OpenAI's protocol; None records nothing.
+      tool_parser: the family whose tool calls the model writes; None for what its template says.
     """
 
     name: str
@@ -77,6 +81,7 @@ class ServerOptions:
     grace_seconds: float
     api_key: str | None = None
     record: str | None = None
+    tool_parser: str | None = None
 
 
 def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> ServedPolicy:
@@ -98,7 +103,9 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
         assert path is not None, "run_shape wants a checkpoint where there is no task"
     tokenizer: Tokenizer = task.tokenizer if task is not None else load_tokenizer(path or "")
     check_vocab(tokenizer, shape.vocab_size)
-    network = trained_network(config, shape, transformer(shape))
+    network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
+    if directory is not None and (checkpoint is not None or _is_run(directory)):
+        network = network_of(network, method_of(config, task))
     mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
     new_tokens = config.sampling.max_new_tokens if task is None else task.completion_tokens
     prompt_tokens = config.max_prompt_tokens if task is None else task.prompt_tokens
@@ -112,10 +119,15 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     check_slots("--slots", slots, tokens, shape)
     with jax.set_mesh(mesh):
         params, version = _params(config, shape, network, mesh, checkpoint)
-    network = sampler(network, shape, **config.sampling.formats)
+    if not own_layout(network):
+        network = sampler(network, shape, **config.sampling.formats)
     return ServedPolicy(
         network, params, tokenizer, mesh, min(prompt_tokens, longest_prompt), new_tokens, version
     )
+
+
+def _is_run(directory: str) -> bool:
+    return (Path(directory) / "config.toml").exists()
 
 
 def _params(
@@ -124,8 +136,8 @@ def _params(
     """The weights on the mesh, and their version: a run's, a checkpoint's, or random ones."""
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     where = tree_shardings(mesh, network.axes(), shapes)
-    directory = None if config.run.dir is None else Path(config.run.dir)
-    if directory is not None and (checkpoint is not None or (directory / "config.toml").exists()):
+    directory = config.run.dir
+    if directory is not None and (checkpoint is not None or _is_run(directory)):
         layout = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), shapes, where
         )
@@ -151,6 +163,7 @@ def serve_openai(
     # Before the weights are read, which takes minutes.
     recorder = None if options.record is None else Recorder(Path(options.record))
     policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)
+    parser = tool_parser(options.tool_parser, policy.tokenizer)
     if recorder is not None:
         recorder.begin(_weights(config, options, policy))
         echo(f"recording to {recorder.path}")
@@ -180,6 +193,7 @@ def serve_openai(
         queue=options.queue,
         api_key=options.api_key,
         recorder=recorder,
+        parser=parser,
     )
     try:
         server.run(
@@ -217,6 +231,8 @@ def serve_jetstream(
         raise UserError("--api-key: JetStream's protocol has none; use --engine jrl")
     if options.record is not None:
         raise UserError("--record: JetStream's protocol has no sessions; use --engine jrl")
+    if options.tool_parser is not None:
+        raise UserError("--tool-parser: JetStream's protocol has no tools; use --engine jrl")
     jetstream_engine.library()
     server.listen(options.host, options.port).close()
     policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)

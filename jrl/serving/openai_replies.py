@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.openai_requests import ApiRequest, Json
+from jrl.serving.openai_tools import calls_of
 from jrl.serving.request import TokenLogprobs, Update
 from jrl.types import StopReason
 
@@ -31,6 +32,7 @@ class ReplyChoice:
         self._text = ""
         # Of each token but a stop token: ids, log-probabilities, and characters up to its end.
         self._tokens: list[int] = []
+        self._drawn: list[int] = []  # with the stop token
         self._told: list[TokenLogprobs] = []
         self._ends: list[int] = []
         self._shown = 0  # tokens whose log-probabilities belong to the text so far
@@ -44,6 +46,7 @@ class ReplyChoice:
         spoken = len(update.ends)
         self.sampled += len(update.tokens)
         self._tokens += update.tokens[:spoken]
+        self._drawn += update.tokens
         if self._request.logprobs:
             self._told += update.reports[:spoken]
         self._ends += update.ends
@@ -52,8 +55,12 @@ class ReplyChoice:
         first, begin = self._shown, len(self._text)
         self._text += update.text
         self._shown = self._tokens_of_text(update)
-        if not update.text and self._shown == first and self.finish is None:
-            return None
+        if self.finish is None and (
+            self._request.tools is not None or (not update.text and self._shown == first)
+        ):
+            return None  # a call is known for one at its end
+        if self._request.tools is not None:
+            return self._json(self._text, range(self._shown), True)
         return self._json(self._text[begin:], range(first, self._shown), True)
 
     def finished(self) -> Json:
@@ -77,11 +84,27 @@ class ReplyChoice:
             )(tokens)
         if not self._request.chat:
             choice["text"] = text
-        elif piece:
-            choice["delta"] = {"content": text} if text else {}
+            return choice
+        before, calls = self._calls()
+        if calls:
+            choice["finish_reason"] = "tool_calls"
+        if piece:
+            said = before if calls else text
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            choice["delta"] = {"content": said} if said else {}
+            choice["delta"] |= {"tool_calls": numbered} if calls else {}
         else:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            content = before if calls else text
+            choice["message"] = {"role": "assistant", "content": content, "refusal": None}
+            choice["message"] |= {"tool_calls": calls} if calls else {}
         return choice
+
+    def _calls(self) -> tuple[str | None, list[Json]]:
+        """The words before the calls, and the calls, of a choice that has ended by itself."""
+        tools = self._request.tools
+        if tools is None or self.finish != "stop":
+            return None, []
+        return calls_of(self._tokenizer.decode(self._drawn, skip_special=False), tools)
 
     def _chat_logprobs(self, tokens: range) -> Json:
         def entry(token: int, logprob: float) -> Json:

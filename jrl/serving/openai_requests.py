@@ -7,15 +7,18 @@ completion and is not supported here is refused, not ignored.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jrl.envs.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
+from jrl.serving.openai_tools import Tools, plain_message, read_tools, render
 from jrl.serving.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.serving.text import check_stop, longest_text
 
@@ -31,8 +34,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (None, 0),
     "suffix": (None,),
     "echo": (None, False),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
@@ -51,7 +52,7 @@ COMMON = frozenset(
 ) | {"n", "logprobs", "stream", "stream_options"}
 KNOWN: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
-    True: COMMON | {"messages", "max_completion_tokens", "top_logprobs"},
+    True: COMMON | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"},
 }
 """The parameters of completions (False) and of chat completions (True)."""
 
@@ -100,6 +101,7 @@ class ApiRequest:
       top_logprobs: alternatives of each token to reply with.
       stream: whether to reply in pieces.
       usage: whether the last piece counts the tokens.
+      tools: of a chat completion; None for none.
     """
 
     chat: bool
@@ -108,6 +110,7 @@ class ApiRequest:
     top_logprobs: int
     stream: bool
     usage: bool
+    tools: Tools | None = None
 
     @property
     def n(self) -> int:
@@ -128,6 +131,7 @@ def parse(
     limits: RequestLimits,
     model: str,
     most: int | None = None,
+    parser: Parser | None = None,
 ) -> ApiRequest:
     """The request in a JSON body.
 
@@ -138,6 +142,7 @@ def parse(
       limits: the engine's.
       model: the name of the model that is served.
       most: completions of one request; None for any number.
+      parser: of the model's tool calls; None where nothing says how it writes them.
 
     Raises:
       ApiError: names the parameter, the value and what is allowed.
@@ -147,8 +152,9 @@ def parse(
     _check_names(body, chat)
     _check_model(_get(body, "model", str, None), model)
     n = _n(body, limits)
+    tools = read_tools(body, parser, _wrong) if chat else None
     if chat:
-        prompts = _chat_prompt(body, tokenizer, limits)
+        prompts = _chat_prompt(body, tokenizer, limits, tools)
     else:
         given = body.get("prompt")
         asked = n * len(given) if isinstance(given, list) and not _ids(given) else n
@@ -191,7 +197,12 @@ def parse(
         top_logprobs=top,
         stream=stream,
         usage=bool(_get(options, "include_usage", bool, None)),
+        tools=tools,
     )
+
+
+def _wrong(message: str, param: str) -> ApiError:
+    return ApiError(message, param=param)
 
 
 def _check_model(name: str | None, model: str) -> None:
@@ -338,7 +349,7 @@ def _prompts(
 
 
 def _chat_prompt(
-    body: Json, tokenizer: Tokenizer, limits: RequestLimits
+    body: Json, tokenizer: Tokenizer, limits: RequestLimits, tools: Tools | None
 ) -> tuple[tuple[int, ...], ...]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -351,20 +362,32 @@ def _chat_prompt(
         if not message["role"] or not isinstance(message.get("name") or "", str):
             wrong = "name" if message["role"] else "role"
             raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
-        known = ("role", "content", "name", "refusal")
+        known = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
         more = [name for name in message if name not in known and message[name] is not None]
         if more:
             raise ApiError(
                 f"{where}.{more[0]} is not supported by this server", param=f"{where}.{more[0]}"
             )
-        plain.append({"role": message["role"], "content": _content(message, where)})
+        plain.append(_plain(message, where))
     size = sum(len(message["role"]) + len(message["content"]) for message in plain)
+    size += sum(len(json.dumps(m["tool_calls"])) for m in plain if "tool_calls" in m)
     _check_text(size, tokenizer, limits, "messages")
     try:
-        text = tokenizer.chat(plain)
+        text = render(tokenizer, plain, tools)
     except UserError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
     return (_encode(tokenizer, text, limits, "messages", False),)
+
+
+def _plain(message: Json, where: str) -> Json:
+    """The message as chat templates take it."""
+    calls = plain_message(message, where, _wrong) or {}
+    if calls and message.get("content") is None:  # words are optional beside calls
+        message = message | {"content": ""}
+    plain = {"role": message["role"], "content": _content(message, where), **calls}
+    if message.get("tool_call_id") is not None:
+        plain["tool_call_id"] = str(message["tool_call_id"])
+    return plain
 
 
 def _content(message: Json, where: str) -> str:

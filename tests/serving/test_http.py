@@ -341,7 +341,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content", "text parts"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "text parts"),
     ({"messages": [{"role": "user", "content": "ABC"}]}, 400, "messages", "'A'"),
-    ({"tools": [{"type": "function"}]}, 400, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, 400, "tools[0]", "must be an object"),
     ({"top_logprobs": 2}, 400, "top_logprobs", "needs logprobs"),
     ({"prompt": "abc"}, 400, "prompt", "unknown parameter"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),

@@ -1,0 +1,194 @@
+"""Tools in chat completions: what the chat template is told of them, and calls in the reply.
+
+A family's parser (``jrl.envs.parsers``) reads the calls of what was drawn, so that an agent that
+talks OpenAI's API plays with a policy as environments of tools do. A text in which a call cannot be
+read is a message without calls.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jrl.envs.chat import chat_template
+from jrl.envs.parsers import PARSERS, Call, Parser, Schemas, get_parser
+from jrl.errors import UserError
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
+
+Json = dict[str, Any]
+_ID_SIZE = 9
+"""Letters and digits of a call's id: what templates of Mistral's models ask for."""
+
+
+class Tools(NamedTuple):
+    """The tools of one request.
+
+    Attributes:
+      told: as the request has them, for the chat template.
+      parser: of the model's calls.
+    """
+
+    told: tuple[Json, ...]
+    parser: Parser
+
+    @property
+    def schemas(self) -> Schemas:
+        """JSON schema of the arguments, by the tool's name."""
+        return {each["function"]["name"]: each["function"]["parameters"] for each in self.told}
+
+
+def tool_parser(name: str | None, tokenizer: Tokenizer) -> Parser | None:
+    """How the served model writes calls: the named family, or the one whose marks its template has.
+
+    Returns:
+      None where nothing says so; requests with tools are refused then.
+
+    Raises:
+      UserError: there is no such family, or the template is of another one.
+    """
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.templates:
+        return None if name is None else get_parser(name)
+    template = tokenizer.templates[chat_template(tokenizer, tools=True)]
+    if name is not None:
+        return get_parser(name, template)
+    fit = [parser for parser in PARSERS.values() if parser.fits(template)]
+    return fit[0] if len(fit) == 1 else None
+
+
+def read_tools(body: Json, parser: Parser | None, fail: Callable[..., Exception]) -> Tools | None:
+    """The tools that a request names; None for none.
+
+    Args:
+      body: of the request.
+      parser: of the served model's family, or None.
+      fail: makes the error from (message, name of the parameter).
+
+    Raises:
+      What ``fail`` makes: tools are not what OpenAI's API takes, or no parser reads their calls.
+    """
+    given, choice = body.get("tools"), body.get("tool_choice")
+    if choice not in (None, "none", "auto"):
+        said = f"tool_choice = {choice!r:.60}; this server takes 'auto' and 'none'"
+        raise fail(said, "tool_choice")
+    if given in (None, []):
+        return None
+    if not isinstance(given, list):
+        raise fail("tools must be an array of functions", "tools")
+    told = tuple(_read_tool(each, i, fail) for i, each in enumerate(given))
+    if len({each["function"]["name"] for each in told}) < len(told):
+        raise fail("tools: two functions have the same name", "tools")
+    if choice == "none":
+        return None
+    if parser is None:
+        families = ", ".join(PARSERS)
+        raise fail(
+            "tools: the model's chat template does not say how it writes calls; start the server"
+            f" with --tool-parser, one of {families}",
+            "tools",
+        )
+    return Tools(told, parser)
+
+
+def _read_tool(given: Any, i: int, fail: Callable[..., Exception]) -> Json:
+    where = f"tools[{i}]"
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or given.get("type") != "function":
+        raise fail(f'{where} must be an object with "type": "function" and a "function"', where)
+    name, schema = function.get("name"), function.get("parameters") or {}
+    if not isinstance(name, str) or not name:
+        raise fail(f"{where}.function.name must be a text", f"{where}.function.name")
+    if not isinstance(schema, dict):
+        raise fail(f"{where}.function.parameters must be an object", f"{where}.function.parameters")
+    whole = {"type": "object", "properties": {}, **schema}
+    return {"type": "function", "function": {**function, "parameters": whole}}
+
+
+def plain_message(message: Json, where: str, fail: Callable[..., Exception]) -> Json | None:
+    """A message with calls, or the result of one, as templates take it; None for any other.
+
+    Raises:
+      What ``fail`` makes: it is not what OpenAI's API takes.
+    """
+    calls = message.get("tool_calls")
+    if calls is None:
+        return None
+    if message.get("role") != "assistant" or not isinstance(calls, list):
+        raise fail(f"{where}.tool_calls must be an array, of the assistant", f"{where}.tool_calls")
+    names = [f"{where}.tool_calls[{i}]" for i in range(len(calls))]
+    return {"tool_calls": [_read_call(*pair, fail) for pair in zip(calls, names, strict=True)]}
+
+
+def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise fail(f"{where} must have a function with a name", where)
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise fail(f"{where}.function.arguments must be JSON of an object", f"{where}.function")
+    made = {"name": name, "arguments": arguments}
+    return {"type": "function", "id": str(call.get("id") or ""), "function": made}
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> str:
+    """The conversation with its tools, by the chat template.
+
+    Raises:
+      UserError: the template refuses the messages, or writes no tools or no calls.
+    """
+    if tools is None:
+        return tokenizer.chat(messages)
+    results = [
+        {**m, "role": tools.parser.role, "content": tools.parser.result(m["content"])}
+        if m["role"] == "tool"
+        else m
+        for m in messages
+    ]
+    variables: Json = {"tools": list(tools.told)}
+    if isinstance(tokenizer, FileTokenizer):
+        variables["template"] = chat_template(tokenizer, tools=True)
+    text = tokenizer.chat(results, **variables)
+    called = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+    for name in [*tools.schemas, *called]:
+        if name not in text:
+            raise UserError(
+                f"the model's chat template does not write the tool {name!r}; tell of tools and"
+                " their calls in messages"
+            )
+    return text
+
+
+def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:
+    """The words before the first call, and the calls, as a message has them.
+
+    Args:
+      raw: what was drawn, control tokens spelled out.
+      tools: of the request.
+
+    Returns:
+      (None where nothing stands before, calls); no calls where none can be read.
+    """
+    found = tools.parser.parse(raw, tools.schemas)
+    calls = [call for call in found if isinstance(call, Call)]
+    if not found or len(calls) < len(found):
+        return None, []
+    begin = raw.find(_mark(tools.parser))
+    before = raw[:begin].strip() if begin > 0 else ""
+    return before or None, [_written(call) for call in calls]
+
+
+def _mark(parser: Parser) -> str:
+    """What the family's calls begin with."""
+    before, _, _ = parser.render(Call("NAME", {})).partition("NAME")
+    return before.split("\n")[0].split('"')[0].rstrip(" {[") or "{"
+
+
+def _written(call: Call) -> Json:
+    name = call.id or secrets.token_hex(_ID_SIZE)[:_ID_SIZE]
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}

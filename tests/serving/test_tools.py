@@ -1,0 +1,248 @@
+"""Tools in chat completions, by OpenAI's own client, over an engine that says what it is told."""
+
+import contextlib
+import json
+import string
+import threading
+
+import pytest
+
+from jrl.envs.parsers import PARSERS, Call
+from jrl.envs.recorded import read
+from jrl.errors import UserError
+from jrl.models.tokenizer import CharTokenizer
+from jrl.serving.http import Service
+from jrl.serving.openai_tools import Tools, calls_of, tool_parser
+from jrl.serving.record import Recorder
+from jrl.serving.request import PartialCompletion, RequestLimits
+from jrl.serving.server import HttpServer
+from jrl.types import StopReason
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+LIMITS = RequestLimits(
+    slots=4,
+    prompt_tokens=2000,
+    max_new_tokens=300,
+    vocab_size=110,
+    max_length=2400,
+    stop_tokens=1,
+    biases=True,
+)
+HERMES = PARSERS["hermes"]
+
+
+class Talker(CharTokenizer):
+    """A template in the manner of Hermes, which ends every message with the stop token, "\\x0b"."""
+
+    def __init__(self):
+        super().__init__(string.printable.replace("\x0b", ""))
+
+    def encode(self, text, *, add_special=False):
+        return [1 if c == "\x0b" else super(Talker, self).encode(c)[0] for c in text]
+
+    def chat(self, messages, *, tools=None, **variables):
+        told = "".join(json.dumps(tool) + "\n" for tool in tools or ())
+        return told + "".join(self._message(m) for m in messages)
+
+    def _message(self, message):
+        calls = [
+            HERMES.render(Call(c["function"]["name"], c["function"]["arguments"]))
+            for c in message.get("tool_calls", ())
+        ]
+        said = message["content"] + ("\n" if calls and message["content"] else "")
+        end = "\x0b" if message["role"] == "assistant" else "\n"
+        return said + "\n".join(calls) + end
+
+
+class Silent(Talker):
+    """A template that has no place for tools."""
+
+    def chat(self, messages, *, tools=None, **variables):
+        return super().chat(messages)
+
+
+class Scripted:
+    """Draws these texts, one a request, each ended by a stop token."""
+
+    failure = None
+
+    def __init__(self, texts):
+        self.texts, self.prompts, self.threads = list(texts), [], []
+
+    def submit(self, request, on_update):
+        self.prompts.append(Talker().decode(request.tokens))
+        thread = threading.Thread(target=self._draw, args=(self.texts.pop(0), request, on_update))
+        thread.start()
+        self.threads.append(thread)
+
+    def _draw(self, text, request, on_update):
+        partial = PartialCompletion(0, 0, request, Talker())
+        for token in [*Talker().encode(text), 1]:
+            stop = StopReason.STOP_TOKEN if token == 1 else StopReason.RUNNING
+            on_update(0, partial.extend([token], [-0.5], 0, stop, ()))
+
+    def abort(self, handle):
+        pass
+
+    def close(self, seconds):
+        pass
+
+
+@contextlib.contextmanager
+def serving(*texts, tokenizer=None, parser=HERMES, recorder=None):
+    """A client, and the engine behind its server."""
+    engine, options = Scripted(texts), {"model": "m", "queue": 4, "recorder": recorder}
+    service = Service(engine, tokenizer or Talker(), LIMITS, parser=parser, **options)
+    running = HttpServer(service, "127.0.0.1", 0, 1.0)
+    try:
+        url = running.url + "/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            yield client, engine
+    finally:
+        running.stop()
+        assert running.wait(10)
+        for thread in engine.threads:
+            thread.join()
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+DOUBLE = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}}
+CALLS = HERMES.render(Call("double", {"a": 4})) + "\n" + HERMES.render(Call("double", {"a": 5}))
+ASK = [{"role": "user", "content": "Double 4 and 5."}]
+ASKED = {"model": "m", "tools": [DOUBLE], "messages": ASK}
+
+
+def made(message):
+    return [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or ()]
+
+
+def test_calls_come_back_as_calls_and_their_results_are_told():
+    with serving("I do.\n" + CALLS, "8 and 10") as (client, engine):
+        first = client.chat.completions.create(**ASKED)
+        (choice,) = first.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "I do.")
+        assert made(choice.message) == [("double", {"a": 4}), ("double", {"a": 5})]
+        ids = [call.id for call in choice.message.tool_calls]
+        assert len(set(ids)) == 2
+        assert all(len(each) == 9 and each.isalnum() for each in ids)
+        results = [
+            {"role": "tool", "tool_call_id": each, "content": text}
+            for each, text in zip(ids, ("8", "10"), strict=True)
+        ]
+        messages = [*ASK, choice.message.model_dump(exclude_none=True), *results]
+        second = client.chat.completions.create(**ASKED | {"messages": messages})
+        assert second.choices[0].message.content == "8 and 10"
+        assert (second.choices[0].finish_reason, second.choices[0].message.tool_calls) == (
+            "stop",
+            None,
+        )
+        told, continued = engine.prompts
+    assert json.dumps(SCHEMA)[1:-1] in told
+    # What was drawn stands in the next prompt as it was drawn.
+    assert continued == told + "I do.\n" + CALLS + "8\n10\n"
+
+
+def test_a_stream_gives_the_calls_at_its_end():
+    with serving("Now.\n" + CALLS, "plain") as (client, _):
+        pieces = list(client.chat.completions.create(stream=True, **ASKED))
+        said = "".join(p.choices[0].delta.content or "" for p in pieces)
+        calls = [c for p in pieces for c in p.choices[0].delta.tool_calls or ()]
+        assert said == "Now."
+        assert [(c.index, c.function.name) for c in calls] == [(0, "double"), (1, "double")]
+        assert pieces[-1].choices[0].finish_reason == "tool_calls"
+        pieces = list(client.chat.completions.create(stream=True, **ASKED))
+        assert "".join(p.choices[0].delta.content or "" for p in pieces) == "plain"
+        assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [("<tool_call>\n{not json\n</tool_call>", {}), (CALLS, {"tool_choice": "none"})],
+)
+def test_what_is_no_call_is_text(text, more):
+    with serving(text) as (client, _):
+        (choice,) = client.chat.completions.create(**ASKED | more).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert choice.message.content == text
+
+
+def test_a_session_of_calls_is_trained_on_id_for_id(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.begin({"model": "m", "version": 0})
+    with contextlib.closing(recorder), serving(CALLS, "18", recorder=recorder) as (client, _):
+        named = {"extra_headers": {"X-Session-Id": "task"}}
+        message = client.chat.completions.create(**ASKED, **named).choices[0].message
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "9"} for call in message.tool_calls
+        ]
+        messages = [*ASK, message.model_dump(exclude_none=True), *results]
+        client.chat.completions.create(**ASKED | {"messages": messages}, **named)
+    recorded = read(tmp_path)
+    ((row,),) = recorded.groups
+    assert (recorded.counts.rerendered, recorded.counts.rows) == (0, 1)
+    assert [s.drawn for s in row.segments] == [True, False, True]
+    drawn = [Talker().decode(s.tokens) for s in row.segments]
+    assert drawn == [CALLS, "9\n9\n", "18"]
+
+
+BAD = [
+    ({"tools": {}}, "tools must be an array"),
+    ({"tools": [{"type": "web_search"}]}, 'tools[0] must be an object with "type": "function"'),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must be a text"),
+    ({"tools": [DOUBLE, DOUBLE]}, "two functions have the same name"),
+    ({"tool_choice": "required"}, "tool_choice = 'required'"),
+    (
+        {"messages": [*ASK, {"role": "assistant", "tool_calls": [{}]}]},
+        "messages[1].tool_calls[0] must have a function with a name",
+    ),
+    (
+        {
+            "messages": [
+                *ASK,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                },
+            ]
+        },
+        "tool_calls[0].function.arguments must be JSON of an object",
+    ),
+    ({"messages": [*ASK, {"role": "user", "tool_calls": []}]}, "of the assistant"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), BAD)
+def test_bad_requests_are_named(more, said):
+    with serving() as (client, _), pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**ASKED | more)
+    assert said in error.value.message
+
+
+def test_what_the_server_cannot_tell_or_read_is_named():
+    with serving(parser=None) as (client, _), pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**ASKED)
+    assert "start the server with --tool-parser, one of hermes," in error.value.message
+    with (
+        serving(tokenizer=Silent()) as (client, _),
+        pytest.raises(openai.BadRequestError) as error,
+    ):
+        client.chat.completions.create(**ASKED)
+    assert "chat template does not write the tool 'double'" in error.value.message
+    with pytest.raises(UserError, match="parser = 'none'"):
+        tool_parser("none", Talker())
+    assert tool_parser("llama3", Talker()) is PARSERS["llama3"]
+    assert tool_parser(None, Talker()) is None
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_calls_of_every_family_are_read(family):
+    parser = PARSERS[family]
+    tools = Tools((DOUBLE,), parser)
+    before, calls = calls_of(parser.render(Call("double", {"a": 4})), tools)
+    assert before is None
+    ((name, arguments),) = [(c["function"]["name"], c["function"]["arguments"]) for c in calls]
+    assert (name, json.loads(arguments)) == ("double", {"a": 4})
+    assert calls_of("nothing to call", tools) == (None, [])
