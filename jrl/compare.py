@@ -13,6 +13,7 @@ intervals from a bootstrap that resamples the runs of each task.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import time
@@ -29,6 +30,7 @@ from jrl.compiles import enable_compile_cache
 from jrl.config import Config, as_tree, build_config
 from jrl.envs import KNOWN, Env
 from jrl.errors import UserError
+from jrl.methods import find_method
 from jrl.metrics import plain, write_atomic
 from jrl.models import hf
 from jrl.sampling.params import make_sampling_params
@@ -36,6 +38,7 @@ from jrl.train import build, programs
 from jrl.train.build import Run
 from jrl.train.compiled import held_out, iterate, warm_start
 from jrl.train.fits import check_weights
+from jrl.train.objective import COMMON
 from jrl.train.score import policy_of
 from jrl.types import Array, Params
 
@@ -121,8 +124,8 @@ def compare(
     Args:
       config: of the runs: sizes, rewards, optimizer, warm start, ``train.steps``. The first seed
         is ``config.seed``.
-      methods: by name, with default coefficients but those of ``config.objective``, which all of
-        them must have.
+      methods: by name, with default coefficients but those of ``config.objective``, each for the
+        methods that have it, which is one of them at least.
       tasks: procedural tasks, NAME or NAME:DIFFICULTY, and environments, by name. That of
         ``config`` keeps its options.
       seeds: runs of each method on each task.
@@ -145,6 +148,9 @@ def compare(
     for run in runs.values():
         check_weights(run, key="--seeds", times=seeds)
     out.mkdir(parents=True, exist_ok=True)
+    for name, readers in coefficient_readers(config, methods).items():
+        if len(readers) < len(methods):
+            echo(f"objective.{name} is read by {', '.join(readers)} alone")
     keys = jax.vmap(jax.random.key)(config.seed + jnp.arange(seeds))
     results: list[dict[str, Any]] = []
     for task in tasks:
@@ -172,6 +178,7 @@ def _runs(
         if not given or len(set(given)) < len(given):
             raise UserError(f"{name} {','.join(given)}: name one or more, without repetition")
     runs, problems = {}, []
+    readers = coefficient_readers(config, methods)
     for task in tasks:
         name, _, difficulty = task.partition(":")
         if difficulty and not (difficulty.isdecimal() and len(difficulty) < 10):
@@ -184,7 +191,9 @@ def _runs(
         tree["train"] |= {"mode": "compiled"}
         for method in methods:
             try:
-                run = build.setup(build_config(tree | {"method": method}))
+                read = {n: x for n, x in config.objective.items() if method in readers[n]}
+                own = {"method": method, "objective": read}
+                run = build.setup(build_config(tree | own))
                 programs.check_trainable(run)
                 runs[task, method] = run
             except UserError as error:
@@ -192,6 +201,22 @@ def _runs(
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
     return runs
+
+
+def coefficient_readers(config: Config, methods: Sequence[str]) -> dict[str, list[str]]:
+    """Which of the methods read each coefficient of ``config.objective``.
+
+    All of them where none does, each of which then says so.
+    """
+    known: dict[str, set[str]] = {}
+    for method in methods:
+        with contextlib.suppress(UserError):  # of a method that is not there, said elsewhere
+            known[method] = {*find_method(method).coefficients, *COMMON}
+    readers = {}
+    for name in config.objective:
+        found = [method for method in methods if name in known.get(method, ())]
+        readers[name] = found or list(methods)
+    return readers
 
 
 class _Start:

@@ -3,16 +3,20 @@
     jrl eval RUN --search beam --width 4 --step-tokens 64
     jrl eval RUN --search mcts --out DIR
 
-The search goes by the policy's own likelihood, never by the answer; what it takes in the end is
-judged as any completion is. With ``--out`` training problems are searched, every path that ended is
-judged, and what the trees then say of steps is written as rows to train on.
+    jrl eval RUN --search beam --by model rewards.model.path=RUN_OF_A_REWARD_MODEL
+
+The search goes by the policy's own likelihood, by a reward model, or by the run's own value
+network, never by the answer; what it takes in the end is judged as any completion is. With
+``--out`` training problems are searched, every path that ended is judged, and what the trees then
+say of steps is written as rows to train on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,19 +27,32 @@ from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
 from jrl.envs.tree import Tree
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
-from jrl.errors import UserError
+from jrl.errors import UserError, choose
 from jrl.evaluate import load_policy, wilson
+from jrl.rewards.model import ModelReward
 from jrl.serving.engine import Engine
-from jrl.serving.search import Found, SearchPlan, named_search, search
+from jrl.serving.search import (
+    Found,
+    Path,
+    Scorer,
+    SearchPlan,
+    by_likelihood,
+    named_search,
+    search,
+)
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
-from jrl.train.objective import max_new_tokens
+from jrl.train.frozen import run_task
+from jrl.train.objective import max_new_tokens, method_of
+from jrl.train.reward_model import model_of, trains_reward
 from jrl.types import Array, Params, Prompt, stream
 
 _SLOTS = 32
+LIKELIHOOD = "likelihood"
+"""What paths are ranked by where nothing else is named."""
 
 
 def search_run(
@@ -47,6 +64,8 @@ def search_run(
     rounds: int = 64,
     checkpoint: int | None = None,
     out: str | None = None,
+    by: str = LIKELIHOOD,
+    reduce: str = "last",
 ) -> dict[str, Any]:
     """Evaluates a run's policy with a search on its held-out problems.
 
@@ -59,6 +78,9 @@ def search_run(
       checkpoint: a training step; None for the newest.
       out: a directory for siblings.jsonl and paths.jsonl (``envs.tree_rows.TreeRows``) of a search
         on the first training problems; None for none.
+      by: what paths are ranked by: "likelihood", "model" (the reward model of ``rewards.model``),
+        or "value" (the value network that the run trained).
+      reduce: of the values behind the steps of a path, what counts: "last", "min" or "mean".
 
     Returns:
       ``step``, accuracy with its 95 % interval, and of each problem on average: "expansions" of
@@ -71,13 +93,16 @@ def search_run(
     """
     folder = None if out is None else _folder(out)
     plan = named_search(name, width, rounds=rounds)
+    verifier = verifier_of(config, by, reduce)
     run = searched_run(config, width)
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         most = longest_completion(run)
-        found = searched(run, params, prompts, plan, step_tokens=step_tokens, seed=run.config.seed)
+        score = by_likelihood if verifier is None else verifier(run, prompts, checkpoint)
+        sizes = {"step_tokens": step_tokens, "seed": run.config.seed}
+        found = searched(run, params, prompts, plan, score=score, **sizes)
         taken = [each.tokens for each in found]
         right = points_of(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
         rows = None if folder is None else _rows(run, problems, prompts, found, most)
@@ -93,6 +118,76 @@ def search_run(
         **dict(zip(names, costs.tolist(), strict=True)),
         **({} if folder is None or rows is None else _written(folder, rows)),
     }
+
+
+# ---------------------------------------------------------------- what paths are ranked by
+
+
+def verifier_of(config: Config, by: str, reduce: str) -> Callable[..., Scorer] | None:
+    """What makes a scorer of (run, prompts, checkpoint); None for the policy's likelihood.
+
+    Raises:
+      UserError: no such verifier or reduction, one that is not read, or that the run does not have.
+    """
+    if by not in (LIKELIHOOD, "model", "value"):
+        raise choose("--by", by, (LIKELIHOOD, "model", "value"))
+    if reduce not in REDUCED:
+        raise choose("--reduce", reduce, REDUCED)
+    if by == LIKELIHOOD and reduce != "last":
+        raise UserError(f"--reduce {reduce} is not read with --by likelihood; leave it out")
+    if by == LIKELIHOOD:
+        return None
+    if by == "model" and "model" not in config.rewards:
+        raise UserError(
+            "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
+            " model, such as one of configs/reward_model.toml"
+        )
+    trained = method_of(config, run_task(config))
+    if by == "value" and (not trained.value or trains_reward(config)):
+        raise UserError(
+            f"--by value: method = {config.method!r} trains no value network beside a policy; use"
+            " --by model with rewards.model.path, or leave it out"
+        )
+
+    def make(run: Run, prompts: Sequence[Prompt], checkpoint: int | None) -> Scorer:
+        if by == "model":
+            assert run.rewards.model is not None
+            model = run.rewards.model
+        else:
+            model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
+        most = longest_completion(run)
+        return partial(_by_values, model, prompts, run.width, most, REDUCED[reduce])
+
+    return make
+
+
+REDUCED: Mapping[str, Callable[[np.ndarray], float]] = {
+    "last": lambda values: float(values[-1]),
+    "min": lambda values: float(values.min()),
+    "mean": lambda values: float(values.mean()),
+}
+"""What counts of the values behind a path's steps."""
+
+
+def _by_values(
+    model: ModelReward,
+    prompts: Sequence[Prompt],
+    width: int,
+    most: int,
+    reduced: Callable[[np.ndarray], float],
+    paths: Sequence[Path],
+) -> list[float | None]:
+    """Points of paths by what a model says behind each of their steps."""
+    count = 1 << (max(len(paths), 1) - 1).bit_length()  # few shapes, hence few programs
+    tokens, lengths = np.zeros((count, most), np.int32), np.ones(count, np.int32)
+    for row, path in enumerate(paths):
+        tokens[row, : len(path.tokens)], lengths[row] = path.tokens, len(path.tokens)
+    asked = [prompts[path.prompt] for path in paths]
+    asked += [prompts[0]] * (count - len(paths))
+    whole = np.ones(count, bool)
+    rollout = demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)
+    values = model.of_tokens(rollout)[:, 0]
+    return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
 
 
 def searched_run(config: Config, width: int) -> Run:
@@ -125,8 +220,9 @@ def searched(
     *,
     step_tokens: int,
     seed: int,
+    score: Scorer = by_likelihood,
 ) -> list[Found]:
-    """What a search finds for each prompt, by the policy's own likelihood.
+    """What a search finds for each prompt.
 
     Args:
       run: from ``searched_run``.
@@ -135,6 +231,7 @@ def searched(
       plan: how to search.
       step_tokens: the most tokens of a step. In text a step ends with a line, too.
       seed: of the draws.
+      score: judges paths.
     """
     most = longest_completion(run)
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -152,6 +249,7 @@ def searched(
         engine,
         [prompt.tokens.tolist() for prompt in prompts],
         plan,
+        score,
         end_tokens=run.tokenizer.stop_ids,
         step_tokens=size,
         max_tokens=most,
@@ -161,9 +259,9 @@ def searched(
     )
 
 
-def _folder(out: str) -> Path:
+def _folder(out: str) -> pathlib.Path:
     """The directory, made where it is missing."""
-    folder = Path(out)
+    folder = pathlib.Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -261,7 +359,7 @@ def ids_of(tree: Tree, leaf: int) -> np.ndarray:
     return np.concatenate([step.content for step in steps if step is not None])
 
 
-def _written(folder: Path, rows: Sequence[TreeRows]) -> dict[str, float]:
+def _written(folder: pathlib.Path, rows: Sequence[TreeRows]) -> dict[str, float]:
     """Writes both files; how many rows each has."""
     counts = {}
     for name in TreeRows._fields:

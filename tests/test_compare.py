@@ -9,7 +9,13 @@ import scipy.stats
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
-from jrl.compare import compare, interquartile_mean, stratified_interval, write_comparison
+from jrl.compare import (
+    coefficient_readers,
+    compare,
+    interquartile_mean,
+    stratified_interval,
+    write_comparison,
+)
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.metrics import read_jsonl
@@ -168,9 +174,20 @@ def test_what_cannot_be_compared_is_refused_by_name_before_anything_runs(tmp_pat
     )
     assert "--task sequence:hard; write NAME" in refused(tmp_path, tasks=("sequence:hard",))
     assert "--seeds 1: an interval needs at least 2" in refused(tmp_path, seeds=1)
-    message = refused(tmp_path, "objective.kl_coef=0.1", methods=("grpo", "filtered_bc"))
+    message = refused(tmp_path, "objective.kl_ceof=0.1", methods=("grpo", "filtered_bc"))
     assert "filtered_bc: " in message
-    assert "grpo: " not in message
+    assert "grpo: objective.kl_ceof = 0.1: grpo has no such coefficient" in message
+
+
+def test_a_coefficient_is_for_the_methods_that_have_it():
+    lines = ["objective.kl_coef=0.1", "objective.epochs=2", "objective.whiten=false"]
+    config = load_config("configs/tiny.toml", lines)
+    readers = coefficient_readers(config, ["grpo", "filtered_bc", "ppo"])
+    assert readers == {
+        "kl_coef": ["grpo", "ppo"],
+        "epochs": ["grpo", "filtered_bc", "ppo"],
+        "whiten": ["ppo"],
+    }
 
 
 def test_the_command_says_what_is_missing_and_keeps_what_is_there(small):

@@ -210,7 +210,8 @@ def compare(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="Configuration file.")],
     overrides: Overrides = None,
     methods: Annotated[
-        str, typer.Option(help="Methods, comma-separated; objective.NAME=VALUE is for all of them.")
+        str,
+        typer.Option(help="Methods, comma-separated; objective.NAME=VALUE goes to those with it."),
     ] = "grpo,rloo",
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=2)] = 5,
     steps: Annotated[int | None, typer.Option(help="Training steps.", min=1)] = None,

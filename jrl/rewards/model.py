@@ -50,12 +50,16 @@ class ModelReward:
         def points(params: Params, rollout: Rollout) -> Array:
             return last_values(values(params, rollout), rollout.mask)
 
-        self._params, self._points = params, jax.jit(points)
+        self._params, self._points, self._values = params, jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
         """[N, G] float32, points, on the host."""
         found: np.ndarray = np.asarray(self._points(self._params, rollout))
         return found
+
+    def of_tokens(self, rollout: Rollout) -> np.ndarray:
+        """[N, G, T] float32, points behind each token, on the host."""
+        return np.asarray(self._values(self._params, rollout))
 
 
 def insert_part(rewards: Array | np.ndarray, points: np.ndarray, column: int) -> np.ndarray:

@@ -33,9 +33,27 @@ from jrl.serving.engine import Engine
 from jrl.serving.request import Request
 from jrl.types import StopReason
 
-Scorer = Callable[[int, np.ndarray, float, bool], float | None]
-"""(number of the prompt, the path's ids, their mean log-probability, whether it has ended) ->
-points, or None where nothing can be said yet."""
+
+class Path(NamedTuple):
+    """A path of a search tree that has just been drawn to its last step.
+
+    Attributes:
+      prompt: number of the prompt.
+      tokens: [t] int32, all that was drawn behind it.
+      ends: lengths at which the steps end, the last one t.
+      logprob: the mean log-probability of the tokens, nats.
+      ended: whether nothing follows.
+    """
+
+    prompt: int
+    tokens: np.ndarray
+    ends: tuple[int, ...]
+    logprob: float
+    ended: bool
+
+
+Scorer = Callable[[Sequence[Path]], Sequence[float | None]]
+"""The paths of a round -> points of each, or None where nothing can be said yet."""
 
 
 class SearchPlan(NamedTuple):
@@ -99,9 +117,9 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
     return SearchPlan(select, width, rounds)
 
 
-def by_likelihood(prompt: int, tokens: np.ndarray, logprob: float, ended: bool) -> float:
-    """Points of a path without a verifier: the geometric mean of its tokens' probabilities."""
-    return float(np.exp(logprob))
+def by_likelihood(paths: Sequence[Path]) -> list[float | None]:
+    """Points of paths without a verifier: the geometric mean of their tokens' probabilities."""
+    return [float(np.exp(path.logprob)) for path in paths]
 
 
 def search(
@@ -127,7 +145,7 @@ def search(
       engine: idle. A path ends where it is too long to be one of its prompts.
       prompts: ids.
       plan: such as ``named_search`` returns.
-      score: judges paths.
+      score: judges the paths of a round together.
       end_tokens: ids that end a completion.
       step_tokens: the most tokens of a step.
       max_tokens: the most of a completion.
@@ -165,7 +183,7 @@ def search(
             )
             read[i] += len(request.tokens)
             numbers[engine.submit(request)] = place
-        found: list[list[Step | None]] = [[None] * plan.width for _ in asked]
+        found: dict[tuple[int, int], tuple[Path, Step]] = {}
         for update in engine.run():
             if (done := update.completion) is None:
                 continue
@@ -178,10 +196,16 @@ def search(
             follows = len(prompts[i]) + len(whole) <= engine.limits.prompt_tokens
             ended = ended or len(whole) >= max_tokens or not (follows or plan.whole)
             mean = logprob / max(len(ids), 1)
-            points = score(i, whole, _mean_logprob(trees[i], path, logprob, len(ids)), ended)
-            step = Step(ids, len(ids), logprob, -mean, ended, points)
-            found[place][update.member] = step
-        return [[step for step in steps if step is not None] for steps in found]
+            step_ends = tuple(np.cumsum([len(part) for part in (*path, ids)]).tolist())
+            overall = _mean_logprob(trees[i], path, logprob, len(ids))
+            drawn = Path(i, whole, step_ends, overall, ended)
+            found[place, update.member] = drawn, Step(ids, len(ids), logprob, -mean, ended, None)
+        order = sorted(found)
+        points = score([found[at][0] for at in order])
+        steps: list[list[Step]] = [[] for _ in asked]
+        for (place, member), worth_now in zip(order, points, strict=True):
+            steps[place].append(found[place, member][1]._replace(points=worth_now))
+        return steps
 
     costs = grow_all(
         trees, plan.select, expand, plan.backup, rounds=plan.rounds, tokens=plan.tokens

@@ -87,13 +87,28 @@ def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
             f"rewards.model.path = {given!r} was trained with another tokenizer than the policy's; "
             "train it from a checkpoint with the policy's tokenizer"
         )
+    parts = config.train.minibatches * config.train.microbatches
+    return model_of(theirs, mesh, parts, behind=trains_reward(theirs))
+
+
+def model_of(
+    theirs: Config, mesh: Mesh, parts: int, *, behind: bool, checkpoint: int | None = None
+) -> ModelReward:
+    """The values that a run trained, placed on a mesh.
+
+    Args:
+      theirs: the run's configuration, with ``run.dir``.
+      mesh: of the run that reads them.
+      parts: see ``values``.
+      behind: whether values are those behind each token, as a reward model's; else before it.
+      checkpoint: a training step; None for the newest.
+    """
     shape = run_shape(theirs, run_task(theirs))
     network = trained_network(theirs, shape, transformer(shape))
     value = make_value(theirs, network)
-    if trains_reward(theirs):
+    if behind:
         value = after_token(value)
-    params = _params(theirs, network, value, mesh)
-    parts = config.train.minibatches * config.train.microbatches
+    params = _params(theirs, network, value, mesh, checkpoint)
     return ModelReward(params, partial(values, network=network, value=value, parts=parts))
 
 
@@ -140,7 +155,9 @@ def _tokenizer(config: Config) -> bytes | str:
     return (model_directory(config.model.path or "") / "tokenizer.json").read_bytes()
 
 
-def _params(config: Config, network: Network, value: ValueNetwork, mesh: Mesh) -> Params:
+def _params(
+    config: Config, network: Network, value: ValueNetwork, mesh: Mesh, checkpoint: int | None
+) -> Params:
     shapes = jax.eval_shape(
         lambda key: {"policy": network.init(key), "value": value.init(key)}, jax.random.key(0)
     )
@@ -151,5 +168,7 @@ def _params(config: Config, network: Network, value: ValueNetwork, mesh: Mesh) -
         tree_shardings(mesh, axes, shapes),
     )
     also = {"params": {"value": wanted["value"]}}
-    policy, found = restore_policy(config, network, wanted["policy"], also=also)
+    policy, found = restore_policy(
+        config, network, wanted["policy"], checkpoint=checkpoint, also=also
+    )
     return {"policy": policy, "value": found["params"]["value"]}
