@@ -12,10 +12,10 @@ easy. All searches are played on all problems, and a problem's own is chosen by 
 halves of each bin choose for each other, the cross-validation of "Scaling LLM Test-Time Compute
 Optimally can be More Effective than Scaling Model Parameters" (arXiv:2408.03314).
 
-Departures: searches go by the policy's likelihood, where the papers have process reward models. The
-first pass reads the answers, as both papers' does, so the number says what a choice by difficulty
-is worth, not what a policy reaches that has to guess it. The edges, a tenth and a half, are from
-memory.
+Searches go by a process reward model with ``by="model"``, as in the papers, and else by the
+policy's likelihood. Departures: the first pass reads the answers, as both papers' does, so the
+number says what a choice by difficulty is worth, not what a policy reaches that has to guess it.
+The edges, a tenth and a half, are from memory.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ from jrl.config import Config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate_search import (
+    LIKELIHOOD,
     ids_of,
     longest_completion,
     points_of,
     problems_of,
     searched,
     searched_run,
+    verifier_of,
 )
-from jrl.serving.search import SEARCHES, SearchPlan, named_search
+from jrl.serving.search import SEARCHES, SearchPlan, by_likelihood, named_search
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """What ``jrl eval --search`` calls this evaluation."""
@@ -116,6 +118,8 @@ def budget_run(
     step_tokens: int = 64,
     checkpoint: int | None = None,
     first: int = _FIRST,
+    by: str = LIKELIHOOD,
+    reduce: str = "last",
 ) -> dict[str, Any]:
     """Evaluates each search on a run's held-out problems, and the choice among them by difficulty.
 
@@ -125,6 +129,8 @@ def budget_run(
       step_tokens: the most tokens of a step.
       checkpoint: a training step; None for the newest.
       first: completions of a problem in the first pass.
+      by: as in ``evaluate_search.search_run``.
+      reduce: as there.
 
     Returns:
       ``step``, ``problems``, the accuracy of the choice with its 95 % interval, "drawn_tokens" that
@@ -140,6 +146,7 @@ def budget_run(
             f"--width {completions}: --search {COMPUTE_OPTIMAL} needs a budget of at least 4 "
             "completions, for searches of width 2; raise it"
         )
+    verifier = verifier_of(config, by, reduce)
     run = searched_run(config, max(completions, first))
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
@@ -150,7 +157,8 @@ def budget_run(
             whose, tokens = np.array([i for i, _ in paths]), [ids for _, ids in paths]
             return points_of(run, problems, prompts, whose, tokens, most) >= 1
 
-        play = partial(searched, run, params, prompts, step_tokens=step_tokens)
+        score = by_likelihood if verifier is None else verifier(run, prompts, checkpoint)
+        play = partial(searched, run, params, prompts, step_tokens=step_tokens, score=score)
         # Other draws than those of best_of_n, whose luck would else choose its own bin.
         tried = play(named_search("best_of_n", first), seed=run.config.seed + 1)
         paths = [(i, ids_of(x.tree, leaf)) for i, x in enumerate(tried) for leaf in x.tree.leaves()]

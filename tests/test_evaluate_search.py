@@ -1,14 +1,22 @@
 """Evaluation by search: what it finds, what it costs, and what it refuses."""
 
+import jax
+import numpy as np
 import pytest
 
-from jrl.config import load_config
+from jrl.config import build_config, load_config
 from jrl.errors import UserError
-from jrl.evaluate_search import search_run
+from jrl.evaluate import load_policy
+from jrl.evaluate_budget import budget_run
+from jrl.evaluate_search import REDUCED, _by_values, search_run
 from jrl.metrics import read_jsonl
-from jrl.train import loop
+from jrl.serving.search import Path
+from jrl.train import build, loop
+from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
+from jrl.train.reward_model import model_of
+from jrl.types import Prompt
 
 TINY = [
     "data.difficulty=3",
@@ -77,10 +85,67 @@ def test_a_run_trains_on_the_rows_of_a_search(tmp_path, monkeypatch):
         )
         said = []
         train(pairs, echo=said.append)
-        assert not [line for line in said if "the objective alone" in line] or method == "alphamath"
+        assert not [line for line in said if "the objective alone" in line]
         records = read_jsonl(tmp_path / method / "metrics.jsonl")[1:]
         assert [r["step"] for r in records] == [1, 2, 3]
         assert all(r["grad_norm"] > 0 for r in records)
+    verified(run, tmp_path)
+
+
+def verified(run, root):
+    """Searches by what was trained: other answers than by likelihood, and the same ones again."""
+    prm = tree_with(run, {"rewards": {"verify": {}, "model": {"path": str(root / "prm")}}})
+    few = [f"run.dir={root / 'alphamath'}", "eval.problems=16"]
+    own = load_config(root / "alphamath" / "config.toml", few)
+    for config, ways in ((prm, ("model", "min")), (own, ("value", "mean"))):
+        by = dict(zip(("by", "reduce"), ways, strict=True))
+        found = search_run(config, "beam", width=2, step_tokens=1, **by)
+        assert found["problems"] == 16
+        assert search_run(config, "beam", width=2, step_tokens=1, **by) == found
+    values_are_those_behind_tokens(own)
+    told = budget_run(prm, completions=4, step_tokens=1, by="model")
+    assert {"beam/accuracy", "dvts/accuracy"} <= told.keys()
+
+
+def values_are_those_behind_tokens(config):
+    run = build.setup(config, trains=False)
+    prompt, drawn = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
+    with jax.set_mesh(run.mesh):
+        model = model_of(config, run.mesh, 1, behind=True)
+        whole, four = np.ones(1, bool), np.array([4], np.int32)
+        given = demonstration_rollout(prompt, four, drawn, four, whole, 1)
+        found = model.of_tokens(given)[0, 0]
+        tokens = np.concatenate([prompt, drawn], 1)
+        columns, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
+        _, params, _ = load_policy(run, None)
+        hidden, _ = run.network.hidden(params, tokens, columns, ones)
+        head = model._params["value"]
+        behind = hidden[0, 4:].astype(np.float32) @ head["weight"] + head["bias"]
+    np.testing.assert_allclose(found, behind, atol=1e-5)
+    assert np.unique(found.round(6)).size == 4
+
+
+def tree_with(config, more):
+    return build_config(config.model_dump(mode="json", exclude_none=True) | more)
+
+
+def test_a_path_is_worth_what_is_said_behind_its_steps():
+    class Model:
+        """Behind each token the token itself, less ten times the prompt's length."""
+
+        def of_tokens(self, rollout):
+            ahead = 10 * rollout.prompt_lengths[:, None, None]
+            return rollout.tokens - ahead
+
+    prompts = [Prompt(i, "", np.arange(1, 2 + i), "") for i in range(2)]
+    paths = [
+        Path(0, np.array([5, 3, 9, 4]), (2, 3, 4), -1.0, True),
+        Path(1, np.array([7]), (1,), -1.0, False),
+        Path(0, np.array([6, 2]), (1, 2), -1.0, False),
+    ]
+    expected = {"last": [-6, -13, -8], "min": [-7, -13, -8], "mean": [16 / 3 - 10, -13, -6]}
+    for name, points in expected.items():
+        assert _by_values(Model(), prompts, 4, 6, REDUCED[name], paths) == pytest.approx(points)
 
 
 def test_what_cannot_be_searched_is_named(tmp_path):
@@ -89,6 +154,15 @@ def test_what_cannot_be_searched_is_named(tmp_path):
         search_run(tiny(), "beam", out=str(tmp_path / "file"))
     with pytest.raises(UserError, match="search = 'bream'; did you mean 'beam'"):
         search_run(tiny(), "bream")
+    for by, reduce, said in (
+        ("oracle", "last", "--by = 'oracle'"),
+        ("model", "last", "--by model: rewards.model is missing"),
+        ("model", "first", "--reduce = 'first'"),
+        ("value", "last", "method = 'grpo' trains no value network"),
+        ("likelihood", "min", "--reduce min is not read with --by likelihood"),
+    ):
+        with pytest.raises(UserError, match=said):
+            search_run(tiny(), "beam", by=by, reduce=reduce)
     env = load_config("configs/gridworld.toml", ["mesh.fsdp=1"])
     with pytest.raises(UserError, match="--search: episodes in an environment are not searched"):
         search_run(env, "beam")

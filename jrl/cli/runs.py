@@ -113,6 +113,12 @@ def evaluate(
         ),
     ] = 4,
     step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
+    by: Annotated[
+        str, typer.Option(help="What a search ranks paths by: likelihood, model or value.")
+    ] = "likelihood",
+    reduce: Annotated[
+        str, typer.Option(help="Of the values behind a path's steps: last, min or mean.")
+    ] = "last",
     out: Annotated[
         str | None,
         typer.Option(help="Search training problems; directory for rows to train on."),
@@ -123,7 +129,8 @@ def evaluate(
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
 
     With --search also what the search took of each problem: steps, tokens drawn, tokens read again;
-    compute_optimal plays all searches within one budget and chooses among them by difficulty;
+    --by model goes by rewards.model.path, value by the run's own value network; compute_optimal
+    plays all searches within one budget and chooses among them by difficulty;
     with --out the trees' siblings.jsonl and paths.jsonl are for data.pairs (docs/recipes.md).
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
@@ -142,7 +149,12 @@ def evaluate(
             )
 
         result = budget_run(
-            chosen, completions=width, step_tokens=step_tokens, checkpoint=checkpoint
+            chosen,
+            completions=width,
+            step_tokens=step_tokens,
+            checkpoint=checkpoint,
+            by=by,
+            reduce=reduce,
         )
         print_result("evaluation", result, as_json)
         return
@@ -150,10 +162,19 @@ def evaluate(
         from jrl.evaluate_search import search_run
 
         result = search_run(
-            chosen, search, width=width, step_tokens=step_tokens, checkpoint=checkpoint, out=out
+            chosen,
+            search,
+            width=width,
+            step_tokens=step_tokens,
+            checkpoint=checkpoint,
+            out=out,
+            by=by,
+            reduce=reduce,
         )
         print_result("evaluation", result, as_json)
         return
+    if by != "likelihood":
+        raise UserError(f"--by {by}: only a search ranks paths; add --search beam")
     if out is not None:
         raise UserError(f"--out {out}: only a search leaves rows to write; add --search mcts")
     from jrl.evaluate import evaluate_run

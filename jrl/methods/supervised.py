@@ -240,8 +240,6 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
         advantage=tree_targets(correct),
         surrogate=ratios.reinforce(),
         regularizers=(bounded_value_loss(beta),),
-        unsupported="a beam ranked by the value head at inference: that of jrl eval goes by"
-        " likelihood",
     )
 
 
