@@ -241,21 +241,28 @@ def test_eval_takes_a_run_directory_with_changes(replace, run_dir):
 
 
 def test_eval_searches_and_writes_rows(replace, run_dir):
-    def search_run(config, name, *, width, step_tokens, checkpoint, out):
+    def search_run(config, name, *, width, step_tokens, checkpoint, out, by, reduce):
         assert (name, width, step_tokens, checkpoint, out) == ("mcts", 3, 64, None, "rows")
+        assert (by, reduce) == ("model", "min")
         return {"step": 1, "accuracy": 0.5, "siblings": 4.0}
 
     replace("jrl.evaluate_search", search_run=search_run)
-    result = jrl("eval", run_dir, "--search", "mcts", "--width", 3, "--out", "rows", "--json")
+    ranked = ("--by", "model", "--reduce", "min")
+    asked = ("eval", run_dir, "--search", "mcts", "--width", 3, "--out", "rows", *ranked)
+    result = jrl(*asked, "--json")
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
     assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
+    result = jrl("eval", run_dir, "--by", "model")
+    assert result.exit_code != 0
+    assert "--by model: only a search ranks paths; add --search beam" in result.stderr
 
 
 def test_eval_under_a_budget(replace, run_dir):
-    def budget_run(config, *, completions, step_tokens, checkpoint):
+    def budget_run(config, *, completions, step_tokens, checkpoint, by, reduce):
         assert (completions, step_tokens, checkpoint) == (16, 8, None)
+        assert (by, reduce) == ("likelihood", "last")
         return {"step": 1, "accuracy": 0.5, "beam/accuracy": 0.25}
 
     replace("jrl.evaluate_budget", budget_run=budget_run)
