@@ -29,6 +29,7 @@ from jrl.envs.tree import Tree
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError, choose
 from jrl.evaluate import load_policy, wilson
+from jrl.evaluate_episodes import search_episodes
 from jrl.rewards.model import ModelReward
 from jrl.serving.engine import Engine
 from jrl.serving.search import (
@@ -73,7 +74,8 @@ def search_run(
       config: a run's configuration.
       name: of ``serving.search.SEARCHES``.
       width: of the search.
-      step_tokens: the most tokens of a step. In text a step ends with a line, too.
+      step_tokens: the most tokens of a step. In text a step ends with a line, too; in episodes it
+        is a turn, and this is not read.
       rounds: at most.
       checkpoint: a training step; None for the newest.
       out: a directory for siblings.jsonl and paths.jsonl (``envs.tree_rows.TreeRows``) of a search
@@ -88,10 +90,21 @@ def search_run(
       the numbers of rows, "siblings" and "paths".
 
     Raises:
-      UserError: episodes of environments, nothing to evaluate on, a search that does not fit, or a
-        directory that cannot be written to.
+      UserError: an environment on the device, nothing to evaluate on, a search that does not fit,
+        or a directory that cannot be written to.
     """
     folder = None if out is None else _folder(out)
+    if config.episodes is not None:
+        numbers, left = search_episodes(
+            config,
+            name,
+            width=width,
+            rounds=rounds,
+            checkpoint=checkpoint,
+            train=folder is not None,
+            verifier=verifier_of(config, by, reduce),
+        )
+        return numbers | ({} if folder is None else _written(folder, left))
     plan = named_search(name, width, rounds=rounds)
     verifier = verifier_of(config, by, reduce)
     run = searched_run(config, width)
@@ -198,7 +211,9 @@ def searched_run(config: Config, width: int) -> Run:
     """
     run = build.setup(config, trains=False)
     if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
-        raise UserError("--search: episodes in an environment are not searched; leave it out")
+        raise UserError(
+            "--search: episodes in an environment on the device are not searched; leave it out"
+        )
     longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
     check_slots("--width", max(_SLOTS, width), longest, run.model)
     if run.task is not None:

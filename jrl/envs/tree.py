@@ -28,6 +28,7 @@ class Step(NamedTuple):
       entropy: nats a token, the mean.
       done: whether the path ends with it.
       points: what the path is worth, known or estimated; None where nobody said.
+      answer: what an environment said to it, which nobody drew; of the kind of ``content``.
     """
 
     content: Any
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     entropy: float = 0.0
     done: bool = False
     points: float | None = None
+    answer: Any = ()
 
 
 @dataclasses.dataclass
@@ -410,6 +412,12 @@ def _content(tree: Tree, node: int) -> Any:
     return step.content
 
 
+def _with_answer(tree: Tree, node: int) -> list[Any]:
+    step = tree.nodes[node].step
+    assert step is not None
+    return [step.content, step.answer] if len(step.answer) else [step.content]
+
+
 def backed_up(tree: Tree, leaf: int) -> list[float]:
     """The values of the nodes on the way to a leaf, as "node_value" wants them by step."""
     return [tree.nodes[i].value for i in tree.path(leaf)]
@@ -419,7 +427,7 @@ class Siblings(NamedTuple):
     """The children of one node that were visited.
 
     Attributes:
-      path: contents of the steps that they share.
+      path: contents of the steps that they share, each followed by its answer if it has one.
       steps: contents of the children.
       values: Q of each, points.
       visits: of each.
@@ -438,7 +446,7 @@ def siblings(tree: Tree) -> list[Siblings]:
         seen = [j for j in node.children if tree.nodes[j].visits]
         values = [tree.nodes[j].value for j in seen]
         if len(set(values)) > 1:
-            path = [_content(tree, j) for j in tree.path(i)]
+            path = [x for j in tree.path(i) for x in _with_answer(tree, j)]
             steps = [_content(tree, j) for j in seen]
             groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
     return groups

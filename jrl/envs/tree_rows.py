@@ -22,7 +22,8 @@ class TreeRows(NamedTuple):
         stand behind each. For ``mcts_dpo``, ``step_q``, ``tp_llama`` and other preferences.
       paths: all paths that ended, as one row: the scores are their leaves' points; "steps" holds
         the sizes of each path's steps, tokens, and "step_values" their values. For ``prm``,
-        ``rest_mcts`` and ``alphamath``. Empty where no path ended.
+        ``rest_mcts`` and ``alphamath``. Empty where no path ended, and for episodes, of which a
+        response would hold what environments said.
     """
 
     siblings: list[dict[str, Any]]
@@ -63,7 +64,7 @@ def rows_of_tree(
         for group in siblings(judged)
     ]
     paths = [judged.path(leaf) for leaf in total]
-    if not paths:
+    if not paths or any(len(_step(judged, i).answer) for i in range(1, len(judged.nodes))):
         return TreeRows(rows, [])
     steps = [[_ids([_step(judged, i).content]) for i in path] for path in paths]
     whole = {

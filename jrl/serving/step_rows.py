@@ -24,7 +24,8 @@ class StepAsk(NamedTuple):
     Attributes:
       tree: its number.
       node: number of the node in the tree, 0 for the root.
-      path: [t] int32, the tokens from the prompt to there.
+      path: [t] int32, the tokens from the prompt to the end of the node's step.
+      answer: [a] int32, what an environment said to that step; the new steps follow it.
       first: number that the first of the new nodes will have; the others follow.
       steps: how many to draw.
     """
@@ -34,6 +35,7 @@ class StepAsk(NamedTuple):
     path: np.ndarray
     first: int
     steps: int
+    answer: np.ndarray = np.zeros(0, np.int32)
 
 
 class DrawnStep(NamedTuple):
@@ -134,11 +136,14 @@ class StepRows:
         """Puts a copy of the node's row into a slot."""
         ask = job.ask
         key = (ask.tree, ask.node)
-        limit = min(len(ask.path) + self._step_tokens, self._rows.max_new_tokens)
+        behind = len(ask.path) + len(ask.answer)
+        limit = min(behind + self._step_tokens, self._rows.max_new_tokens)
         start = RowStart(tuple(self._prompts[ask.tree]), self._seeds[ask.tree], job.number, limit)
         if key not in self._parked:
             self._keep(key, self._read(row, start, ask), users)
         self._rows.resume(row, self._rows.branch(self._parked[key], start))
+        if len(ask.answer):
+            self._rows.extend({row: More(ask.answer.tolist(), limit)})
         users[key] -= 1
         if not users[key] and ask.node:
             del self._parked[key]  # a node is expanded once, but for a root whose paths all ended
@@ -162,7 +167,7 @@ class StepRows:
     ) -> DrawnStep:
         """The step that a row has drawn; the row is kept for those that may follow."""
         step = job.step(self._rows.version, stop)
-        length = len(job.ask.path) + len(step.tokens)
+        length = len(job.ask.path) + len(job.ask.answer) + len(step.tokens)
         ended = stop == StopReason.STOP_TOKEN and int(step.tokens[-1]) in self._ends
         if ended or length >= self._rows.max_new_tokens:
             return step._replace(stop=StopReason.STOP_TOKEN if ended else StopReason.LENGTH)

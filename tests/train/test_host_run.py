@@ -17,6 +17,7 @@ from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
+from jrl.evaluate_search import search_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -324,6 +325,33 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
 SHARED = ("method=webrl", "train.prompts=8", "rewards={success={}}", "objective={replayed=0.5}")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
+
+
+def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
+    config = settings(place, tmp_path / "run", "talk", "data.turns=2", "sampling.max_new_tokens=60")
+    found = search_run(config, "beam", width=2)
+    assert found["problems"] == 3
+    assert found["turns"] == 2 * found["expansions"]
+    assert (found["env_errors"], found["step"]) == (0, 0)
+    left = search_run(config, "mcts", width=3, rounds=6, out=str(tmp_path / "rows"))
+    rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
+    assert len(rows) == left["siblings"] > 0 == left["paths"]
+    with pytest.raises(UserError, match="--search best_of_n: episodes are searched by turns; use"):
+        search_run(config, "best_of_n")
+    pairs = load_config(
+        None,
+        [
+            f"model.path={json.dumps(str(place / 'model'))}",
+            f"data.pairs={json.dumps(str(tmp_path / 'rows' / 'siblings.jsonl'))}",
+            *("data.max_prompt_tokens=96", "data.overlong=drop", "method=tp_llama"),
+            *("train.prompts=2", "train.steps=2", "mesh.fsdp=1", "model.dtype=float32"),
+            f"run.dir={json.dumps(str(tmp_path / 'pairs'))}",
+        ],
+    )
+    said = []
+    train(pairs, echo=said.append)
+    assert all(r["grad_norm"] > 0 for r in records_of(tmp_path / "pairs"))
+    assert not [line for line in said if "the objective alone" in line]
 
 
 @pytest.mark.slow

@@ -1,0 +1,251 @@
+"""Search in episodes on the host: what a path holds, what it was played in, and what may fail."""
+
+import asyncio
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.envs.calls import Calls
+from jrl.envs.chat import PlainFormat
+from jrl.envs.host import Feedback, HostEnv, Limits, Reply
+from jrl.envs.tree_rows import rows_of_tree
+from jrl.errors import UserError
+from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import char_tokenizer
+from jrl.models.transformer import transformer
+from jrl.serving.episode_rows import EpisodeRows
+from jrl.serving.search import named_search
+from jrl.train.episode_search import EpisodeSearch
+from jrl.types import Prompt
+
+TOKENIZER = char_tokenizer()
+P, T, STOPS = 8, 60, (1, 5, 9, 20, 33)
+NETWORK = transformer(
+    ModelConfig(
+        vocab_size=48,
+        layers=1,
+        embed_dim=16,
+        heads=2,
+        kv_heads=1,
+        head_dim=8,
+        mlp_dim=16,
+        max_length=P + T,
+    )
+)
+CHAT = PlainFormat(TOKENIZER)
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+TURNS = 3
+
+
+class Stops:
+    """The tokenizer, whose turns end at more tokens than one."""
+
+    stop_ids = STOPS
+
+    def decode(self, ids, **more):
+        return TOKENIZER.decode(ids, **more)
+
+
+@cache
+def params():
+    return jax.tree.map(lambda x: 1.5 * x, jit(NETWORK.init)(jax.random.key(0)))
+
+
+@cache
+def rows(slots):
+    return EpisodeRows(
+        NETWORK,
+        slots=slots,
+        prompt_tokens=P,
+        max_new_tokens=T,
+        stop_tokens=STOPS,
+        chunk=3,
+        sampling={"temperature": 1.0},
+    )
+
+
+class Game:
+    """Counts what was said in a list of its own, and says the sum; well ended if that is even."""
+
+    def __init__(self, log):
+        self.said, self.log = [], log
+        log.append("open")
+
+    def copy(self):
+        other = Game(self.log)
+        other.said = [*self.said]
+        return other
+
+
+def game(log, fails=lambda state, reply: False, **more):
+    async def init(prompt, seed):
+        return Game(log), [{"role": "user", "content": prompt.text}]
+
+    def step(state, reply):  # sync, in a thread
+        if fails(state, reply):
+            raise RuntimeError("the board is gone")
+        state.said.append(int(reply.tokens.sum()))
+        done = len(state.said) == TURNS
+        total = sum(state.said)
+        answer = [{"role": "user", "content": f"{total}>"}]
+        return state, Feedback(answer, 0.0, done, done and total % 2 == 0)
+
+    async def close(state):
+        state.log.append("close")
+
+    limits = Limits(turns=TURNS, turn_tokens=6, call_seconds=5)
+    return HostEnv(init, step, close, fork=Game.copy, limits=limits)._replace(**more)
+
+
+PROMPTS = [Prompt(i, f"{i}+{i}=", np.zeros(0, np.int32), None) for i in range(3)]
+
+
+def many_sixes(told):
+    """Paths by how many sixes they hold; what they are paths of is checked."""
+
+    def score(paths):
+        for path in paths:
+            assert told[path.prompt].tokens.size
+            assert path.ends[-1] == len(path.tokens)
+        return [float((path.tokens == 6).mean()) for path in paths]
+
+    return score
+
+
+def searched(env, name="beam", width=3, slots=4, count=3):
+    table = rows(slots)
+    table.set_weights(params(), 7)
+    plan = named_search(name, width, rounds=8)
+    with Calls() as calls:
+        search = EpisodeSearch(table, calls, env, CHAT, Stops())
+        return search.search(PROMPTS[:count], [11, 12, 13][:count], plan, many_sixes)
+
+
+def turns_of(tree, node):
+    return [tree.nodes[i].step.content for i in tree.path(node)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    log = []
+    made = searched(game(log))
+    assert log.count("open") == log.count("close") > 30  # every copy is closed, once
+    return made
+
+
+def replayed(turns):
+    """What a fresh environment says to the turns of a path."""
+    env = game([])
+
+    async def play():
+        state, _ = await env.init(PROMPTS[0], 0)
+        said = []
+        for number, turn in enumerate(turns):
+            reply = Reply("", "", turn.tokens, number, False)
+            state, feedback = env.step(state, reply)
+            said.append(feedback)
+        return said
+
+    return asyncio.run(play())
+
+
+def test_every_path_is_an_episode_of_its_own(found):
+    leaves = 0
+    for each in found:
+        for i, node in enumerate(each.tree.nodes[1:], 1):
+            turns = turns_of(each.tree, i)
+            said = replayed(turns)
+            answered = CHAT.following(
+                said[-1].messages, closed=turns[-1].tokens[-1] in STOPS, first=len(turns) == 1
+            )
+            assert node.done == (len(turns) == TURNS)
+            assert turns[-1].answer.tolist() == ([] if node.done else answered)
+            assert turns[-1].success == said[-1].success
+            assert 1 <= len(turns[-1].tokens) <= 6
+            leaves += node.done
+        assert (each.turns, each.env_errors) == (len(each.tree.nodes) - 1, 0)
+        assert each.drawn_tokens == sum(len(n.step.content.tokens) for n in each.tree.nodes[1:])
+        best = max(each.tree.leaves(), key=lambda i, t=each.tree: t.nodes[i].step.points)
+        assert each.success == each.tree.nodes[best].step.content.success
+    assert leaves > 8
+
+
+def test_log_probabilities_are_those_of_the_whole_path(found):
+    score = jit(NETWORK.hidden)
+    for each in found:
+        for leaf in each.tree.leaves():
+            turns = turns_of(each.tree, leaf)
+            parts = [np.asarray(each.opening)]
+            parts += [x for turn in turns for x in (turn.tokens, turn.answer)]
+            ids = np.concatenate(parts).astype(np.int32)
+            tokens = np.zeros((1, P + T), np.int32)
+            tokens[0, : len(ids)] = ids
+            columns = np.arange(P + T, dtype=np.int32)[None]
+            hidden, _ = score(params(), tokens, columns, (columns < len(ids)).astype(np.int32))
+            chances = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
+            at = len(each.opening)
+            for turn in turns:
+                own = np.arange(at, at + len(turn.tokens))
+                total = float(chances[own - 1, turn.tokens].sum())
+                assert turn.logprob == pytest.approx(total, abs=1e-3)
+                at += len(turn.tokens) + len(turn.answer)
+
+
+def drawn(found):
+    return [[n.step.content.tokens.tolist() for n in each.tree.nodes[1:]] for each in found]
+
+
+def test_draws_do_not_depend_on_slots(found):
+    assert drawn(searched(game([]), slots=3)) == drawn(found)
+
+
+def test_mcts_leaves_preferences_between_turns_of_one_state():
+    told = 0
+    for each in searched(game([]), "mcts", width=3):
+        points = {i: float(each.tree.nodes[i].step.content.success) for i in each.tree.leaves()}
+        made = rows_of_tree(each.tree, each.opening.tolist(), points)
+        assert made.paths == []
+        known = {}
+        for i in range(1, len(each.tree.nodes)):
+            *before, last = turns_of(each.tree, i)
+            past = [x for turn in before for x in (*turn.tokens.tolist(), *turn.answer.tolist())]
+            known.setdefault((*each.opening.tolist(), *past), set()).add(tuple(last.tokens))
+        for row in made.siblings:
+            assert {tuple(r) for r in row["responses"]} <= known[tuple(row["prompt"])]
+            assert len(set(row["scores"])) > 1
+            told += len(row["prompt"]) > len(each.opening)
+    assert told  # behind an answer, too
+
+
+def test_a_fault_ends_its_path_alone():
+    log = []
+    odd = lambda state, reply: int(reply.tokens[0]) % 2 == 1  # noqa: E731
+    for each in searched(game(log, fails=odd), "mcts"):
+        for i in range(1, len(each.tree.nodes)):
+            turn = each.tree.nodes[i].step.content
+            assert bool(turn.reason) == (int(turn.tokens[0]) % 2 == 1)
+            if turn.reason:
+                assert "the board is gone" in turn.reason
+                assert (each.tree.nodes[i].done, each.tree.nodes[i].visits) == (True, 0)
+        assert each.env_errors == sum(bool(n.step.content.reason) for n in each.tree.nodes[1:])
+    assert log.count("open") == log.count("close")
+
+    def refuses(state):
+        raise TypeError("cannot copy a socket")
+
+    for each in searched(game([], fork=refuses)):
+        assert not each.success
+        assert each.env_errors == each.turns == 3
+
+
+def test_what_cannot_be_searched_is_named():
+    with pytest.raises(UserError, match="HostEnv.fork is None"):
+        searched(game([], fork=None))
+
+    async def broken(prompt, seed):
+        raise OSError("no server")
+
+    with pytest.raises(UserError, match="no environment opened: .*no server"):
+        searched(game([], init=broken))
