@@ -3,7 +3,7 @@
     jrl eval RUN --search compute_optimal --width 16
 
 The compute-optimal scaling of "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time
-Scaling" (arXiv:2502.06703), with a search theta of ``SEARCHES`` for the problem x:
+Scaling" (arXiv:2502.06703), with a search theta of ``COMPARED`` for the problem x:
 
     theta(x, N) = argmax over theta of the accuracy with a budget N on problems as difficult as x
 
@@ -40,11 +40,13 @@ from jrl.evaluate_search import (
     searched_run,
     verifier_of,
 )
-from jrl.serving.search import SEARCHES, SearchPlan, by_likelihood, named_search
+from jrl.serving.search import SearchPlan, named_search
 
 COMPUTE_OPTIMAL = "compute_optimal"
 """What ``jrl eval --search`` calls this evaluation."""
 
+COMPARED = ("best_of_n", "beam", "dvts", "mcts")
+"""The searches that are played; of ``serving.search.SEARCHES``."""
 BINS = ("hard", "medium", "easy")
 EDGES = (0.1, 0.5)
 """Accuracies from which on a problem is medium and easy."""
@@ -101,7 +103,7 @@ def plan_within(name: str, completions: int, longest: int) -> SearchPlan:
     theirs draws its square, and stop where the tokens are drawn.
 
     Args:
-      name: of ``SEARCHES``.
+      name: of ``COMPARED``.
       completions: N, the budget.
       longest: the most tokens of a completion.
     """
@@ -157,14 +159,15 @@ def budget_run(
             whose, tokens = np.array([i for i, _ in paths]), [ids for _, ids in paths]
             return points_of(run, problems, prompts, whose, tokens, most) >= 1
 
-        score = by_likelihood if verifier is None else verifier(run, prompts, checkpoint)
-        play = partial(searched, run, params, prompts, step_tokens=step_tokens, score=score)
+        params, scorer_of = verifier(run, params, checkpoint)
+        scorer = scorer_of(prompts)
+        play = partial(searched, run, params, prompts, step_tokens=step_tokens, scorer=scorer)
         # Other draws than those of best_of_n, whose luck would else choose its own bin.
         tried = play(named_search("best_of_n", first), seed=run.config.seed + 1)
         paths = [(i, ids_of(x.tree, leaf)) for i, x in enumerate(tried) for leaf in x.tree.leaves()]
         counts = np.bincount([i for i, _ in paths], minlength=len(prompts))
         hits = np.bincount([i for i, _ in paths], right(paths), minlength=len(prompts))
-        plans = [plan_within(name, completions, most) for name in SEARCHES]
+        plans = [plan_within(name, completions, most) for name in COMPARED]
         found = [play(plan, seed=run.config.seed) for plan in plans]
         finds = [right([(i, x.tokens) for i, x in enumerate(each)]) for each in found]
     costs = [[x.cost.tokens for x in each] for each in found]
@@ -186,12 +189,12 @@ def _summary(right: np.ndarray, costs: np.ndarray, bins: np.ndarray) -> dict[str
         "accuracy_high": high,
         "drawn_tokens": float(costs[chosen, mine].mean()),
     }
-    for s, name in enumerate(SEARCHES):
+    for s, name in enumerate(COMPARED):
         summary[f"{name}/accuracy"] = float(right[s].mean())
         summary[f"{name}/drawn_tokens"] = float(costs[s].mean())
     for b, name in enumerate(BINS):
         if (bins == b).any():
             summary[f"{name}/problems"] = float((bins == b).sum())
-            for s, search in enumerate(SEARCHES):
+            for s, search in enumerate(COMPARED):
                 summary[f"{name}/{search}"] = float(right[s, bins == b].mean())
     return summary

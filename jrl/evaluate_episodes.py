@@ -28,7 +28,7 @@ from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.search import SEARCHES, Scorer, by_likelihood, named_search
+from jrl.serving.search import SEARCHES, Scorer, SearchPlan, named_search
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.episode_search import EpisodeSearch, FoundEpisode
@@ -46,7 +46,7 @@ def search_episodes(
     rounds: int,
     checkpoint: int | None,
     train: bool,
-    verifier: Callable[..., Scorer] | None,
+    verifier: Callable[..., tuple[Params, Callable[[Sequence[Prompt]], Scorer]]],
 ) -> tuple[dict[str, Any], list[TreeRows]]:
     """Evaluates a run's policy with a search on the problems of its environment.
 
@@ -80,10 +80,8 @@ def search_episodes(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
 
-        def score_of(told: Sequence[Prompt]) -> Scorer:
-            return by_likelihood if verifier is None else verifier(run, told, checkpoint)
-
-        found = _searched(run, key, params, step, prompts, partial(_search, plan, score_of))
+        params, scorer_of = verifier(run, params, checkpoint)
+        found = _searched(run, key, params, step, prompts, partial(_search, plan, scorer_of))
     won = sum(each.success for each in found)
     low, high = wilson(float(won), len(found))
     names = ("expansions", "turns", "drawn_tokens", "env_errors")
@@ -94,9 +92,13 @@ def search_episodes(
 
 
 def _search(
-    plan: Any, score_of: Any, search: EpisodeSearch, prompts: Sequence[Prompt], seeds: Sequence[int]
+    plan: SearchPlan,
+    scorer_of: Callable[[Sequence[Prompt]], Scorer],
+    search: EpisodeSearch,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[int],
 ) -> list[FoundEpisode]:
-    return search.search(prompts, seeds, plan, score_of)
+    return search.search(prompts, seeds, plan, scorer_of)
 
 
 def _searched(

@@ -31,6 +31,7 @@ from jrl.errors import UserError, choose
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate_episodes import search_episodes
 from jrl.rewards.model import ModelReward
+from jrl.sampling.params import make_sampling_params
 from jrl.serving.engine import Engine
 from jrl.serving.search import (
     Found,
@@ -41,17 +42,20 @@ from jrl.serving.search import (
     named_search,
     search,
 )
-from jrl.train import build
+from jrl.train import build, programs
 from jrl.train.build import Run
-from jrl.train.collect import TextSource
+from jrl.train.collect import TextSource, to_batch
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
 from jrl.train.frozen import run_task
 from jrl.train.objective import max_new_tokens, method_of
 from jrl.train.reward_model import model_of, trains_reward
-from jrl.types import Array, Params, Prompt, stream
+from jrl.train.score import score
+from jrl.types import Array, Params, Prompt, Rollout, stream
 
 _SLOTS = 32
+Verifier = Callable[[Run, Params, int | None], tuple[Params, Callable[[Sequence[Prompt]], Scorer]]]
+"""(run, its parameters, checkpoint) -> parameters to draw with, and what makes a scorer."""
 LIKELIHOOD = "likelihood"
 """What paths are ranked by where nothing else is named."""
 
@@ -80,8 +84,10 @@ def search_run(
       checkpoint: a training step; None for the newest.
       out: a directory for siblings.jsonl and paths.jsonl (``envs.tree_rows.TreeRows``) of a search
         on the first training problems; None for none.
-      by: what paths are ranked by: "likelihood", "model" (the reward model of ``rewards.model``),
-        or "value" (the value network that the run trained).
+      by: what paths are ranked by: "likelihood"; "model", the reward model of ``rewards.model``;
+        "value", the value network that the run trained; or "ratio", by how much likelier a token of
+        the last step is for the run's policy than for the one that it began with, which then draws
+        (the Q of ``step_q``).
       reduce: of the values behind the steps of a path, what counts: "last", "min" or "mean".
 
     Returns:
@@ -113,9 +119,10 @@ def search_run(
         split = "eval" if folder is None else "train"
         problems, prompts = problems_of(run, key, split)
         most = longest_completion(run)
-        score = by_likelihood if verifier is None else verifier(run, prompts, checkpoint)
+        params, scorer_of = verifier(run, params, checkpoint)
+        scorer = scorer_of(prompts)
         sizes = {"step_tokens": step_tokens, "seed": run.config.seed}
-        found = searched(run, params, prompts, plan, score=score, **sizes)
+        found = searched(run, params, prompts, plan, scorer=scorer, **sizes)
         taken = [each.tokens for each in found]
         right = points_of(run, problems, prompts, np.arange(len(found)), taken, most) >= 1
         rows = None if folder is None else _rows(run, problems, prompts, found, most)
@@ -136,20 +143,20 @@ def search_run(
 # ---------------------------------------------------------------- what paths are ranked by
 
 
-def verifier_of(config: Config, by: str, reduce: str) -> Callable[..., Scorer] | None:
-    """What makes a scorer of (run, prompts, checkpoint); None for the policy's likelihood.
+def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
+    """What ranks paths.
 
     Raises:
       UserError: no such verifier or reduction, one that is not read, or that the run does not have.
     """
-    if by not in (LIKELIHOOD, "model", "value"):
-        raise choose("--by", by, (LIKELIHOOD, "model", "value"))
+    if by not in (LIKELIHOOD, "model", "value", "ratio"):
+        raise choose("--by", by, (LIKELIHOOD, "model", "value", "ratio"))
     if reduce not in REDUCED:
         raise choose("--reduce", reduce, REDUCED)
-    if by == LIKELIHOOD and reduce != "last":
-        raise UserError(f"--reduce {reduce} is not read with --by likelihood; leave it out")
+    if by in (LIKELIHOOD, "ratio") and reduce != "last":
+        raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:
-        return None
+        return lambda run, params, checkpoint: (params, lambda prompts: by_likelihood)
     if by == "model" and "model" not in config.rewards:
         raise UserError(
             "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
@@ -162,14 +169,19 @@ def verifier_of(config: Config, by: str, reduce: str) -> Callable[..., Scorer] |
             " --by model with rewards.model.path, or leave it out"
         )
 
-    def make(run: Run, prompts: Sequence[Prompt], checkpoint: int | None) -> Scorer:
-        if by == "model":
-            assert run.rewards.model is not None
-            model = run.rewards.model
-        else:
+    def make(
+        run: Run, params: Params, checkpoint: int | None
+    ) -> tuple[Params, Callable[[Sequence[Prompt]], Scorer]]:
+        sizes = run.width, longest_completion(run)
+        if by == "ratio":
+            _, first = programs.new_policy(run)
+            ratios = _log_ratios(run, params, first)
+            return first, lambda prompts: partial(_by_ratio, ratios, prompts, *sizes)
+        model = run.rewards.model
+        if by == "value":
             model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
-        most = longest_completion(run)
-        return partial(_by_values, model, prompts, run.width, most, REDUCED[reduce])
+        assert model is not None
+        return params, lambda prompts: partial(_by_values, model, prompts, *sizes, REDUCED[reduce])
 
     return make
 
@@ -191,16 +203,47 @@ def _by_values(
     paths: Sequence[Path],
 ) -> list[float | None]:
     """Points of paths by what a model says behind each of their steps."""
-    count = 1 << (max(len(paths), 1) - 1).bit_length()  # few shapes, hence few programs
+    values = model.of_tokens(_rollout_of(paths, prompts, width, most))[:, 0]
+    return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
+
+
+def _by_ratio(
+    ratios: Callable[[Rollout], Array],
+    prompts: Sequence[Prompt],
+    width: int,
+    most: int,
+    paths: Sequence[Path],
+) -> list[float | None]:
+    """Points of paths by the mean log-ratio of two policies over the last step, nats a token."""
+    found = np.asarray(ratios(_rollout_of(paths, prompts, width, most)))[:, 0]
+    return [float(found[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
+
+
+def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
+    """(rollout) -> [N, G, T] float32, nats: the policy's log-probabilities less the first one's."""
+    want, law = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
+
+    @jax.jit
+    def ratios(policy: Params, first: Params, rollout: Rollout) -> Array:
+        n, g, _ = rollout.tokens.shape
+        batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
+        both = {"policy": policy, "ref": first}
+        found = score(both, batch, law, network=run.network, value=None, want=want)
+        return found["logprobs"] - found["ref_logprobs"]
+
+    return partial(ratios, policy, first)
+
+
+def _rollout_of(paths: Sequence[Path], prompts: Sequence[Prompt], width: int, most: int) -> Rollout:
+    """The paths as completions, and some more, so that few programs do for all numbers of them."""
+    count = 1 << (max(len(paths), 1) - 1).bit_length()
     tokens, lengths = np.zeros((count, most), np.int32), np.ones(count, np.int32)
     for row, path in enumerate(paths):
         tokens[row, : len(path.tokens)], lengths[row] = path.tokens, len(path.tokens)
     asked = [prompts[path.prompt] for path in paths]
     asked += [prompts[0]] * (count - len(paths))
     whole = np.ones(count, bool)
-    rollout = demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)
-    values = model.of_tokens(rollout)[:, 0]
-    return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
+    return demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)
 
 
 def searched_run(config: Config, width: int) -> Run:
@@ -235,7 +278,7 @@ def searched(
     *,
     step_tokens: int,
     seed: int,
-    score: Scorer = by_likelihood,
+    scorer: Scorer = by_likelihood,
 ) -> list[Found]:
     """What a search finds for each prompt.
 
@@ -246,7 +289,7 @@ def searched(
       plan: how to search.
       step_tokens: the most tokens of a step. In text a step ends with a line, too.
       seed: of the draws.
-      score: judges paths.
+      scorer: judges paths.
     """
     most = longest_completion(run)
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -264,7 +307,7 @@ def searched(
         engine,
         [prompt.tokens.tolist() for prompt in prompts],
         plan,
-        score,
+        scorer,
         end_tokens=run.tokenizer.stop_ids,
         step_tokens=size,
         max_tokens=most,

@@ -5,8 +5,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.evaluate_budget import budget_run, chosen_searches, plan_within
-from jrl.serving.search import SEARCHES
+from jrl.evaluate_budget import COMPARED, budget_run, chosen_searches, plan_within
 
 TINY = [
     "data.difficulty=3",
@@ -51,12 +50,12 @@ def test_a_policy_is_evaluated_under_a_budget(monkeypatch, request):
     assert found["problems"] == 6
     assert 0 <= found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"] <= 1
     assert 4 <= found["first_tokens"] <= 16
-    drawn = [found[f"{name}/drawn_tokens"] for name in SEARCHES]
+    drawn = [found[f"{name}/drawn_tokens"] for name in COMPARED]
     assert min(drawn) <= found["drawn_tokens"] <= max(drawn)
     assert all(tokens <= 4 * 4 + 3 for tokens in drawn)  # a round may end above the budget
     bins = {name: n for name in ("hard", "medium", "easy") if (n := found.get(f"{name}/problems"))}
     assert sum(bins.values()) == 6
-    for search in SEARCHES:
+    for search in COMPARED:
         share = sum(n * found[f"{name}/{search}"] for name, n in bins.items()) / 6
         assert share == pytest.approx(found[f"{search}/accuracy"])
     with pytest.raises(UserError, match="--width 3: --search compute_optimal needs a budget of at"):

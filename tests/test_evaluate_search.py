@@ -8,10 +8,10 @@ from jrl.config import build_config, load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.evaluate_budget import budget_run
-from jrl.evaluate_search import REDUCED, _by_values, search_run
+from jrl.evaluate_search import REDUCED, _by_values, search_run, verifier_of
 from jrl.metrics import read_jsonl
 from jrl.serving.search import Path
-from jrl.train import build, loop
+from jrl.train import build, loop, programs
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
@@ -103,6 +103,11 @@ def verified(run, root):
         assert found["problems"] == 16
         assert search_run(config, "beam", width=2, step_tokens=1, **by) == found
     values_are_those_behind_tokens(own)
+    with jax.set_mesh(build.setup(own, trains=False).mesh):
+        _, first = programs.new_policy(build.setup(own, trains=False))
+    ratios_are_those_of_the_last_step(own, first)
+    ranked = search_run(own, "greedy", width=3, step_tokens=1, by="ratio")
+    assert ranked["steps"] == 3 * ranked["expansions"]
     told = budget_run(prm, completions=4, step_tokens=1, by="model")
     assert {"beam/accuracy", "dvts/accuracy"} <= told.keys()
 
@@ -129,6 +134,31 @@ def tree_with(config, more):
     return build_config(config.model_dump(mode="json", exclude_none=True) | more)
 
 
+def ratios_are_those_of_the_last_step(config, first):
+    """By hand, for two paths of one prompt."""
+    run = build.setup(config, trains=False)
+    prompts = [Prompt(0, "", np.array([4, 3, 2, 5], np.int32), "")]
+    paths = [
+        Path(0, np.array([2, 3, 4, 1]), (2, 4), 3, -1.0, True),
+        Path(0, np.array([6, 2]), (2,), 0, -1.0, False),
+    ]
+    with jax.set_mesh(run.mesh):
+        _, params, _ = load_policy(run, None)
+        draws, scorer_of = verifier_of(config, "ratio", "last")(run, params, None)
+        jax.tree.map(np.testing.assert_array_equal, draws, first)
+        found = scorer_of(prompts)(paths)
+        for path, points in zip(paths, found, strict=True):
+            tokens = np.concatenate([prompts[0].tokens, path.tokens]).astype(np.int32)[None]
+            at = np.arange(tokens.shape[1], dtype=np.int32)[None]
+            own = np.arange(4 + path.begin, 4 + path.ends[-1])
+            means = []
+            for each in (params, first):
+                hidden, _ = run.network.hidden(each, tokens, at, np.ones_like(tokens))
+                chances = jax.nn.log_softmax(run.network.logits(each, hidden)[0])
+                means.append(float(chances[own - 1, tokens[0, own]].mean()))
+            assert points == pytest.approx(means[0] - means[1], abs=1e-5)
+
+
 def test_a_path_is_worth_what_is_said_behind_its_steps():
     class Model:
         """Behind each token the token itself, less ten times the prompt's length."""
@@ -139,9 +169,9 @@ def test_a_path_is_worth_what_is_said_behind_its_steps():
 
     prompts = [Prompt(i, "", np.arange(1, 2 + i), "") for i in range(2)]
     paths = [
-        Path(0, np.array([5, 3, 9, 4]), (2, 3, 4), -1.0, True),
-        Path(1, np.array([7]), (1,), -1.0, False),
-        Path(0, np.array([6, 2]), (1, 2), -1.0, False),
+        Path(0, np.array([5, 3, 9, 4]), (2, 3, 4), 3, -1.0, True),
+        Path(1, np.array([7]), (1,), 0, -1.0, False),
+        Path(0, np.array([6, 2]), (1, 2), 1, -1.0, False),
     ]
     expected = {"last": [-6, -13, -8], "min": [-7, -13, -8], "mean": [16 / 3 - 10, -13, -6]}
     for name, points in expected.items():
@@ -160,9 +190,10 @@ def test_what_cannot_be_searched_is_named(tmp_path):
         ("model", "first", "--reduce = 'first'"),
         ("value", "last", "method = 'grpo' trains no value network"),
         ("likelihood", "min", "--reduce min is not read with --by likelihood"),
+        ("ratio", "mean", "--reduce mean is not read with --by ratio"),
     ):
         with pytest.raises(UserError, match=said):
             search_run(tiny(), "beam", by=by, reduce=reduce)
     env = load_config("configs/gridworld.toml", ["mesh.fsdp=1"])
-    with pytest.raises(UserError, match="--search: episodes in an environment are not searched"):
+    with pytest.raises(UserError, match="in an environment on the device are not searched"):
         search_run(env, "beam")

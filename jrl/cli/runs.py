@@ -104,7 +104,7 @@ def evaluate(
     overrides: Overrides = None,
     search: Annotated[
         str | None,
-        typer.Option(help="Search for answers: best_of_n, beam, dvts, mcts or compute_optimal."),
+        typer.Option(help="Search: best_of_n, greedy, beam, dvts, mcts or compute_optimal."),
     ] = None,
     width: Annotated[
         int,
@@ -114,7 +114,7 @@ def evaluate(
     ] = 4,
     step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
     by: Annotated[
-        str, typer.Option(help="What a search ranks paths by: likelihood, model or value.")
+        str, typer.Option(help="What a search ranks paths by: likelihood, model, value or ratio.")
     ] = "likelihood",
     reduce: Annotated[
         str, typer.Option(help="Of the values behind a path's steps: last, min or mean.")
@@ -129,9 +129,10 @@ def evaluate(
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
 
     With --search also what the search took of each problem: steps, tokens drawn, tokens read again;
-    --by model goes by rewards.model.path, value by the run's own value network; compute_optimal
-    plays all searches within one budget and chooses among them by difficulty;
-    with --out the trees' siblings.jsonl and paths.jsonl are for data.pairs (docs/recipes.md).
+    --by model goes by rewards.model.path, value by the run's own value network, ratio by the run's
+    policy against the one that it began with, which draws. compute_optimal plays all searches
+    within one budget and chooses among them by difficulty; with --out the trees' siblings.jsonl and
+    paths.jsonl are for data.pairs (docs/recipes.md).
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 

@@ -513,8 +513,9 @@ def step_q(base: Method) -> Method:
         loss = -log sigmoid(a - b),   Q(s, y) = beta h(y)
 
     with the sum over an action's tokens and beta 0.1, as in the authors' script for WebShop (0.05
-    for HotpotQA). At inference another policy, which is not trained, draws n actions and the one of
-    the greatest Q is taken: ``envs.tree.best_action``; their code then divides the log-ratios by
-    the actions' lengths. ``envs.tree.siblings`` makes such groups.
+    for HotpotQA). ``jrl eval AGENT --search mcts --out DIR`` makes such groups. At inference a
+    policy that is not trained draws n actions and the one of the greatest Q is taken, log-ratios
+    being divided by the actions' lengths as in their code: ``jrl eval RUN --search greedy --by
+    ratio --width n``. Departure: the policy that draws is the one that training began with.
     """
-    return base.with_(unsupported="choosing among another policy's draws as an episode is played")
+    return base

@@ -41,6 +41,7 @@ class Path(NamedTuple):
       prompt: number of the prompt.
       tokens: [t] int32, all that was drawn behind it.
       ends: lengths at which the steps end, the last one t.
+      begin: where the last step begins.
       logprob: the mean log-probability of the tokens, nats.
       ended: whether nothing follows.
     """
@@ -48,6 +49,7 @@ class Path(NamedTuple):
     prompt: int
     tokens: np.ndarray
     ends: tuple[int, ...]
+    begin: int
     logprob: float
     ended: bool
 
@@ -94,15 +96,16 @@ class Found(NamedTuple):
     read_tokens: int
 
 
-SEARCHES = ("best_of_n", "beam", "dvts", "mcts")
+SEARCHES = ("best_of_n", "greedy", "beam", "dvts", "mcts")
 
 
 def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0) -> SearchPlan:
     """A search by name, ``width`` wide.
 
-    "best_of_n" draws ``width`` whole completions. "beam" keeps the ``width`` best steps of each
-    level and draws as many from each; "dvts" does so in ``width`` subtrees apart, each a beam of
-    one. "mcts" expands one node a round, chosen by PUCT, and backs up means.
+    "best_of_n" draws ``width`` whole completions. "greedy" draws ``width`` steps and goes on from
+    the best of them. "beam" keeps the ``width`` best steps of each level and draws as many from
+    each; "dvts" does so in ``width`` subtrees apart, each a beam of one. "mcts" expands one node a
+    round, chosen by PUCT, and backs up means.
 
     Raises:
       UserError: there is no such search, or it has no width.
@@ -113,7 +116,13 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
         raise UserError(f"search: width = {width}, rounds = {rounds}; both must be at least 1")
     if name == "best_of_n":
         return SearchPlan(beam(1), width, 1, whole=True)
-    select = {"beam": beam(width), "dvts": dvts(), "mcts": descend(puct(c_puct))}[name]
+    selects = {
+        "greedy": beam(1),
+        "beam": beam(width),
+        "dvts": dvts(),
+        "mcts": descend(puct(c_puct)),
+    }
+    select = selects[name]
     return SearchPlan(select, width, rounds)
 
 
@@ -198,7 +207,7 @@ def search(
             mean = logprob / max(len(ids), 1)
             step_ends = tuple(np.cumsum([len(part) for part in (*path, ids)]).tolist())
             overall = _mean_logprob(trees[i], path, logprob, len(ids))
-            drawn = Path(i, whole, step_ends, overall, ended)
+            drawn = Path(i, whole, step_ends, len(whole) - len(ids), overall, ended)
             found[place, update.member] = drawn, Step(ids, len(ids), logprob, -mean, ended, None)
         order = sorted(found)
         points = score([found[at][0] for at in order])

@@ -282,7 +282,8 @@ def _path_of(tree: int, past: Sequence[Turn], turn: Turn) -> Path:
     drawn = sum(len(each.tokens) for each in path)
     mean = sum(each.logprob for each in path) / max(drawn, 1)
     ends = tuple(sizes[::2].tolist())
-    return Path(tree, np.concatenate(parts), ends, mean, turn.state is None)
+    begin = ends[-1] - len(turn.tokens)
+    return Path(tree, np.concatenate(parts), ends, begin, mean, turn.state is None)
 
 
 def _turn(tree: Tree, node: int) -> Turn:

@@ -65,7 +65,9 @@ def found(name, width=3, score=sixes, slots=4, **more):
     return search(engine(slots), PROMPTS, named_search(name, width, **more), score, **LIMITS)
 
 
-@pytest.mark.parametrize(("name", "more"), [("beam", {}), ("dvts", {}), ("mcts", {"rounds": 6})])
+@pytest.mark.parametrize(
+    ("name", "more"), [("greedy", {}), ("beam", {}), ("dvts", {}), ("mcts", {"rounds": 6})]
+)
 def test_steps_end_where_they_should_and_costs_add_up(name, more):
     for each, prompt in zip(found(name, **more), PROMPTS, strict=True):
         nodes = each.tree.nodes[1:]

@@ -333,6 +333,8 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert found["problems"] == 3
     assert found["turns"] == 2 * found["expansions"]
     assert (found["env_errors"], found["step"]) == (0, 0)
+    one = search_run(config, "greedy", width=3, by="ratio")
+    assert one["turns"] == 3 * one["expansions"] <= 3 * 2
     left = search_run(config, "mcts", width=3, rounds=6, out=str(tmp_path / "rows"))
     rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
     assert len(rows) == left["siblings"] > 0 == left["paths"]
