@@ -5,7 +5,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.evaluate_budget import COMPARED, budget_run, chosen_searches, plan_within
+from jrl.evaluate.budget import COMPARED, budget_run, chosen_searches, plan_within
 
 TINY = [
     "data.difficulty=3",

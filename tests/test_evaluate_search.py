@@ -7,8 +7,9 @@ import pytest
 from jrl.config import build_config, load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
-from jrl.evaluate_budget import budget_run
-from jrl.evaluate_search import REDUCED, _by_values, search_run, verifier_of
+from jrl.evaluate.budget import budget_run
+from jrl.evaluate.search import search_run
+from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
 from jrl.metrics import read_jsonl
 from jrl.serving.search import Path
 from jrl.train import build, loop, programs

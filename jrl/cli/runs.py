@@ -141,7 +141,7 @@ def evaluate(
     chosen = read(target, overrides)
     prepare_jax()
     if search == "compute_optimal":
-        from jrl.evaluate_budget import budget_run
+        from jrl.evaluate.budget import budget_run
 
         if out is not None:
             raise UserError(
@@ -160,7 +160,7 @@ def evaluate(
         print_result("evaluation", result, as_json)
         return
     if search is not None:
-        from jrl.evaluate_search import search_run
+        from jrl.evaluate.search import search_run
 
         result = search_run(
             chosen,

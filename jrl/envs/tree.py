@@ -252,11 +252,6 @@ def dvts(score: Score = worth) -> Select:
     return select
 
 
-def best_action(log_ratios: Sequence[float]) -> int:
-    """The action of the greatest Q = beta log(pi / pi_ref): ``step_q``'s choice among draws."""
-    return max(range(len(log_ratios)), key=lambda i: log_ratios[i])
-
-
 def _alive(tree: Tree) -> set[int]:
     """Nodes below which something can still be expanded."""
     found: set[int] = set()

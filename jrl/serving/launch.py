@@ -28,8 +28,8 @@ from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.fits import check_slots
 from jrl.train.frozen import run_shape, run_task
+from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import method_of
-from jrl.train.several import network_of, own_layout
 from jrl.types import Network, Params
 
 

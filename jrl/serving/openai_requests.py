@@ -18,7 +18,7 @@ from jrl.envs.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
-from jrl.serving.openai_tools import Tools, plain_message, read_tools, render
+from jrl.serving.openai_tools import Tools, read_tools, render, told_calls
 from jrl.serving.request import TOP_LOGPROBS, Request, RequestLimits
 from jrl.serving.text import check_stop, longest_text
 
@@ -381,7 +381,7 @@ def _chat_prompt(
 
 def _plain(message: Json, where: str) -> Json:
     """The message as chat templates take it."""
-    calls = plain_message(message, where, _wrong) or {}
+    calls = told_calls(message, where, _wrong) or {}
     if calls and message.get("content") is None:  # words are optional beside calls
         message = message | {"content": ""}
     plain = {"role": message["role"], "content": _content(message, where), **calls}

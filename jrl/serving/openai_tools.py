@@ -105,8 +105,8 @@ def _read_tool(given: Any, i: int, fail: Callable[..., Exception]) -> Json:
     return {"type": "function", "function": {**function, "parameters": whole}}
 
 
-def plain_message(message: Json, where: str, fail: Callable[..., Exception]) -> Json | None:
-    """A message with calls, or the result of one, as templates take it; None for any other.
+def told_calls(message: Json, where: str, fail: Callable[..., Exception]) -> Json | None:
+    """{"tool_calls": ...} of a message as templates take it; None for a message without calls.
 
     Raises:
       What ``fail`` makes: it is not what OpenAI's API takes.

@@ -45,12 +45,12 @@ from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, ev
 from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
+from jrl.train.method_network import check_network, network_of, own_layout
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
-from jrl.train.several import check_network, network_of, own_layout
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
 

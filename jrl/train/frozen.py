@@ -28,8 +28,8 @@ from jrl.models.soup import average
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.train.adapters import restore_policy, trained_network
+from jrl.train.method_network import network_of
 from jrl.train.objective import method_of
-from jrl.train.several import network_of
 from jrl.types import Params
 
 

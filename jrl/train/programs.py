@@ -31,6 +31,7 @@ from jrl.train.episodes import check_members, check_players, eval_parts, rollout
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
+from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import router_losses
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
@@ -44,7 +45,7 @@ from jrl.train.resharding import (
 )
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.score import policy_of
-from jrl.train.several import check_division, network_of, own_layout, unstacked
+from jrl.train.several import check_division, unstacked
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points

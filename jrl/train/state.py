@@ -78,10 +78,11 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     policy_key, _, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
+    if params is not None and (several := network.extras.several) is not None:
+        _, policy = init_policy(key, params, network=several.each)
+        policy = stacked(policy, several.policies)
     if params is not None and network.extras.start is not None:
         policy = network.extras.start(policy_key, policy)
-    if params is not None and network.extras.several is not None:
-        policy = stacked(policy, network.extras.several.policies)
     if (
         params is not None
         and network.extras.split is not None

@@ -246,7 +246,7 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
         assert (by, reduce) == ("model", "min")
         return {"step": 1, "accuracy": 0.5, "siblings": 4.0}
 
-    replace("jrl.evaluate_search", search_run=search_run)
+    replace("jrl.evaluate.search", search_run=search_run)
     ranked = ("--by", "model", "--reduce", "min")
     asked = ("eval", run_dir, "--search", "mcts", "--width", 3, "--out", "rows", *ranked)
     result = jrl(*asked, "--json")
@@ -265,7 +265,7 @@ def test_eval_under_a_budget(replace, run_dir):
         assert (by, reduce) == ("likelihood", "last")
         return {"step": 1, "accuracy": 0.5, "beam/accuracy": 0.25}
 
-    replace("jrl.evaluate_budget", budget_run=budget_run)
+    replace("jrl.evaluate.budget", budget_run=budget_run)
     asked = ("eval", run_dir, "--search", "compute_optimal", "--width", 16, "--step-tokens", 8)
     result = jrl(*asked, "--json")
     assert json.loads(result.stdout)["beam/accuracy"] == 0.25

@@ -9,7 +9,6 @@ from jrl.envs.tree import (
     Tree,
     backed_up,
     beam,
-    best_action,
     best_first,
     constrained,
     descend,
@@ -129,7 +128,3 @@ def test_the_budget_of_tokens_ends_a_search():
     cost = grow(Tree(), best_first(), letters, mean_backup, rounds=99, tokens=7)
     assert cost.tokens == 9
     assert grow(Tree(), lambda tree: [], letters, mean_backup, rounds=9) == (0, 0, 0)
-
-
-def test_the_action_of_the_greatest_q():
-    assert best_action([0.1, 0.7, -2.0]) == 1

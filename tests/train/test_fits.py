@@ -13,7 +13,7 @@ from jrl.data.tables import Mixture
 from jrl.drift import measure_drift
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, pass_at_k, sample_run
-from jrl.evaluate_search import search_run
+from jrl.evaluate.search import search_run
 from jrl.models.config import ModelConfig
 from jrl.serving.launch import served_policy
 from jrl.train import build, fits

@@ -17,7 +17,7 @@ from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
-from jrl.evaluate_search import search_run
+from jrl.evaluate.search import search_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig

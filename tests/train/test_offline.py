@@ -19,7 +19,7 @@ from jrl.train import build
 from jrl.train.collect import to_batch
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
-from jrl.train.several import network_of
+from jrl.train.method_network import network_of
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 

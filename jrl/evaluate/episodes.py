@@ -3,7 +3,7 @@
     jrl eval RUN --search beam --width 4
     jrl eval RUN --search mcts --out DIR
 
-As ``evaluate_search`` is for text: paths are ranked by the policy's likelihood or by values, never
+As ``evaluate.search`` is for text: paths are ranked by the policy's likelihood or by values, never
 by the environment's own points; how the best path ended is what counts. With ``--out`` training
 problems are searched, and turns of one node that lead to success more often than others are written
 as preferences.
@@ -27,6 +27,7 @@ from jrl.envs.host import format_of
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
+from jrl.evaluate.verifiers import Verifier
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.search import SEARCHES, Scorer, SearchPlan, named_search
 from jrl.train import build
@@ -46,7 +47,7 @@ def search_episodes(
     rounds: int,
     checkpoint: int | None,
     train: bool,
-    verifier: Callable[..., tuple[Params, Callable[[Sequence[Prompt]], Scorer]]],
+    verifier: Verifier,
 ) -> tuple[dict[str, Any], list[TreeRows]]:
     """Evaluates a run's policy with a search on the problems of its environment.
 
@@ -57,7 +58,7 @@ def search_episodes(
       rounds: at most.
       checkpoint: a training step; None for the newest.
       train: whether training problems are searched; else held-out ones.
-      verifier: of ``evaluate_search.verifier_of``.
+      verifier: of ``verifiers.verifier_of``.
 
     Returns:
       The numbers, "accuracy" being the share of problems whose best path ended well, and the rows

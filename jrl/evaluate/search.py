@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,37 +26,28 @@ from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
 from jrl.envs.tree import Tree
 from jrl.envs.tree_rows import TreeRows, rows_of_tree
-from jrl.errors import UserError, choose
+from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
-from jrl.evaluate_episodes import search_episodes
-from jrl.rewards.model import ModelReward
-from jrl.sampling.params import make_sampling_params
+from jrl.evaluate.episodes import search_episodes
+from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.serving.engine import Engine
 from jrl.serving.search import (
     Found,
-    Path,
     Scorer,
     SearchPlan,
     by_likelihood,
     named_search,
     search,
 )
-from jrl.train import build, programs
+from jrl.train import build
 from jrl.train.build import Run
-from jrl.train.collect import TextSource, to_batch
+from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.fits import check_problems, check_slots
-from jrl.train.frozen import run_task
-from jrl.train.objective import max_new_tokens, method_of
-from jrl.train.reward_model import model_of, trains_reward
-from jrl.train.score import score
-from jrl.types import Array, Params, Prompt, Rollout, stream
+from jrl.train.objective import max_new_tokens
+from jrl.types import Array, Params, Prompt, stream
 
 _SLOTS = 32
-Verifier = Callable[[Run, Params, int | None], tuple[Params, Callable[[Sequence[Prompt]], Scorer]]]
-"""(run, its parameters, checkpoint) -> parameters to draw with, and what makes a scorer."""
-LIKELIHOOD = "likelihood"
-"""What paths are ranked by where nothing else is named."""
 
 
 def search_run(
@@ -138,112 +128,6 @@ def search_run(
         **dict(zip(names, costs.tolist(), strict=True)),
         **({} if folder is None or rows is None else _written(folder, rows)),
     }
-
-
-# ---------------------------------------------------------------- what paths are ranked by
-
-
-def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
-    """What ranks paths.
-
-    Raises:
-      UserError: no such verifier or reduction, one that is not read, or that the run does not have.
-    """
-    if by not in (LIKELIHOOD, "model", "value", "ratio"):
-        raise choose("--by", by, (LIKELIHOOD, "model", "value", "ratio"))
-    if reduce not in REDUCED:
-        raise choose("--reduce", reduce, REDUCED)
-    if by in (LIKELIHOOD, "ratio") and reduce != "last":
-        raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
-    if by == LIKELIHOOD:
-        return lambda run, params, checkpoint: (params, lambda prompts: by_likelihood)
-    if by == "model" and "model" not in config.rewards:
-        raise UserError(
-            "--by model: rewards.model is missing; set rewards.model.path to the run of a reward"
-            " model, such as one of configs/reward_model.toml"
-        )
-    trained = method_of(config, run_task(config))
-    if by == "value" and (not trained.value or trains_reward(config)):
-        raise UserError(
-            f"--by value: method = {config.method!r} trains no value network beside a policy; use"
-            " --by model with rewards.model.path, or leave it out"
-        )
-
-    def make(
-        run: Run, params: Params, checkpoint: int | None
-    ) -> tuple[Params, Callable[[Sequence[Prompt]], Scorer]]:
-        sizes = run.width, longest_completion(run)
-        if by == "ratio":
-            _, first = programs.new_policy(run)
-            ratios = _log_ratios(run, params, first)
-            return first, lambda prompts: partial(_by_ratio, ratios, prompts, *sizes)
-        model = run.rewards.model
-        if by == "value":
-            model = model_of(run.config, run.mesh, 1, behind=True, checkpoint=checkpoint)
-        assert model is not None
-        return params, lambda prompts: partial(_by_values, model, prompts, *sizes, REDUCED[reduce])
-
-    return make
-
-
-REDUCED: Mapping[str, Callable[[np.ndarray], float]] = {
-    "last": lambda values: float(values[-1]),
-    "min": lambda values: float(values.min()),
-    "mean": lambda values: float(values.mean()),
-}
-"""What counts of the values behind a path's steps."""
-
-
-def _by_values(
-    model: ModelReward,
-    prompts: Sequence[Prompt],
-    width: int,
-    most: int,
-    reduced: Callable[[np.ndarray], float],
-    paths: Sequence[Path],
-) -> list[float | None]:
-    """Points of paths by what a model says behind each of their steps."""
-    values = model.of_tokens(_rollout_of(paths, prompts, width, most))[:, 0]
-    return [reduced(values[i, np.array(path.ends) - 1]) for i, path in enumerate(paths)]
-
-
-def _by_ratio(
-    ratios: Callable[[Rollout], Array],
-    prompts: Sequence[Prompt],
-    width: int,
-    most: int,
-    paths: Sequence[Path],
-) -> list[float | None]:
-    """Points of paths by the mean log-ratio of two policies over the last step, nats a token."""
-    found = np.asarray(ratios(_rollout_of(paths, prompts, width, most)))[:, 0]
-    return [float(found[i, path.begin : path.ends[-1]].mean()) for i, path in enumerate(paths)]
-
-
-def _log_ratios(run: Run, policy: Params, first: Params) -> Callable[[Rollout], Array]:
-    """(rollout) -> [N, G, T] float32, nats: the policy's log-probabilities less the first one's."""
-    want, law = frozenset({"logprobs", "ref_logprobs"}), make_sampling_params()
-
-    @jax.jit
-    def ratios(policy: Params, first: Params, rollout: Rollout) -> Array:
-        n, g, _ = rollout.tokens.shape
-        batch = to_batch(rollout, jax.numpy.zeros((n, g, 1)), jax.numpy.ones(1))
-        both = {"policy": policy, "ref": first}
-        found = score(both, batch, law, network=run.network, value=None, want=want)
-        return found["logprobs"] - found["ref_logprobs"]
-
-    return partial(ratios, policy, first)
-
-
-def _rollout_of(paths: Sequence[Path], prompts: Sequence[Prompt], width: int, most: int) -> Rollout:
-    """The paths as completions, and some more, so that few programs do for all numbers of them."""
-    count = 1 << (max(len(paths), 1) - 1).bit_length()
-    tokens, lengths = np.zeros((count, most), np.int32), np.ones(count, np.int32)
-    for row, path in enumerate(paths):
-        tokens[row, : len(path.tokens)], lengths[row] = path.tokens, len(path.tokens)
-    asked = [prompts[path.prompt] for path in paths]
-    asked += [prompts[0]] * (count - len(paths))
-    whole = np.ones(count, bool)
-    return demonstration_rollout(*pad_prompts(asked, width), tokens, lengths, whole, 1)
 
 
 def searched_run(config: Config, width: int) -> Run:

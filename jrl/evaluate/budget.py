@@ -30,16 +30,15 @@ import numpy as np
 from jrl.config import Config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
-from jrl.evaluate_search import (
-    LIKELIHOOD,
+from jrl.evaluate.search import (
     ids_of,
     longest_completion,
     points_of,
     problems_of,
     searched,
     searched_run,
-    verifier_of,
 )
+from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.serving.search import SearchPlan, named_search
 
 COMPUTE_OPTIMAL = "compute_optimal"
@@ -131,7 +130,7 @@ def budget_run(
       step_tokens: the most tokens of a step.
       checkpoint: a training step; None for the newest.
       first: completions of a problem in the first pass.
-      by: as in ``evaluate_search.search_run``.
+      by: as in ``evaluate.search.search_run``.
       reduce: as there.
 
     Returns:
