@@ -83,6 +83,7 @@ class Episode:
         self._segments: list[Segment] = []
         self._drawn: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._metrics: dict[str, float] = {}
+        self._labels: dict[str, int] = {}
 
     def open(self, state: Any, opening: np.ndarray, state_id: int) -> None:
         """Takes what ``call_init`` returned."""
@@ -164,7 +165,13 @@ class Episode:
           EnvError: there are points for more turns than were taken before this one.
         """
         assert isinstance(feedback.reward, tuple)
-        self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward)
+        own: dict[str, np.ndarray] = {}
+        for name, given in feedback.labels.items():
+            if isinstance(given, int):
+                self._labels[name] = given
+            else:
+                own[name] = np.array(given, np.int32)
+        self._segments[-1] = self._segments[-1]._replace(reward=feedback.reward, labels=own)
         # What was drawn last in a context that another one follows is a summary, and no turn.
         pairs = enumerate(itertools.pairwise(self._segments))
         places = [i for i, (a, b) in pairs if a.drawn and a.context == b.context]
@@ -195,6 +202,7 @@ class Episode:
         other.turn = other.first = self.turn
         other.player = self.player
         other._segments, other._metrics = self._segments[:-1], dict(self._metrics)
+        other._labels = dict(self._labels)
         other._state_id = self._state_id
 
     def origin(self, index: int) -> tuple[int, int]:
@@ -216,6 +224,7 @@ class Episode:
             episode=self.member,
             metrics=self._metrics,
             reason=self.reason,
+            labels=self._labels,
         )
 
 
@@ -271,10 +280,35 @@ async def call_step(
     reply = Reply(text=text, raw=raw, tokens=tokens, turn=turn, cut=cut)
     state, value = _pair(await run_either(env.step, state, reply), "step", "(state, Feedback)")
     feedback = check_feedback(value, env.limits, len(env.parts), env.players)
+    feedback = feedback._replace(labels=_labels(env, feedback, tokenizer, ids))
     answer = (
         [] if feedback.done else chat.following(feedback.messages, closed=not cut, first=turn == 0)
     )
     return state, feedback, answer, _state_id(feedback.state_key, feedback.messages)
+
+
+def _labels(
+    env: HostEnv, feedback: Feedback, tokenizer: Tokenizer, ids: Sequence[int]
+) -> dict[str, int | list[int]]:
+    """The labels of a turn, those of characters as those of its tokens.
+
+    A token has the label of the first character that it adds to the text; if it adds none, -1.
+
+    Raises:
+      EnvError: a label that the environment does not declare, or not one for each character.
+    """
+    found: dict[str, int | list[int]] = {}
+    for name, given in feedback.labels.items():
+        if name not in (env.labels if isinstance(given, int) else env.token_labels):
+            raise EnvError(f"label {name} is not declared by the environment")
+        if isinstance(given, int):
+            found[name] = given
+            continue
+        begins = [len(tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
+        if len(given) != begins[-1]:
+            raise EnvError(f"label {name}: {len(given)} numbers for {begins[-1]} characters")
+        found[name] = [given[begin] if begin < begins[-1] else -1 for begin in begins[:-1]]
+    return found
 
 
 def shared_start(openings: Sequence[np.ndarray]) -> int:

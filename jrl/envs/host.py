@@ -119,6 +119,8 @@ class Feedback(NamedTuple):
       cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
         as truncated.
       next: the player that takes the next turn; None for the one after this turn's.
+      labels: whole numbers by name, of ``HostEnv.labels`` for the episode (the last one counts),
+        and of ``HostEnv.token_labels`` one for each character of the turn's text.
     """
 
     messages: Sequence[Message] = ()
@@ -130,6 +132,7 @@ class Feedback(NamedTuple):
     earlier: Sequence[float | Sequence[float]] = ()
     cut: bool = False
     next: int | None = None
+    labels: Mapping[str, int | Sequence[int]] = NOTHING
 
 
 def nothing(state: Any) -> None:
@@ -180,6 +183,11 @@ class HostEnv(NamedTuple):
       summary: the message that asks for a summary, in the role "user".
       players: whose turns are drawn, from player 0 on. With several each becomes a row and a group
         of its own in training, paid for its own turns; see ``transcript.rows_of_players``.
+      asks: groups of a problem in training, whose episodes ``init`` begins differently: it finds
+        the number of the group, from 0 on, in ``prompt.meta["ask"]``, and methods in
+        ``ids["ask"]``. Held-out episodes are those of number 0.
+      labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
+      token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -201,6 +209,9 @@ class HostEnv(NamedTuple):
         " will be kept."
     )
     players: int = 1
+    asks: int = 1
+    labels: tuple[str, ...] = ()
+    token_labels: tuple[str, ...] = ()
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -216,8 +227,10 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
             raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
     if env.fork is not None and not callable(env.fork):
         raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
-    if not isinstance(env.players, int) or env.players < 1:
-        raise UserError(f"{key}.players = {env.players!r:.40}; must be a number, at least 1")
+    for name in ("players", "asks"):
+        value = getattr(env, name)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{key}.{name} = {value!r:.40}; must be a number, at least 1")
     env.limits.check()
     return env
 
@@ -303,8 +316,12 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
         raise EnvError(f"player {value.next!r:.20} is next; there are {players}, from 0 on")
     done = bool(value.done)
     messages = [] if done else check_messages(value.messages, limits)
+    if not isinstance(value.labels, Mapping):
+        raise EnvError(f"labels are {value.labels!r:.60}, not a dict")
+    labels = {str(name): _label(x, str(name)) for name, x in value.labels.items()}
     ends = done, bool(value.success), value.state_key
-    return Feedback(messages, reward, *ends, metrics, earlier, bool(value.cut), value.next)
+    more = bool(value.cut), value.next, labels
+    return Feedback(messages, reward, *ends, metrics, earlier, *more)
 
 
 def _points(given: Any, parts: int) -> tuple[float, ...]:
@@ -313,6 +330,14 @@ def _points(given: Any, parts: int) -> tuple[float, ...]:
     if len(given) != parts:
         raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
     return tuple(_number(x, "reward") for x in given)
+
+
+def _label(value: Any, name: str) -> int | list[int]:
+    many = value if isinstance(value, list | tuple | np.ndarray) else [value]
+    for each in many:
+        if not isinstance(each, int | np.integer) or not -(2**31) <= each < 2**31:
+            raise EnvError(f"label {name} is {each!r:.60}, not a whole number of 32 bits")
+    return [int(x) for x in many] if many is value else int(value)
 
 
 def _number(value: Any, name: str) -> float:

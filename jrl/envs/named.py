@@ -71,7 +71,7 @@ def mcp(
     Raises:
       UserError: the server does not answer, or has no tool that can be used.
     """
-    judge, family = _judge(reward, "data.reward"), get_parser(parser)
+    judge, family = judge_of(reward, "data.reward"), get_parser(parser)
     given = {name: _variable(name, "data.pass_variables") for name in pass_variables}
     found = McpServer(server, given)
     limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
@@ -116,7 +116,7 @@ def guided(
       UserError: there is no such function or variable.
     """
     other = _endpoint(url, model, key_variable, max_tokens, temperature)
-    judge = _judge(reward, "data.reward")
+    judge = judge_of(reward, "data.reward")
     return players.guided_env(other, judge, turns=turns, system=system, hint=hint)
 
 
@@ -161,7 +161,7 @@ def pair(*, reward: str = EXACT) -> HostEnv:
     Args:
       reward: of each answer: "exact", "f1", or ``FILE.py:function`` from (prompt, text) to points.
     """
-    return players.pair_env(_judge(reward, "data.reward"))
+    return players.pair_env(judge_of(reward, "data.reward"))
 
 
 def consultation(
@@ -231,7 +231,7 @@ def zero_search(
       temperature: of its draws.
     """
     other = _endpoint(url, model, key_variable, max_tokens, temperature)
-    judge = _judge(reward, "data.reward")
+    judge = judge_of(reward, "data.reward")
     limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
 
     def points(prompt: Prompt, reply: Reply) -> Any:
@@ -277,7 +277,7 @@ def last_integer(text: str) -> int | None:
     return int(found[-1]) if found else None
 
 
-def _judge(name: str, key: str) -> Callable[[Prompt, str], Any]:
+def judge_of(name: str, key: str) -> Callable[[Prompt, str], Any]:
     """(prompt, text) -> points, by name."""
     if name == F1:
         return lambda prompt, text: answer_f1(last_answer(text), str(prompt.answer))

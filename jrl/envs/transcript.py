@@ -35,6 +35,7 @@ class Segment(NamedTuple):
       context: what the policy saw when it drew this is the opening and the segments of this context
         alone.
       player: who drew it, where an episode has several players.
+      labels: [t] int32 by name, that the environment gave its tokens.
     """
 
     tokens: np.ndarray
@@ -48,6 +49,7 @@ class Segment(NamedTuple):
     reward: tuple[float, ...] = ()
     context: int = 0
     player: int = 0
+    labels: Mapping[str, np.ndarray] = NOTHING
 
 
 class Transcript(NamedTuple):
@@ -63,6 +65,7 @@ class Transcript(NamedTuple):
       role: of the player whose words were drawn.
       metrics: numbers of the environment's, by name.
       reason: in words, what failed.
+      labels: numbers of the episode by name, that the environment gave it.
     """
 
     prompt: Prompt
@@ -74,6 +77,7 @@ class Transcript(NamedTuple):
     role: int = 0
     metrics: Mapping[str, float] = NOTHING
     reason: str = ""
+    labels: Mapping[str, int] = NOTHING
 
     @property
     def alive(self) -> bool:
@@ -95,6 +99,8 @@ class RowShape(NamedTuple):
       completion_tokens: T, of one context.
       parts: R, reward parts.
       contexts: C, which lie in a row one behind another, so that it has C * T columns.
+      labels: names of the numbers of episodes that become ids.
+      token_labels: of those of tokens.
     """
 
     group: int
@@ -102,6 +108,8 @@ class RowShape(NamedTuple):
     completion_tokens: int
     parts: int = 1
     contexts: int = 1
+    labels: tuple[str, ...] = ()
+    token_labels: tuple[str, ...] = ()
 
 
 class Rows(NamedTuple):
@@ -161,9 +169,12 @@ def to_rollout(
         for j, row in enumerate(group):
             for name in ("stop", "episode", "role"):
                 arrays[name][i, j] = getattr(row, name)
+            for name in shape.labels:
+                arrays[name][i, j] = row.labels.get(name, -1)
             if row.alive:  # what others drew may be under any opening, and is never read
                 _fill(arrays, (i, j), row, len(opening), shape, worth)
-    ids = {name: arrays.pop(name) for name in (*_IDS, "episode", "role")}
+    named = (*_IDS, "episode", "role", *shape.labels, *shape.token_labels)
+    ids = {name: arrays.pop(name) for name in named}
     if not ids["node"].any():
         del ids["node"]  # methods for trees would take the rows for one without members
     if shape.contexts == 1:
@@ -188,6 +199,8 @@ def _empty(n: int, shape: RowShape) -> dict[str, Any]:
         "paid": np.zeros((n, g, t), np.float32),
         **{name: np.zeros((n, g, t), np.int32) for name in _IDS},
         **{name: np.zeros((n, g), np.int32) for name in ("episode", "role")},
+        **{name: np.full((n, g), -1, np.int32) for name in shape.labels},
+        **{name: np.full((n, g, t), -1, np.int32) for name in shape.token_labels},
     }
 
 
@@ -216,6 +229,8 @@ def _fill(
             arrays["versions"][at] = part.versions
         for name in _IDS:
             arrays[name][at] = getattr(part, name)
+        for name, numbers in part.labels.items():
+            arrays[name][at] = numbers
         if part.reward:
             arrays["rewards"][place] += part.reward
             arrays["paid"][(*place, end - 1)] += worth @ np.array(part.reward, np.float32)
@@ -246,7 +261,9 @@ def rows_of_players(groups: Sequence[Sequence[Transcript]], players: int) -> lis
     return [[row(whole, r) for whole in group] for group in groups for r in range(players)]
 
 
-_NOT_DRAWN: Mapping[str, Any] = {"drawn": False, "logprobs": None, "versions": None, "reward": ()}
+_NOT_DRAWN: Mapping[str, Any] = {
+    **{"drawn": False, "logprobs": None, "versions": None, "reward": (), "labels": NOTHING}
+}
 
 
 def common_opening(openings: Sequence[np.ndarray]) -> np.ndarray:

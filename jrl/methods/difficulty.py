@@ -315,8 +315,8 @@ def observe_r1(
 
 # ---------------------------------------------------------------- MASA
 
-LABELS = ("meta", "predicted_tokens", "predicted_passes")
-"""What an environment records: "meta" [N], 1 for a prompt that asks for predictions about the
+LABELS = ("ask", "predicted_tokens", "predicted_passes")
+"""What an environment records: "ask" [N], 1 for a prompt that asks for predictions about the
 problem of the same "prompt" id, 0 for one that asks for its solution; [N, G], of meta completions,
 the predicted length in tokens and the predicted number of right answers, -1 without a valid one."""
 
@@ -330,9 +330,9 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
-        if "meta" not in batch.ids:
+        if "ask" not in batch.ids:
             return values, batch
-        meta = jnp.expand_dims(batch.ids["meta"] == 1, 1) & batch.members
+        meta = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
         about = _solutions(values, batch, above)
         guess = batch.ids["predicted_tokens"]
         length = (guess > about.shortest) & (guess < about.longest)
@@ -356,7 +356,7 @@ class _About(NamedTuple):
 
 
 def _solutions(values: Array, batch: Batch, above: float) -> _About:
-    solution = jnp.expand_dims(batch.ids["meta"] != 1, 1) & batch.members
+    solution = jnp.expand_dims(batch.ids["ask"] != 1, 1) & batch.members
     solution = solution & ~given(batch) if "external" in batch.stats else solution
     problem = seg.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
     labels = jnp.where(solution, correct(values, above), 0)
@@ -373,7 +373,7 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
 def _predictions(batch: Batch, name: str) -> tuple[Array, Array]:
     """How many valid predictions each member's problem has, and their sum, [N, G] float32."""
     said = batch.ids[name]
-    asked = jnp.expand_dims(batch.ids["meta"] == 1, 1) & batch.members
+    asked = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
     valid = (asked & (said >= 0)).astype(jnp.float32)
     problem = seg.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
     return seg.total(valid, problem), seg.total(valid * said, problem)
@@ -383,9 +383,9 @@ def predicted_gate(passes: int) -> Transform:
     """Leaves out solutions of problems whose valid predictions average 0 or ``passes``."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        if "meta" not in batch.ids:
+        if "ask" not in batch.ids:
             return values, batch
-        meta = jnp.expand_dims(batch.ids["meta"] == 1, 1)
+        meta = jnp.expand_dims(batch.ids["ask"] == 1, 1)
         count, total = _predictions(batch, "predicted_passes")
         settled = (count > 0) & ((total <= 0) | (total >= passes * count))
         return values, batch.replace(members=batch.members & ~(settled & ~meta))
@@ -397,9 +397,9 @@ def predicted_cutoff(factor: float) -> Transform:
     """Leaves a solution's tokens past ``factor`` times the predicted length out of the loss."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        if "meta" not in batch.ids:
+        if "ask" not in batch.ids:
             return values, batch
-        meta = jnp.expand_dims(batch.ids["meta"] == 1, 1)
+        meta = jnp.expand_dims(batch.ids["ask"] == 1, 1)
         count, total = _predictions(batch, "predicted_tokens")
         limit = factor * total / jnp.maximum(count, 1)
         limit = jnp.where((count > 0) & ~meta, limit, jnp.inf)
@@ -447,18 +447,20 @@ def masa(
     solutions and 16 predictions a problem, the clip 0.2 and 0.28 with a dual clip of 10, and the
     mean over tokens.
 
-    The environment records the labels "meta", "predicted_tokens" and "predicted_passes"; without
-    them every completion is a solution. ``efficient`` adds what MASA-efficient does: problems
-    foretold trivial or unsolvable are left out, tokens past ``cutoff`` times the foretold length
-    (the first version's 2) are not trained on, and demonstrations (expert predictions) are imitated
-    with ``imitation_coef``. Departures: the sampler is not told to skip or to stop, which is where
-    the paper saves its time; imitation is a term of every step, where the authors' code takes steps
-    of their own on the policy's best predictions, and the later version has none.
+    The environment (``envs.labelled.foretell``) asks each problem twice, and records the labels
+    "ask" (1 for predictions), "predicted_tokens" and "predicted_passes"; without them every
+    completion is a solution. Notions are not judged there.
+
+    ``efficient`` adds what MASA-efficient does: problems foretold trivial or unsolvable are left
+    out, tokens past ``cutoff`` times the foretold length (the first version's 2) are not trained
+    on, and demonstrations (expert predictions) are imitated with ``imitation_coef``. Departures:
+    the sampler is not told to skip or to stop, which is where the paper saves its time; imitation
+    is a term of every step, where the authors' code takes steps of their own on the policy's best
+    predictions, and the later version has none.
     """
     base = base.before(prediction_rewards(passes, above)).with_(
         aggregate=token_mean,
         draw=Draw(demonstrations=int(efficient)),
-        unsupported="an environment that asks each problem twice and reads the predictions",
     )
     if not efficient:
         return base

@@ -249,17 +249,16 @@ def rank_grpo(
 
     and ``length_shaping`` points taken from tokens of items past the wanted length N and from the
     stop token of a shorter list, and given to the stop token of a list of N items. The environment
-    records each token's item (the label "item"), and reward part k is the relevance at rank k;
-    without the label a completion is one item and its score the relevance. Clip bounds, KL and
-    "own" are those of the released run and checkpoints. Departures: the released code averages over
-    all tokens of the batch (``average="batch"``), not over ranks as the formula has it. The first
-    stage, supervised fine-tuning on demonstrations, is ``sft``.
+    (``envs.labelled.ranked_list``) records each token's item (the label "item"), and reward part k
+    is the relevance at rank k; without the label a completion is one item and its score the
+    relevance. Clip bounds, KL and "own" are those of the released run and checkpoints. Departures:
+    the released code averages over all tokens of the batch (``average="batch"``), not over ranks as
+    the formula has it. The first stage, supervised fine-tuning on demonstrations, is ``sft``.
     """
     credit = rank_advantages(gain, average=average, shaping=length_shaping, eps=eps, ddof=ddof)
     method = base.with_(
         advantage=credit,
         ratio=ratios.segment("item"),
-        unsupported="an environment that records the item of each token and judges each rank",
     )
     return method.with_(aggregate=aggregates.token_mean) if average == "batch" else method
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import weakref
 import zlib
@@ -46,6 +47,8 @@ that it names."""
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks at the
 inbox: fewer where slots are idle."""
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of a problem's groups; the 64-bit golden ratio spreads them."""
 _ROUNDS = 3
 """How often a group is played at most, where too many of its members fail."""
 
@@ -102,7 +105,9 @@ class HostEpisodes:
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
         sizes = rows.prompt_tokens, rows.max_new_tokens
-        self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts)
+        named = env.labels, env.token_labels
+        self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts, *named)
+        self._asks = env.asks if sample == "sample" else 1
         self._calls: Calls | None = None
 
     def draw(
@@ -123,13 +128,16 @@ class HostEpisodes:
             # What nobody closed ends with this object, or with Python.
             self._end = weakref.finalize(self, _close, self._calls, self._env)
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
-        chosen = [self._prompts[i] for i in source_rows(self._seed, positions, len(self._prompts))]
+        order = source_rows(self._seed, positions, len(self._prompts))
+        chosen = [self._asked(self._prompts[i], k) for i in order for k in range(self._asks)]
         with contextlib.ExitStack() as stack:
             if self._resharding is not None:
                 mesh, weights = self._resharding
                 stack.enter_context(jax.set_mesh(mesh))
                 params, key = weights(params), jax.device_put(key, replicated(mesh))
-            seeds = partial(prompt_seeds, key, self._sample, step, positions)
+            seeds = partial(
+                self._seeds_of, partial(prompt_seeds, key, self._sample, step, positions)
+            )
             self._rows.set_weights(params, int(step if version is None else version))
             del params  # where they are a copy they are freed with the rows
             several, at = self._several, int(step)
@@ -138,6 +146,17 @@ class HostEpisodes:
             self._rows.release()
         _report(groups)
         return self._as_groups(groups, chosen, counts)
+
+    def _asked(self, prompt: Prompt, ask: int) -> Prompt:
+        """The problem as one of its groups begins with it."""
+        if self._env.asks == 1:
+            return prompt
+        return dataclasses.replace(prompt, meta={**prompt.meta, "ask": ask})
+
+    def _seeds_of(self, seeds: Callable[[int], Any], attempt: int) -> list[int]:
+        """Below 2**64, of each group; those of a problem are far apart."""
+        own = range(self._asks)
+        return [(int(s) + k * _SEED_STRIDE) % 2**64 for s in seeds(attempt) for k in own]
 
     def _until_alive(
         self,
@@ -197,6 +216,9 @@ class HostEpisodes:
         if self._env.players > 1 and self._sample == "sample":
             groups = rows_of_players(groups, self._env.players)
             chosen = [prompt for prompt in chosen for _ in range(self._env.players)]
+        asks = {}
+        if self._env.asks > 1:
+            asks = {"ask": np.array([p.meta["ask"] for p in chosen], np.int32)}
         rows = to_rollout(groups, self._shape, worth)
         success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
         paid = {name: rows.rewards[:, :, i] for i, name in enumerate(self._env.parts)}
@@ -208,6 +230,7 @@ class HostEpisodes:
             subject=chosen,
             counts=counts,
             ids={
+                **asks,
                 "prompt": np.array([p.id for p in chosen], np.int32),
                 "stratum": turns.astype(np.int32),
                 "answer": np.array([[self._answer(t) for t in g] for g in groups], np.int32),
@@ -306,10 +329,11 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
 
 
 def _check_players(run: Run, env: HostEnv) -> None:
-    """Raises UserError where groups that hold one player of an episode would not stay together."""
-    if env.players == 1:
+    """Raises UserError where groups that belong together would not stay together."""
+    groups = env.players * env.asks
+    if groups == 1:
         return
-    if run.method.draw.tree is not None:
+    if run.method.draw.tree is not None and env.players > 1:
         raise UserError(
             f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
             " 'none'"
@@ -317,8 +341,7 @@ def _check_players(run: Run, env: HostEnv) -> None:
     if run.method.groups.keep is not keep_all:
         raise UserError(
             f"data.env: method = {run.config.method!r} keeps some groups and drops others, and"
-            f" each problem makes {env.players}, one for a player; choose a method that keeps every"
-            " group"
+            f" each problem makes {groups}; choose a method that keeps every group"
         )
 
 

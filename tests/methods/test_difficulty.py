@@ -283,7 +283,7 @@ def ask_twice(d, rng):
     d.rewards = (rng.random(d.rewards.shape) < 0.5).astype(np.float64)
     d.ids |= {
         "prompt": np.array([7, 8, 7, 8]),
-        "meta": np.array([0, 0, 1, 1]),
+        "ask": np.array([0, 0, 1, 1]),
         "predicted_tokens": rng.integers(-1, 6, d.members.shape),
         "predicted_passes": rng.integers(-1, 5, d.members.shape),
     }
@@ -294,7 +294,7 @@ def solutions(d, n):
     same = [m for m in range(4) if d.ids["prompt"][m] == d.ids["prompt"][n]]
     given = d.external.any(2)
     return [
-        (m, j) for m in same if not d.ids["meta"][m] for j in members_of(d, m) if not given[m, j]
+        (m, j) for m in same if not d.ids["ask"][m] for j in members_of(d, m) if not given[m, j]
     ]
 
 
@@ -302,7 +302,7 @@ def foretold(d):
     """The scores after predictions were judged."""
     scores = d.rewards.copy()
     for n, i in np.ndindex(scores.shape):
-        if not d.ids["meta"][n]:
+        if not d.ids["ask"][n]:
             continue
         told = solutions(d, n)
         right = [len(tokens_of(d, *at)) for at in told if d.rewards[at] > 0.5]
@@ -331,7 +331,7 @@ def masa_loss(d, frozen):
 
 def predictions(d, n, name):
     """Valid predictions about the problem of group n."""
-    same = [m for m in range(4) if d.ids["prompt"][m] == d.ids["prompt"][n] and d.ids["meta"][m]]
+    same = [m for m in range(4) if d.ids["prompt"][m] == d.ids["prompt"][n] and d.ids["ask"][m]]
     found = [d.ids[name][m, j] for m in same for j in members_of(d, m)]
     return [x for x in found if x >= 0]
 
@@ -340,7 +340,7 @@ def efficient_loss(d, frozen):
     scores, given = foretold(d), d.external.any(2)
     rows = []
     for n, i, tokens in sequences(d):
-        solving = not d.ids["meta"][n]
+        solving = not d.ids["ask"][n]
         said = predictions(d, n, "predicted_passes")
         if solving and said and np.mean(said) in (0.0, 4.0):
             continue

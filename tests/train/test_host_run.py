@@ -327,6 +327,27 @@ SHARED = ("method=webrl", "train.prompts=8", "rewards={success={}}", "objective=
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
 
 
+@pytest.mark.parametrize("method", ["masa", "rank_grpo"])
+def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
+    env = {
+        "masa": ("foretell", "data.passes=4", "objective={passes=4}"),
+        "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
+    }[method]
+    more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
+    named = f'data.env="jrl.envs.labelled:{env[0]}"'
+    limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
+    said = []
+    config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
+    train(config, echo=said.append)
+    assert not [line for line in said if "the objective alone" in line]
+    records = records_of(tmp_path)
+    assert all(r["logprob_diff"] < 1e-4 for r in records)
+    # Both groups of a problem, or one.
+    assert [r["episodes"] for r in records] == [16 if method == "masa" else 8] * 2
+    counted = "env/predictions_read" if method == "masa" else "env/recall"
+    assert all(counted in r for r in records)
+
+
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=2", "sampling.max_new_tokens=60")
     found = search_run(config, "beam", width=2)
