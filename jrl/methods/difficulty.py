@@ -103,14 +103,10 @@ def seed_grpo(
 
     in the loss of ``dr_grpo``; the linear f with alpha (``strength``) 0.02 is the paper's default.
     Departures: shares are counted; the paper also allows sums of likelihoods. Answers are equal
-    when their labels "answer" are, which episodes on the host record (final answers as text), or,
-    where nobody recorded labels, when all reward parts are; nothing is guessed from tokens. f is
-    held at 0 from below.
+    when their labels "answer" are: final answers as text, in tasks whole completions; where nobody
+    recorded labels, when all reward parts are. f is held at 0 from below.
     """
-    return base.after(scale_by_answer_entropy(strength, shape, power)).with_(
-        unsupported="labels of answers outside of episodes on the host: there those with equal "
-        "rewards are one",
-    )
+    return base.after(scale_by_answer_entropy(strength, shape, power))
 
 
 # ---------------------------------------------------------------- UniVG-R1

@@ -11,6 +11,7 @@ the batch is full: the dynamic sampling of ``dapo``.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from jrl.errors import choose
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.models.tokenizer import Tokenizer
 from jrl.processes import deal
+from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
@@ -285,7 +287,8 @@ def task_rollout(
         and no members may stand beside the group's.
 
     Returns:
-      The groups; their subject is the problems, with N rows.
+      The groups; their subject is the problems, with N rows. ``ids`` holds "answer" [N, G], a
+      number for the whole completion: equal numbers, equal completions.
     """
     data, sample = ("data", "sample") if split == "train" else ("eval_data", "eval")
     problem_keys = jax.vmap(lambda i: stream(key, data, i))(ids)
@@ -331,7 +334,17 @@ def task_rollout(
     rewards = jax.vmap(lambda p, ts, ns: jax.vmap(partial(judge, p))(ts, ns))(
         problems, rollout.tokens, rollout.lengths
     )
-    return Groups(rollout, rewards, problems, counts, {"prompt": ids, **labels})
+    answer = jax.vmap(jax.vmap(_number_of))(rollout.tokens, rollout.lengths)
+    return Groups(rollout, rewards, problems, counts, {"prompt": ids, "answer": answer, **labels})
+
+
+def _number_of(tokens: Array, length: Array) -> Array:
+    """[] int32, at least 0, for the first ``length`` tokens of ONE completion."""
+    odd = jnp.uint32(0x9E3779B1)
+    powers = jnp.cumprod(jnp.full(tokens.shape, odd, jnp.uint32))
+    live = jnp.arange(tokens.shape[0]) < length
+    total = jnp.sum(jnp.where(live, (tokens.astype(jnp.uint32) + 1) * powers, 0), dtype=jnp.uint32)
+    return (total >> 1).astype(jnp.int32)
 
 
 def counted_draw(found: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
@@ -409,7 +422,8 @@ class TextSource(NamedTuple):
         """Rewards of completions, all reward functions at once.
 
         Each process judges a share of the prompts and gets the other points from the others, so all
-        hold the same points even if a reward function is not deterministic.
+        hold the same points even if a reward function is not deterministic. ``ids`` holds "answer"
+        [N, G], a number for each final answer: equal answers have equal numbers.
         """
         n, g, _ = rollout.tokens.shape
         ids = {"prompt": np.array([prompt.id for prompt in chosen], np.int32)}
@@ -430,15 +444,26 @@ class TextSource(NamedTuple):
                 for tokens in [np.asarray(rollout.tokens[i, j, : rollout.lengths[i, j]])]
             ]
             points, counts = pool.scores(samples, group=g)
-            return points.reshape(len(rows), g, points.shape[1]), counts
+            said = np.array([[answer_number(s.completion)] for s in samples], points.dtype)
+            both = np.concatenate([points, said.reshape(-1, 1)], axis=1)
+            return both.reshape(len(rows), g, both.shape[1]), counts
 
         # Text is decoded and judged where it is a process's turn; points travel, texts do not.
         begin = time.perf_counter()
         points, counts = deal(self.name, n, judged)
         counts["reward_seconds"] = time.perf_counter() - begin
+        points, ids["answer"] = points[:, :, :-1], points[:, :, -1].astype(np.int32)
         if np.isnan(points).any():
             rollout, points, counts["reward_dropped"] = _without_unjudged(rollout, points)
         return Groups(rollout, points, chosen, counts, ids)
+
+
+def answer_number(text: str) -> int:
+    """A number below 2**24, which float32 holds exactly, for the final answer of a text.
+
+    That is what ``rewards.exact.final_answer`` finds, else the whole text.
+    """
+    return zlib.crc32((final_answer(text) or text).strip().encode()) & 0xFFFFFF
 
 
 def _without_unjudged(rollout: Rollout, points: np.ndarray) -> tuple[Rollout, np.ndarray, float]:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,10 +28,9 @@ from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
-from jrl.rewards.exact import final_answer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
-from jrl.train.collect import Groups, source_rows
+from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summary_room
 from jrl.train.placement import sampler_mesh
@@ -243,7 +241,7 @@ class HostEpisodes:
         """A number for the final answer of the last turn: equal numbers, equal answers."""
         drawn = [segment for segment in transcript.segments if segment.drawn]
         said = self._tokenizer.decode(drawn[-1].tokens.tolist()) if drawn else ""
-        return zlib.crc32((final_answer(said) or said).strip().encode()) & 0x7FFFFFFF
+        return answer_number(said)
 
     def close(self) -> None:
         """Ends what the environment shares between episodes, and its threads."""

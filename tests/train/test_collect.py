@@ -7,7 +7,14 @@ import pytest
 from jrl.mesh import make_mesh
 from jrl.methods import GroupEditor, get_method, refill
 from jrl.objectives.advantages import mean_centred
-from jrl.train.collect import Groups, TextSource, collect, to_batch
+from jrl.train.collect import (
+    Groups,
+    TextSource,
+    _number_of,
+    answer_number,
+    collect,
+    to_batch,
+)
 from jrl.train.step import with_slot_use
 from jrl.types import Prompt, Rollout, StopReason
 
@@ -248,3 +255,23 @@ def test_completions_without_points_leave_their_group(baseline):
         np.testing.assert_allclose(advantage, [[0.25, 0, -0.25], [-0.5, 0.5, 0]], atol=1e-7)
     assert np.isfinite(groups.rewards).all()
     assert not batch.mask[~batch.members].any()
+
+
+def test_answers_are_told_apart_by_what_they_say():
+    said = [r"so \boxed{12}", "it is 3 and 12", "#### 12\nbye", "13", "no number", "no  number"]
+    numbers = [answer_number(text) for text in said]
+    assert numbers[0] == numbers[1] == numbers[2]
+    assert len({*numbers}) == 4
+    assert all(0 <= x < 2**24 and np.float32(x) == x for x in numbers)
+
+
+def test_completions_of_tasks_are_told_apart_by_their_tokens():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 12, (4096, 4)).astype(np.int32)
+    lengths = rng.integers(0, 5, 4096).astype(np.int32)
+    found = np.asarray(jax.vmap(_number_of)(tokens, lengths))
+    known = {}
+    for row, length, number in zip(tokens.tolist(), lengths.tolist(), found.tolist(), strict=True):
+        known.setdefault(tuple(row[:length]), set()).add(number)
+    assert all(len(numbers) == 1 for numbers in known.values())
+    assert len({n for numbers in known.values() for n in numbers}) == len(known) > 1000
