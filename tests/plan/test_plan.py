@@ -194,6 +194,27 @@ def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted
 
 
 @needs_libtpu
+@pytest.mark.slow
+def test_two_policies_in_one_program_have_twice_the_weights_and_the_layout_of_one():
+    tables = {
+        "method": "grpo",
+        "data": {"env": "nim", "heaps": 2, "most": 3, "opponent": "self"},
+        "sampling": {"group": 4},
+        "mesh": {"data": 4},
+    }
+    model = {k: v for k, v in TINY.items() if k not in {"vocab_size", "max_length"}}
+    tree = tiny_tree(model=model, **tables)
+    one, two = (
+        ask("planned", tree | {"objective": objective}, "v5e:2x2", -1.0)["programs"]
+        for objective in ({}, {"policies": 2})
+    )
+    assert set(one) == set(two) == {"sampler", "train_step"}
+    for name in one:
+        parts = [program[name]["bytes_by_part"]["weights"] for program in (one, two)]
+        assert parts[1] == pytest.approx(2 * parts[0], rel=0.01)
+
+
+@needs_libtpu
 def test_the_weights_of_405b_are_sent_to_1024_chips_as_integers():
     """The shipped shape with two of its layers, and the program of it that compiles fastest."""
     path = CONFIGS / "pod_405b_v5p.toml"

@@ -15,6 +15,7 @@ from jrl.export import export_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.several import one_of
+from jrl.serving.launch import served_policy
 from jrl.train import build, programs
 from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
@@ -166,6 +167,8 @@ def check_what_others_read(root):
         embeds.append(np.asarray(hf.in_memory(written)["embed"]))
         np.testing.assert_array_equal(embeds[-1], weights["embed"][policy])
     assert (embeds[0] != embeds[1]).any()
+    served = served_policy(config, checkpoint=None)
+    np.testing.assert_array_equal(served.params["embed"], weights["embed"])
     reads = load_config("configs/gridworld.toml", [f"frozen.ref={json.dumps(config.run.dir)}"])
     np.testing.assert_array_equal(frozen_params(reads, "ref")["embed"], embeds[0])
     with pytest.raises(UserError, match="--policy 2: the run trained 2, numbered from 0"):
