@@ -80,7 +80,6 @@ def search_episodes(
         raise UserError(f"data.{split} is missing; name a file of problems")
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
-
         params, scorer_of = verifier(run, params, checkpoint)
         found = _searched(run, key, params, step, prompts, partial(_search, plan, scorer_of))
     won = sum(each.success for each in found)

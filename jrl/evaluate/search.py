@@ -2,7 +2,6 @@
 
     jrl eval RUN --search beam --width 4 --step-tokens 64
     jrl eval RUN --search mcts --out DIR
-
     jrl eval RUN --search beam --by model rewards.model.path=RUN_OF_A_REWARD_MODEL
 
 The search goes by the policy's own likelihood, by a reward model, or by the run's own value
