@@ -30,6 +30,12 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING, Prompt
 
+OWN_IDS = (
+    *("turn", "step", "state", "node", "context", "episode", "role"),
+    *("prompt", "ask", "stratum", "answer", "replayed"),
+)
+"""Names in ``batch.ids`` that every environment's rows may have."""
+
 
 class EnvError(Exception):
     """What an environment did wrong, for the member's record."""
@@ -231,8 +237,25 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
         value = getattr(env, name)
         if not isinstance(value, int) or value < 1:
             raise UserError(f"{key}.{name} = {value!r:.40}; must be a number, at least 1")
+    _check_labels(env, key)
     env.limits.check()
     return env
+
+
+def _check_labels(env: HostEnv, key: str) -> None:
+    """Raises UserError for names that are none, that stand twice, or that ids already have."""
+    seen = set(OWN_IDS)
+    for field in ("labels", "token_labels"):
+        names = getattr(env, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{key}.{field} = {names!r:.60}; must be a tuple of names")
+        for name in names:
+            if name in seen:
+                raise UserError(
+                    f"{key}.{field}: {name!r} is taken; choose a name that is not a label yet,"
+                    f" and none of {', '.join(OWN_IDS)}"
+                )
+            seen.add(name)
 
 
 def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:

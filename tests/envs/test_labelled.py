@@ -7,7 +7,7 @@ import pytest
 
 from jrl.envs.chat import PlainFormat
 from jrl.envs.episode import call_step
-from jrl.envs.host import EnvError, Feedback, HostEnv, check_feedback
+from jrl.envs.host import EnvError, Feedback, HostEnv, check_env, check_feedback
 from jrl.envs.labelled import foretell, ranked_list
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.errors import UserError
@@ -88,6 +88,19 @@ def test_a_label_is_a_whole_number(label):
     env = ranked_list(1)
     with pytest.raises(EnvError, match="label item is .*, not a whole number"):
         check_feedback(Feedback(done=True, labels={"item": label}), env.limits, 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"labels": ("turn",)}, "env.labels: 'turn' is taken"),
+        ({"labels": ("a",), "token_labels": ("a",)}, "env.token_labels: 'a' is taken"),
+        ({"token_labels": "item"}, "env.token_labels = 'item'; must be a tuple of names"),
+    ],
+)
+def test_labels_have_names_of_their_own(names, said):
+    with pytest.raises(UserError, match=said):
+        check_env(ranked_list(1)._replace(**{"token_labels": (), **names}))
 
 
 def test_a_problem_is_solved_in_one_group_and_foretold_in_the_other():
