@@ -615,7 +615,7 @@ class Several(NamedTuple):
 
     Attributes:
       policies: how many; every array of the parameters has a leading axis of them.
-      swap_every: training steps after which each policy goes on as the next player; 0 for never.
+      swap_every: training steps after which each policy becomes the next player; 0 for never.
       copy_every: training steps after which the others become copies of the first policy, which is
         then the one that is trained; 0 to train all of them.
       each: the network that every one of them is.

@@ -174,8 +174,9 @@ def evaluate(
         )
         print_result("evaluation", result, as_json)
         return
-    if by != "likelihood":
-        raise UserError(f"--by {by}: only a search ranks paths; add --search beam")
+    for flag, given, default in (("--by", by, "likelihood"), ("--reduce", reduce, "last")):
+        if given != default:
+            raise UserError(f"{flag} {given}: only a search ranks paths; add --search beam")
     if out is not None:
         raise UserError(f"--out {out}: only a search leaves rows to write; add --search mcts")
     from jrl.evaluate import evaluate_run

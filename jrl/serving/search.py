@@ -102,10 +102,10 @@ SEARCHES = ("best_of_n", "greedy", "beam", "dvts", "mcts")
 def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0) -> SearchPlan:
     """A search by name, ``width`` wide.
 
-    "best_of_n" draws ``width`` whole completions. "greedy" draws ``width`` steps and goes on from
-    the best of them. "beam" keeps the ``width`` best steps of each level and draws as many from
-    each; "dvts" does so in ``width`` subtrees apart, each a beam of one. "mcts" expands one node a
-    round, chosen by PUCT, and backs up means.
+    "best_of_n" draws ``width`` whole completions. "greedy" draws ``width`` steps and continues
+    from the best of them. "beam" keeps the ``width`` best steps of each level and draws as many
+    from each; "dvts" does so in ``width`` subtrees apart, each a beam of one. "mcts" expands one
+    node a round, chosen by PUCT, and backs up means.
 
     Raises:
       UserError: there is no such search, or it has no width.

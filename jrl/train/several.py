@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jrl.errors import UserError
 from jrl.models.several import stacked, stacked_axes
 from jrl.sampling.params import SamplingParams
-from jrl.types import Array, Batch, Several, TrainState, ValueNetwork
+from jrl.types import Array, Batch, Network, Several, TrainState, ValueNetwork
 
 SUMMED = ("completion_tokens", "skipped_updates", "skipped_steps")
 """Metrics of a step that add up over policies; of all others the mean is taken."""
 _OF_EACH = ("params", "opt_state", "frozen", "method")
+N = TypeVar("N", Network, ValueNetwork)
 
 
 def stack_state(state: TrainState, count: int) -> TrainState:
@@ -40,9 +41,9 @@ def unstacked(shardings: Any) -> Any:
     return jax.tree.map(of_one, shardings)
 
 
-def stacked_value(value: ValueNetwork) -> ValueNetwork:
-    """A value network whose parameters are those of several policies, for where they lie."""
-    return value._replace(axes=lambda: stacked_axes(value.axes()))
+def with_stacked_axes(network: N) -> N:
+    """A network of which several stand in one tree, for where they lie."""
+    return network._replace(axes=lambda: stacked_axes(network.axes()))
 
 
 def divided_batch(batch: Batch, several: Several, step: Array | int) -> Batch:

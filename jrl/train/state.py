@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
-from jrl.models.several import stacked, together
-from jrl.train.several import stack_state, stacked_value
+from jrl.models.several import stacked
+from jrl.train.several import stack_state, with_stacked_axes
 from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
 
 
@@ -135,8 +135,8 @@ def state_shardings(
     """
     axes, kept = {"policy": network.axes()}, {}
     if network.extras.several is not None:
-        networks = {name: together(other, 2) for name, other in networks.items()}
-        value = None if value is None else stacked_value(value)
+        networks = {name: with_stacked_axes(other) for name, other in networks.items()}
+        value = None if value is None else with_stacked_axes(value)
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
         kept["base"] = tree_shardings(mesh, base, state.frozen["base"])

@@ -254,9 +254,10 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
     assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
-    result = jrl("eval", run_dir, "--by", "model")
-    assert result.exit_code != 0
-    assert "--by model: only a search ranks paths; add --search beam" in result.stderr
+    for flag, value in (("--by", "model"), ("--reduce", "min")):
+        result = jrl("eval", run_dir, flag, value)
+        assert result.exit_code != 0
+        assert f"{flag} {value}: only a search ranks paths; add --search beam" in result.stderr
 
 
 def test_eval_under_a_budget(replace, run_dir):

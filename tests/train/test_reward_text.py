@@ -44,11 +44,14 @@ def test_a_wrong_reward_is_one_line(body, place):
 
 
 def test_a_right_one_is_called_once_with_the_answer(place):
-    body = "[float(print(completions, answer) or c == a) for c, a in zip(completions, answer)]"
+    made = str(place / "answer-")  # a second call could not make it again
+    body = f"__import__('os').mkdir({made!r} + answer[0]) or [float(c == a) for c, a in "
+    body += "zip(completions, answer)]"
     run, pool = run_of(place, "right", body)
     probe_rewards(run, pool)
+    assert (place / "answer-1").is_dir()
     run, pool = run_of(place, "lenient", "1 / 0", "reward_pool.on_error=zero")
-    probe_rewards(run, pool)
+    probe_rewards(run, pool)  # fails, and is allowed to
 
 
 def test_in_a_process_of_its_own_too(place):
