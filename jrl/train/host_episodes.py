@@ -140,7 +140,8 @@ class HostEpisodes:
             del params  # where they are a copy they are freed with the rows
             several, at = self._several, int(step)
             policy_of = None if several is None else partial(several.policy, step=at)
-            groups, counts = self._until_alive(chosen, seeds, newer, policy_of)
+            play = partial(self._play, newer=newer, policy_of=policy_of)
+            groups, counts = self._until_alive(chosen, seeds, play)
             self._rows.release()
         _report(groups)
         return self._as_groups(groups, chosen, counts)
@@ -160,8 +161,7 @@ class HostEpisodes:
         self,
         chosen: Sequence[Prompt],
         seeds_of: Callable[[int], Any],
-        newer: Newer,
-        policy_of: Callable[[int], int] | None,
+        play: Callable[[Sequence[Prompt], Sequence[int]], Played],
     ) -> tuple[list[list[Transcript]], dict[str, float]]:
         """Transcripts by group, and counts; ``seeds_of`` gives those of the n-th attempt."""
         groups: list[list[Transcript]] = [[] for _ in chosen]
@@ -169,8 +169,7 @@ class HostEpisodes:
         todo, least = list(range(len(chosen))), min(2, self._group)
         for attempt in range(_ROUNDS):
             seeds = seeds_of(attempt)
-            again = [chosen[i] for i in todo], [seeds[i] for i in todo]
-            played = self._play(*again, newer, policy_of)
+            played = play([chosen[i] for i in todo], [seeds[i] for i in todo])
             for i, members in zip(todo, played.groups, strict=True):
                 groups[i] = members
             counts = {k: counts.get(k, 0) + played.counts.get(k, 0) for k in counts | played.counts}
