@@ -25,7 +25,6 @@ from jrl.data.prompts import pad_prompts
 from jrl.data.sources import order
 from jrl.data.tasks import Task
 from jrl.errors import choose
-from jrl.integrity import checksum
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.models.tokenizer import Tokenizer
 from jrl.processes import deal
@@ -341,8 +340,11 @@ def task_rollout(
 
 def _number_of(tokens: Array, length: Array) -> Array:
     """[] int32, at least 0, for the first ``length`` tokens of ONE completion."""
+    odd = jnp.uint32(0x9E3779B1)
+    powers = jnp.cumprod(jnp.full(tokens.shape, odd, jnp.uint32))
     live = jnp.arange(tokens.shape[0]) < length
-    return (checksum([jnp.where(live, tokens + 1, 0)])[0] >> 1).astype(jnp.int32)
+    total = jnp.sum(jnp.where(live, (tokens.astype(jnp.uint32) + 1) * powers, 0), dtype=jnp.uint32)
+    return (total >> 1).astype(jnp.int32)
 
 
 def counted_draw(found: tuple[Any, ...]) -> tuple[Rollout, dict[str, Any], dict[str, Any]]:
