@@ -31,6 +31,7 @@ class Segment(NamedTuple):
       step: number of the reasoning step or action.
       state: which state of the environment the tokens were drawn in; equal numbers, equal states.
       node: of a tree.
+      value: of that node, points, as a search left it.
       reward: [R] points, paid at the last token; () for none.
       context: what the policy saw when it drew this is the opening and the segments of this context
         alone.
@@ -46,6 +47,7 @@ class Segment(NamedTuple):
     step: int = 0
     state: int = 0
     node: int = 0
+    value: float = 0.0
     reward: tuple[float, ...] = ()
     context: int = 0
     player: int = 0
@@ -122,12 +124,14 @@ class Rows(NamedTuple):
       rewards: [N, G, R] float32, points of each part, summed over the row.
       paid: [N, G, T] float32, points of all parts by their weights, at the tokens that they were
         paid at.
+      values: [N, G, T] float32, points of each token's node.
     """
 
     rollout: Rollout
     ids: dict[str, np.ndarray]
     rewards: np.ndarray
     paid: np.ndarray
+    values: np.ndarray
 
 
 def to_rollout(
@@ -179,9 +183,9 @@ def to_rollout(
         del ids["node"]  # methods for trees would take the rows for one without members
     if shape.contexts == 1:
         del ids["context"]
-    rewards, paid = arrays.pop("rewards"), arrays.pop("paid")
+    rewards, paid, values = (arrays.pop(name) for name in ("rewards", "paid", "value"))
     rollout = Rollout(prompt_tokens=prompts, prompt_lengths=lengths, **arrays)  # type: ignore
-    return Rows(rollout, ids, rewards, paid)
+    return Rows(rollout, ids, rewards, paid, values)
 
 
 def _empty(n: int, shape: RowShape) -> dict[str, Any]:
@@ -197,6 +201,7 @@ def _empty(n: int, shape: RowShape) -> dict[str, Any]:
         "baseline": np.zeros((n, g), bool),
         "rewards": np.zeros((n, g, shape.parts), np.float32),
         "paid": np.zeros((n, g, t), np.float32),
+        "value": np.zeros((n, g, t), np.float32),
         **{name: np.zeros((n, g, t), np.int32) for name in _IDS},
         **{name: np.zeros((n, g), np.int32) for name in ("episode", "role")},
         **{name: np.full((n, g), -1, np.int32) for name in shape.labels},
@@ -227,7 +232,7 @@ def _fill(
         if part.drawn:
             arrays["sampler_logprobs"][at] = part.logprobs
             arrays["versions"][at] = part.versions
-        for name in _IDS:
+        for name in (*_IDS, "value"):
             arrays[name][at] = getattr(part, name)
         for name, numbers in part.labels.items():
             arrays[name][at] = numbers

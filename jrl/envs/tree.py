@@ -401,6 +401,55 @@ def grow_all(
     return costs
 
 
+Continue = Callable[[list[tuple[int, int, int]]], Sequence[tuple[int, int]]]
+"""(tree, node, steps) of each node to expand -> (tree, number) of all nodes that it has added."""
+
+
+def grow_leaves(
+    trees: Sequence[Tree],
+    select: Select,
+    expand: Continue,
+    *,
+    leaves: int,
+    width: int,
+    rounds: Sequence[int],
+) -> None:
+    """Searches side by side until each tree has its leaves, and completes those that have too few.
+
+    Where a search ends with too few leaves, open nodes are continued to an end, the likeliest most
+    often; so after 0 rounds all leaves are paths of their own from the root.
+
+    Args:
+      trees: grown in place.
+      select: nodes to expand in one round.
+      expand: draws steps, and backs up what is known of them.
+      leaves: of each tree, at least.
+      width: steps drawn from a node of the search.
+      rounds: of each tree, at most.
+    """
+    for number in range(max(rounds, default=0)):
+        chosen = [
+            (i, node, width)
+            for i, tree in enumerate(trees)
+            if number < rounds[i] and len(tree.leaves()) < leaves
+            for node in select(tree)
+        ]
+        if not chosen:
+            break
+        expand(chosen)
+    going = [(i, *ask) for i, tree in enumerate(trees) for ask in _missing(tree, leaves)]
+    while going:
+        going = [(i, node, 1) for i, node in expand(going) if not trees[i].nodes[node].done]
+
+
+def _missing(tree: Tree, leaves: int) -> list[tuple[int, int]]:
+    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
+    missing = max(leaves - len(tree.leaves()), 0)
+    nodes = best_first(len(tree.nodes))(tree) or [0]
+    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
+    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
+
+
 def _content(tree: Tree, node: int) -> Any:
     step = tree.nodes[node].step
     assert step is not None

@@ -18,7 +18,7 @@ import numpy as np
 from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
-from jrl.envs.tree import SEARCHES, Step, Tree, best_first
+from jrl.envs.tree import SEARCHES, Node, Step, Tree, grow_leaves
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
@@ -139,16 +139,12 @@ class TreeSearch:
         judged = [[forest.judged[i, leaf] for leaf in ends] for i, ends in enumerate(leaves)]
         known = np.array([[ok for _, ok in group] for group in judged])
         groups = [
-            _transcripts(tree, prompt, ends, live)
+            _transcripts(tree, SEARCHES[self._search.by].value, prompt, ends, live)
             for tree, prompt, ends, live in zip(forest.trees, prompts, leaves, known, strict=True)
         ]
         rows = to_rollout(groups, self._shape)
         stop = np.where(known, rows.rollout.stop, np.int32(StopReason.ABORTED))
         node = rows.ids["node"]
-        values = np.zeros(node.shape, np.float32)
-        of_node = SEARCHES[self._search.by].value
-        for i, tree in enumerate(forest.trees):
-            values[i] = np.array([0.0, *map(of_node, tree.nodes[1:])], np.float32)[node[i]]
         counts = {
             "tree_shared_tokens": float((node > 0).sum() - rows.rollout.mask.sum()),
             "search_nodes": float(sum(len(tree.nodes) - 1 for tree in forest.trees)),
@@ -160,7 +156,7 @@ class TreeSearch:
             subject=subject,
             counts=forest.counts | forest.steps.counts | counts,
             ids={"prompt": np.array([p.id for p in prompts], np.int32), "node": node},
-            stats={"node_value": values},
+            stats={"node_value": rows.values},
         )
 
 
@@ -192,32 +188,14 @@ class _Forest:
     def grow(self, group: int) -> None:
         """Searches until each tree has ``group`` leaves, and completes those that have too few."""
         search = self._search
-        select = SEARCHES[search.by].select(search.width, search.exploration)
-        for _ in range(search.rounds):
-            chosen = [
-                (i, node, search.width)
-                for i, tree in enumerate(self.trees)
-                if len(tree.leaves()) < group
-                for node in select(tree)
-            ]
-            if not chosen:
-                break
-            self._expand(chosen)
-        going = [x for i in range(len(self.trees)) for x in self._missing(i, group)]
-        while going:
-            going = [
-                (i, child, 1)
-                for i, child in self._expand(going)
-                if not self.trees[i].nodes[child].done
-            ]
-
-    def _missing(self, number: int, group: int) -> list[tuple[int, int, int]]:
-        """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
-        tree = self.trees[number]
-        missing = max(group - len(tree.leaves()), 0)
-        nodes = best_first(len(tree.nodes))(tree) or [0]
-        times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
-        return [(number, node, count) for node, count in zip(nodes, times, strict=True) if count]
+        grow_leaves(
+            self.trees,
+            SEARCHES[search.by].select(search.width, search.exploration),
+            self._expand,
+            leaves=group,
+            width=search.width,
+            rounds=[search.rounds] * len(self.trees),
+        )
 
     def _expand(self, chosen: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
         """Draws steps behind nodes and backs up the leaves; (tree, number) of all that is new."""
@@ -303,12 +281,17 @@ def _path(tree: Tree, node: int) -> np.ndarray:
 
 
 def _transcripts(
-    tree: Tree, prompt: Prompt, leaves: Sequence[int], live: Sequence[bool]
+    tree: Tree,
+    value: Callable[[Node], float],
+    prompt: Prompt,
+    leaves: Sequence[int],
+    live: Sequence[bool],
 ) -> list[Transcript]:
     """The rows of a group: a step is drawn in the first that goes through it, of those that live.
 
     Args:
       tree: grown.
+      value: of a node, points.
       prompt: of the tree.
       leaves: the members.
       live: whether each member counts; one that does not would keep its steps from being trained.
@@ -318,7 +301,8 @@ def _transcripts(
         path, segments = tree.path(leaf), []
         for i, node in enumerate(path):
             step = _drawn(tree, node)
-            part = Segment(step.tokens, node not in owned, step=i, node=node)
+            worth = value(tree.nodes[node])
+            part = Segment(step.tokens, node not in owned, step=i, node=node, value=worth)
             if part.drawn:
                 versions = np.full(len(step.tokens), step.version, np.int32)
                 part = part._replace(logprobs=step.logprobs, versions=versions)
