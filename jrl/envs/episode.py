@@ -196,14 +196,22 @@ class Episode:
 
     def branch(self, other: Episode) -> None:
         """Gives another member the past of the turn that has just ended, up to that turn."""
-        other.opening, other.room, other.usual = self.opening, self.room, self.usual
-        other.source, other.shared = self, len(self._segments) - 1
-        other.length = self.length - len(self._segments[-1].tokens)
-        other.turn = other.first = self.turn
-        other.player = self.player
-        other._segments, other._metrics = self._segments[:-1], dict(self._metrics)
-        other._labels = dict(self._labels)
-        other._state_id = self._state_id
+        other.usual, other.source, other.shared = self.usual, self, len(self._segments) - 1
+        other.first = self.turn
+        self._give_past(other)
+        other.length -= len(other._segments.pop().tokens)
+
+    def continued(self, member: int) -> Episode:
+        """An episode of its own that begins behind the last answer, with all that was so far."""
+        other = Episode(self.group, member, self.prompt, self.seed)
+        self._give_past(other)
+        return other
+
+    def _give_past(self, other: Episode) -> None:
+        other.opening, other.room, other.length = self.opening, self.room, self.length
+        other.turn, other.player, other._state_id = self.turn, self.player, self._state_id
+        other._segments = list(self._segments)
+        other._metrics, other._labels = dict(self._metrics), dict(self._labels)
 
     def origin(self, index: int) -> tuple[int, int]:
         """Names a segment by the member that came to it first, and its index there."""

@@ -57,6 +57,11 @@ class Draw(NamedTuple):
     search: Search | None = None
     guide: Callable[[Array], Array] | None = None
 
+    @property
+    def shares(self) -> bool:
+        """Whether the samples of a group have beginnings in common."""
+        return self.tree is not None or self.search is not None
+
 
 def keep_all(rewards: np.ndarray, members: np.ndarray) -> np.ndarray:
     """[N] bool, all True: every group is trained on."""

@@ -28,15 +28,19 @@ from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, answer_number, source_rows
+from jrl.train.episode_search import EpisodeSearch
+from jrl.train.episode_trees import EpisodeTrees, PathEstimate
 from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summary_room
 from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
 from jrl.train.several import check_division
+from jrl.train.tree_search import Estimate, estimates, run_estimate
 from jrl.types import Params, Prompt, Several
 
 SUCCESS = "success"
@@ -71,6 +75,9 @@ class HostEpisodes:
         weights there which ``rows`` reads; None where it has the mesh in use.
       branches: how the members of a group branch off one another, with ``rows`` that measure what
         it reads; then ids gain "node", as ``sampling.tree`` has it. None to play each by itself.
+      trees: how a group is searched, with ``rows`` that measure entropies; None to search none.
+      estimate: with ``trees``, points of paths that have not ended; ``draw`` then takes ``Guided``
+        parameters.
       several: where players are policies of their own, with ``rows`` that draw from each.
 
     Raises:
@@ -92,13 +99,16 @@ class HostEpisodes:
         sample: str = "sample",
         resharding: tuple[Mesh, Callable[[Params], Any]] | None = None,
         branches: EpisodeBranches | None = None,
+        trees: EpisodeTrees | None = None,
+        estimate: Estimate | None = None,
         several: Several | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
-        if branches is not None:
+        if branches is not None or trees is not None:
             _check_fork(env)
         self._branches, self._several = branches, several
+        self._trees, self._estimate = trees, estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights, self._resharding = dict(weights), resharding
@@ -136,11 +146,18 @@ class HostEpisodes:
             seeds = partial(
                 self._seeds_of, partial(prompt_seeds, key, self._sample, step, positions)
             )
+            estimate = None
+            if self._estimate is not None:
+                most = self._rows.prompt_tokens + self._rows.max_new_tokens
+                estimate = partial(estimates, partial(self._estimate, params), most)
+                params = params.policy
             self._rows.set_weights(params, int(step if version is None else version))
             del params  # where they are a copy they are freed with the rows
             several, at = self._several, int(step)
             policy_of = None if several is None else partial(several.policy, step=at)
             play = partial(self._play, newer=newer, policy_of=policy_of)
+            if self._trees is not None:
+                play = partial(self._search, self._trees, estimate)
             groups, counts = self._until_alive(chosen, seeds, play)
             self._rows.release()
         _report(groups)
@@ -202,6 +219,17 @@ class HostEpisodes:
             policy_of=policy_of,
         )
 
+    def _search(
+        self,
+        trees: EpisodeTrees,
+        estimate: PathEstimate | None,
+        prompts: Sequence[Prompt],
+        seeds: Sequence[int],
+    ) -> Played:
+        assert self._calls is not None
+        search = EpisodeSearch(self._rows, self._calls, self._env, self._chat, self._tokenizer)
+        return trees.play(search, search.opened(prompts, seeds), self._group, estimate)
+
     def _as_groups(
         self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]
     ) -> Groups:
@@ -233,7 +261,8 @@ class HostEpisodes:
                 "answer": np.array([[self._answer(t) for t in g] for g in groups], np.int32),
                 **rows.ids,
             },
-            stats={"paid": rows.paid},
+            stats={"paid": rows.paid}
+            | ({} if self._trees is None else {"node_value": rows.values}),
         )
 
     def _answer(self, transcript: Transcript) -> int:
@@ -266,7 +295,7 @@ def check_host(run: Run) -> None:
     try:
         _check_parts(env, run.rewards.weights)
         _check_group(env, run.config.sampling.group)
-        if run.method.draw.tree is not None:
+        if run.method.draw.shares:
             _check_fork(env)
         check_division(env.players, run.method.policies)
         _check_players(run, env)
@@ -308,7 +337,7 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
         )
-    if run.method.draw.tree is not None:
+    if run.method.draw.shares:
         raise UserError(
             f"{said}: episodes that branch have one context; set objective.tree to 'none', or"
             " data.contexts to 1"
@@ -330,7 +359,7 @@ def _check_players(run: Run, env: HostEnv) -> None:
     groups = env.players * env.asks
     if groups == 1:
         return
-    if run.method.draw.tree is not None and env.players > 1:
+    if run.method.draw.shares and env.players > 1:
         raise UserError(
             f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
             " 'none'"
@@ -370,11 +399,17 @@ def host_source(
       temperature: None for the run's.
     """
     sampling, env = run.config.sampling, _env(run)
-    evaluates, tree = split == "eval", run.method.draw.tree
+    evaluates = split == "eval"
+    tree, search = run.method.draw.tree, run.method.draw.search
     slots = min(sampling.slots or _SLOTS, run.config.train.prompts * group)
-    branches = None
+    branches = trees = measure = None
     if tree is not None and not evaluates:
         branches = EpisodeBranches(tree, group, sampling.slots)
+        measure = branches.measure
+    if search is not None and not evaluates:
+        trees, measure = EpisodeTrees(search, env.parts, SUCCESS, run.rewards.weights), entropy
+        widest = run.config.train.prompts * max(group, search.width)
+        slots = min(sampling.slots or _SLOTS, widest)
     mesh = sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = network if evaluates else sampler_of(run, network)
@@ -393,7 +428,7 @@ def host_source(
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
         },
-        measure=None if branches is None else branches.measure,
+        measure=measure,
         each=several is not None,
     )
     return HostEpisodes(
@@ -408,6 +443,8 @@ def host_source(
         sample="eval" if evaluates else "sample",
         resharding=resharding,
         branches=branches,
+        trees=trees,
+        estimate=None if trees is None else run_estimate(run),
         several=several,
     )
 

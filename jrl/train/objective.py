@@ -102,7 +102,7 @@ def _in_trees(
     draw = _asked_draw(config, method.draw, common)
     method = method._replace(draw=draw)
     if draw.search is not None:
-        return _searched(config, task, method, draw.search)
+        return _searched(config, task, method, draw.search, common)
     tree = draw.tree
     if tree is None:
         return method
@@ -159,7 +159,13 @@ def _check_read(numbers: Mapping[str, Any], kind: Any, at: str) -> None:
             )
 
 
-def _searched(config: Config, task: Task | Env | None, method: Method, search: Search) -> Method:
+def _searched(
+    config: Config,
+    task: Task | Env | None,
+    method: Method,
+    search: Search,
+    common: Mapping[str, Any],
+) -> Method:
     """The method with groups that are the leaves of a search tree.
 
     Raises:
@@ -170,8 +176,11 @@ def _searched(config: Config, task: Task | Env | None, method: Method, search: S
         raise UserError(
             f"objective.tree_exploration = {search.exploration} is not read with {named}; remove it"
         )
-    if config.episodes is not None:
-        raise UserError(f"{named}: completions are searched, episodes branch; use entropy or none")
+    if config.episodes is not None and "tree_tokens" in common:
+        raise UserError(
+            f"objective.tree_tokens = {search.tokens}: a search of episodes goes by turns; remove"
+            " it, or set data.turn_tokens"
+        )
     if (reason := _without_trees(config, task, method)) is not None:
         raise UserError(f"{named}: {reason}; or set objective.tree to 'none'")
     if 0 < config.sampling.slots < search.width:

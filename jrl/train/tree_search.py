@@ -70,6 +70,23 @@ Estimate = Callable[[Guided, np.ndarray, np.ndarray], Any]
 """(parameters, prompts and paths [M, P + T] int32, their lengths [M]) -> points [M]."""
 
 
+def estimates(
+    estimate: Callable[[np.ndarray, np.ndarray], Any], most: int, paths: Sequence[np.ndarray]
+) -> list[float]:
+    """Points of paths, which are read as a whole.
+
+    Args:
+      estimate: of (tokens [M, most] int32, lengths [M] int32) -> points [M].
+      most: tokens.
+      paths: at least one, the ids of prompt and path each.
+    """
+    count = 1 << (len(paths) - 1).bit_length()  # few shapes, hence few programs
+    tokens, lengths = np.zeros((count, most), np.int32), np.ones(count, np.int32)
+    for i, ids in enumerate(paths):
+        tokens[i, : len(ids)], lengths[i] = ids, len(ids)
+    return np.asarray(estimate(tokens, lengths), np.float64)[: len(paths)].tolist()
+
+
 class TreeSearch:
     """Draws groups of leaves; ``draw`` is a ``GroupSource``.
 
@@ -223,21 +240,14 @@ class _Forest:
         return new
 
     def _estimated(self, nodes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-        """What the value network makes of paths that have not ended; they are read as a whole."""
+        """What the value network makes of paths that have not ended."""
         assert self._estimate is not None
         whole = [
             np.concatenate([self._prompts[i].tokens, _path(self.trees[i], node)])
             for i, node in nodes
         ]
-        count = 1 << (len(whole) - 1).bit_length()  # few shapes, hence few programs
-        tokens = np.zeros(
-            (count, self._shape.prompt_tokens + self._shape.completion_tokens), np.int32
-        )
-        lengths = np.ones(count, np.int32)
-        for i, ids in enumerate(whole):
-            tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-        found = np.asarray(self._estimate(tokens, lengths), np.float64)
-        return {at: float(x) for at, x in zip(nodes, found[: len(nodes)], strict=True)}
+        most = self._shape.prompt_tokens + self._shape.completion_tokens
+        return dict(zip(nodes, estimates(self._estimate, most, whole), strict=True))
 
     def _judge(self, leaves: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
         """The score of leaves, each judged once; none where it is not known."""

@@ -1,6 +1,7 @@
 """Search in episodes on the host: what a path holds, what it was played in, and what may fail."""
 
 import asyncio
+import contextlib
 from functools import cache, partial
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from jrl.envs.calls import Calls
 from jrl.envs.chat import PlainFormat
 from jrl.envs.host import Feedback, HostEnv, Limits, Reply
+from jrl.envs.tree import SEARCHES
 from jrl.envs.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
@@ -18,7 +20,8 @@ from jrl.models.transformer import transformer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.search import named_search
 from jrl.train.episode_search import EpisodeSearch
-from jrl.types import Prompt
+from jrl.train.episode_trees import EpisodeTrees
+from jrl.types import Prompt, Search, StopReason
 
 TOKENIZER = char_tokenizer()
 P, T, STOPS = 8, 60, (1, 5, 9, 20, 33)
@@ -249,3 +252,127 @@ def test_what_cannot_be_searched_is_named():
 
     with pytest.raises(UserError, match="no environment opened: .*no server"):
         searched(game([], init=broken))
+
+
+# ---------------------------------------------------------------- groups to train on
+
+
+G = 5
+WORTH = {"reward": 0.5, "success": 2.0}
+
+
+def grown(env, by="uct", estimate=None, slots=4):
+    """The groups of a search for training, and the trees that they are of."""
+    table, kept = rows(slots), []
+    table.set_weights(params(), 7)
+    trees = EpisodeTrees(Search(by, 3, 4), env.parts, "success", WORTH)
+    with Calls() as calls:
+        search = EpisodeSearch(table, calls, env, CHAT, Stops())
+        whole = search.forest
+
+        @contextlib.contextmanager
+        def watched(*args):
+            with whole(*args) as forest:
+                yield forest
+            kept.extend(forest.trees)
+
+        search.forest = watched
+        episodes = search.opened(PROMPTS, [11, 12, 13])
+        return trees.play(search, episodes, G, estimate), kept
+
+
+def paid_game(log, **more):
+    """The game, each turn paid by its first id."""
+    env = game(log, **more)
+
+    def step(state, reply):
+        state, feedback = env.step(state, reply)
+        return state, feedback._replace(reward=float(int(reply.tokens[0]) % 3))
+
+    return env._replace(step=step)
+
+
+@pytest.mark.parametrize("by", ["uct", "best_first"])
+def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
+    log = []
+    played, trees = grown(paid_game(log), by)
+    assert log.count("open") == log.count("close")
+    again = grown(paid_game([]), by, slots=3)[0]
+    shared = 0
+    for n, (group, tree) in enumerate(zip(played.groups, trees, strict=True)):
+        assert [row.member for row in group] == list(range(G))
+        seen = set()
+        for row, leaf, other in zip(group, tree.leaves(), again.groups[n], strict=False):
+            path = turns_of(tree, leaf)
+            parts = [x for turn in path for x in (turn.tokens, turn.answer) if len(x)]
+            for segment, ids, same in zip(row.segments, parts, other.segments, strict=True):
+                np.testing.assert_array_equal(segment.tokens, ids)
+                np.testing.assert_array_equal(segment.tokens, same.tokens)  # whatever the slots
+                node = tree.path(leaf)[segment.turn]
+                assert segment.node == node
+                assert segment.value == SEARCHES[by].value(tree.nodes[node])
+                own = any(ids is turn.tokens for turn in path)
+                assert segment.drawn == (own and node not in seen)
+                shared += len(ids) * (node in seen)
+                if own:
+                    assert segment.reward == (float(int(ids[0]) % 3),)
+                    assert not segment.drawn or (segment.versions == 7).all()
+            seen |= set(tree.path(leaf))
+            assert row.stop == StopReason.DONE
+            assert row.metrics["success"] == path[-1].success
+        points = {
+            leaf: sum(0.5 * (int(turn.tokens[0]) % 3) for turn in turns_of(tree, leaf))
+            + 2.0 * turns_of(tree, leaf)[-1].success
+            for leaf in tree.leaves()
+        }
+        for i, node in enumerate(tree.nodes):
+            below = [points[leaf] for leaf in points if i in (0, *tree.path(leaf))]
+            assert node.visits == len(below)
+            assert not below or node.value == pytest.approx(np.mean(below))
+    assert played.counts["tree_shared_tokens"] == shared > 0
+    assert played.counts["search_leaves"] == sum(len(tree.leaves()) for tree in trees)
+    assert played.counts["env_errors"] == 0
+
+
+def test_what_a_value_network_says_of_open_paths_is_backed_up():
+    asked = []
+
+    def estimate(whole):
+        asked.extend(map(len, whole))
+        return [float(len(ids)) for ids in whole]
+
+    _, trees = grown(paid_game([]), "puct", estimate)
+    going = [n for tree in trees for n in tree.nodes[1:] if not n.done]
+    lengths = []
+    for node in going:
+        turn = node.step.content
+        past = turn.episode.opening.size + turn.episode.past().size - turn.answer.size
+        assert node.step.points == past
+        lengths.append(past)
+    assert sorted(asked) == sorted(lengths)
+
+
+def test_failed_members_of_a_search_leave_their_group():
+    odd = lambda state, reply: int(reply.tokens[0]) % 2 == 1  # noqa: E731
+    played, trees = grown(paid_game([], fails=odd))
+    failed = [row for group in played.groups for row in group if not row.alive]
+    assert failed
+    assert all("the board is gone" in row.reason for row in failed)
+    turns = [n.step.content for tree in trees for n in tree.nodes[1:]]
+    assert played.counts["env_errors"] == sum(bool(turn.reason) for turn in turns)
+    for group in played.groups:  # what the others went through is trained in one of them
+        owners = [s.node for row in group if row.alive for s in row.segments if s.drawn]
+        through = {s.node for row in group if row.alive for s in row.segments}
+        assert sorted(owners) == sorted(through)
+
+    async def broken(prompt, seed):
+        if prompt.id == 1:
+            raise OSError("no server")
+        return Game([]), [{"role": "user", "content": prompt.text}]
+
+    played, trees = grown(paid_game([], init=broken))
+    assert [sum(row.alive for row in group) for group in played.groups] == [G, 0, G]
+    assert [len(group) for group in played.groups] == [G] * 3
+    assert "no server" in played.groups[1][0].reason
+    assert len(trees) == 2
+    assert played.counts["env_errors"] == 1

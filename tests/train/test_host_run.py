@@ -348,6 +348,31 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
     assert all(counted in r for r in records)
 
 
+SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.samples_every=1")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(("method=deepsearch", "objective={tree_width=3}"), marks=pytest.mark.slow),
+        ("method=alphamath", "objective={tree='puct'}", "train.mode=packed"),
+    ],
+    ids=["frontier", "value"],
+)
+def test_groups_of_episodes_are_the_leaves_of_a_search(place, tmp_path, tree):
+    run = tmp_path / "run"
+    assert train(settings(place, run, "talk", *SEARCHED, *tree), echo=lambda line: None)["steps"]
+    for record in records_of(run):
+        assert record["search_leaves"] >= 8
+        assert record["tree_shared_tokens"] > 0
+        assert record["env_fork_errors"] == record["env_errors"] == 0
+        assert record["logprob_diff"] < 1e-4
+        assert record["grad_norm"] > 0
+    for sample in read_jsonl(run / "samples.jsonl"):
+        speakers = [t["by"] for t in sample["turns"]]
+        assert speakers == [*["policy", "environment"] * 2, "policy"]
+
+
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=2", "sampling.max_new_tokens=60")
     found = search_run(config, "beam", width=2)
