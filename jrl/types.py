@@ -288,7 +288,10 @@ class TrainState(struct.PyTreeNode):
     key: Array
 
 
-STREAMS = ("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay")
+STREAMS = (
+    *("data", "sample", "train", "eval_data", "eval", "warmup", "tie_breaker", "replay"),
+    "curriculum",
+)
 """What random numbers are drawn for; each use has a stream of keys of its own."""
 
 

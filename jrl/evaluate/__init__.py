@@ -292,7 +292,7 @@ class Evaluator:
             jax.tree.map(join, *(d.stats for d in draws)),
         )
 
-    def _source(self, prompts: list[Prompt]) -> Any:
+    def _source(self, prompts: Sequence[Prompt]) -> Any:
         """What draws held-out groups of text."""
         if self._episodes is not None:
             return self._episodes.draw

@@ -214,7 +214,7 @@ def problems_of(run: Run, key: Array, split: str) -> tuple[Any, list[Prompt]]:
     """The first problems of a split, and their prompts."""
     count = run.config.eval.problems
     if not isinstance(run.task, Task):
-        prompts = run.data.prompts[split][:count]
+        prompts = list(run.data.prompts[split][:count])
         if not prompts:
             raise UserError(f"data.{split} is missing; name a file of prompts")
         return None, prompts

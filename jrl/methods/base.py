@@ -1,6 +1,6 @@
 """What a published method is: at most seven seams filled, the rest at defaults that do nothing.
 
-    prompts    which problems a step uses
+    prompts    which problems a step uses, and a round of steps
     draw       how a group's samples are drawn, and what beside them
     rewards    an edit of the reward parts
     groups     which groups are trained on, and whether others are drawn in their place
@@ -154,6 +154,48 @@ def replay_successes(above: float, each: int, prompts: int) -> Replay:
     return Replay(keep, replace, each, prompts)
 
 
+def replay_rare(above: float, most: float, each: int, prompts: int) -> Replay:
+    """Keeps successes of groups that mostly failed; they take the places of the first members.
+
+    Args:
+      above: points; a completion with more is a success.
+      most: share of a group's members that are successes, above which none of them is kept.
+      each: as in ``Replay``.
+      prompts: as in ``Replay``.
+
+    >>> points, members = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]), np.ones((2, 4))
+    >>> rule = replay_rare(0.5, 0.25, 8, 1024)
+    >>> rule.keep(points, members.astype(bool)).tolist()
+    [[True, False, False, False], [False, False, False, False]]
+    """
+
+    def keep(points: np.ndarray, members: np.ndarray) -> np.ndarray:
+        right = members & (points > above)
+        few = right.sum(axis=1) <= most * members.sum(axis=1)
+        return right & few[:, None]
+
+    return replay_share(above, 1.0, each, prompts)._replace(keep=keep)
+
+
+class HardProblems(NamedTuple):
+    """The problems that are mostly failed as a round begins; no others are drawn in it.
+
+    A problem that is left out is not tested again. Where all would be left out, the round has the
+    problems of the last one.
+
+    Attributes:
+      steps: training steps of a round.
+      attempts: completions of each problem by which it is judged.
+      most: share of them that may be successes.
+      above: points; a completion with more is a success.
+    """
+
+    steps: int
+    attempts: int
+    most: float
+    above: float
+
+
 class TokenValues(NamedTuple):
     """Values of tokens that lean the policy; see ``models.token_values``, which has the arguments.
 
@@ -229,6 +271,7 @@ class Method(NamedTuple):
       prompts: (step, positions [N] int64) -> positions of the prompts to use.
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
+      curriculum: which problems of the data a round of steps draws from; None for all.
       token_values: heads that the policy gets for the values of tokens; None for none.
       policies: how many policies are trained, each a player of its own; 1 plays all players.
       swap_every: training steps after which policies swap players; 0 for never.
@@ -246,6 +289,7 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     replay: Replay | None = None
+    curriculum: HardProblems | None = None
     token_values: TokenValues | None = None
     policies: int = 1
     swap_every: int = 0
@@ -290,9 +334,11 @@ class Method(NamedTuple):
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
         names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "token_values")
-        defaults = self._field_defaults
-        fields = self._asdict()
-        return ("objective", *(name for name in names if fields[name] != defaults[name]))
+        fields, defaults = self._asdict(), self._field_defaults
+        filled = {name for name in fields if fields[name] != defaults.get(name)}
+        if "curriculum" in filled:
+            filled.add("prompts")
+        return ("objective", *(name for name in names if name in filled))
 
 
 # ---------------------------------------------------------------- what many methods share

@@ -12,9 +12,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method
+from jrl.methods.base import Draw, HardProblems, Method, replay_rare
 from jrl.methods.definition import variant
-from jrl.methods.domains import BranchPlace, Count, NonNegative, Positive, Whole
+from jrl.methods.domains import BranchPlace, Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
@@ -261,7 +261,17 @@ def _last_label(labels: Array, mask: Array) -> Array:
 
 
 @variant(grpo, without=("eps", "ddof"), clip_high=0.28, dual_clip=10.0)
-def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Method:
+def deepsearch(
+    base: Method,
+    width: Positive = 1.0,
+    bound: Positive = 1.0,
+    round_steps: Whole = 0,
+    hard: Fraction = 0.25,
+    attempts: Count = 4,
+    above: NonNegative = 0.5,
+    each: Count = 8,
+    kept_prompts: Count = 65536,
+) -> Method:
     """GRPO on the leaves of a tree search, with the search's own values at the nodes before them.
 
     "DeepSearch: Overcome the Bottleneck of Reinforcement Learning with Verifiable Rewards via Monte
@@ -279,14 +289,24 @@ def deepsearch(base: Method, width: Positive = 1.0, bound: Positive = 1.0) -> Me
     backed up from their own rewards. The paper's rewards are 1 and -1. eps_q (``width``) and q_max
     (``bound``) are 1 in the released code; the clip, the token mean and the advantage without a
     deviation are those of its scripts, which also take DAPO's overlong penalty out of the reward.
-    Departures: every round takes from the frontier, where the paper first descends by UCT among the
-    new steps to an end; all leaves are trained on, where the paper takes the wrong one of the least
-    entropy if none is right. A step that several leaves go through is trained once.
+
+    With ``round_steps`` above 0 (the scripts have 100; the default is 0, as it takes problems that
+    come again, ``data.train`` in text) training goes in rounds of so many steps. As one begins the
+    policy tries every problem of the last round ``attempts`` times, and those of which more than
+    ``hard`` succeed, with more than ``above`` points, are left out for good. Successes of groups in
+    which no more than ``hard`` succeed are kept, the newest ``each`` of a problem. Such a problem
+    is not searched again: its members are drawn apart, and the first give way to what is kept.
+
+    Departures: every round of the search takes from the frontier, where the paper first descends by
+    UCT among the new steps to an end; all leaves are trained on, where the paper takes the wrong
+    one of the least entropy if none is right; what is kept is used from the next step on, where the
+    released code waits for the next round. A step that several leaves go through is trained once.
     """
+    in_rounds = round_steps > 0
     return base.with_(
         advantage=node_advantages(width, bound),
         aggregate=token_mean,
         draw=Draw(search=Search("frontier", width=8, rounds=64, tokens=256)),
-        unsupported="its rounds: only problems that are mostly failed are searched, and solutions"
-        " found before are trained on without a search",
+        replay=replay_rare(above, hard, each, kept_prompts) if in_rounds else None,
+        curriculum=HardProblems(round_steps, attempts, hard, above) if in_rounds else None,
     )

@@ -68,7 +68,7 @@ class RunData(NamedTuple):
         recorded sessions in ``data.train``.
     """
 
-    prompts: dict[str, list[Prompt]]
+    prompts: Mapping[str, Sequence[Prompt]]
     judged: dict[str, list[Judged]]
     counts: dict[str, PromptCounts | JudgedCounts | KeptCounts]
     recorded: Sequence[Sequence[Transcript]] = ()

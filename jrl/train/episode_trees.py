@@ -43,6 +43,7 @@ class EpisodeTrees:
         search: EpisodeSearch,
         episodes: Sequence[Episode],
         group: int,
+        apart: Sequence[bool],
         estimate: PathEstimate | None = None,
     ) -> Played:
         """Searches from each episode until there are ``group`` leaves.
@@ -51,6 +52,7 @@ class EpisodeTrees:
           search: what plays turns.
           episodes: N, of ``EpisodeSearch.opened``. Where one failed to open, so have all members.
           group: G.
+          apart: [N], whose members are played by themselves, without a search.
           estimate: points of paths that have not ended, backed up as those of leaves are; None to
             go by leaves alone.
 
@@ -67,7 +69,7 @@ class EpisodeTrees:
                 lambda chosen: self._expand(forest, chosen),
                 leaves=group,
                 width=self._search.width,
-                rounds=[self._search.rounds] * len(there),
+                rounds=[0 if apart[i] else self._search.rounds for i in there],
             )
         trees = dict(zip(there, forest.trees, strict=True))
         found = [

@@ -126,10 +126,11 @@ class HostEpisodes:
         positions: Any,
         version: Any = None,
         newer: Newer = keep_weights,
+        apart: Callable[[Prompt], bool] = lambda prompt: False,
     ) -> Groups:
         """See ``GroupSource``. A group with too few living members is played again, and counted.
 
-        ``newer`` is that of ``play_episodes``.
+        ``newer`` is that of ``play_episodes``; problems that are ``apart`` are not searched.
         """
         if self._calls is None:
             self._calls = Calls()
@@ -157,7 +158,7 @@ class HostEpisodes:
             policy_of = None if several is None else partial(several.policy, step=at)
             play = partial(self._play, newer=newer, policy_of=policy_of)
             if self._trees is not None:
-                play = partial(self._search, self._trees, estimate)
+                play = partial(self._search, self._trees, estimate, apart)
             groups, counts = self._until_alive(chosen, seeds, play)
             self._rows.release()
         _report(groups)
@@ -223,12 +224,14 @@ class HostEpisodes:
         self,
         trees: EpisodeTrees,
         estimate: PathEstimate | None,
+        apart: Callable[[Prompt], bool],
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
     ) -> Played:
         assert self._calls is not None
         search = EpisodeSearch(self._rows, self._calls, self._env, self._chat, self._tokenizer)
-        return trees.play(search, search.opened(prompts, seeds), self._group, estimate)
+        alone = [apart(prompt) for prompt in prompts]
+        return trees.play(search, search.opened(prompts, seeds), self._group, alone, estimate)
 
     def _as_groups(
         self, groups: list[list[Transcript]], chosen: list[Prompt], counts: dict[str, float]

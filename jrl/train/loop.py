@@ -36,6 +36,7 @@ from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
+from jrl.train.curriculum import hard_rounds
 from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.lacks import with_others
 from jrl.train.objective import sampler_differs
@@ -347,15 +348,20 @@ def _batch_source(
         yield BatchSource(judged_source(run, packer).collect, packing)
         return
     program = programs.train_sampler(run)
-    draw = programs.group_source(run, pool, program)
+    kept = packing
+    if run.method.curriculum is not None:
+        rounds, draw = hard_rounds(run, run.method.curriculum, pool, notes.get("curriculum"))
+        kept = lambda: packing() | rounds.notes()  # noqa: E731
+    else:
+        draw = programs.group_source(run, pool, program)
     if run.method.replay is not None:
         recall = recall_of(run, run.method.replay, draw, notes.get("replay"))
         gather = recall.around(_gather(run, recall.draw, packer))
         collect_and_free = freed_after(gather, program)
-        yield BatchSource(collect_and_free, lambda: packing() | recall.notes())
+        yield BatchSource(collect_and_free, lambda: kept() | recall.notes())
         return
     if run.rollout_mesh is None:
-        yield BatchSource(freed_after(_gather(run, draw, packer), program), packing)
+        yield BatchSource(freed_after(_gather(run, draw, packer), program), kept)
         return
     carried = [restored(groups, run) for groups in notes.get("carried", [])]
     with draw_ahead(run, draw, cursor, carried, packer) as ahead:

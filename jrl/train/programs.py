@@ -27,6 +27,7 @@ from jrl.train.build import Run, policy_network, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.compiler import compiler_options
+from jrl.train.curriculum import check_curriculum
 from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
@@ -79,6 +80,7 @@ def check_trainable(run: Run) -> None:
         check_host(run)
     if config.recorded is not None:
         check_recorded(run.method, config.method)
+    check_curriculum(run)
     check_replay(run)
     if run.method.draw.search is not None:
         check_search(run)

@@ -10,6 +10,7 @@ it had been drawn so; ``recalled`` is it, a pure function.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ from jrl.errors import UserError
 from jrl.methods.base import Replay
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, counted, to_host
-from jrl.types import Array, Params, stream
+from jrl.types import Array, Params, Prompt, stream
 
 _TOKENS = ("tokens", "mask", "sampler_logprobs", "versions")
 _NUMBERS = ("lengths", "stop", "baseline")
@@ -73,7 +74,7 @@ def recalled(
         fit = [k for k in memory.get(prompts[n], ()) if np.array_equal(k.opening, opening)]
         taken = [fit[i] for i in np.argsort(order[n, : len(fit)], kind="stable")]
         for g, kept in zip(places, taken, strict=False):
-            _write(arrays, (n, g), kept)
+            _write(arrays, (n, g), _renumbered(kept, arrays, n))
             replayed[n, g] = 1
     after = dict(memory)
     for n, g in np.argwhere(rule.keep(points, members)).tolist():
@@ -125,11 +126,31 @@ def _by_token(name: str, x: np.ndarray, rank: int) -> bool:
 
 
 def _read(groups: Groups, place: tuple[int, int]) -> dict[str, np.ndarray]:
+    """A completion as if it had been drawn by itself: what it shares is taken from who drew it."""
     length = int(groups.rollout.lengths[place])
-    return {
+    row = {
         name: (x[place][:length] if _by_token(name, x, 2) else x[place]).copy()
         for name, x in _arrays(groups).items()
     }
+    node = row.get("ids.node")
+    if node is None:
+        return row
+    n, rollout = place[0], groups.rollout
+    for g in range(rollout.mask.shape[1]):
+        there = rollout.mask[n, g, :length] & (groups.ids["node"][n, g, :length] == node)
+        lent = there & ~row["rollout.mask"] & (node > 0)
+        for name in ("mask", "sampler_logprobs", "versions"):
+            row[f"rollout.{name}"][lent] = getattr(rollout, name)[n, g, :length][lent]
+    return row
+
+
+def _renumbered(kept: Kept, arrays: Mapping[str, np.ndarray], n: int) -> Kept:
+    """With numbers of nodes that no other member of group n has."""
+    if "ids.node" not in arrays:
+        return kept
+    node = kept.row["ids.node"]
+    own = np.where(node > 0, node + arrays["ids.node"][n].max(initial=0), 0).astype(node.dtype)
+    return kept._replace(row=kept.row | {"ids.node": own})
 
 
 def _write(arrays: Mapping[str, np.ndarray], place: tuple[int, int], kept: Kept) -> None:
@@ -153,6 +174,8 @@ class Recall:
       source: what draws the groups.
       weights: [R] float32, of the reward parts.
       judge: the column of the reward part that says what is right; None for the score.
+      searches: whether the groups are search trees; prompts of which any completions are kept are
+        then drawn apart, so that nobody's steps are lost with a member that is replaced.
       notes: what an earlier call of the run had kept, of ``notes``.
     """
 
@@ -162,9 +185,11 @@ class Recall:
         source: GroupSource,
         weights: np.ndarray,
         judge: int | None = None,
+        searches: bool = False,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self._rule, self._source = rule, source
+        self._rule = rule
+        self._source = partial(source, apart=self._holds) if searches else source
         self._weights, self._judge = weights, judge
         self._memory: Memory = unpacked(notes) if notes else {}
         self._next = self._memory
@@ -180,6 +205,9 @@ class Recall:
         self._next, groups = recalled(self._next, found, points, self._rule, order)
         reward = float(scores[drawn].mean()) if drawn.any() else 0.0
         return groups._replace(counts=groups.counts | {"reward": reward})
+
+    def _holds(self, prompt: Prompt) -> bool:
+        return prompt.id in self._next
 
     def around(self, collect: Callable[..., Any]) -> Callable[..., Any]:
         """``collect``, after which what it drew is kept; nothing is where it raises."""
@@ -204,7 +232,8 @@ def recall_of(
     names = list(run.rewards.weights)
     judge = names.index(run.rewards.judge) if run.rewards.judge in names else None
     weights = np.array(list(run.rewards.weights.values()), np.float32)
-    return Recall(rule, source, weights, judge, notes)
+    searches = run.method.draw.search is not None
+    return Recall(rule, source, weights, judge, searches, notes)
 
 
 def _uniform(key: Array, step: Array, positions: Array, count: int) -> Array:
@@ -273,7 +302,7 @@ def check_replay(run: Run) -> None:
     for key, given in {
         "[placement]": run.rollout_mesh is not None,
         "objective.router_replay": config.replays_routing,
-        "objective.tree": run.method.draw.shares,
+        "objective.tree": run.method.draw.tree is not None,
     }.items():
         if given:
             raise UserError(f"{said}which does not go together with {key}; remove it")

@@ -81,7 +81,7 @@ def measure_run(run: Run, state: TrainState) -> dict[str, float]:
         ).rollout
     else:
         asked = run.data.prompts["train"]
-        tokens, lengths = pad_prompts([asked[i % len(asked)] for i in ids], run.width)
+        tokens, lengths = pad_prompts([asked[int(i) % len(asked)] for i in ids], run.width)
         sample_key = compiled_stream(key, "sample", np.int32(0))
         rollout, *_ = program(
             sample_key, policy, tokens, lengths, run.sampling_params, np.int32(0), ids

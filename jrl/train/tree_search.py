@@ -103,6 +103,7 @@ class TreeSearch:
       ends: ids that end a completion.
       estimate: points of paths that have not ended, backed up as those of leaves are; ``draw`` then
         takes ``Guided`` parameters. None to go by leaves alone.
+      sample: stream of the run's keys that draws are keyed by.
 
     Attributes:
       trees: of the last draw, one a prompt; the content of a step is a ``DrawnStep``.
@@ -118,15 +119,24 @@ class TreeSearch:
         width: int,
         ends: Sequence[int],
         estimate: Estimate | None = None,
+        sample: str = "sample",
     ) -> None:
         self._rows, self._search, self._problems = rows, search, problems
-        self._estimate = estimate
+        self._estimate, self._sample = estimate, sample
         self._group, self._ends = group, ends
         self.trees: list[Tree] = []
         self._shape = RowShape(group, width, rows.max_new_tokens)
 
-    def draw(self, key: Any, params: Any, step: Any, positions: Any, version: Any = None) -> Groups:
-        """See ``GroupSource``."""
+    def draw(
+        self,
+        key: Any,
+        params: Any,
+        step: Any,
+        positions: Any,
+        version: Any = None,
+        apart: Callable[[Prompt], bool] = lambda prompt: False,
+    ) -> Groups:
+        """See ``GroupSource``; the members of prompts that are ``apart`` share no steps."""
         positions = np.asarray(positions)
         subject, prompts = self._problems.ask(key, positions)
         policy = params if self._estimate is None else params.policy
@@ -135,7 +145,7 @@ class TreeSearch:
             StepRows(
                 self._rows,
                 [p.tokens.tolist() for p in prompts],
-                prompt_seeds(key, "sample", step, positions),
+                prompt_seeds(key, self._sample, step, positions),
                 ends=self._ends,
                 step_tokens=self._search.tokens,
             ),
@@ -146,7 +156,7 @@ class TreeSearch:
             prompts,
             None if self._estimate is None else partial(self._estimate, params),
         )
-        forest.grow(self._group)
+        forest.grow(self._group, [apart(prompt) for prompt in prompts])
         self._rows.release()
         self.trees = forest.trees
         return self._as_groups(forest, subject, prompts)
@@ -202,8 +212,11 @@ class _Forest:
         self._search, self._problems, self._shape = search, problems, shape
         self._subject, self._prompts = subject, prompts
 
-    def grow(self, group: int) -> None:
-        """Searches until each tree has ``group`` leaves, and completes those that have too few."""
+    def grow(self, group: int, apart: Sequence[bool]) -> None:
+        """Searches until each tree has ``group`` leaves, and completes those that have too few.
+
+        Trees that are ``apart`` are not searched: their leaves have no steps in common.
+        """
         search = self._search
         grow_leaves(
             self.trees,
@@ -211,7 +224,7 @@ class _Forest:
             self._expand,
             leaves=group,
             width=search.width,
-            rounds=[search.rounds] * len(self.trees),
+            rounds=[0 if alone else search.rounds for alone in apart],
         )
 
     def _expand(self, chosen: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
@@ -346,24 +359,17 @@ def check_search(run: Run) -> None:
         )
 
 
-def search_source(run: Run, search: Search, pool: RewardPool | None) -> TreeSearch:
-    """The search of a run on text, or on a procedural task.
-
-    Args:
-      run: that draws its completions.
-      search: how.
-      pool: the reward functions, in text.
-    """
+def search_rows(run: Run, search: Search) -> EpisodeRows:
+    """The decode slots of a run's searches."""
     sampling, group = run.config.sampling, run.config.sampling.group
-    task = run.task
-    ends = (task.stop_id,) if isinstance(task, Task) else tuple(run.tokenizer.stop_ids)
-    lines = () if task is not None else line_ends(run.tokenizer, run.network.vocab_size)
+    lines = () if run.task is not None else line_ends(run.tokenizer, run.network.vocab_size)
     most = run.config.train.prompts * max(group, search.width)
-    rows = EpisodeRows(
+    ends = _ends(run)
+    return EpisodeRows(
         sampler_of(run),
         slots=min(sampling.slots or _SLOTS, most),
         prompt_tokens=run.width,
-        max_new_tokens=max_new_tokens(run.config, task),
+        max_new_tokens=max_new_tokens(run.config, run.task),
         stop_tokens=(*ends, *(i for i in lines if i not in ends)),
         chunk=_CHUNK,
         sampling={
@@ -374,19 +380,54 @@ def search_source(run: Run, search: Search, pool: RewardPool | None) -> TreeSear
         },
         measure=entropy,
     )
+
+
+def _ends(run: Run) -> tuple[int, ...]:
+    return (run.task.stop_id,) if isinstance(run.task, Task) else tuple(run.tokenizer.stop_ids)
+
+
+def search_source(
+    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows | None = None
+) -> TreeSearch:
+    """The search of a run on text, or on a procedural task.
+
+    Args:
+      run: that draws its completions.
+      search: how.
+      pool: the reward functions, in text.
+      rows: of ``search_rows``; None for its own.
+    """
+    task = run.task
     weights = np.array(list(run.rewards.weights.values()), np.float64)
     if isinstance(task, Task):
         problems = task_problems(task, tuple(run.rewards.weights), weights)
     else:
-        problems = text_problems(run, pool, weights)
+        prompts, seed = run.data.prompts["train"], run.config.order_seed
+        problems = text_problems(run, pool, weights, prompts, seed)
     return TreeSearch(
-        rows,
+        search_rows(run, search) if rows is None else rows,
         search,
         problems,
-        group=group,
+        group=run.config.sampling.group,
         width=run.width,
-        ends=ends,
+        ends=_ends(run),
         estimate=run_estimate(run),
+    )
+
+
+def attempts_source(
+    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows, attempts: int
+) -> TreeSearch:
+    """Groups of so many completions, drawn apart; positions are those of ``data.train``."""
+    weights = np.array(list(run.rewards.weights.values()), np.float64)
+    return TreeSearch(
+        rows,
+        search._replace(rounds=0),
+        text_problems(run, pool, weights, run.data.prompts["train"], None),
+        group=attempts,
+        width=run.width,
+        ends=_ends(run),
+        sample="curriculum",
     )
 
 
@@ -423,12 +464,18 @@ def line_ends(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     return tuple(i for i in range(vocab_size) if "\n" in tokenizer.decode([i]))
 
 
-def text_problems(run: Run, pool: RewardPool | None, weights: np.ndarray) -> Problems:
-    """The training prompts of a run on text."""
+def text_problems(
+    run: Run,
+    pool: RewardPool | None,
+    weights: np.ndarray,
+    prompts: Sequence[Prompt],
+    seed: int | None,
+) -> Problems:
+    """Prompts of a run on text, in the order of a seed or their own."""
     source = TextSource(
-        prompts=run.data.prompts["train"],
+        prompts=prompts,
         width=run.width,
-        seed=run.config.order_seed,
+        seed=seed,
         program=None,
         sampling_params=run.sampling_params,
         pool=pool,

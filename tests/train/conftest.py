@@ -158,3 +158,23 @@ def build(n=4, g=2, p=3, t=5, seed=0, **fields):
 @pytest.fixture(scope="session")
 def make_batch():
     return build
+
+
+@pytest.fixture
+def letters_model(tmp_path):
+    """A directory with a tiny checkpoint whose tokens are letters."""
+    import dataclasses
+
+    import tokenizers
+    from tokenizers import models, pre_tokenizers
+
+    from jrl.models import hf
+
+    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz?\n "]
+    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    config = dataclasses.replace(CONFIG, vocab_size=32, max_length=48)
+    hf.save(tmp_path / "model", config, transformer(config).init(jax.random.key(0)))
+    backend.save(str(tmp_path / "model" / "tokenizer.json"))
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    return tmp_path / "model"

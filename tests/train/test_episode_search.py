@@ -278,7 +278,7 @@ def grown(env, by="uct", estimate=None, slots=4):
 
         search.forest = watched
         episodes = search.opened(PROMPTS, [11, 12, 13])
-        return trees.play(search, episodes, G, estimate), kept
+        return trees.play(search, episodes, G, [False] * 3, estimate), kept
 
 
 def paid_game(log, **more):

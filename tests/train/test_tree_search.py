@@ -13,6 +13,7 @@ from jrl.envs.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
+from jrl.methods.base import replay_rare
 from jrl.metrics import read_jsonl
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
@@ -26,6 +27,7 @@ from jrl.train.collect import Groups, to_batch
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
+from jrl.train.replay import Recall, unpacked
 from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
@@ -299,6 +301,63 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
         assert tree.nodes[0].visits == len(known)
 
 
+def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
+    """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
+    asked, _ = problems()
+    source = TreeSearch(rows(), SEARCHED["frontier"], asked, group=G, width=P, ends=(END,))
+    rule = replay_rare(0.5, 0.8, each=2, prompts=8)
+    recall = Recall(rule, source.draw, np.array([1.0, 0.0]), searches=True)
+    step = recall.around(recall.draw)
+    first = step(jax.random.key(4), params(), np.int32(5), np.arange(3))
+    assert first.counts["replayed"] == 0
+    kept = unpacked(recall.notes()["replay"])
+    shared = 0
+    for prompt, every in kept.items():
+        for each in every:
+            row = each.row
+            assert row["rollout.mask"].all()
+            assert (row["rollout.versions"] == 5).all()
+            shares = first.ids["node"][prompt] > 0
+            shared += int((shares & ~first.rollout.mask[prompt]).any())
+            whole = row["rollout.tokens"]
+            tree = source.trees[prompt]
+            (leaf,) = [i for i in tree.leaves()[:G] if ids_at(tree, i) == whole.tolist()][:1]
+            logprobs = [tree.nodes[i].step.content.logprobs for i in tree.path(leaf)]
+            np.testing.assert_array_equal(row["rollout.sampler_logprobs"], np.concatenate(logprobs))
+    assert shared
+    again = step(jax.random.key(4), params(), np.int32(6), np.arange(3))
+    assert again.counts["replayed"] == sum(map(len, kept.values()))
+    for n, tree in enumerate(source.trees):
+        held = kept.get(n, ())
+        apart = all(len(node.children) <= 1 for node in tree.nodes[1:])
+        if held:
+            assert apart
+            assert len(tree.nodes[0].children) == G
+            nodes = [set(again.ids["node"][n, g][again.rollout.mask[n, g]]) for g in range(G)]
+            assert sum(map(len, nodes)) == len(set.union(*nodes))
+        found = {tuple(k.row["rollout.tokens"]) for k in held}
+        first_ones = range(len(held))
+        tokens = [again.rollout.tokens[n, g, : again.rollout.lengths[n, g]] for g in first_ones]
+        assert {tuple(x) for x in tokens} == found
+        assert (again.ids["replayed"][n] == (np.arange(G) < len(held))).all()
+    assert 0 < len(kept) < 3
+    batch = to_batch(
+        again.rollout, again.rewards, np.array([1.0, 0.0], np.float32), again.ids, again.stats
+    )
+    objective = get_method("deepsearch").objective
+    advantages = np.asarray(compute_advantages(objective, batch, objective.init())[0])
+    for n, held in kept.items():
+        scores = np.asarray(again.rewards, np.float64)[n, :, 0]
+        for g in range(len(held)):
+            last = again.rollout.lengths[n, g] - 1
+            at_leaf = scores[g] - scores.mean()
+            assert advantages[n, g, last] == pytest.approx(at_leaf, abs=1e-5)
+
+
+def ids_at(tree, leaf):
+    return [t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()]
+
+
 def path_of(tree, node):
     return [tree.nodes[i].step.content.tokens for i in tree.path(node)]
 
@@ -418,23 +477,6 @@ def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_mo
     for s in samples:
         vowels = sum(c in "aeiou" for c in s["completion"]) / 9
         assert s["reward"] == pytest.approx(vowels)
-
-
-@pytest.fixture
-def letters_model(tmp_path):
-    import tokenizers
-    from tokenizers import models, pre_tokenizers
-
-    from jrl.models import hf
-
-    words = ["<stop>", *"abcdefghijklmnopqrstuvwxyz?\n "]
-    backend = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
-    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    config = ModelConfig(vocab_size=32, max_length=48, **SIZES)
-    hf.save(tmp_path / "model", config, transformer(config).init(jax.random.key(0)))
-    backend.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    return tmp_path / "model"
 
 
 # ---------------------------------------------------------------- what is refused

@@ -1,0 +1,188 @@
+"""Problems chosen in rounds: which are tested, which are left out, and what a run keeps of it."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.methods.base import HardProblems
+from jrl.metrics import CLOCKS, read_jsonl
+from jrl.train import loop
+from jrl.train.build import setup
+from jrl.train.collect import Groups
+from jrl.train.curriculum import HardRounds
+from jrl.train.loop import train
+from jrl.train.programs import check_trainable
+from jrl.types import Prompt, StopReason
+
+PROMPTS = [Prompt(10 + i, f"q{i}", np.array([3], np.int32), "") for i in range(7)]
+RULE = HardProblems(steps=4, attempts=4, most=0.25, above=0.5)
+
+
+class World:
+    """Problem i is solved by ``skill[i]`` of four attempts; what is drawn says of which."""
+
+    def __init__(self, skill):
+        self.skill, self.tested, self.dead = skill, [], ()
+
+    def attempts(self, key, params, step, rows):
+        self.tested.append((int(step), list(rows)))
+        right = np.arange(4) < np.array([self.skill[i] for i in rows])[:, None]
+        stop = np.full(right.shape, StopReason.STOP_TOKEN)
+        for i, row in enumerate(rows):
+            stop[i, list(self.dead) if row == 2 else []] = StopReason.ABORTED
+        rollout = SimpleNamespace(stop=stop, baseline=np.zeros(right.shape, bool))
+        points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
+        return Groups(rollout, points, None, {}, {})
+
+    def rounds(self, notes=None):
+        judged = lambda rewards: rewards[:, :, 1]  # noqa: E731
+        return HardRounds(RULE, PROMPTS, self.attempts, judged, at_once=3, notes=notes)
+
+
+def step_of(rounds, step):
+    """The problems that a step finds."""
+
+    def draw(key, params, step, positions, more):
+        assert more == "passed through"
+        return Groups(None, None, [p.id for p in rounds.prompts], {"other": 1.0}, {})
+
+    found = rounds.around(draw)(None, None, np.int32(step), None, more="passed through")
+    assert found.counts == {"other": 1.0, "hard_problems": float(len(found.subject))}
+    return found.subject
+
+
+def test_problems_that_are_mostly_failed_are_drawn_until_the_next_round():
+    world = World([0, 1, 2, 4, 0, 1, 3])
+    rounds = world.rounds()
+    assert rounds.notes() == {}
+    assert step_of(rounds, 0) == [10, 11, 14, 15]  # up to a quarter is right
+    assert world.tested == [(0, [0, 1, 2]), (0, [3, 4, 5]), (0, [6])]
+    world.skill = [2, 0, 0, 0, 0, 4, 0]
+    assert step_of(rounds, 3) == [10, 11, 14, 15]
+    assert len(world.tested) == 3
+    # What was left out is not tested again, though it would be failed now.
+    assert step_of(rounds, 4) == [11, 14]
+    assert world.tested[3:] == [(4, [0, 1, 4]), (4, [5])]
+    world.skill = [4] * 7
+    assert step_of(rounds, 8) == [11, 14]  # where nothing is hard the round has what there is
+
+
+def test_a_resumed_run_has_the_problems_of_its_round():
+    world = World([0, 1, 2, 4, 0, 1, 3])
+    rounds = world.rounds()
+    step_of(rounds, 5)
+    (note,) = rounds.notes().values()
+    assert (note["round"], note["rows"].tolist()) == (1, [0, 1, 4, 5])
+    world.tested.clear()
+    again = world.rounds(note)
+    assert step_of(again, 6) == [10, 11, 14, 15]
+    assert not world.tested
+    assert step_of(again, 8) == [10, 11, 14, 15]
+    assert world.tested == [(8, [0, 1, 4]), (8, [5])]
+
+
+def test_a_problem_of_which_nothing_is_known_stays():
+    world = World([4, 4, 4, 4, 4, 4, 0])
+    world.dead = (0, 1, 2, 3)
+    assert step_of(world.rounds(), 0) == [12, 16]
+    world.dead = (0, 1)
+    world.skill[2] = 2  # both that are known are wrong
+    assert step_of(world.rounds(), 0) == [12, 16]
+
+
+# ---------------------------------------------------------------- runs
+
+OWN = """
+def lucky(samples):
+    easy = ["easy" in s.prompt.text for s in samples]
+    return [float(e or len(s.completion) % 3 == 0) for e, s in zip(easy, samples)]
+"""
+
+
+def settings(tmp_path, model, run, *more):
+    (tmp_path / "own.py").write_text(OWN)
+    names = ("eels", "easy", "cows", "mice", "whales")
+    rows = [{"question": f"how many {x}?", "answer": "a"} for x in names]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = json.dumps(str(tmp_path / "own.py") + ":lucky")
+    return load_config(
+        None,
+        [
+            *(f"model.path={json.dumps(str(model))}", "data.template=plain"),
+            *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=deepsearch"),
+            *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=6"),
+            "objective={tree_width=3, tree_tokens=4, round_steps=3, attempts=2, hard=0.5, each=2}",
+            *("log.samples_every=1", f"rewards={{{reward}={{judge=true}}}}"),
+            *("reward_pool.workers=0", "checkpoint.every=2", "optimizer.learning_rate=0.01"),
+            f"run.dir={json.dumps(str(tmp_path / run))}",
+            *more,
+        ],
+    )
+
+
+def records_of(directory):
+    return [r for r in read_jsonl(directory / "metrics.jsonl") if "loss" in r]
+
+
+def test_a_run_searches_hard_problems_and_trains_on_what_it_found(
+    tmp_path, monkeypatch, letters_model
+):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    train(settings(tmp_path, letters_model, "whole"), echo=lambda line: None)
+    records = records_of(tmp_path / "whole")
+    hard = [r["hard_problems"] for r in records]
+    assert len(set(hard[:3])) == len(set(hard[3:])) == 1
+    assert 5 > hard[0] >= hard[3] >= 1  # the easy one is left out
+    replayed = [r["replayed"] for r in records]
+    assert replayed[0] == 0 < sum(replayed)
+    assert all(r["grad_norm"] > 0 for r in records)
+    samples = read_jsonl(tmp_path / "whole" / "samples.jsonl")
+    assert not [s for s in samples if "easy" in s["prompt"]]
+    train(settings(tmp_path, letters_model, "parts", "train.steps=3"), echo=lambda line: None)
+    train(settings(tmp_path, letters_model, "parts"), echo=lambda line: None)
+    parts = [
+        [{k: v for k, v in r.items() if k not in CLOCKS} for r in records_of(tmp_path / run)]
+        for run in ("whole", "parts")
+    ]
+    assert parts[0] == parts[1]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("data.task=chain",), "those of a procedural task are never the same; give data.train"),
+        (("data.env=guess_number",), "those of a procedural task are never the same; give"),
+    ],
+)
+def test_runs_whose_problems_cannot_be_chosen_are_refused(more, said):
+    small = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
+    rounds = ("method=deepsearch", "objective={round_steps=3, tree='none'}", "run.dir=unused")
+    with pytest.raises(UserError, match=said):
+        check_trainable(setup(load_config(None, [small, *more, *rounds])))
+
+
+def test_text_without_a_search_has_no_rounds(tmp_path, letters_model):
+    rounds = "objective={tree='none', round_steps=3}"
+    config = settings(tmp_path, letters_model, "run", rounds)
+    with pytest.raises(UserError, match="round_steps to 0, or remove data.env and objective.tree"):
+        check_trainable(setup(config))
+
+
+def test_coefficients_reach_the_rules():
+    method = get_method("deepsearch", round_steps=7, hard=0.4, attempts=5, above=0.1, each=3)
+    assert method.curriculum == HardProblems(7, 5, 0.4, 0.1)
+    points, members = np.array([[1.0, 0, 0], [1, 1, 0], [0.1, 0, 0]]), np.ones((3, 3), bool)
+    assert method.replay.keep(points, members).tolist() == [
+        [True, False, False],
+        *[[False] * 3] * 2,
+    ]
+    assert method.replay.replace(points, members).all()
+    assert method.replay.each == 3
+    assert method.seams == ("objective", "prompts", "draw", "replay")
+    plain = get_method("deepsearch")
+    assert plain.curriculum is plain.replay is None
