@@ -6,6 +6,7 @@ Beside the arguments of the function that ``data.env`` names, ``[data]`` may hol
   ``turn_seconds``, ``episode_seconds``, ``answer_chars``, ``contexts``, ``summary_tokens``
   (``host.Limits``);
 - ``summary``, the message that asks for a summary;
+- ``writer``, what writes new problems (``writer.configured_writer``);
 - ``template_variables``, variables of the chat template, such as ``{enable_thinking = false}``;
 - ``isolate = true``, which plays each episode in a process (``process.process_env``).
 
@@ -20,6 +21,7 @@ from typing import Any
 
 from jrl.envs.host import HostEnv, check_env
 from jrl.envs.process import process_env
+from jrl.envs.writer import configured_writer
 from jrl.errors import UserError
 from jrl.own import GIVEN, check_options, load, made_by
 
@@ -28,7 +30,7 @@ LIMITS = (
     *("contexts", "summary_tokens"),
 )
 """Fields of ``Limits`` that no environment reads by itself."""
-COMMON = (*LIMITS, "template_variables", "isolate", "summary")
+COMMON = (*LIMITS, "template_variables", "isolate", "summary", "writer")
 
 
 def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
@@ -56,6 +58,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.template_variables = {variables!r:.60}; write a table, such as "
             "{enable_thinking = false}"
         )
+    write = configured_writer(common.pop("writer")) if "writer" in common else env.write
     unread = [name for name in ("summary", "summary_tokens") if name in common]
     summary = common.pop("summary", env.summary)
     if not isinstance(summary, str) or not summary.strip():
@@ -66,7 +69,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.{unread[0]} is read where episodes have several contexts; set data.contexts to 2"
             " or more, or remove it"
         )
-    env = env._replace(limits=limits, variables=variables, summary=summary)
+    env = env._replace(limits=limits, variables=variables, summary=summary, write=write)
     return _isolated(env, spec, own) if isolate else env
 
 

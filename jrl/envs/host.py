@@ -158,6 +158,11 @@ def copied(state: Any) -> Any:
     return copy.deepcopy(state)
 
 
+Writer = Callable[[Sequence[str], int, int], Any]
+"""(texts of failed problems, how many are wanted, seed) -> new ones, each a text or a row as
+``data.train`` has them; sync or async."""
+
+
 class HostEnv(NamedTuple):
     """An environment on the host. Sync functions run in threads of their own.
 
@@ -194,6 +199,8 @@ class HostEnv(NamedTuple):
         ``ids["ask"]``. Held-out episodes are those of number 0.
       labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
       token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
+      write: of new problems after those that the policy fails, for methods with a curriculum; None
+        where nobody writes any.
     """
 
     init: Callable[[Prompt, int], Any]
@@ -218,6 +225,7 @@ class HostEnv(NamedTuple):
     asks: int = 1
     labels: tuple[str, ...] = ()
     token_labels: tuple[str, ...] = ()
+    write: Writer | None = None
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:
@@ -233,6 +241,8 @@ def check_env(env: Any, key: str = "env") -> HostEnv:
             raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
     if env.fork is not None and not callable(env.fork):
         raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
+    if env.write is not None and not callable(env.write):
+        raise UserError(f"{key}.write = {env.write!r:.40}; must be a function or None")
     for name in ("players", "asks"):
         value = getattr(env, name)
         if not isinstance(value, int) or value < 1:

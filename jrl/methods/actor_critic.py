@@ -5,7 +5,6 @@ Relatives of ``ppo`` inherit its coefficients. Departures of ``ppo`` hold for al
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import chex
@@ -13,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.methods.base import Method, Schedule, replay_share
+from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AboveOne,
@@ -33,7 +32,6 @@ from jrl.objectives import (
     normalizers,
     ratios,
     regularizers,
-    segments,
     transforms,
 )
 from jrl.objectives.corrections import named_correction
@@ -42,7 +40,6 @@ from jrl.types import (
     Array,
     Batch,
     Objective,
-    Regularizer,
     Rollout,
     Statistic,
     Stats,
@@ -405,184 +402,3 @@ def cory(base: Method, policies: Count = 2, swap_every: Whole = 5) -> Method:
     both players.
     """
     return base.with_(policies=policies, swap_every=swap_every)
-
-
-def value_by_step(batch: Batch) -> tuple[Array, Array]:
-    """[N, G, T]: the probability of success before each token's step, and before the next one.
-
-    The value network's number is a logit. After the last step it is 0.
-    """
-    live, steps = transforms.trained(batch), segments.step_ids(batch)
-    chance = jax.nn.sigmoid(batch.stats["rollout_values"])
-    here = jax.vmap(jax.vmap(segments.at_step_start))(chance, steps, live)
-    return here, jax.vmap(jax.vmap(segments.at_next_step))(here, steps, live)
-
-
-def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
-    """Points of each token's step [N, G, T], scores [N, G], and success as "returns"."""
-    rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
-    score = jnp.where(transforms.trained(batch), rewards, 0).sum(axis=2)
-    won = jnp.where(jnp.isnan(score), score, score > 0)
-    returns = transforms.per_token(won, batch)
-    batch = batch.replace(stats={**batch.stats, "returns": returns})
-    return segments.total(rewards, segments.steps(batch)), score, batch
-
-
-def success_loss(coef: float) -> Regularizer:
-    """``coef`` times the cross-entropy of the value network's logit against success, "returns"."""
-
-    def value(stats: Stats, mask: Array) -> Array:
-        return jax.nn.softplus(stats["values"]) - stats["returns"] * stats["values"]
-
-    needs = frozenset({"values", "returns"})
-    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
-
-
-def better_steps(decay: float, keep: float, threshold: float) -> Transform:
-    """``digirl``'s weights [N, G, T], 1 for the steps that are imitated and 0 for the others."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        live, steps = transforms.trained(batch), segments.step_ids(batch)
-        earned, score, batch = outcomes(values, batch)
-        here, following = value_by_step(batch)
-        starts = jax.vmap(jax.vmap(segments.step_starts))(steps, live)
-        left = starts.sum(axis=2, keepdims=True) - jnp.cumsum(starts, axis=2)
-        share = jnp.float32(decay) ** left
-        gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - here)
-        # Before the first token the value knows the instruction alone.
-        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), here, 0).sum(axis=2)
-        surprise = batch.stats["returns"][:, :, 0] - first
-        members = live.any(axis=2)
-        bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
-        chosen = (gain > threshold) & jnp.expand_dims(members & (surprise >= bound), 2)
-        return jnp.where(jnp.isnan(gain), gain, chosen), batch
-
-    return transforms.stateless(apply, frozenset({"rollout_values"}))
-
-
-@published
-def digirl(
-    decay: Fraction = 0.5,
-    keep: Fraction = 0.1,
-    threshold: NonNegative = 0.05,
-    value_coef: Positive = 1.0,
-    replayed: Fraction = 0.0,
-    each: Count = 8,
-    kept_prompts: Count = 1024,
-) -> Method:
-    """Imitation of steps that did better than the value network expected, in surprising episodes.
-
-    "DigiRL: Training In-The-Wild Device-Control Agents with Autonomous Reinforcement Learning"
-    (arXiv:2406.11896). With V the probability of success, R the episode's score, H its last step:
-
-        A_h = lambda^(H - h) R + (1 - lambda^(H - h)) (V(s_(h+1)) + r_h - V(s_h))
-        loss = -mean over episodes of sum_h 1[A_h > threshold] log pi(a_h | s_h)
-               + c * cross-entropy of V against success, score > 0
-
-    over the ``keep`` of the batch's episodes that surprise most, success - V(instruction). Steps
-    are ``ids["step"]``; the value network's number is V's logit. ``keep``, ``threshold`` and lambda
-    (``decay``) are the released code's, whose A is V' - V + r + lambda^(H - h) R. Departures: one
-    network for V of instructions and of states, where the code has two, the latter twin; it learns
-    at every token; the mean is over all episodes, also those not kept. The code draws its batches
-    from a buffer of all episodes: with ``replayed`` above 0 that share of a group's members are
-    earlier episodes of its prompt, as far as any are kept, as in ``arpo_replay``.
-    """
-    rule = None if is_zero(replayed) else replay_share(-math.inf, replayed, each, kept_prompts)
-    return Method(
-        Objective(
-            better_steps(decay, keep, threshold),
-            ratios.reinforce(),
-            aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
-        ),
-        replay=rule,
-    )
-
-
-def blended_steps(blend: float) -> Transform:
-    """``webrl``'s advantage of each step, [N, G, T]."""
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        earned, score, batch = outcomes(values, batch)
-        here, following = value_by_step(batch)
-        final = jnp.expand_dims(score, 2) - here
-        return blend * (earned + following - here) + (1 - blend) * final, batch
-
-    return transforms.stateless(apply, frozenset({"rollout_values"}))
-
-
-def between(low: float, high: float) -> Transform:
-    """Leaves out replayed steps unless the policy draws their tokens with a chance in (low, high].
-
-    The chance of a step is the geometric mean of its tokens', the inverse of its perplexity, by the
-    policy at the start of the training step.
-    """
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        if "replayed" not in batch.ids:
-            return values, batch
-        chance = jnp.exp(segments.mean(batch.stats["proximal_logprobs"], segments.steps(batch)))
-        fresh = jnp.expand_dims(batch.ids["replayed"] == 0, 2)
-        mask = batch.mask & (fresh | ((chance > low) & (chance <= high)))
-        return values, batch.replace(mask=mask)
-
-    return transforms.stateless(apply, frozenset({"proximal_logprobs"}))
-
-
-def step_regression(beta: float) -> Surrogate:
-    """(beta log(pi / pi_ref) of a step - its advantage)^2, at the step's first token."""
-
-    def apply(stats: Stats, gains: Array, mask: Array) -> tuple[Array, Stats]:
-        chex.assert_rank([gains, mask], 1)
-        drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
-        total = segments.total(drift, segments.segments(mask, stats["step"]))
-        error = beta * total - gains
-        return jnp.where(segments.step_starts(stats["step"], mask), jnp.square(error), 0), {}
-
-    return Surrogate(apply, frozenset({"ref_logprobs"}), labels=frozenset({"step"}))
-
-
-@published
-def webrl(
-    beta: Positive = 1.0,
-    blend: Fraction = 0.5,
-    value_coef: Positive = 1.0,
-    phase_steps: Count = 100,
-    replayed: Fraction = 0.0,
-    each: Count = 8,
-    kept_prompts: Count = 1024,
-) -> Method:
-    """Log-ratios of steps to the last phase's policy, fitted to the steps' advantages.
-
-    "WebRL: Training LLM Web Agents via Self-Evolving Online Curriculum Reinforcement Learning"
-    (arXiv:2411.02337), with V the probability of success and R the episode's score:
-
-        A(s, a) = lambda (r + V(s') - V(s)) + (1 - lambda) (R - V(s))
-        loss = mean over episodes of sum over steps of (beta log(pi(a | s) / pi_ref(a | s)) - A)^2
-               + c * cross-entropy of V against success, score > 0
-
-    pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
-    ``ids["step"]``; the value network's number is V's logit; lambda (``blend``) is the paper's.
-    With ``replayed`` above 0 (2/3 in the released code; prompts must come again) that share of a
-    group's members are earlier successes of its prompt, as far as any are kept, and of these the
-    steps alone are trained on whose perplexity is at least 1/0.95 and below 1/0.5. What is kept is
-    as in ``arpo_replay``.
-
-    Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
-    out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there.
-    """
-    advantage = blended_steps(blend)
-    if not is_zero(replayed):
-        advantage = transforms.chain(advantage, between(0.5, 0.95))
-    rule = None if is_zero(replayed) else replay_share(0.5, replayed, each, kept_prompts)
-    return Method(
-        Objective(
-            advantage,
-            step_regression(beta),
-            aggregates.sequence_sum,
-            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
-        ),
-        schedule=Schedule(refresh_ref=phase_steps),
-        replay=rule,
-        unsupported="tasks written from failed ones by another model",
-    )

@@ -196,6 +196,25 @@ class HardProblems(NamedTuple):
     above: float
 
 
+class WrittenProblems(NamedTuple):
+    """Problems that another model writes as a round begins, after those that were failed.
+
+    They stand beside those of the data from then on, if the value network thinks them neither
+    hopeless nor easy: its number, a logit, behind what the policy would see first.
+
+    Attributes:
+      steps: training steps of a round.
+      problems: how many are asked for.
+      low: the least probability of success.
+      high: the greatest.
+    """
+
+    steps: int
+    problems: int
+    low: float
+    high: float
+
+
 class TokenValues(NamedTuple):
     """Values of tokens that lean the policy; see ``models.token_values``, which has the arguments.
 
@@ -289,7 +308,7 @@ class Method(NamedTuple):
     prompts: Callable[[int, np.ndarray], np.ndarray] = same_prompts
     schedule: Schedule = Schedule()
     replay: Replay | None = None
-    curriculum: HardProblems | None = None
+    curriculum: HardProblems | WrittenProblems | None = None
     token_values: TokenValues | None = None
     policies: int = 1
     swap_every: int = 0

@@ -1,22 +1,33 @@
-"""Learning from episodes that anybody drew: imitation of the best, and values that lean the policy.
+"""Learning from episodes that anybody drew: imitation, values of tokens, critics of steps.
 
 The heads of values are those of ``models.token_values``; "base" is the policy without them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method, Schedule, TokenValues
+from jrl.methods.base import Draw, Method, Schedule, TokenValues, WrittenProblems, replay_share
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Count, Fraction, NonNegative
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
 from jrl.methods.supervised import best_of_batch, sft
-from jrl.objectives import advantages, aggregates, ratios, transforms
-from jrl.types import Array, Batch, Objective, Statistic, Stats, Surrogate, Transform
+from jrl.objectives import advantages, aggregates, ratios, segments, transforms
+from jrl.types import (
+    Array,
+    Batch,
+    Objective,
+    Regularizer,
+    Statistic,
+    Stats,
+    Surrogate,
+    Transform,
+)
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 
@@ -158,3 +169,195 @@ def mc_returns(
 
     points = partial(advantages.reward_to_go, discount=discount)
     return _values_learner(loss, points, _read(1), TokenValues(beta, 1.0, heads=1), epochs)
+
+
+# ---------------------------------------------------------------- critics of steps
+
+
+def value_by_step(batch: Batch) -> tuple[Array, Array]:
+    """[N, G, T]: the probability of success before each token's step, and before the next one.
+
+    The value network's number is a logit. After the last step it is 0.
+    """
+    live, steps = transforms.trained(batch), segments.step_ids(batch)
+    chance = jax.nn.sigmoid(batch.stats["rollout_values"])
+    here = jax.vmap(jax.vmap(segments.at_step_start))(chance, steps, live)
+    return here, jax.vmap(jax.vmap(segments.at_next_step))(here, steps, live)
+
+
+def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
+    """Points of each token's step [N, G, T], scores [N, G], and success as "returns"."""
+    rewards = transforms.token_rewards(transforms.paid_rewards(values, batch), batch)
+    score = jnp.where(transforms.trained(batch), rewards, 0).sum(axis=2)
+    won = jnp.where(jnp.isnan(score), score, score > 0)
+    returns = transforms.per_token(won, batch)
+    batch = batch.replace(stats={**batch.stats, "returns": returns})
+    return segments.total(rewards, segments.steps(batch)), score, batch
+
+
+def success_loss(coef: float) -> Regularizer:
+    """``coef`` times the cross-entropy of the value network's logit against success, "returns"."""
+
+    def value(stats: Stats, mask: Array) -> Array:
+        return jax.nn.softplus(stats["values"]) - stats["returns"] * stats["values"]
+
+    needs = frozenset({"values", "returns"})
+    return Regularizer("value_loss", value, lambda state: coef, needs=needs)
+
+
+def better_steps(decay: float, keep: float, threshold: float) -> Transform:
+    """``digirl``'s weights [N, G, T], 1 for the steps that are imitated and 0 for the others."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        live, steps = transforms.trained(batch), segments.step_ids(batch)
+        earned, score, batch = outcomes(values, batch)
+        here, following = value_by_step(batch)
+        starts = jax.vmap(jax.vmap(segments.step_starts))(steps, live)
+        left = starts.sum(axis=2, keepdims=True) - jnp.cumsum(starts, axis=2)
+        share = jnp.float32(decay) ** left
+        gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - here)
+        # Before the first token the value knows the instruction alone.
+        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), here, 0).sum(axis=2)
+        surprise = batch.stats["returns"][:, :, 0] - first
+        members = live.any(axis=2)
+        bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
+        chosen = (gain > threshold) & jnp.expand_dims(members & (surprise >= bound), 2)
+        return jnp.where(jnp.isnan(gain), gain, chosen), batch
+
+    return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+@published
+def digirl(
+    decay: Fraction = 0.5,
+    keep: Fraction = 0.1,
+    threshold: NonNegative = 0.05,
+    value_coef: Positive = 1.0,
+    replayed: Fraction = 0.0,
+    each: Count = 8,
+    kept_prompts: Count = 1024,
+) -> Method:
+    """Imitation of steps that did better than the value network expected, in surprising episodes.
+
+    "DigiRL: Training In-The-Wild Device-Control Agents with Autonomous Reinforcement Learning"
+    (arXiv:2406.11896). With V the probability of success, R the episode's score, H its last step:
+
+        A_h = lambda^(H - h) R + (1 - lambda^(H - h)) (V(s_(h+1)) + r_h - V(s_h))
+        loss = -mean over episodes of sum_h 1[A_h > threshold] log pi(a_h | s_h)
+               + c * cross-entropy of V against success, score > 0
+
+    over the ``keep`` of the batch's episodes that surprise most, success - V(instruction). Steps
+    are ``ids["step"]``; the value network's number is V's logit. ``keep``, ``threshold`` and lambda
+    (``decay``) are the released code's, whose A is V' - V + r + lambda^(H - h) R. Departures: one
+    network for V of instructions and of states, where the code has two, the latter twin; it learns
+    at every token; the mean is over all episodes, also those not kept. The code draws its batches
+    from a buffer of all episodes: with ``replayed`` above 0 that share of a group's members are
+    earlier episodes of its prompt, as far as any are kept, as in ``arpo_replay``.
+    """
+    rule = None if is_zero(replayed) else replay_share(-math.inf, replayed, each, kept_prompts)
+    return Method(
+        Objective(
+            better_steps(decay, keep, threshold),
+            ratios.reinforce(),
+            aggregates.sequence_sum,
+            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+        ),
+        replay=rule,
+    )
+
+
+def blended_steps(blend: float) -> Transform:
+    """``webrl``'s advantage of each step, [N, G, T]."""
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        earned, score, batch = outcomes(values, batch)
+        here, following = value_by_step(batch)
+        final = jnp.expand_dims(score, 2) - here
+        return blend * (earned + following - here) + (1 - blend) * final, batch
+
+    return transforms.stateless(apply, frozenset({"rollout_values"}))
+
+
+def between(low: float, high: float) -> Transform:
+    """Leaves out replayed steps unless the policy draws their tokens with a chance in (low, high].
+
+    The chance of a step is the geometric mean of its tokens', the inverse of its perplexity, by the
+    policy at the start of the training step.
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        if "replayed" not in batch.ids:
+            return values, batch
+        chance = jnp.exp(segments.mean(batch.stats["proximal_logprobs"], segments.steps(batch)))
+        fresh = jnp.expand_dims(batch.ids["replayed"] == 0, 2)
+        mask = batch.mask & (fresh | ((chance > low) & (chance <= high)))
+        return values, batch.replace(mask=mask)
+
+    return transforms.stateless(apply, frozenset({"proximal_logprobs"}))
+
+
+def step_regression(beta: float) -> Surrogate:
+    """(beta log(pi / pi_ref) of a step - its advantage)^2, at the step's first token."""
+
+    def apply(stats: Stats, gains: Array, mask: Array) -> tuple[Array, Stats]:
+        chex.assert_rank([gains, mask], 1)
+        drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
+        total = segments.total(drift, segments.segments(mask, stats["step"]))
+        error = beta * total - gains
+        return jnp.where(segments.step_starts(stats["step"], mask), jnp.square(error), 0), {}
+
+    return Surrogate(apply, frozenset({"ref_logprobs"}), labels=frozenset({"step"}))
+
+
+@published
+def webrl(
+    beta: Positive = 1.0,
+    blend: Fraction = 0.5,
+    value_coef: Positive = 1.0,
+    phase_steps: Count = 100,
+    replayed: Fraction = 0.0,
+    each: Count = 8,
+    kept_prompts: Count = 1024,
+    written: Whole = 0,
+    low: Fraction = 0.05,
+    high: Fraction = 0.75,
+) -> Method:
+    """Log-ratios of steps to the last phase's policy, fitted to the steps' advantages.
+
+    "WebRL: Training LLM Web Agents via Self-Evolving Online Curriculum Reinforcement Learning"
+    (arXiv:2411.02337), with V the probability of success and R the episode's score:
+
+        A(s, a) = lambda (r + V(s') - V(s)) + (1 - lambda) (R - V(s))
+        loss = mean over episodes of sum over steps of (beta log(pi(a | s) / pi_ref(a | s)) - A)^2
+               + c * cross-entropy of V against success, score > 0
+
+    pi_ref is the policy as the phase began, of ``phase_steps`` training steps. Steps are
+    ``ids["step"]``; the value network's number is V's logit; lambda (``blend``) is the paper's.
+    With ``replayed`` above 0 (2/3 in the released code; prompts must come again) that share of a
+    group's members are earlier successes of its prompt, as far as any are kept, and of these the
+    steps alone are trained on whose perplexity is at least 1/0.95 and below 1/0.5. What is kept is
+    as in ``arpo_replay``.
+
+    With ``written`` above 0 (``data.train`` with an environment on the host, and ``data.writer``)
+    another model writes so many tasks as a phase begins, after those that were failed in the last
+    one, and those stay for which V at the start is from ``low`` to ``high``, the released code's.
+
+    Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
+    out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there,
+    and its tasks are the written ones alone, where here they join those of the data.
+    """
+    advantage = blended_steps(blend)
+    if not is_zero(replayed):
+        advantage = transforms.chain(advantage, between(0.5, 0.95))
+    rule = None if is_zero(replayed) else replay_share(0.5, replayed, each, kept_prompts)
+    return Method(
+        Objective(
+            advantage,
+            step_regression(beta),
+            aggregates.sequence_sum,
+            (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
+        ),
+        schedule=Schedule(refresh_ref=phase_steps),
+        replay=rule,
+        curriculum=WrittenProblems(phase_steps, written, low, high) if written else None,
+    )

@@ -8,18 +8,35 @@ What is chosen is a function of the weights at the start of the round, the key a
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
+import jax
 import numpy as np
 
+from jrl.config.secrets import reveal
+from jrl.data.prompts import build_prompts
+from jrl.data.sources import MemoryRows
+from jrl.envs.configured import configured_env
+from jrl.envs.host import EnvError
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems
+from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, counted
-from jrl.train.tree_search import Guided, attempts_source, search_rows, search_source
+from jrl.train.host_episodes import host_source
+from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.tree_search import (
+    Guided,
+    attempts_source,
+    estimates,
+    search_rows,
+    search_source,
+    value_estimate,
+)
 from jrl.types import Prompt
 from jrl.waits import waiting
 
@@ -131,7 +148,177 @@ class HardRounds:
         return {"curriculum": {"round": self._round, "rows": self._rows}}
 
 
+class WrittenRounds:
+    """Rounds on the problems of the data and on those that are written after failed ones.
+
+    A problem counts as failed where no member of its newest group in the round has any points.
+
+    Args:
+      rule: of the method.
+      prompts: of the data.
+      write: (texts of failed problems, how many, seed) -> texts or rows.
+      make: (rows, the first id) -> their prompts, fewer where some cannot be used.
+      chances: (params, prompts, seeds) -> [n] float, the probability of success that the value
+        network gives to each; NaN where no episode opens.
+      weights: [R] float, of the reward parts.
+      notes: what an earlier call of the run had written, of ``notes``.
+
+    Attributes:
+      prompts: those of this round.
+    """
+
+    def __init__(
+        self,
+        rule: WrittenProblems,
+        prompts: Sequence[Prompt],
+        write: Callable[[Sequence[str], int, int], Sequence[Any]],
+        make: Callable[[Sequence[Any], int], list[Prompt]],
+        chances: Callable[[Any, Sequence[Prompt], Sequence[int]], np.ndarray],
+        weights: np.ndarray,
+        *,
+        notes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.prompts = CurrentPrompts(list(prompts))
+        self._rule, self._write, self._make = rule, write, make
+        self._chances, self._weights = chances, weights
+        self._base, self._next_id = list(prompts), 1 + max(p.id for p in prompts)
+        self._rows: list[Any] = []
+        self._failed: dict[str, bool] = {}
+        self._round = 0
+        if notes:
+            self._round, self._failed = notes["round"], dict(notes["failed"])
+            self._add(notes["rows"], make(notes["rows"], self._next_id))
+
+    def _add(self, rows: Sequence[Any], prompts: Sequence[Prompt]) -> None:
+        self._rows += rows
+        self.prompts.now = [*self.prompts.now, *prompts]
+
+    def around(self, draw: GroupSource) -> GroupSource:
+        """A source of ``prompts`` that begins a round when its first step comes.
+
+        ``draw`` gets the policy alone; what is called has ``Guided`` parameters. ``counts`` gains
+        "written_problems", how many there are by now.
+        """
+
+        def drawn(key: Any, params: Guided, step: Any, positions: Any, **more: Any) -> Groups:
+            number = int(step) // self._rule.steps
+            if number != self._round:
+                with waiting("problems that are written", lambda: f"{len(self._rows)} so far"):
+                    self._begin(key, params, step)
+                self._round, self._failed = number, {}
+            found = draw(key, params.policy, step, positions, **more)
+            points = np.asarray(found.rewards) @ self._weights
+            won = (np.asarray(counted(found.rollout)) & (points > 0)).any(axis=1)
+            texts = [prompt.text for prompt in found.subject]
+            self._failed |= dict(zip(texts, (~won).tolist(), strict=True))
+            counts = found.counts | {"written_problems": float(len(self._rows))}
+            return found._replace(counts=counts)
+
+        return drawn
+
+    def _begin(self, key: Any, params: Guided, step: Any) -> None:
+        """Adds what is written, as far as it can be used; a writer that fails adds nothing."""
+        rule, said = self._rule, logging.getLogger("jrl")
+        failed = sorted(text for text, lost in self._failed.items() if lost)
+        if not failed:
+            said.info("curriculum: no problem was failed, and none is written")
+            return
+        (seed,) = prompt_seeds(key, "curriculum", step, np.zeros(1, np.int32))
+        try:
+            rows = list(self._write(failed, rule.problems, seed))
+        except EnvError as error:
+            said.warning("curriculum: nothing was written: %s", error)
+            return
+        here = {prompt.text for prompt in self.prompts}
+        usable: list[tuple[Any, Prompt]] = []
+        for row in rows:
+            made = self._make([row], self._next_id + len(self._rows) + len(usable))
+            if made and made[0].text not in here:
+                usable.append((row, made[0]))
+                here.add(made[0].text)
+        prompts = [prompt for _, prompt in usable]
+        seeds = prompt_seeds(key, "curriculum", step, np.arange(1, len(prompts) + 1))
+        chances = self._chances(params, prompts, seeds) if prompts else np.zeros(0)
+        fit = [bool(rule.low <= chance <= rule.high) for chance in chances]
+        kept = [row for (row, _), fits in zip(usable, fit, strict=True) if fits]
+        self._add(kept, self._make(kept, self._next_id + len(self._rows)) if kept else [])
+        said.info(
+            "curriculum: %d problems written, %d of use, %d neither hopeless nor easy",
+            *(len(rows), len(usable), len(kept)),
+        )
+
+    def notes(self) -> dict[str, Any]:
+        """What a checkpoint holds, an entry "curriculum"."""
+        note = {"round": self._round, "rows": list(self._rows), "failed": dict(self._failed)}
+        return {"curriculum": note}
+
+
 # ---------------------------------------------------------------- of a run
+
+
+def rounds_of(
+    run: Run, pool: RewardPool | None, notes: Mapping[str, Any] | None
+) -> tuple[HardRounds | WrittenRounds, GroupSource]:
+    """The rounds of a run, and its source of groups; ``notes`` are those of its checkpoint."""
+    rule = run.method.curriculum
+    assert rule is not None
+    if isinstance(rule, HardProblems):
+        return hard_rounds(run, rule, pool, notes)
+    return written_rounds(run, rule, notes)
+
+
+def written_rounds(
+    run: Run, rule: WrittenProblems, notes: Mapping[str, Any] | None
+) -> tuple[WrittenRounds, GroupSource]:
+    """The rounds of a run on episodes whose environment writes problems."""
+    prompts = CurrentPrompts(run.data.prompts["train"])
+    source = host_source(run, prompts, run.config.sampling.group)
+    estimate = value_estimate(run, jax.nn.sigmoid)
+
+    def chances(params: Guided, asked: Sequence[Prompt], seeds: Sequence[int]) -> np.ndarray:
+        openings = source.openings(asked, seeds)
+        there = [i for i, ids in enumerate(openings) if ids is not None]
+        found = np.full(len(asked), np.nan)
+        if there:
+            whole = [ids for ids in openings if ids is not None]
+            found[there] = estimates(partial(estimate, params), run.width, whole)
+        return found
+
+    rounds = WrittenRounds(
+        rule,
+        prompts.now,
+        source.written,
+        partial(_prompts_of, run),
+        chances,
+        np.array(list(run.rewards.weights.values())),
+        notes=notes,
+    )
+    return rounds, rounds.around(source.draw)
+
+
+def _prompts_of(run: Run, rows: Sequence[Any], first: int) -> list[Prompt]:
+    """The prompts of rows or texts, as those of the data are made, without those that cannot be."""
+    data = run.config.episodes
+    assert data is not None
+    question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
+    texts = [row if isinstance(row, dict) else {question: row} for row in rows]
+    full = [{answer: "", **row} for row in texts]
+    if not full:
+        return []
+    try:
+        made, _ = build_prompts(
+            MemoryRows(full, "problem that was written"),
+            run.tokenizer,
+            question_key=question,
+            answer_key=answer,
+            **data.wording,
+            max_prompt_tokens=run.width,
+            overlong="drop",
+            invalid="skip",
+        )
+    except UserError:  # none is left
+        return []
+    return [dataclasses.replace(prompt, id=first + i) for i, prompt in enumerate(made)]
 
 
 def hard_rounds(
@@ -165,6 +352,9 @@ def check_curriculum(run: Run) -> None:
     if run.method.curriculum is None:
         return
     said = f"method = {run.config.method!r} chooses its problems in rounds, "
+    if isinstance(run.method.curriculum, WrittenProblems):
+        _check_written(run)
+        return
     if run.task is not None:
         raise UserError(
             f"{said}and those of a procedural task are never the same; give data.train, or set"
@@ -174,4 +364,22 @@ def check_curriculum(run: Run) -> None:
         raise UserError(
             f"{said}which are searched as text; set objective.round_steps to 0, or remove"
             " data.env and objective.tree = 'none'"
+        )
+
+
+def _check_written(run: Run) -> None:
+    said = f"method = {run.config.method!r} with objective.written above 0: "
+    rest = "; or set objective.written to 0"
+    if run.config.episodes is None:
+        raise UserError(
+            f"{said}problems are written for an environment on the host; give data.train and"
+            f" data.env = FILE.py:function{rest}"
+        )
+    if run.rollout_mesh is not None:
+        raise UserError(f"{said}it does not go together with [placement]; remove it{rest}")
+    data = run.config.episodes
+    if configured_env(data.env, reveal(data.options, "data")).write is None:
+        raise UserError(
+            f"{said}nobody writes them; set data.writer to FILE.py:function, or to a table with the"
+            f" url and the model of an endpoint{rest}"
         )

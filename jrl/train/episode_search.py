@@ -185,9 +185,16 @@ class EpisodeSearch:
         finally:
             forest.close()
 
-    def answers(self, asked: Sequence[tuple[Any, tuple[Any, ...]]]) -> list[Answer]:
-        """The answers to calls (function, arguments) that are made together, in their order."""
-        seconds, found = self.env.limits.call_seconds, dict[int, Answer]()
+    def answers(
+        self, asked: Sequence[tuple[Any, tuple[Any, ...]]], seconds: float = 0.0
+    ) -> list[Answer]:
+        """The answers to calls (function, arguments) that are made together, in their order.
+
+        Args:
+          asked: the calls.
+          seconds: that each may take; 0 for the environment's ``call_seconds``.
+        """
+        seconds, found = seconds or self.env.limits.call_seconds, dict[int, Answer]()
         for number, (function, arguments) in enumerate(asked):
             self._calls.submit(number, function, *arguments, seconds=seconds)
         until = time.monotonic() + seconds + GRACE_SECONDS

@@ -22,7 +22,7 @@ from jrl.config.secrets import reveal
 from jrl.envs.calls import Calls
 from jrl.envs.chat import Format
 from jrl.envs.configured import configured_env
-from jrl.envs.host import HostEnv, format_of, nothing_shared
+from jrl.envs.host import EnvError, HostEnv, format_of, nothing_shared
 from jrl.envs.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import replicated
@@ -132,10 +132,7 @@ class HostEpisodes:
 
         ``newer`` is that of ``play_episodes``; problems that are ``apart`` are not searched.
         """
-        if self._calls is None:
-            self._calls = Calls()
-            # What nobody closed ends with this object, or with Python.
-            self._end = weakref.finalize(self, _close, self._calls, self._env)
+        self._open_calls()
         self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
         order = source_rows(self._seed, positions, len(self._prompts))
         chosen = [self._asked(self._prompts[i], k) for i in order for k in range(self._asks)]
@@ -163,6 +160,41 @@ class HostEpisodes:
             self._rows.release()
         _report(groups)
         return self._as_groups(groups, chosen, counts)
+
+    def _open_calls(self) -> Calls:
+        if self._calls is None:
+            self._calls = Calls()
+            # What nobody closed ends with this object, or with Python.
+            self._end = weakref.finalize(self, _close, self._calls, self._env)
+        return self._calls
+
+    @property
+    def _turns(self) -> EpisodeSearch:
+        """What calls the environment for whole batches."""
+        calls = self._open_calls()
+        return EpisodeSearch(self._rows, calls, self._env, self._chat, self._tokenizer)
+
+    def openings(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[np.ndarray | None]:
+        """What the policy would see first of each problem; None where no episode opens."""
+        search = self._turns
+        episodes = search.opened(prompts, seeds)
+        states = [episode.state for episode in episodes if episode.has_state]
+        search.answers([(self._env.close, (state,)) for state in states])
+        return [episode.opening if episode.has_state else None for episode in episodes]
+
+    def written(self, failed: Sequence[str], count: int, seed: int) -> list[Any]:
+        """New problems by the environment's writer, each a text or a row.
+
+        Raises:
+          EnvError: it failed, or wrote no list.
+        """
+        asked = (self._env.write, (list(failed), count, seed))
+        (answer,) = self._turns.answers([asked], self._env.limits.episode_seconds)
+        if answer.error:
+            raise EnvError(answer.error)
+        if not isinstance(answer.value, list | tuple):
+            raise EnvError(f"the writer returned {answer.value!r:.60}, not a list")
+        return list(answer.value)
 
     def _asked(self, prompt: Prompt, ask: int) -> Prompt:
         """The problem as one of its groups begins with it."""
@@ -228,8 +260,7 @@ class HostEpisodes:
         prompts: Sequence[Prompt],
         seeds: Sequence[int],
     ) -> Played:
-        assert self._calls is not None
-        search = EpisodeSearch(self._rows, self._calls, self._env, self._chat, self._tokenizer)
+        search = self._turns
         alone = [apart(prompt) for prompt in prompts]
         return trees.play(search, search.opened(prompts, seeds), self._group, alone, estimate)
 

@@ -36,7 +36,7 @@ from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
-from jrl.train.curriculum import hard_rounds
+from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored, stored
 from jrl.train.lacks import with_others
 from jrl.train.objective import sampler_differs
@@ -350,7 +350,7 @@ def _batch_source(
     program = programs.train_sampler(run)
     kept = packing
     if run.method.curriculum is not None:
-        rounds, draw = hard_rounds(run, run.method.curriculum, pool, notes.get("curriculum"))
+        rounds, draw = rounds_of(run, pool, notes.get("curriculum"))
         kept = lambda: packing() | rounds.notes()  # noqa: E731
     else:
         draw = programs.group_source(run, pool, program)

@@ -20,6 +20,7 @@ from jrl.data.tasks import Task
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.envs.tree import SEARCHES, Node, Step, Tree, grow_leaves
 from jrl.errors import UserError
+from jrl.methods.base import WrittenProblems
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
@@ -434,17 +435,23 @@ def attempts_source(
 def sampled_params(run: Run) -> Callable[[TrainState], Any]:
     """(state) -> the parameters that the run's source draws with."""
     policy = partial(policy_of, network=run.network)
-    if run_estimate(run) is None:
+    if run_estimate(run) is None and not isinstance(run.method.curriculum, WrittenProblems):
         return policy
     return lambda state: Guided(policy(state), state.params["value"])
 
 
 def run_estimate(run: Run) -> Estimate | None:
     """What a run's search makes of paths that have not ended, or None."""
-    draw, value, network = run.method.draw, run.value, run.network
-    guide = draw.guide
-    if draw.search is None or guide is None or value is None:
+    draw = run.method.draw
+    if draw.search is None or draw.guide is None or run.value is None:
         return None
+    return value_estimate(run, draw.guide)
+
+
+def value_estimate(run: Run, points: Callable[[Any], Any]) -> Estimate:
+    """What the run's value network says behind the last token, as ``points`` of its number."""
+    value, network = run.value, run.network
+    assert value is not None
 
     @jax.jit
     def estimate(params: Guided, tokens: Any, lengths: Any) -> Any:
@@ -454,7 +461,7 @@ def run_estimate(run: Run) -> Estimate | None:
         hidden, _ = network.hidden(params.policy, tokens, at, segments)
         values = value.apply(params.value, hidden, tokens, at, segments)
         last = jax.numpy.take_along_axis(values, lengths[:, None] - 1, axis=1)[:, 0]
-        return guide(last)
+        return points(last)
 
     return estimate
 

@@ -16,7 +16,6 @@ from harness import (
     run,
     sequences,
 )
-from steps import earned, episodes, paid, steps_of
 
 from jrl.methods import get_method
 from jrl.methods.actor_critic import in_nucleus, nucleus_statistics
@@ -332,100 +331,6 @@ def test_relatives_of_ppo_inherit_its_coefficients():
 
 
 # ---------------------------------------------------------------- agents
-
-
-def sure(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def by_step(d, n, i):
-    """(points, success chance before, tokens) of each step, and one more chance of 0 at the end."""
-    steps = steps_of(d, n, i)
-    chance = [sure(d.rollout_values[n, i, tokens[0]]) for _, tokens in steps]
-    return earned(d, n, i), [*chance, 0.0], [tokens for _, tokens in steps]
-
-
-def bce(d, coef):
-    """The cross-entropy of the values against success, over tokens."""
-    every = [
-        np.logaddexp(0, d.values[n, i, t]) - (d.rewards[n, i] > 0) * d.values[n, i, t]
-        for n, i, tokens in sequences(d)
-        for t in tokens
-    ]
-    return coef * sum(every) / max(len(every), 1)
-
-
-def digirl_loss(d, frozen, decay=0.6, keep=0.5, threshold=0.05):
-    rows = episodes(d)
-    surprise = [(d.rewards[n, i] > 0) - by_step(d, n, i)[1][0] for n, i, _ in rows]
-    bound = np.quantile(surprise, 1 - keep) if rows else 0.0
-    total = 0.0
-    for (n, i, _), gap in zip(rows, surprise, strict=True):
-        points, v, steps = by_step(d, n, i)
-        for h, tokens in enumerate(steps):
-            w = decay ** (len(steps) - 1 - h)
-            a = w * d.rewards[n, i] + (1 - w) * (v[h + 1] + points[h] - v[h])
-            if gap >= bound - 1e-9 and a > threshold:
-                total -= sum(d.logprobs[n, i, t] for t in tokens)
-    return total / max(len(rows), 1) + bce(d, 0.7)
-
-
-def test_digirl_is_the_papers():
-    method = get_method("digirl", decay=0.6, keep=0.5, value_coef=0.7)
-    check(method, digirl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
-
-
-def test_digirl_imitates_success_that_nobody_expected():
-    d = ragged(0, 1, 4, 3, ids=("step",))
-    d.members[:], d.mask[:], d.lengths[:] = True, True, 3
-    d.live = d.mask
-    d.rewards = np.array([[1.0, 1.0, 0.0, 0.0]])
-    d.rollout_values[0] = [[3.0], [-3.0], [3.0], [-3.0]]  # the second was held to be hopeless
-    a = advantages_of(get_method("digirl", keep=0.25, decay=1.0), d)[0]
-    assert a.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3, [0.0] * 3]
-
-
-def webrl_loss(d, frozen, beta=0.8, blend=0.3):
-    total = 0.0
-    for n, i, _ in episodes(d):
-        points, v, steps = by_step(d, n, i)
-        for h, tokens in enumerate(steps):
-            a = blend * (points[h] + v[h + 1] - v[h]) + (1 - blend) * (d.rewards[n, i] - v[h])
-            drift = sum(d.logprobs[n, i, t] - d.ref_logprobs[n, i, t] for t in tokens)
-            total += (beta * drift - a) ** 2
-    return total / max(len(episodes(d)), 1) + bce(d, 0.7)
-
-
-def test_webrl_is_the_papers():
-    method = get_method("webrl", beta=0.8, blend=0.3, value_coef=0.7)
-    check(method, webrl_loss, wrt=("logprobs", "values"), ids=("step",), prepare=paid)
-
-
-def test_webrl_trains_on_replayed_steps_of_medium_perplexity_alone():
-    d = ragged(0, 1, 2, 6, ids=("step",))
-    d.members[:], d.mask[:], d.lengths[:] = True, True, 6
-    d.live = d.mask
-    d.ids["step"][:] = [0, 0, 1, 1, 2, 2]
-    d.ids["replayed"] = np.array([[1, 0]])
-    # By chance of a token: 0.99, between 0.5 and 0.95 on average, and 0.3.
-    chances = np.array([0.99, 0.99, 0.99, 0.5, 0.3, 0.3])
-    d.proximal_logprobs = np.broadcast_to(np.log(chances), d.mask.shape)
-    method = get_method("webrl", replayed=0.5)
-    batch = as_batch(d)
-    _, after, _ = method.objective.advantage.apply(batch.score(), batch, ((), ()))
-    assert after.mask[0, 0].tolist() == [False, False, True, True, False, False]
-    assert after.mask[0, 1].all()  # a fresh one, with steps of the same chances
-
-
-def test_digirl_and_webrl_put_kept_episodes_into_a_share_of_each_group():
-    points, members = np.array([[0.0, 1.0, 0.0, 0.0]]), np.ones((1, 4), bool)
-    everything = get_method("digirl", replayed=0.5).replay
-    successes = get_method("webrl", replayed=0.7).replay
-    assert everything.keep(points, members).all()
-    assert successes.keep(points, members).tolist() == [[False, True, False, False]]
-    assert everything.replace(points, members).tolist() == [[True, True, False, False]]
-    assert successes.replace(points, members).tolist() == [[True, True, False, False]]
-    assert get_method("digirl").replay is get_method("webrl").replay is None
 
 
 def cory_loss(d, frozen):
