@@ -8,6 +8,7 @@ What is chosen is a function of the weights at the start of the round, the key a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -155,22 +156,19 @@ class WrittenRounds:
 
     Args:
       rule: of the method.
-      prompts: of the data.
+      prompts: those of the data; written ones are added.
       write: (texts of failed problems, how many, seed) -> texts or rows.
       make: (rows, the first id) -> their prompts, fewer where some cannot be used.
       chances: (params, prompts, seeds) -> [n] float, the probability of success that the value
         network gives to each; NaN where no episode opens.
       weights: [R] float, of the reward parts.
       notes: what an earlier call of the run had written, of ``notes``.
-
-    Attributes:
-      prompts: those of this round.
     """
 
     def __init__(
         self,
         rule: WrittenProblems,
-        prompts: Sequence[Prompt],
+        prompts: CurrentPrompts,
         write: Callable[[Sequence[str], int, int], Sequence[Any]],
         make: Callable[[Sequence[Any], int], list[Prompt]],
         chances: Callable[[Any, Sequence[Prompt], Sequence[int]], np.ndarray],
@@ -178,10 +176,9 @@ class WrittenRounds:
         *,
         notes: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prompts = CurrentPrompts(list(prompts))
+        self._prompts, self._next_id = prompts, 1 + max(prompt.id for prompt in prompts)
         self._rule, self._write, self._make = rule, write, make
         self._chances, self._weights = chances, weights
-        self._base, self._next_id = list(prompts), 1 + max(p.id for p in prompts)
         self._rows: list[Any] = []
         self._failed: dict[str, bool] = {}
         self._round = 0
@@ -191,10 +188,10 @@ class WrittenRounds:
 
     def _add(self, rows: Sequence[Any], prompts: Sequence[Prompt]) -> None:
         self._rows += rows
-        self.prompts.now = [*self.prompts.now, *prompts]
+        self._prompts.now = [*self._prompts.now, *prompts]
 
     def around(self, draw: GroupSource) -> GroupSource:
-        """A source of ``prompts`` that begins a round when its first step comes.
+        """A source of these prompts that begins a round when its first step comes.
 
         ``draw`` gets the policy alone; what is called has ``Guided`` parameters. ``counts`` gains
         "written_problems", how many there are by now.
@@ -229,7 +226,7 @@ class WrittenRounds:
         except EnvError as error:
             said.warning("curriculum: nothing was written: %s", error)
             return
-        here = {prompt.text for prompt in self.prompts}
+        here = {prompt.text for prompt in self._prompts}
         usable: list[tuple[Any, Prompt]] = []
         for row in rows:
             made = self._make([row], self._next_id + len(self._rows) + len(usable))
@@ -286,7 +283,7 @@ def written_rounds(
 
     rounds = WrittenRounds(
         rule,
-        prompts.now,
+        prompts,
         source.written,
         partial(_prompts_of, run),
         chances,
@@ -301,24 +298,22 @@ def _prompts_of(run: Run, rows: Sequence[Any], first: int) -> list[Prompt]:
     data = run.config.episodes
     assert data is not None
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
-    texts = [row if isinstance(row, dict) else {question: row} for row in rows]
-    full = [{answer: "", **row} for row in texts]
-    if not full:
-        return []
-    try:
-        made, _ = build_prompts(
-            MemoryRows(full, "problem that was written"),
-            run.tokenizer,
-            question_key=question,
-            answer_key=answer,
-            **data.wording,
-            max_prompt_tokens=run.width,
-            overlong="drop",
-            invalid="skip",
-        )
-    except UserError:  # none is left
-        return []
-    return [dataclasses.replace(prompt, id=first + i) for i, prompt in enumerate(made)]
+    prompts: list[Prompt] = []
+    for row in rows:
+        known = dict(row) if isinstance(row, Mapping) else {question: row}
+        told = known.pop(answer, "")
+        with contextlib.suppress(UserError):  # it has no question, or one that is too long
+            made, _ = build_prompts(
+                MemoryRows([known], "written problem"),
+                run.tokenizer,
+                question_key=question,
+                answer_key=None,
+                **data.wording,
+                max_prompt_tokens=run.width,
+            )
+            number = first + len(prompts)
+            prompts.append(dataclasses.replace(made[0], id=number, answer=str(told)))
+    return prompts
 
 
 def hard_rounds(

@@ -3,21 +3,24 @@
 import json
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from jrl.config import load_config
+from jrl.envs.host import EnvError
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.methods.base import HardProblems
+from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.build import setup
 from jrl.train.collect import Groups
-from jrl.train.curriculum import HardRounds
+from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
 from jrl.train.host_play import BY_TIMING
 from jrl.train.loop import train
 from jrl.train.programs import check_trainable
+from jrl.train.tree_search import Guided
 from jrl.types import Prompt, StopReason
 
 PROMPTS = [Prompt(10 + i, f"q{i}", np.array([3], np.int32), "") for i in range(7)]
@@ -94,6 +97,115 @@ def test_a_problem_of_which_nothing_is_known_stays():
     world.dead = (0, 1)
     world.skill[2] = 2  # both that are known are wrong
     assert step_of(world.rounds(), 0) == [12, 16]
+
+
+# ---------------------------------------------------------------- problems that are written
+
+
+class Village:
+    """Problems are failed by name, writers write by rule, and chances are in the text."""
+
+    def __init__(self, write=None):
+        self.lost, self.asked, self.made = {"q1", "q3"}, [], []
+        self._write = write or (lambda failed, count, seed: [f"{f}+0.5" for f in failed])
+
+    def write(self, failed, count, seed):
+        self.asked.append((list(failed), count, seed))
+        return self._write(failed, count, seed)
+
+    def make(self, rows, first):
+        texts = [row["question"] if isinstance(row, dict) else row for row in rows]
+        self.made += texts
+        return [
+            Prompt(first + i, text, np.array([3], np.int32), "")
+            for i, text in enumerate(t for t in texts if "unusable" not in t)
+        ]
+
+    def chances(self, params, prompts, seeds):
+        assert params.value == "value"
+        assert len(set(seeds)) == len(prompts)
+        return np.array([float(p.text.rpartition("+")[2]) for p in prompts])
+
+    def rounds(self, notes=None):
+        rule, weights = WrittenProblems(3, 5, 0.05, 0.75), np.array([0.0, 2.0])
+        given = (self.write, self.make, self.chances, weights)
+        self.prompts = CurrentPrompts(PROMPTS[:4])
+        return WrittenRounds(rule, self.prompts, *given, notes=notes)
+
+    def step(self, rounds, number):
+        """The texts of the problems of a step, each of which is drawn."""
+
+        def draw(key, params, step, positions):
+            assert params == "policy"
+            subject = list(self.prompts)
+            right = np.array([[p.text not in self.lost, False] for p in subject])
+            rollout = SimpleNamespace(stop=np.ones(right.shape), baseline=np.zeros_like(right))
+            points = np.stack([np.ones_like(right), right], axis=2).astype(np.float32)
+            return Groups(rollout, points, subject, {}, {})
+
+        key, params = jax.random.key(0), Guided("policy", "value")
+        found = rounds.around(draw)(key, params, np.int32(number), None)
+        assert found.counts == {"written_problems": len(self.prompts) - 4.0}
+        return [p.text for p in found.subject]
+
+
+DATA = ["q0", "q1", "q2", "q3"]
+
+
+def test_problems_like_the_failed_ones_join_those_of_the_data():
+    village = Village()
+    rounds = village.rounds()
+    assert village.step(rounds, 0) == village.step(rounds, 2) == DATA
+    assert not village.asked
+    village.lost = {"q1"}  # nobody asks about the last phase any more
+    assert village.step(rounds, 3) == [*DATA, "q1+0.5", "q3+0.5"]
+    ((failed, count, seed),) = village.asked
+    assert (failed, count) == (["q1", "q3"], 5)
+    assert [p.id for p in village.prompts] == [10, 11, 12, 13, 14, 15]
+    village.lost = {"q3+0.5"}
+    village.step(rounds, 5)
+    assert village.step(rounds, 6) == [*DATA, "q1+0.5", "q3+0.5", "q3+0.5+0.5"]
+    assert village.asked[1][0] == ["q3+0.5"]
+    assert village.asked[1][2] != seed
+    village.lost = set()
+    village.step(rounds, 6)
+    village.step(rounds, 9)  # nothing was failed
+    assert len(village.asked) == 2
+
+
+def test_what_is_hopeless_easy_unusable_or_there_already_is_left_out():
+    rows = ["a+0.04", "b+0.05", "c+0.75", "d+0.76", "e+nan", "unusable+0.5", "q2", "b+0.05"]
+    village = Village(lambda *asked: [*rows, {"question": "f+0.3", "answer": "1"}])
+    rounds = village.rounds()
+    village.step(rounds, 0)
+    assert village.step(rounds, 3) == [*DATA, "b+0.05", "c+0.75", "f+0.3"]
+    assert [p.id for p in village.prompts][4:] == [14, 15, 16]
+
+
+def test_a_resumed_run_has_what_was_written_and_what_was_failed():
+    village = Village()
+    rounds = village.rounds()
+    village.step(rounds, 0)
+    village.step(rounds, 3)
+    (note,) = json.loads(json.dumps(rounds.notes())).values()
+    again = Village()
+    resumed = again.rounds(note)
+    assert again.step(resumed, 4) == [*DATA, "q1+0.5", "q3+0.5"]
+    assert not again.asked
+    assert village.step(rounds, 6) == again.step(resumed, 6)
+    assert village.asked[1] == again.asked[0]
+    assert [p.id for p in village.prompts] == [p.id for p in again.prompts]
+
+
+def test_a_writer_that_fails_ends_nothing(caplog):
+    def fails(*asked):
+        raise EnvError("no server")
+
+    village = Village(fails)
+    rounds = village.rounds()
+    village.step(rounds, 0)
+    assert village.step(rounds, 3) == DATA
+    assert "nothing was written: no server" in caplog.text
 
 
 # ---------------------------------------------------------------- runs

@@ -35,6 +35,7 @@ CHAT = (
 )
 OWN = '''
 import asyncio
+import json
 import zlib
 from pathlib import Path
 
@@ -59,14 +60,14 @@ def talk(turns, points=1.0):
     return HostEnv(init, step, limits=Limits(turns=turns, turn_tokens=5))
 
 
-def lucky():
-    """An episode of one turn, well ended by chance: one text of six."""
+def lucky(sides=6):
+    """An episode of one turn, well ended by chance: one text of so many."""
 
     def init(prompt, seed):
         return prompt, [{"role": "user", "content": prompt.text}]
 
     async def step(prompt, reply):
-        won = float(zlib.crc32(reply.tokens.tobytes()) % 6 == 0)
+        won = float(zlib.crc32(reply.tokens.tobytes()) % sides == 0)
         return prompt, Feedback((), won, True, bool(won))
 
     return HostEnv(init, step, limits=Limits(turns=1, turn_tokens=5))
@@ -113,6 +114,12 @@ def pair():
 
 def nothing():
     return {}
+
+
+def write(failed, count, seed):
+    with Path(__file__).with_name("written.jsonl").open("a") as log:
+        log.write(json.dumps({"failed": failed, "seed": seed}) + "\\n")
+    return [f"New {seed % 1000} {i}" for i in range(count)]
 '''
 
 
@@ -325,6 +332,47 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
 SHARED = ("method=webrl", "train.prompts=8", "rewards={success={}}", "objective={replayed=0.5}")
 REPLAYED = ("method=arpo_replay", "train.prompts=8", "rewards={success={}}", "objective={}")
+
+
+WRITTEN = (
+    *("method=webrl", "rewards={success={}}", "train.steps=5", "data.eval=", "data.sides=20"),
+    "objective={written=4, phase_steps=2, low=0.0, high=1.0, replayed=0.5}",
+)
+
+
+def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    two = (place / "train.jsonl").read_text().splitlines()[:2]
+    (tmp_path / "two.jsonl").write_text("\n".join(two))
+    data = f"data.train={json.dumps(str(tmp_path / 'two.jsonl'))}"
+    more = (data, f"data.writer={json.dumps(f'{place}/own.py:write')}", *WRITTEN)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(settings(place, whole, "lucky", *more, "log.samples_every=1"), echo=lambda line: None)
+    records = records_of(whole)
+    assert [r["written_problems"] for r in records] == [0, 0, 4, 4, 8]
+    assert all(r["grad_norm"] > 0 for r in records)
+    log = read_jsonl(place / "written.jsonl")
+    assert set(log[0]["failed"]) <= {json.loads(line)["question"] for line in two}
+    assert log[0]["seed"] != log[1]["seed"]
+    drawn = [s for s in read_jsonl(whole / "samples.jsonl") if "New" in s["prompt"]]
+    assert {s["step"] for s in drawn} & {3, 4, 5}
+    assert not {s["step"] for s in drawn} & {1, 2}
+    for steps in (3, 5):
+        config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
+        train(config, echo=lambda line: None)
+    timed = CLOCKS | BY_TIMING
+    both = [
+        [{k: v for k, v in r.items() if k not in timed} for r in records_of(run)]
+        for run in (whole, parts)
+    ]
+    assert both[0] == both[1]
+
+
+def test_written_tasks_need_a_writer(place, tmp_path):
+    config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
+    with pytest.raises(UserError, match="nobody writes them; set data.writer to FILE.py:function"):
+        train(config, echo=lambda line: None)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("method", ["masa", "rank_grpo"])
