@@ -37,6 +37,7 @@ SHOWN = (  # what is printed, and a picture in letters
     "training finished",
     "host                                      device",
     "waiting for the rewards of step 12",
+    "goal 1 of 2",
 )
 
 PYTHON = {  # page -> the test that runs each of its blocks, by the block's first line

@@ -21,6 +21,7 @@ from jrl.train import loop
 LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/search.toml": "test: train/test_host_run.py",
     "jrl train configs/gsm8k_python.toml": "test: train/test_host_run.py",
+    "jrl train configs/prover.toml": "test: train/test_host_run.py",
     "jrl serve": "test: serving/test_http.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
 }

@@ -177,15 +177,16 @@ def bfs_prover(
         whose perplexity is between two quantiles of the batch's steps
 
     Steps are ``ids["step"]``, perplexities those of the policy that drew them. Best-first search is
-    ``envs.tree.best_first``. Departures: the paper iterates over all proofs found so far, and
-    from time to time starts anew from the first weights on those that the current expert finds
-    again. Not known: the band; a tenth at either end is a guess.
+    ``envs.tree.best_first``, and ``envs.prover`` a prover, of propositional logic. Departures: the
+    paper's is Lean; it iterates over all proofs found so far, and from time to time starts anew
+    from the first weights on those that the current expert finds again. Not known: the band; a
+    tenth at either end is a guess.
     """
     return base.with_(
         draw=Draw(),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
-        unsupported="groups drawn by a search, a prover, and starting anew",
+        unsupported="groups drawn by a search, and starting anew",
     )
 
 

@@ -570,6 +570,7 @@ def shipped(place, run, name, *more):
                 ),
             ],
         ),
+        ("prover", ["data.max_prompt_tokens=300", "data.turn_tokens=20"]),
     ],
 )
 def test_shipped_configurations_of_environments_take_a_step(
@@ -585,7 +586,9 @@ def test_shipped_configurations_of_environments_take_a_step(
     assert record["env_errors"] == record["env_timeouts"] == 0
     found = evaluate_run(config)
     assert {"success", "turns", "failed"} <= found.keys()
-    if name != "textarena":
+    if name == "prover":
+        assert "tactic_errors" in found
+    elif name != "textarena":
         assert {"tool_calls", "tool_errors", "tool_structure_errors"} & found.keys()
 
 
