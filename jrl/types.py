@@ -475,12 +475,15 @@ class Objective(NamedTuple):
       surrogate: from advantages to per-token losses.
       aggregate: from per-token losses to (sum, count).
       regularizers: terms added to the loss.
+      keeps: names of frozen policies that no part reads: copies of the policy that draw
+        completions, or that it begins again from.
     """
 
     advantage: Transform
     surrogate: Surrogate
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
+    keeps: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -500,7 +503,8 @@ class Objective(NamedTuple):
         own = {"sampler", "proximal"}
         ending = "_logprobs"
         names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
-        return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
+        read = frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
+        return read | self.keeps
 
     @property
     def _parts(self) -> tuple[Transform | Surrogate | Regularizer, ...]:

@@ -5,21 +5,42 @@ In formulas with y it is 1 for a right answer, a score above ``above``, and 0 fo
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method, Schedule, refill
+from jrl.errors import UserError
+from jrl.methods.base import Draw, Method, Schedule, refill, replay_share
 from jrl.methods.definition import published, variant
-from jrl.methods.domains import Choice, Count, Fraction, NonNegative, Positive, Range
+from jrl.methods.domains import (
+    Choice,
+    Count,
+    Fraction,
+    NonNegative,
+    Positive,
+    Range,
+    Whole,
+    is_zero,
+)
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
-from jrl.objectives.branches import by_branch
+from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.members import Members, over_group
 from jrl.objectives.transforms import correct, pass_rate, per_token, stateless
-from jrl.types import Array, Batch, Objective, Regularizer, Statistic, Stats, Surrogate, Transform
+from jrl.types import (
+    Array,
+    Batch,
+    Objective,
+    Regularizer,
+    Search,
+    Statistic,
+    Stats,
+    Surrogate,
+    Transform,
+)
 
 Weigh = Annotated[str, Choice(("tokens", "sequences"))]
 BelowOne = Annotated[float, Range(-10.0, 0.999)]
@@ -141,7 +162,7 @@ def best_of_batch(keep: float) -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         seg = segments.segments(batch.members)
         high = ~(scores < segments.quantile(scores, seg, 1 - keep))
-        return _kept(scores), batch.replace(mask=batch.mask & jnp.expand_dims(high, 2))
+        return _kept(scores), batch.replace(mask=batch.mask & of_members(high, batch))
 
     return transforms.stateless(apply)
 
@@ -150,7 +171,7 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
     """Trains on steps of successful members whose perplexity is between two of its quantiles."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        won = batch.mask & jnp.expand_dims(~(scores < success), 2)
+        won = batch.mask & of_members(~(scores < success), batch)
         batch = batch.replace(mask=won)
         live = transforms.trained(batch)
         doubt = -segments.mean(batch.stats["sampler_logprobs"], segments.steps(batch))
@@ -166,7 +187,15 @@ def middle_steps(low: float, high: float, success: float) -> Transform:
 
 @variant(sft)
 def bfs_prover(
-    base: Method, low: Fraction = 0.1, high: Fraction = 0.9, success: Positive = 1.0
+    base: Method,
+    low: Fraction = 0.1,
+    high: Fraction = 0.9,
+    success: Positive = 1.0,
+    round_steps: Whole = 0,
+    restart_rounds: Whole = 0,
+    replayed: Fraction = 0.0,
+    each: Count = 1,
+    kept_prompts: Count = 65536,
 ) -> Method:
     """Expert iteration on the steps of successful episodes that are neither easy nor noise.
 
@@ -174,19 +203,37 @@ def bfs_prover(
     Step-Provers" (arXiv:2509.06493), BFS-Prover-V2:
 
         loss = -mean over tokens of log pi_t, of steps in episodes of ``success`` points or more
-        whose perplexity is between two quantiles of the batch's steps
+               whose perplexity is between two quantiles of the batch's steps
 
-    Steps are ``ids["step"]``, perplexities those of the policy that drew them. Best-first search is
-    ``envs.tree.best_first``, and ``envs.prover`` a prover, of propositional logic. Departures: the
-    paper's is Lean; it iterates over all proofs found so far, and from time to time starts anew
-    from the first weights on those that the current expert finds again. Not known: the band; a
-    tenth at either end is a guess.
+    Steps are ``ids["step"]``, in episodes the turns, perplexities those of the policy that drew
+    them. A group is the leaves of a best-first search (``envs.tree.best_first``), 4 steps wide
+    unless ``objective.tree_width`` says otherwise. ``envs.prover`` has theorems to prove, each step
+    a tactic.
+
+    With ``round_steps`` above 0 training goes in rounds of so many steps, whose proofs are found by
+    the policy as the round began, the expert; every ``restart_rounds`` rounds, where that is above
+    0, the policy begins anew from its first weights and learns what the expert finds. With
+    ``replayed`` above 0 (problems must come again) that share of a group's members are the newest
+    ``each`` proofs of its problem, as far as any are kept.
+
+    Departures: the paper starts anew where progress has stopped, and filters harder then. Not
+    known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
+    below = math.nextafter(success, 0.0)
+    rule = None if is_zero(replayed) else replay_share(below, replayed, each, kept_prompts)
+    keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
+    if restart_rounds and not round_steps:
+        raise UserError(
+            f"objective.restart_rounds = {restart_rounds}: rounds have no steps; set"
+            " objective.round_steps above 0"
+        )
     return base.with_(
-        draw=Draw(),
+        draw=Draw(search=Search("best_first")),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
-        unsupported="groups drawn by a search, and starting anew",
+        schedule=Schedule(round_steps=round_steps, restart_rounds=restart_rounds),
+        keeps=frozenset(keeps),
+        replay=rule,
     )
 
 

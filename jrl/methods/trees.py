@@ -18,8 +18,8 @@ from jrl.methods.domains import BranchPlace, Count, Fraction, NonNegative, Posit
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
-from jrl.objectives.branches import branch_means, by_branch, over_branches, through
-from jrl.objectives.transforms import per_token, stateless, trained
+from jrl.objectives.branches import branch_means, by_branch, through
+from jrl.objectives.transforms import over_branches, per_token, stateless, trained
 from jrl.types import Array, Batch, Branching, Search, Transform
 
 # ---------------------------------------------------------------- the tree of prefixes

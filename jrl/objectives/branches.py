@@ -11,8 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.objectives.transforms import stateless
-from jrl.types import Array, Batch, Transform
+from jrl.types import Array, Batch
 
 
 def through(node: Array, members: Array) -> Array:
@@ -55,20 +54,16 @@ def by_branch(values: Array, batch: Batch) -> Array:
     return jax.vmap(branch_means)(values, batch.ids["node"], batch.members)
 
 
-def over_branches() -> Transform:
-    """Gives a token the mean advantage of the members that go through it.
+def of_members(chosen: Array, batch: Batch) -> Array:
+    """[N, G, T] bool: the tokens of chosen members, also those that another one drew for them.
 
-    The hard attribution of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849). Drawn
-    apart, each of these members would be trained on a token of its own with its own advantage.
-
-    Returns:
-      A transform [N, G] -> [N, G, T]. Advantages that are by token already stay as they are, and so
-      do all where the batch has no label "node".
+    Args:
+      chosen: [N, G] bool.
+      batch: where its groups are no trees these are all tokens of the members.
     """
-
-    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        if values.ndim == 3 or "node" not in batch.ids:
-            return values, batch
-        return by_branch(values, batch), batch
-
-    return stateless(apply)
+    chex.assert_rank(chosen, 2)
+    own = jnp.broadcast_to(jnp.expand_dims(chosen, 2), batch.mask.shape)
+    if "node" not in batch.ids:
+        return own
+    shared = jax.vmap(through)(batch.ids["node"], batch.members & chosen).any(axis=2)
+    return own | shared

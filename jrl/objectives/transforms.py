@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
 from jrl.objectives import advantages as group
+from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import AdaptiveCoef, estimator
 from jrl.types import Array, Batch, Transform
 
@@ -275,6 +276,25 @@ def gae(
     return stateless(apply, frozenset({"rollout_values"}))
 
 
+def over_branches() -> Transform:
+    """Gives a token the mean advantage of the members that go through it.
+
+    The hard attribution of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849). Drawn
+    apart, each of these members would be trained on a token of its own with its own advantage.
+
+    Returns:
+      A transform [N, G] -> [N, G, T]. Advantages that are by token already stay as they are, and so
+      do all where the batch has no label "node".
+    """
+
+    def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
+        if values.ndim == 3 or "node" not in batch.ids:
+            return values, batch
+        return by_branch(values, batch), batch
+
+    return stateless(apply)
+
+
 def mask_truncated(*, from_group: bool = False) -> Transform:
     """Leaves completions that were cut at the length limit out of the loss.
 
@@ -286,7 +306,7 @@ def mask_truncated(*, from_group: bool = False) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         complete = ~batch.truncated
-        mask = batch.mask & jnp.expand_dims(complete, 2)
+        mask = batch.mask & of_members(complete, batch)
         members = batch.members & complete if from_group else batch.members
         return values, batch.replace(mask=mask, members=members)
 

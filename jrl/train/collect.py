@@ -131,7 +131,7 @@ def collect(
     Returns:
       (batch on the mesh, the groups in it, the new cursor); see ``draw_groups`` for the counts.
     """
-    draw = partial(draw, key, params, np.int32(step))
+    draw = _drawing(draw, method, key, params, step)
     # The first round is asked for here, and not in ``_fill_up``, to keep stack traces short.
     first = draw(_next_prompts(method, step, cursor, prompts))
     drawn = _fill_up(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
@@ -157,9 +157,18 @@ def draw_groups(
       drawn, kept or not), rounds, groups_kept (fraction of those drawn) and groups_missing (places
       left without a kept group when the rounds ran out; a dropped one stands there).
     """
-    draw = partial(draw, key, params, np.int32(step))
+    draw = _drawing(draw, method, key, params, step)
     first = draw(_next_prompts(method, step, cursor, prompts))
     return _fill_up(first, draw, step, cursor, prompts=prompts, weights=weights, method=method)
+
+
+def _drawing(
+    draw: GroupSource, method: Method, key: Array, params: Params, step: int
+) -> Callable[[np.ndarray], Groups]:
+    """The source for a step, of groups by the policy's version that draws them."""
+    drawing = partial(draw, key, params, np.int32(step))
+    drawn_by = method.schedule.drawn_by(step)
+    return drawing if drawn_by == step else partial(drawing, version=np.int32(drawn_by))
 
 
 def _next_prompts(method: Method, step: int, cursor: int, prompts: int) -> np.ndarray:

@@ -12,7 +12,7 @@ the host calls the same functions and gets the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
-from jrl.train.score import policy_of
+from jrl.train.score import drawing_policy, policy_of
 from jrl.train.state import init_state
 from jrl.train.step import Metrics, Step, check_value, make_step, with_slot_use
 from jrl.types import (
@@ -104,9 +104,10 @@ def make_iteration(
     def iteration(state: TrainState, sampling_params: SamplingParams) -> tuple[TrainState, Metrics]:
         groups = rollout_of(task)(
             state.key,
-            policy_of(state, network if sampler is None else sampler),
+            drawing_policy(state, network if sampler is None else sampler),
             state.step,
             state.step * prompts + jnp.arange(prompts, dtype=jnp.int32),
+            version=method.schedule.drawn_by(state.step),
             sampling_params=sampling_params,
             task=task,
             split="train",
@@ -312,7 +313,7 @@ def make_run(
             return state
         policy = policy_of(state, network)
         policy, _ = warm_start(state.key, policy, task=task, network=network, **warmup)
-        return with_policy(state, policy, rate, network=network, keep_ref="ref" in frozen)
+        return with_policy(state, policy, rate, network=network, given=frozen)
 
     def one_step(used: Method, rate: optax.GradientTransformation) -> Step:
         return make_step(
@@ -352,16 +353,16 @@ def with_policy(
     optimizer: optax.GradientTransformation,
     *,
     network: Network | None = None,
-    keep_ref: bool = False,
+    given: Collection[str] = (),
 ) -> TrainState:
-    """The state with another policy from step 0: fresh moments, the reference refreshed too.
+    """The state with another policy from step 0: fresh moments, and so are copies of it.
 
     Args:
       state: at step 0.
       policy: its new tree.
       optimizer: that of the state.
       network: the policy; may be left out where it is one, and the whole of it is trained.
-      keep_ref: the reference was given, so it stays as it is.
+      given: names of frozen policies that were given, and stay as they are.
     """
     frozen = state.frozen
     if network is not None and network.extras.split is not None:
@@ -370,6 +371,6 @@ def with_policy(
     params, init = state.params | {"policy": policy}, optimizer.init
     if network is not None and network.extras.several is not None:
         init = jax.vmap(init)
-    if "ref" in frozen and not keep_ref:
-        frozen = frozen | {"ref": jax.tree.map(jnp.copy, policy)}
+    for name in {"ref", "expert", "first"} & frozen.keys() - set(given):
+        frozen = frozen | {name: jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=init(params), frozen=frozen)

@@ -296,9 +296,7 @@ def _warmed_up(run: Run, state: TrainState, echo: Callable[[str], object]) -> Tr
     )
     policy, losses = warm(state.key, policy)
     echo(f"warm start: {warmup.steps} supervised steps, loss {float(losses[-1]):.3f}")
-    return with_policy(
-        state, policy, run.optimizer, network=run.network, keep_ref="ref" in run.networks
-    )
+    return with_policy(state, policy, run.optimizer, network=run.network, given=run.networks)
 
 
 # ---------------------------------------------------------------- batches made on the host

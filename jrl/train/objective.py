@@ -15,10 +15,10 @@ from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Draw, Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
-from jrl.objectives.branches import over_branches
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
 from jrl.objectives.regularizers import entropy_bonus
+from jrl.objectives.transforms import over_branches
 from jrl.sampling.places import PLACES
 from jrl.sampling.tree import check_branching
 from jrl.train.router import RouterLosses

@@ -80,6 +80,7 @@ def check_trainable(run: Run) -> None:
         check_host(run)
     if config.recorded is not None:
         check_recorded(run.method, config.method)
+    _check_rounds(run)
     check_curriculum(run)
     check_replay(run)
     if run.method.draw.search is not None:
@@ -104,6 +105,23 @@ def _check_group(name: str, method: Method, group: int) -> None:
             f"and needs at least {needed} of them; raise sampling.group or choose a method without "
             "a group baseline, such as reinforce_plus_plus or ppo"
         )
+
+
+def _check_rounds(run: Run) -> None:
+    """Raises UserError where a run cannot draw with the policy as its round began."""
+    if not run.method.schedule.round_steps:
+        return
+    for key, given in {
+        "[placement]": run.rollout_mesh is not None,
+        "objective.policies": run.method.policies > 1,
+        "train.mode = 'in_flight'": run.config.train.mode == "in_flight",
+    }.items():
+        if given:
+            raise UserError(
+                f"objective.round_steps = {run.method.schedule.round_steps}: completions are drawn"
+                f" by the policy as its round began, which does not go together with {key}; remove"
+                " one of them"
+            )
 
 
 def _check_judged(run: Run) -> None:

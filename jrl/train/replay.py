@@ -195,9 +195,9 @@ class Recall:
         self._next = self._memory
         self._order = jax.jit(_uniform, static_argnums=3)
 
-    def draw(self, key: Array, params: Params, step: Any, positions: Any) -> Groups:
+    def draw(self, key: Array, params: Params, step: Any, positions: Any, **version: Any) -> Groups:
         """See ``GroupSource``; ``counts`` gains "reward", the mean score of what was drawn."""
-        found = to_host(self._source(key, params, step, positions))
+        found = to_host(self._source(key, params, step, positions, **version))
         scores = found.rewards @ self._weights
         points = scores if self._judge is None else found.rewards[:, :, self._judge]
         drawn = counted(found.rollout)

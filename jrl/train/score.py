@@ -311,6 +311,11 @@ def policy_of(state: TrainState, network: Network) -> Params:
     return network.extras.split.join(state.params["policy"], state.frozen["base"])
 
 
+def drawing_policy(state: TrainState, network: Network) -> Params:
+    """The tree that completions to train on are drawn with: the round's expert, if there is one."""
+    return state.frozen["expert"] if "expert" in state.frozen else policy_of(state, network)
+
+
 def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) -> Params:
     """The trees that scoring reads, by name: those trained, and those frozen.
 

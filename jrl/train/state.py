@@ -39,8 +39,9 @@ def init_state(
       optimizer: any optax transformation.
       value: the value network, for objectives that need values.
       frozen: policies to be read and not trained, by name; those that the objective does not need
-        are left out. "ref", where it is needed and not given, starts as a copy of the policy; of a
-        network with a ``split`` it is the base, which is there anyway.
+        are left out. "ref" and what the objective ``keeps``, where they are not given, start as
+        copies of the policy; "ref" of a network with a ``split`` is the base, which is there
+        anyway.
 
     Returns:
       The state.
@@ -101,7 +102,7 @@ def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "
       given: by name; the reference need not be among them.
       method: the method's name, for the message.
     """
-    for name in sorted(objective.frozen - {"ref", *given}):
+    for name in sorted(objective.frozen - {"ref", *objective.keeps, *given}):
         reader = f"method = {method!r}" if method else "the objective"
         key = f"frozen.{name}"
         raise UserError(
@@ -172,6 +173,32 @@ def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any)
         opt_state,
         is_leaf=is_params,
     )
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def begin_anew(
+    state: TrainState,
+    optimizer: optax.GradientTransformation,
+    round_steps: int,
+    restart_rounds: int,
+) -> TrainState:
+    """The state before a step; where it begins a round that restarts, with its first weights."""
+    every = round_steps * restart_rounds
+    due = (state.step > 0) & (state.step % every == 0)
+    first = state.frozen["first"]
+    policy = jax.tree.map(lambda a, b: jnp.where(due, b, a), state.params["policy"], first)
+    state = state.replace(params=state.params | {"policy": policy})
+    return state.replace(opt_state=_reset(optimizer, state, due))
+
+
+def renew_expert(state: TrainState, round_steps: int) -> TrainState:
+    """The state after a step; where it ended a round, with the policy as the next one's expert."""
+    due, policy = state.step % round_steps == 0, state.params["policy"]
+    renewed = lambda old, new: jnp.where(due, new, old)  # noqa: E731
+    expert = jax.tree.map(renewed, state.frozen["expert"], policy)
+    return state.replace(frozen=state.frozen | {"expert": expert})
 
 
 # ---------------------------------------------------------------- the reference after a step

@@ -34,7 +34,7 @@ from jrl.train.compiler import compiler_options
 from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.train.several import step_of_each
-from jrl.train.state import check_renewable, renew_reference
+from jrl.train.state import begin_anew, check_renewable, renew_expert, renew_reference
 from jrl.types import (
     NOTHING,
     Array,
@@ -78,6 +78,8 @@ def make_step(
     refresh_ref: int = 0,
     ref_decay: float = 1.0,
     reset_optimizer: bool = False,
+    round_steps: int = 0,
+    restart_rounds: int = 0,
     router: RouterLosses = NO_LOSSES,
     replay_routing: bool = False,
     skip: Callable[[Metrics], Array] | None = None,
@@ -99,6 +101,9 @@ def make_step(
       ref_decay: share of the reference that is kept after every step; the rest is the policy.
       reset_optimizer: the optimiser's moments start anew whenever the reference is refreshed; the
         learning rate's schedule continues.
+      round_steps: steps between copies of the policy into the frozen "expert"; 0 for never.
+      restart_rounds: such rounds after which the policy begins anew from the frozen "first"; 0 for
+        never.
       router: losses on the routers of a policy with experts.
       replay_routing: whether batches must say where the sampler sent each token; those that do send
         the policy's tokens there in training, too.
@@ -123,6 +128,11 @@ def make_step(
     check_vocabularies(network, networks)
     if network.extras.split is not None and "ref" in objective.frozen - {*networks}:
         check_renewable(refresh_ref, ref_decay)
+    if network.extras.split is not None and objective.keeps:
+        raise UserError(
+            "the method trains in rounds, between which the whole policy is copied, and with lora"
+            " the base is no part of it; leave lora.rank out, or set objective.round_steps to 0"
+        )
     splits = minibatches, microbatches
     parts = Parts(network, objective, optimizer, value, networks, *splits, router)
 
@@ -138,6 +148,8 @@ def make_step(
             )
         if minibatches > 1:  # their prompts are dealt out here, and were packed before
             batch = batch.replace(packing=None)
+        if restart_rounds:
+            state = begin_anew(state, optimizer, round_steps, restart_rounds)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         batch = complete(parts, state, batch, sampling_params)
@@ -173,6 +185,8 @@ def make_step(
         )
         if "ref" in state.frozen:
             state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
+        if round_steps:
+            state = renew_expert(state, round_steps)
         return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
     return step if several is None else step_of_each(step, several)

@@ -31,7 +31,7 @@ from jrl.train.collect import Groups, TextSource, counted, source_rows
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.train.score import policy_of
+from jrl.train.score import drawing_policy
 from jrl.types import Params, Prompt, Rollout, Search, StopReason, TrainState, stream
 
 _SLOTS, _CHUNK = 64, 16
@@ -434,7 +434,7 @@ def attempts_source(
 
 def sampled_params(run: Run) -> Callable[[TrainState], Any]:
     """(state) -> the parameters that the run's source draws with."""
-    policy = partial(policy_of, network=run.network)
+    policy = partial(drawing_policy, network=run.network)
     if run_estimate(run) is None and not isinstance(run.method.curriculum, WrittenProblems):
         return policy
     return lambda state: Guided(policy(state), state.params["value"])

@@ -16,7 +16,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer
-from jrl.objectives.branches import over_branches
+from jrl.objectives.transforms import over_branches
 from jrl.sampling.params import make_sampling_params
 from jrl.train import loop
 from jrl.train.collect import task_rollout, to_batch
