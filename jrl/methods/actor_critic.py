@@ -181,7 +181,7 @@ def a2c(base: Method) -> Method:
     place of asynchronous workers; no discount (the paper has 0.99); ``gae_lambda`` below 1 takes
     generalised estimates in place of returns.
     """
-    return base.with_(surrogate=ratios.reinforce())
+    return base.with_(surrogate=ratios.reinforce()._replace(on_policy=True))
 
 
 @variant(ppo, without=RATIO, value_clip=None)
@@ -270,7 +270,8 @@ def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate
         }
         return inner.apply(shown, advantages, mask)
 
-    return Surrogate(apply, frozenset(), statistics=statistics, labels=inner.labels)
+    told = {"statistics": statistics, "labels": inner.labels, "on_policy": True}
+    return Surrogate(apply, frozenset(), **told)
 
 
 def against_policy(transform: Transform, name: str) -> Transform:

@@ -78,7 +78,7 @@ def check_trainable(run: Run) -> None:
     if config.episodes:
         check_host(run)
     if config.recorded is not None:
-        check_recorded(run.method, config.method)
+        check_recorded(run.method, config)
     check_replay(run)
     if run.method.draw.search is not None:
         check_search(run)
@@ -324,7 +324,7 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
 
 
 def recorded_source(run: Run) -> RecordedSource:
-    """The sessions of a run on recorded sessions."""
+    """The groups of a run on recorded sessions or dialogues."""
     sampling = run.config.sampling
     return RecordedSource(
         groups=run.data.recorded,
