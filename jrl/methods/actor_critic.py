@@ -270,8 +270,8 @@ def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate
         }
         return inner.apply(shown, advantages, mask)
 
-    told = {"statistics": statistics, "labels": inner.labels, "on_policy": True}
-    return Surrogate(apply, frozenset(), **told)
+    read = frozenset[str]()
+    return Surrogate(apply, read, statistics=statistics, labels=inner.labels, on_policy=True)
 
 
 def against_policy(transform: Transform, name: str) -> Transform:
