@@ -37,6 +37,7 @@ class Fake:
     def __init__(self):
         self.prompts, self.bodies, self.lock = [], [], threading.Lock()
         self.fault = lambda number, prompt: None
+        self.pause = 0.0  # seconds after each byte
 
     def reply(self, body):
         prompt = body["messages"][-1]["content"]
@@ -72,7 +73,9 @@ def fake():
             self.send_response(status)
             self.send_header("Content-Length", str(len(out)))
             self.end_headers()
-            self.wfile.write(out)
+            for at in range(0, len(out), 1 if found.pause else len(out) or 1):
+                self.wfile.write(out[at : at + 1] if found.pause else out)
+                time.sleep(found.pause)
 
         def log_message(self, *arguments):
             pass
@@ -183,6 +186,12 @@ def test_an_endpoint_that_hangs_has_a_deadline(fake, tmp_path):
     with pytest.raises(UserError, match=r"no reply within 0.3 s \(--timeout\); 0 of 6 dialogues"):
         run(fake, tmp_path / "out.jsonl", timeout=0.3)
     released.set()
+
+
+def test_an_endpoint_that_hardly_says_anything_has_one_too(fake, tmp_path):
+    fake.pause = 0.05
+    with pytest.raises(UserError, match=r"no reply within 0.3 s \(--timeout\); 0 of 6 dialogues"):
+        run(fake, tmp_path / "out.jsonl", timeout=0.3)
 
 
 def test_what_is_no_endpoint(tmp_path):

@@ -263,15 +263,10 @@ class _Chat(NamedTuple):
 
         Two renderings, where finding the places of the contents takes one for each of them.
         """
-        tokenizer, marked = self.frames.tokenizer, self.frames.marked(messages, ASSISTANT)
+        controls, marked = self.frames.tokenizer.controls, self.frames.marked(messages, ASSISTANT)
         frame = self.frames.render(marked)
-        pairs = zip(messages, marked, strict=True)
-        outside = [(m["content"], mark["content"]) for m, mark in pairs if m["role"] != ASSISTANT]
-        return (
-            all(frame.count(mark) == 1 for _, mark in outside)
-            and not any(tokenizer.controls(content) for content, _ in outside)
-            and tokenizer.controls(text) == tokenizer.controls(frame)
-        )
+        marks = [mark["content"] for m, mark in zip(messages, marked, strict=True) if m is not mark]
+        return all(frame.count(mark) == 1 for mark in marks) and controls(text) == controls(frame)
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:
         tokenizer, content = self.frames.tokenizer, message["content"]

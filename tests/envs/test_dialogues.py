@@ -1,5 +1,7 @@
 """From conversations to rows: what is trained on, what is context, who is paid, what is refused."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,29 @@ from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 
 SHAPE = RowShape(4, 64, 256)
+# As Qwen 3's: thinking before the last query is dropped, and a last answer always has some.
+QWEN3 = """
+{%- set ns = namespace(looking=true, last=messages | length - 1) %}
+{%- for message in messages[::-1] %}
+{%- if ns.looking and message.role == 'user' %}
+{%- set ns.looking = false %}{%- set ns.last = messages | length - 1 - loop.index0 %}
+{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- set content, thought = message.content, '' %}
+{%- if '</think>' in message.content %}
+{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+{%- set thought = message.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- endif %}
+{%- if loop.index0 > ns.last and (loop.last or thought) %}
+{{- '<|im_start|>assistant\\n<think>\\n' + thought + '\\n</think>\\n\\n' + content }}
+{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}
+{%- else %}{{- '<|im_start|>' + message.role + '\\n' + message.content }}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 
 
 def user(text):
@@ -98,6 +123,38 @@ def test_thoughts_are_tokens_that_the_model_writes(chat_tokenizer):
     ((row,),) = read(tokenizer, {"messages": talk}).groups
     assert trained(row)[0][0] == think
     assert ids(row).count(think) == 1
+
+
+@pytest.mark.parametrize("thought", ["Hm.", ""])
+@pytest.mark.parametrize("asked", ["So?", "<think>So?</think><|im_end|>"])
+def test_thoughts_that_the_template_drops_later_are_learned(chat_tokenizer, thought, asked):
+    tokenizer, before = chat_tokenizer(QWEN3), f"<think>\n{thought}\n</think>\n\n"
+    talk = [user("What?"), said(f"{before}42"), user(asked), said(f"{before * bool(thought)}Yes.")]
+    ((first, second),) = read(tokenizer, {"messages": talk, "reward": 1}).groups
+    texts = [tokenizer.decode(trained(row)[0], skip_special=False) for row in (first, second)]
+    assert texts == [f"{before}42<|im_end|>", f"{before}Yes.<|im_end|>"]
+    shown = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>\n"
+    shown += f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{before}Yes.<|im_end|>"
+    assert tokenizer.decode(ids(second), skip_special=False) == shown
+    assert sum(i in tokenizer.stop_ids for i in ids(second)) == 4
+
+
+def test_rows_agree_with_transformers(chat_tokenizer):
+    transformers = pytest.importorskip("transformers")
+    for name in ("llama", "mistral", "gemma", QWEN3):
+        tokenizer = chat_tokenizer(name)
+        file = pathlib.Path(tokenizer._source) / "tokenizer.json"
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+        theirs.chat_template = tokenizer.templates["default"]
+        (rows,) = read(tokenizer, {"messages": TALK}).groups
+        turns = [(row, turn) for row in rows for turn in trained(row)]
+        for n, (row, turn) in zip((2, 4), turns, strict=True):
+            options = {"tokenize": True, "return_dict": False}
+            whole = theirs.apply_chat_template(TALK[:n], **options)
+            asked = {**options, "add_generation_prompt": True}
+            prompt = theirs.apply_chat_template(TALK[: n - 1], **asked)
+            assert ids(row)[: len(prompt) + len(turn)] == [*prompt, *turn]
+            assert whole[: len(prompt) + len(turn)] == [*prompt, *turn]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen"])

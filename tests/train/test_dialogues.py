@@ -15,6 +15,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
 from jrl.train import build, loop, programs
+from jrl.train.lacks import lacks
 from jrl.train.loop import train
 
 SHAPE = ModelConfig(
@@ -140,6 +141,14 @@ def test_methods_that_need_who_drew_are_refused(method, model, talks):
     run = build.setup(config)
     with pytest.raises(UserError, match=f"'dialogues:FILE': method = {method!r} "):
         programs.check_trainable(run)
+
+
+def test_what_a_run_lacks(model, talks, tmp_path):
+    assert lacks(config_of(model, talks, "method=ilql")) == []
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": []}\n')
+    (line,) = lacks(config_of(model, bad, "method=ilql"))
+    assert line == f"{bad}, line 1: no message is the assistant's; nothing could be learned"
 
 
 def test_a_correction_needs_who_drew(model, talks):
