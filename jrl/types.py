@@ -428,6 +428,8 @@ class Surrogate(NamedTuple):
       labels: names of the labels in ``Batch.ids`` that it reads; they come among the statistics, as
         int32, and are 0 where nobody recorded any: one turn, one step.
       parts: what it was made of (``objectives.ratios.RatioParts``), for variants; None otherwise.
+      on_policy: whether it is a policy gradient without a ratio to who drew the tokens, so that it
+        is right for what the policy itself drew alone.
     """
 
     apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]
@@ -436,6 +438,7 @@ class Surrogate(NamedTuple):
     statistics: tuple[Statistic, ...] = ()
     labels: frozenset[str] = frozenset()
     parts: Any = None
+    on_policy: bool = False
 
 
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]

@@ -23,12 +23,14 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/gsm8k_python.toml": "test: train/test_host_run.py",
     "jrl train configs/prover.toml": "test: train/test_host_run.py",
     "jrl serve": "test: serving/test_http.py",
+    "jrl imagine": "test: test_imagine.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 SMALL = {  # configuration -> sizes of a run of a step
     "": ["sampling.max_new_tokens=8"],
+    "dialogues": ["sampling.max_new_tokens=8", "model.dtype=float32"],
     "dpo": [],
     "gridworld": ["train.prompts=2"],
     "gsm8k": ["sampling.max_new_tokens=8", "train.microbatches=1", "model.dtype=float32"],
@@ -42,6 +44,11 @@ ALWAYS += ["eval.problems=2", "reward_pool.workers=1", "mesh.fsdp=1"]
 SIBLINGS = [{"prompt": [1, 2], "responses": [[3, 4], [5, 6]], "scores": [1.0, 0.0]}] * 4
 PAIRS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": "no"} for i in range(9)]
 ROWS = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(9)]
+TALKS = [  # short enough for any run
+    {"messages": [{"role": "user", "content": f"{i}+1?"}, {"role": "assistant", "content": "1"}]}
+    | {"reward": float(i == 0)}
+    for i in range(9)
+]
 SOLVED = [row | {"answer": f"so #### {row['answer']}"} for row in ROWS]
 
 
@@ -79,6 +86,8 @@ def place(hub, tmp_path, monkeypatch):
     shutil.copytree(hub / "DIR", tmp_path / "DIR")
     for name in ("pairs", "held", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(lines(PAIRS))
+    for name in ("talks", "imagined"):
+        (tmp_path / f"{name}.jsonl").write_text(lines(TALKS))
     (tmp_path / "train.jsonl").write_text(lines(SOLVED))
     rows = "".join(f"{row['question']},{row['answer']}\n" for row in ROWS)
     (tmp_path / "mine.csv").write_text("question,answer\n" + rows)

@@ -68,6 +68,7 @@ COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "plan": ("Estimate what a run needs on a TPU slice.", before.plan),
     "methods": ("List training methods.", before.methods),
     "doctor": ("Look at this machine and what a run lacks here.", before.doctor),
+    "imagine": ("Let a model imagine dialogues to train on.", before.imagine),
     "show-config": ("Print a configuration with all keys.", before.show_config),
 }
 WITHOUT_ARGUMENTS = ("methods", "doctor", "show-config")

@@ -1,4 +1,4 @@
-"""Commands before a run: methods, configurations, this machine, and a plan for a pod.
+"""Commands before a run: methods, configurations, this machine, a plan for a pod, dialogues.
 
 A command imports its work when it runs, so that --help is fast.
 """
@@ -23,7 +23,7 @@ from jrl.cli.console import (
     print_table,
 )
 from jrl.config import Config, as_tree, dump
-from jrl.errors import UserError, choose
+from jrl.errors import INTERRUPTED, UserError, choose
 
 
 def methods(
@@ -201,3 +201,65 @@ def plan(
         typer.echo(json.dumps(plan_json(planned), indent=2) if as_json else as_text(planned))
     if not fits:
         raise typer.Exit(1)
+
+
+def imagine(
+    task: Annotated[
+        str, typer.Argument(metavar="TASK", help="TOML file that describes the conversations.")
+    ],
+    url: Annotated[
+        str, typer.Option(help="Base of an OpenAI-compatible endpoint; http://HOST:PORT/v1.")
+    ],
+    model: Annotated[str, typer.Option(help="Model to ask, as the endpoint calls it.")],
+    out: Annotated[str, typer.Option(help="File of dialogues, JSONL; missing ones are added.")],
+    count: Annotated[int, typer.Option(help="Dialogues in the file at the end.", min=1)] = 100,
+    key_variable: Annotated[
+        str | None, typer.Option(help="Environment variable that holds the endpoint's key.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Root of every random draw.", min=0)] = 0,
+    concurrency: Annotated[int, typer.Option(help="Dialogues imagined at once.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.", min=1)] = 2048,
+    temperature: Annotated[float, typer.Option(help="Of the model's draws.", min=0)] = 1.0,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until a reply must be there.", min=0.1)
+    ] = 300.0,
+) -> None:
+    """Let a language model imagine conversations to train on, with rewards.
+
+    The imagination engine of arXiv:2311.05584: the model reasons about who the human could be,
+    imagines whole dialogues with each, by agents of several skills, and judges how far each reached
+    the goal, 0 to 1. TASK has description, agent, human and goal, and perhaps opening, turns,
+    personas and criteria. Train on the file with data.train=dialogues:FILE and method=ilql. After
+    an error or Ctrl-C the same command adds what is missing.
+
+    Example: jrl imagine configs/imagine/teacher.toml --url http://localhost:8000/v1 --model NAME
+    --out imagined.jsonl --count 1000
+    """
+    from jrl.imagine import Model, read_task
+    from jrl.imagine import imagine as imagine_dialogues
+
+    if key_variable is not None and key_variable not in os.environ:
+        raise UserError(
+            f"--key-variable {key_variable}: there is no such environment variable; set it"
+        )
+    key = "" if key_variable is None else os.environ[key_variable]
+    asked = Model(url, model, key, max_tokens, temperature, timeout)
+    try:
+        found = imagine_dialogues(
+            read_task(task),
+            asked,
+            out,
+            count=count,
+            seed=seed,
+            concurrency=concurrency,
+            echo=typer.echo,
+        )
+    except KeyboardInterrupt:
+        typer.echo(f"jrl: stopped; what is done is in {out}, the same command resumes", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    typer.echo(f"{out}: {found.rows} dialogues, mean reward {found.reward:.2f}")
+    if found.unreadable:
+        typer.echo(
+            f"{found.unreadable} are missing, because the model's replies could not be read; the"
+            " same command asks for them again"
+        )

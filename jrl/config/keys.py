@@ -9,7 +9,7 @@ from pydantic import Tag
 from pydantic.fields import FieldInfo
 
 from jrl.config.tables import Config
-from jrl.config.unions import RECORDED_KIND, Table
+from jrl.config.unions import GIVEN_KINDS, Table
 
 
 class Key(NamedTuple):
@@ -31,11 +31,11 @@ class Key(NamedTuple):
 
     @property
     def single(self) -> list[str]:
-        """``only`` without what no key tells alone: combinations, and recorded sessions.
+        """``only`` without what no key tells alone: combinations, recorded sessions, dialogues.
 
         Empty for the key that names a kind itself.
         """
-        names = [kind for kind in self.only if " and " not in kind and kind != RECORDED_KIND]
+        names = [kind for kind in self.only if " and " not in kind and kind not in GIVEN_KINDS]
         return [] if self.name in self.only else names
 
 
@@ -56,7 +56,7 @@ def table_note(name: str) -> str:
     """What to know of a table before its keys: which kinds there are, whether it may be absent."""
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
-        first = [kind for kind in kinds if " and " not in kind and kind != RECORDED_KIND]
+        first = [kind for kind in kinds if " and " not in kind and kind not in GIVEN_KINDS]
         return f"  one of: {', '.join(first)}; keys of only some of them say so"
     return "  optional" if type(None) in get_args(table) else ""
 

@@ -49,7 +49,7 @@ def load_config(
     if isinstance(path, Mapping):
         tree = copy.deepcopy(dict(path))
     else:
-        tree = {} if path is None else _read_toml(Path(path))
+        tree = {} if path is None else read_toml(Path(path))
     mistakes = Mistakes()
     for override in overrides:
         mistakes.look(partial(_apply, tree, override))
@@ -86,7 +86,12 @@ def build_config(tree: Mapping[str, Any]) -> Config:
     return config
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file.
+
+    Raises:
+      UserError: it is missing, too large, or no TOML; names a file that is meant, perhaps.
+    """
     if path.exists() and not path.is_file():
         raise UserError(f"{path}: is not a file; name a TOML file or a run directory")
     try:

@@ -19,7 +19,6 @@ from pydantic import (
 
 from jrl.config.checks import conflicts
 from jrl.config.unions import (
-    RECORDED_KIND,
     Data,
     EnvData,
     EpisodeData,
@@ -513,14 +512,14 @@ class Config(Table):
 
     @property
     def recorded(self) -> RecordedData | None:
-        """The recorded sessions, or None."""
+        """The recorded sessions or the dialogues, or None."""
         return self.data if isinstance(self.data, RecordedData) else None
 
     @property
     def given_completions(self) -> str | None:
         """The key that holds the completions of a run; None where the policy draws them."""
         if self.recorded is not None:
-            return RECORDED_KIND
+            return self.recorded.kind
         return None if self.pairs is None else "data.pairs"
 
     @property

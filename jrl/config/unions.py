@@ -1,8 +1,8 @@
 """The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
 
 Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
-is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, a recording in
-``data.train``, or none. An optimizer's own keys are the arguments of the function that
+is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, a recording or
+dialogues in ``data.train``, or none. An optimizer's own keys are the arguments of the function that
 ``optimizer.name`` names.
 """
 
@@ -104,7 +104,7 @@ class QuestionTable(RowTable, TextTable):
         "training prompts: FILE.jsonl, .parquet, .csv or .json, files as DIR/*.jsonl,"
         " tfds:NAME/SPLIT, or a data set of the Hugging Face Hub as ORG/NAME[/CONFIG][:SPLIT];"
         " or a table of several with their weights; or recorded:DIR, sessions that `jrl serve"
-        " --record DIR` wrote",
+        " --record DIR` wrote; or dialogues:FILE, conversations in messages with rewards",
     )
     fields: dict[Literal["question", "answer", "solution"], str] = key(
         {},
@@ -227,21 +227,50 @@ class RecordedData(ChatTable):
     )
 
     @property
-    def directory(self) -> str:
-        """Of the recording."""
-        return self.train.removeprefix(RECORDED)
+    def kind(self) -> str:
+        """The key that names the episodes."""
+        return RECORDED_KIND
+
+    @property
+    def place(self) -> str:
+        """The directory of the recording, or the file of the dialogues."""
+        return self.train.partition(":")[2]
+
+
+class DialogueData(RecordedData):
+    """Conversations from files, in which anybody spoke as the assistant; nothing is sampled."""
+
+    train: str = Field(
+        description="dialogues:FILE, any form of file that holds prompts; a row has messages, and"
+        " reward (a number, for the whole) or rewards (one for each message of the assistant);"
+        " what the assistant said is trained on"
+    )
+    invalid: Literal["error", "skip"] = key(
+        "error", RowTable.model_fields["invalid"].description or ""
+    )
+
+    @property
+    def kind(self) -> str:
+        """The key that names the dialogues."""
+        return DIALOGUES_KIND
 
 
 RECORDED = "recorded:"
 """What a ``data.train`` begins with that names sessions a server recorded."""
+DIALOGUES = "dialogues:"
+"""What a ``data.train`` begins with that names a file of conversations."""
 RECORDED_KIND = "data.train = 'recorded:DIR'"
+DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
+GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND)
+"""Kinds of data that a value of ``data.train`` tells, and no key alone."""
 
 
 def _data_kind(value: Any) -> str:
     """The tag of a dict by its keys, that of a table by its type."""
     train = value.get("train") if isinstance(value, dict) else getattr(value, "train", None)
-    if isinstance(train, str) and train.startswith(RECORDED):
-        return RECORDED_KIND
+    for prefix, kind in zip((RECORDED, DIALOGUES), GIVEN_KINDS, strict=True):
+        if isinstance(train, str) and train.startswith(prefix):
+            return kind
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
     if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
         return " and ".join(kinds)
@@ -254,6 +283,7 @@ Data = Annotated[
     | Annotated[PairData, Tag("data.pairs")]
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
     | Annotated[RecordedData, Tag(RECORDED_KIND)]
+    | Annotated[DialogueData, Tag(DIALOGUES_KIND)]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

@@ -302,8 +302,8 @@ def _encode(
     for name, given in record.completions.items():
         answer = answer_text(given, name, where)
         if template == "chat":
-            answer = _as_template_writes(answer, messages, text, tokenizer)
-        completions.append(_until_stop(tokenizer.encode(answer), tokenizer))
+            answer = as_template_writes(answer, messages, text, tokenizer)
+        completions.append(until_stop(tokenizer.encode(answer), tokenizer))
     judged = Judged(
         id=index,
         text=text,
@@ -372,15 +372,15 @@ def _prompt_text(
     return text if system is None else f"{system}\n\n{text}"
 
 
-def _as_template_writes(answer: str, prompt: Messages, text: str, tokenizer: Tokenizer) -> str:
-    """The assistant's message under the chat template, without the prompt."""
+def as_template_writes(answer: str, prompt: Messages, text: str, tokenizer: Tokenizer) -> str:
+    """The assistant's message under the chat template, without the prompt, whose text is given."""
     message = {"role": "assistant", "content": answer}
     finished = tokenizer.chat([*prompt, message], add_generation_prompt=False)
     # Some templates render a finished conversation differently; then the bare message is used.
     return finished[len(text) :] if finished.startswith(text) else answer
 
 
-def _until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+def until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """The ids up to the first stop token, which is added when there is none."""
     for i, token in enumerate(ids):
         if token in tokenizer.stop_ids:

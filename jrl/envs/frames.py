@@ -59,39 +59,48 @@ class Frames(NamedTuple):
             return True
         return False
 
+    def marked(self, messages: Sequence[Message], own: str = "") -> list[Message]:
+        """The messages with placeholders for contents, but for those of the role ``own``."""
+        return [
+            m if m["role"] == own else {**m, "content": f"JRLCONTENT{i}JRL"}
+            for i, m in enumerate(messages)
+        ]
+
     def spans(
-        self, before: Sequence[Message], messages: Sequence[Message]
+        self, before: Sequence[Message], messages: Sequence[Message], own: str = ""
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the contents of ``messages`` stand.
 
         Each content is found by rendering a placeholder in its place, so that a template may trim
-        or quote it.
+        or quote it. Contents of the role ``own`` are none.
 
         Raises:
           UserError: the template does not write each content once, or frames it by what it says.
         """
-        marks = [f"JRLCONTENT{i}JRL" for i in range(len(messages))]
-        marked = [{**m, "content": mark} for m, mark in zip(messages, marks, strict=True)]
+        marked = self.marked(messages, own)
         frame = self.render([*before, *marked])
-        parts, rest = [], frame
-        for mark, message in zip(marks, messages, strict=True):
+        marks, parts, rest = [], [], frame
+        outside = [(i, m) for i, m in enumerate(messages) if m["role"] != own]
+        for i, message in outside:
+            mark = marked[i]["content"]
             part, found, rest = rest.partition(mark)
             if not found or mark in rest:
                 raise UserError(
                     f"the chat template writes the content of a {message['role']} message "
                     f"{'more than once' if found else 'nowhere, or not in its turn'}"
                 )
+            marks.append(mark)
             parts.append(part)
         text, spans = "", []
-        for i, message in enumerate(messages):
+        for (i, message), mark, part in zip(outside, marks, parts, strict=True):
             whole = self.render([*before, *marked[:i], message, *marked[i + 1 :]])
-            head, _, tail = frame.partition(marks[i])
+            head, _, tail = frame.partition(mark)
             if not (whole.startswith(head) and whole.endswith(tail)):
                 raise UserError(
                     f"the chat template writes a {message['role']} message in another frame "
                     f"because of what it says: {message['content']!r:.60}"
                 )
-            text += parts[i]
+            text += part
             spans.append((len(text), len(text) + len(whole) - len(head) - len(tail)))
             text += whole[len(head) : len(whole) - len(tail)]
         return text + rest, spans

@@ -11,8 +11,9 @@ import contextvars
 import json
 import random
 import re
+import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.envs.calls import run_either
@@ -20,7 +21,7 @@ from jrl.envs.frames import Message
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.tools import Tool, tool_env
 from jrl.errors import UserError
-from jrl.types import Prompt
+from jrl.types import NOTHING, Prompt
 
 Speaker = Callable[[list[Message]], Any]
 """(messages, as OpenAI's API writes them) -> text; sync or async."""
@@ -29,7 +30,14 @@ Judge = Callable[[Prompt, str], Any]
 
 
 def endpoint(
-    url: str, model: str, *, key: str = "", max_tokens: int = 512, temperature: float = 1.0
+    url: str,
+    model: str,
+    *,
+    key: str = "",
+    max_tokens: int = 512,
+    temperature: float = 1.0,
+    fields: Mapping[str, Any] = NOTHING,
+    timeout: float | None = None,
 ) -> Speaker:
     """A model behind an OpenAI-compatible endpoint.
 
@@ -39,18 +47,31 @@ def endpoint(
       key: for the header "Authorization", or "".
       max_tokens: of an answer.
       temperature: of its draws.
+      fields: further ones of each request, such as "seed".
+      timeout: seconds until an answer must be there, or TimeoutError is raised; None waits.
     """
-    asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fields}
     headers = {"Content-Type": "application/json"}
     headers |= {"Authorization": f"Bearer {key}"} if key else {}
 
     def speak(messages: list[Message]) -> str:
         body = json.dumps({**asked, "messages": list(map(dict, messages))}).encode()
         request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
-        with urllib.request.urlopen(request) as reply:
-            return json.load(reply)["choices"][0]["message"]["content"]
+        until = None if timeout is None else time.monotonic() + timeout
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            return json.loads(_body(reply, until))["choices"][0]["message"]["content"]
 
     return speak
+
+
+def _body(reply: Any, until: float | None) -> bytes:
+    """What a server sends. A socket's own limit is for each piece, however many come."""
+    pieces = []
+    while piece := reply.read1(1 << 16):
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError("timed out")
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 class _Talk(NamedTuple):

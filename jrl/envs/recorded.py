@@ -29,6 +29,8 @@ from jrl.types import Prompt, StopReason
 
 REWARDED = "rewarded"
 """The metric of a row that is 1 where its episode was given a reward, else 0."""
+ROW = "row"
+"""The label of a row that says which row of a file of dialogues it is from."""
 
 
 class RecordedCounts(NamedTuple):
@@ -115,13 +117,11 @@ def read(directory: str | Path, sampling: Distribution | None = None) -> Recorde
         if first is not None:
             servers.append(first)
         sessions += found
-    episodes: list[_Episode] = []
     for nodes in sessions:
         _link(nodes)
-        episodes += _episodes(nodes)
+    groups, episodes = joined_groups(sessions, sampling)
     nodes = [node for session in sessions for node in session]
     drawn_from = collections.Counter(node.sampling for node in nodes)
-    groups = _groups(episodes, sampling)
     splits = [n for n in nodes if n.parent is not None and not n.joined]
     rerendered = sum(n.start.startswith(n.parent.start) for n in splits if n.parent is not None)
     counts = RecordedCounts(
@@ -137,6 +137,22 @@ def read(directory: str | Path, sampling: Distribution | None = None) -> Recorde
         broken=broken,
     )
     return Recorded(groups, counts, dict(drawn_from), tuple(servers))
+
+
+def joined_groups(
+    sessions: Iterable[Sequence[Drawn]], sampling: Distribution | None = None
+) -> tuple[tuple[tuple[Transcript, ...], ...], list[_Episode]]:
+    """Groups of rows of sessions whose completions say what they continue; and the episodes.
+
+    Args:
+      sessions: completions of each, in the order of their numbers, with ``parent`` and ``joined``.
+      sampling: what is to be trained; None takes all.
+
+    Returns:
+      (rows whose episodes open with the same ids, in groups; the episodes).
+    """
+    episodes = [episode for nodes in sessions for episode in _episodes(nodes)]
+    return _groups(episodes, sampling), episodes
 
 
 # ---------------------------------------------------------------- what continues what
@@ -250,6 +266,7 @@ def _rows(episode: _Episode, sampling: Distribution | None) -> Iterator[Transcri
                 segments=tuple(segments),
                 stop=StopReason.DONE if last.done else last.stop,
                 metrics={REWARDED: float(episode.points is not None)},
+                labels={ROW: first.row},
             )
         turn += len(stretch)
 

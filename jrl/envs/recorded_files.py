@@ -62,6 +62,7 @@ class Drawn:
       done: whether the session ended with it.
       parent: what it continues; None for the beginning of an episode.
       joined: whether its prompt begins with the parent's prompt and drawn ids.
+      row: of the file of dialogues that it is from; -1 for what a server recorded.
     """
 
     prompt: np.ndarray
@@ -76,6 +77,7 @@ class Drawn:
     done: bool = False
     parent: Drawn | None = None
     joined: bool = False
+    row: int = -1
 
     def __post_init__(self) -> None:
         self.start = self.prompt.tobytes()

@@ -178,7 +178,7 @@ def a2c(base: Method) -> Method:
     place of asynchronous workers; no discount (the paper has 0.99); ``gae_lambda`` below 1 takes
     generalised estimates in place of returns.
     """
-    return base.with_(surrogate=ratios.reinforce())
+    return base.with_(surrogate=ratios.reinforce()._replace(on_policy=True))
 
 
 @variant(ppo, without=RATIO, value_clip=None)
@@ -267,7 +267,8 @@ def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate
         }
         return inner.apply(shown, advantages, mask)
 
-    return Surrogate(apply, frozenset(), statistics=statistics, labels=inner.labels)
+    read = frozenset[str]()
+    return Surrogate(apply, read, statistics=statistics, labels=inner.labels, on_policy=True)
 
 
 def against_policy(transform: Transform, name: str) -> Transform:

@@ -89,8 +89,10 @@ def filtered_bc(base: Method, keep: Fraction = 0.1) -> Method:
 
         loss = -mean over the drawn tokens of the kept episodes of log pi_t
 
-    ``keep`` is the released code's of ``digirl``, which has it as a baseline too. Departures: the
-    episodes are the policy's own of this step, where the paper clones a data set.
+    ``keep`` is the released code's of ``digirl``, which has it as a baseline too. Where
+    ``data.train`` names dialogues or recorded sessions it clones a data set, as the paper does;
+    else, a departure, the policy's own episodes of this step. Departures: the best are those of
+    each batch, and not of the whole data set.
     """
     return base.with_(draw=Draw(), advantage=best_of_batch(keep), surrogate=ratios.reinforce())
 
@@ -122,7 +124,8 @@ def ilql(
     with y and Q' constants, targets Q'_i that go ``follow`` of the way to Q_i after an update, and
     V 0 after the last token. Beta, gamma, tau and ``follow`` are the released runs' on Wordle,
     alpha (``cql_coef``) is LMRL Gym's. Episodes are recorded sessions (``data.train =
-    "recorded:DIR"``) or the run's own. Departures: base and values share a trunk, which the
+    "recorded:DIR"``), dialogues ("dialogues:FILE", such as those that ``jrl imagine`` writes for
+    the second paper) or the run's own. Departures: base and values share a trunk, which the
     released code leaves to choose, so that the last term (``sft_coef``) is learned along; LMRL Gym
     clones the data first, and keeps that policy.
     """

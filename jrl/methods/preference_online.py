@@ -151,8 +151,9 @@ def nash_md(
     ``ref_decay`` below 1 mu is a moving average of the policy, the direction of Nash-EMA.
     """
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
+    own = ratios.reinforce()._replace(on_policy=True)
     return Method(
-        Objective(transforms.chain(*steps), ratios.reinforce(), aggregates.sequence_sum),
+        Objective(transforms.chain(*steps), own, aggregates.sequence_sum),
         schedule=Schedule(ref_decay=ref_decay),
         min_group=2,
         unsupported="opponents drawn from the geometric mixture of policy and reference; the "

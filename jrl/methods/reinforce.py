@@ -48,7 +48,8 @@ def reinforce(baseline: Annotated[str, Choice(("none", "batch"))] = "none") -> M
     included, which scales the gradient by (B - 1) / B on average.
     """
     advantage = transforms.centre() if baseline == "batch" else transforms.identity()
-    return Method(Objective(advantage, score_function(), aggregates.sequence_sum))
+    own = score_function()._replace(on_policy=True)
+    return Method(Objective(advantage, own, aggregates.sequence_sum))
 
 
 @variant(reinforce, without=("baseline",))

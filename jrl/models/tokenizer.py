@@ -307,10 +307,18 @@ class FileTokenizer:
             start = end
         return ids + self.encode(text[start:])
 
-    def controls(self, text: str) -> list[str]:
-        """The control tokens that ``encode`` reads in a text, spelled out."""
+    def controls(self, text: str, *, special: bool = False) -> list[str]:
+        """The control tokens that ``encode`` reads in a text, spelled out.
+
+        Args:
+          text: any.
+          special: those alone that are marked special, as ends of turns are; "<think>", which a
+            model writes itself, often is not.
+        """
         ids = self.encode(text.encode("utf-8", "replace").decode("utf-8"))
-        return [self.decode([i], skip_special=False) for i in ids if i in self._spelled]
+        added = self._backend.get_added_tokens_decoder() if special else {}
+        found = [i for i in ids if i in self._spelled and (not special or added[i].special)]
+        return [self.decode([i], skip_special=False) for i in found]
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:

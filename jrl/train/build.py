@@ -65,7 +65,7 @@ class RunData(NamedTuple):
       judged: "pairs" and "eval", judged completions; empty without ``data.pairs``.
       counts: what became of the records of each file.
       recorded: rows of sessions in groups, one of each training prompt; empty without
-        recorded sessions in ``data.train``.
+        recorded sessions or dialogues in ``data.train``.
     """
 
     prompts: Mapping[str, Sequence[Prompt]]
@@ -352,7 +352,7 @@ def read_data(
       UserError: a row lacks a field, is too long, or the template fails on it.
     """
     if config.recorded is not None:
-        groups, given, kept = recorded_groups(config, config.recorded, tokenizer, method)
+        groups, given, kept = recorded_groups(config, config.recorded, tokenizer, method, opened)
         return RunData({"train": given, "eval": []}, {}, {"train": kept}, groups)
     judged, counts = _judged(config, tokenizer, task, opened)
     prompts: dict[str, list[Prompt]] = {"train": [], "eval": []}

@@ -43,7 +43,8 @@ def lacks(config: Config) -> list[str]:
     look(lambda: make_optimizer(config.optimizer, config.train.steps, 1))
     look(lambda: make_meshes(config, apart=True))
     tokenizer = None if no_task else _model(config, task, mistakes)
-    for name in ("train", "eval", "pairs"):
+    # What is recorded, and dialogues, are read below.
+    for name in ("eval", "pairs") if config.recorded else ("train", "eval", "pairs"):
         if (spec := getattr(config.data, name, None)) is not None:
             look(functools.partial(_first_row, spec, f"data.{name}"))
     if isinstance(config.data, QuestionTable) and config.data.train is None:

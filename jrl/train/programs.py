@@ -79,7 +79,7 @@ def check_trainable(run: Run) -> None:
     if config.episodes:
         check_host(run)
     if config.recorded is not None:
-        check_recorded(run.method, config.method)
+        check_recorded(run.method, config)
     _check_rounds(run)
     check_curriculum(run)
     check_replay(run)
@@ -344,7 +344,7 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
 
 
 def recorded_source(run: Run) -> RecordedSource:
-    """The sessions of a run on recorded sessions."""
+    """The groups of a run on recorded sessions or dialogues."""
     sampling = run.config.sampling
     return RecordedSource(
         groups=run.data.recorded,

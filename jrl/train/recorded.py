@@ -1,18 +1,21 @@
-"""Training on sessions that ``jrl serve --record`` wrote: groups without a sampler.
+"""Training on sessions that ``jrl serve --record`` wrote, or on dialogues: nothing is sampled.
 
-The twin of ``collect.TextSource``: what was drawn comes from disk, with the log-probabilities and
-versions that the server recorded, and the points that clients gave.
+The twin of ``collect.TextSource``: what was drawn comes from disk. Of recorded sessions the server
+wrote log-probabilities and versions, too, and clients gave the points; dialogues have neither
+log-probabilities nor versions, because no policy drew them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jrl.config import Config
-from jrl.config.unions import RECORDED_KIND, RecordedData
+from jrl.config.unions import DialogueData, RecordedData
+from jrl.data.sources import open_source
+from jrl.data.tables import Source
 from jrl.envs.recorded import REWARDED, Recorded, RecordedCounts, read
 from jrl.envs.recorded_files import Distribution
 from jrl.envs.transcript import RowShape, Transcript, common_opening, to_rollout
@@ -22,12 +25,15 @@ from jrl.models.tokenizer import Tokenizer
 from jrl.train.collect import Groups, source_rows
 from jrl.types import Prompt
 
+if TYPE_CHECKING:
+    from jrl.envs.dialogues import DialogueCounts, Dialogues
+
 RECORDED_REWARD = "reward"
-"""The one reward part: the points that clients gave to an episode."""
+"""The one reward part: the points that clients, or the rows of a file, gave to an episode."""
 
 
 class KeptCounts(NamedTuple):
-    """What became of recorded sessions.
+    """What became of recorded sessions, or dialogues.
 
     Attributes:
       read: what was read.
@@ -38,7 +44,7 @@ class KeptCounts(NamedTuple):
       dropped: rows left out because they are too long.
     """
 
-    read: RecordedCounts
+    read: RecordedCounts | DialogueCounts
     groups: int
     rows: int
     alone: int
@@ -54,31 +60,40 @@ class KeptCounts(NamedTuple):
 
 
 def recorded_groups(
-    config: Config, data: RecordedData, tokenizer: Tokenizer, method: Method
+    config: Config,
+    data: RecordedData,
+    tokenizer: Tokenizer,
+    method: Method,
+    opened: Callable[..., Source] = open_source,
 ) -> tuple[list[list[Transcript]], list[Prompt], KeptCounts]:
-    """The groups of a run on recorded sessions, each with its prompt.
+    """The groups of a run on recorded sessions or dialogues, each with its prompt.
 
     Episodes without a reward are left out, since nothing is known of how good they were; a method
     that reads no reward takes all. A group of more than ``sampling.group`` rows becomes several.
+
+    Args:
+      config: of the run.
+      data: its table.
+      tokenizer: the policy's.
+      method: what to train with.
+      opened: opens a file of dialogues, as ``open_source`` does.
 
     Raises:
       UserError: nothing is left, or a row is too long and ``data.overlong`` is "error".
     """
     sampling = config.sampling
-    wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    found = read(data.directory, wanted)
-    if not found.counts.rows:
-        raise UserError(_nothing_drawn(data, wanted, found))
+    found, where = _read(config, data, tokenizer, opened)
+    rewarded = method.draw.own or method.value  # others read no points
     groups: list[list[Transcript]] = []
     prompts: list[Prompt] = []
     unrewarded = dropped = 0
     for group in found.groups:
-        known = [row for row in group if row.metrics[REWARDED] or not method.draw.own]
+        known = [row for row in group if row.metrics[REWARDED] or not rewarded]
         unrewarded += len(group) - len(known)
         parts = np.array_split(np.arange(len(known)), -(-len(known) // sampling.group) or 1)
         for part in parts:
             rows = [known[i] for i in part]
-            kept = [row for row in rows if _fits(row, rows, sampling.max_new_tokens, data)]
+            kept = [row for row in rows if _fits(row, rows, sampling.max_new_tokens, data, where)]
             dropped += len(rows) - len(kept)
             if kept:
                 opening = common_opening([row.opening for row in kept])
@@ -88,12 +103,40 @@ def recorded_groups(
     if not groups:
         raise UserError(
             f"data.train = {data.train!r}: no row is left of {found.counts.rows}: "
-            f"{unrewarded} have no reward, which clients send to /v1/sessions/NAME/reward, and "
+            f"{unrewarded} have no reward, which {_paid_by(data)}, and "
             f"{dropped} are longer than sampling.max_new_tokens"
         )
     sizes = [len(group) for group in groups]
     counts = KeptCounts(found.counts, len(groups), sum(sizes), sizes.count(1), unrewarded, dropped)
     return groups, prompts, counts
+
+
+def _read(
+    config: Config, data: RecordedData, tokenizer: Tokenizer, opened: Callable[..., Source]
+) -> tuple[Recorded | Dialogues, Callable[[Transcript], str]]:
+    """What is on disk, and what says where a row is from.
+
+    Raises:
+      UserError: there is nothing to train on.
+    """
+    if isinstance(data, DialogueData):
+        from jrl.envs.dialogues import read_dialogues  # not on the way of other runs
+
+        source = opened(data.place, key="data.train")
+        dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=data.invalid)
+        return dialogues, dialogues.where
+    sampling = config.sampling
+    wanted = Distribution(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    found = read(data.place, wanted)
+    if not found.counts.rows:
+        raise UserError(_nothing_drawn(data, wanted, found))
+    return found, lambda row: f"data.train = {data.train!r}"
+
+
+def _paid_by(data: RecordedData) -> str:
+    if isinstance(data, DialogueData):
+        return "a row gives as reward or rewards"
+    return "clients send to /v1/sessions/NAME/reward"
 
 
 def _nothing_drawn(data: RecordedData, wanted: Distribution, found: Recorded) -> str:
@@ -107,7 +150,13 @@ def _nothing_drawn(data: RecordedData, wanted: Distribution, found: Recorded) ->
     )
 
 
-def _fits(row: Transcript, rows: Sequence[Transcript], most: int, data: RecordedData) -> bool:
+def _fits(
+    row: Transcript,
+    rows: Sequence[Transcript],
+    most: int,
+    data: RecordedData,
+    where: Callable[[Transcript], str],
+) -> bool:
     """Whether a row of a group is short enough.
 
     Raises:
@@ -117,7 +166,7 @@ def _fits(row: Transcript, rows: Sequence[Transcript], most: int, data: Recorded
     length = len(row.opening) - prompt + sum(len(part.tokens) for part in row.segments)
     if length > most and data.overlong == "error":
         raise UserError(
-            f"data.train = {data.train!r}: a row has {length} tokens behind its prompt, and "
+            f"{where(row)}: a row has {length} tokens behind its prompt, and "
             f"sampling.max_new_tokens is {most}; raise it, or set data.overlong to drop"
         )
     return length <= most
@@ -161,12 +210,25 @@ class RecordedSource(NamedTuple):
         )
 
 
-def check_recorded(method: Method, name: str) -> None:
-    """Raises UserError for a method whose groups have members that no server records."""
-    draw = method.draw
+def check_recorded(method: Method, config: Config) -> None:
+    """Raises UserError for a method that needs what the run's data do not have.
+
+    That is members that nobody records; with dialogues also log-probabilities of the policy that
+    drew, which a method needs that compares with them, and one without such a ratio that is right
+    for what the policy itself drew alone.
+    """
+    data, draw = config.recorded, method.draw
+    assert data is not None
+    said = f"{data.kind}: method = {config.method!r}"
     if draw.baseline_members or (draw.own and draw.demonstrations):
         raise UserError(
-            f"{RECORDED_KIND}: method = {name!r} trains on greedy members, or "
-            "demonstrations beside what the policy drew, which no server records; choose another"
-            " method"
+            f"{said} trains on greedy members, or demonstrations beside what the policy drew, which"
+            " no server records; choose another method"
+        )
+    needs = "sampler_logprobs" in method.objective.needs or method.objective.surrogate.on_policy
+    if needs and isinstance(data, DialogueData):
+        raise UserError(
+            f"{said} learns from what a policy drew, by its log-probabilities, and dialogues were"
+            " drawn by nobody: there are none; choose one that learns from any data, such as sft,"
+            " filtered_bc, ilql or mc_returns"
         )

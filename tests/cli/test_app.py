@@ -17,7 +17,17 @@ from jrl.methods import all_methods
 from jrl.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
-COMMANDS = ["train", "eval", "sample", "convert", "serve", "report", "methods", "show-config"]
+COMMANDS = [
+    "train",
+    "eval",
+    "sample",
+    "convert",
+    "serve",
+    "report",
+    "methods",
+    "imagine",
+    "show-config",
+]
 
 
 def jrl(*arguments):

@@ -17,6 +17,7 @@ from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, loop, programs
+from jrl.train.lacks import lacks
 from jrl.train.loop import train
 
 SHAPE = ModelConfig(
@@ -160,6 +161,12 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
 def test_what_does_not_go_together_is_named(model, sessions, more, said):
     with pytest.raises(UserError, match=said):
         programs.check_trainable(build.setup(config_of(model, sessions, *more)))
+
+
+def test_what_a_run_lacks(model, sessions):
+    assert lacks(config_of(model, sessions)) == []
+    (line,) = lacks(config_of(model, "nowhere"))
+    assert line.startswith("nowhere holds no recording")
 
 
 def test_overlong_rows_are_dropped_and_counted(model, sessions):

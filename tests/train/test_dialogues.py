@@ -1,0 +1,194 @@
+"""Runs on dialogues: the loss is that of the assistant's words, and who cannot learn from them."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from hub_mirror import byte_tokenizer
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.methods import get_method
+from jrl.models import hf
+from jrl.models.config import ModelConfig
+from jrl.models.tokenizer import load_tokenizer
+from jrl.models.transformer import transformer
+from jrl.train import build, loop, programs
+from jrl.train.lacks import lacks
+from jrl.train.loop import train
+
+SHAPE = ModelConfig(
+    vocab_size=257, layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16,
+    max_length=128,
+)  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    "{% if m.role == 'assistant' %}<end>{% else %};{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    params = jax.tree.map(lambda x: 2 * x, transformer(SHAPE).init(jax.random.key(0)))
+    return jax.device_get(params)
+
+
+@pytest.fixture(scope="module")
+def model(weights, tmp_path_factory):
+    """A Hugging Face directory with a byte tokenizer and a chat template."""
+    directory = tmp_path_factory.mktemp("hf") / "tiny"
+    hf.save(directory, SHAPE, weights)
+    byte_tokenizer().save(str(directory / "tokenizer.json"))
+    about = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(about))
+    return directory
+
+
+def talk(number):
+    said = ["yes", "no, 7", "it is"][number % 3]
+    turns = [("user", "2+2?"), ("assistant", "3"), ("user", "no"), ("assistant", said)]
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory):
+    """Six dialogues that open alike, the last without a reward."""
+    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
+    rows = [{"messages": talk(i), "rewards": [0, i % 2]} for i in range(5)]
+    rows.append({"messages": talk(5)})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(model, talks, *more):
+    base = [
+        f'model.path="{model}"',
+        f'data.train="dialogues:{talks}"',
+        "sampling.max_new_tokens=32",
+    ]
+    base += ["train.prompts=2", "train.steps=2", "sampling.group=3", "checkpoint.every=0"]
+    return load_config(None, [*base, "optimizer.learning_rate=1e-3", *more])
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", ["ilql", "filtered_bc", "sft", "mc_returns", "awr"])
+def test_a_run_trains_on_a_file(method, model, talks, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    said = []
+    more = [f"method={method}", f'run.dir="{tmp_path}/run"', "log.samples_every=1"]
+    train(config_of(model, talks, *more), echo=said.append)
+    (line,) = (line for line in said if line.startswith("data.train: "))
+    kept = 6 if method == "sft" else 5
+    assert f"2 groups of {kept} rows" in line
+    assert f"{6 - kept} without a reward" in line
+    assert "12 turns of the assistant in 6 dialogues, 5 with a reward, in 6 rows" in line
+    steps = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
+    assert len(steps) == 2
+    for step in steps:
+        assert np.isfinite([v for v in step.values() if isinstance(v, float)]).all()
+        assert step["grad_norm"] > 0
+        assert step["skipped_updates"] == 0
+    turns = lines(tmp_path / "run" / "samples.jsonl")[0]["turns"]
+    assert [turn["text"] for turn in turns][:2] == ["3", "u:no;a:"]
+
+
+def test_the_loss_of_sft_is_the_likelihood_of_the_assistants_words(
+    model, weights, talks, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    more = ["method=sft", f'run.dir="{tmp_path}/run"', "train.steps=1", "model.dtype=float32"]
+    train(config_of(model, talks, *more), echo=lambda line: None)
+    (step,) = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "grad_norm" in r]
+    network, tokenizer, found = transformer(SHAPE), load_tokenizer(model), []
+    for i in range(6):
+        last = talk(i)[-1]["content"]
+        parts = [("u:2+2?;a:", False), ("3<end>", True), ("u:no;a:", False), (f"{last}<end>", True)]
+        encoded = [(tokenizer.encode(text), own) for text, own in parts]
+        ids = np.array([token for part, _ in encoded for token in part], np.int32)[None]
+        own = np.array([mine for part, mine in encoded for _ in part])
+        places = np.arange(ids.shape[1], dtype=np.int32)[None]
+        hidden, _ = network.hidden(weights, ids, places, np.ones_like(ids))
+        logprobs = np.asarray(jax.nn.log_softmax(network.logits(weights, hidden))[0], np.float64)
+        found += logprobs[places[0, :-1], ids[0, 1:]][own[1:]].tolist()
+    assert step["completion_tokens"] == len(found)
+    assert step["loss"] == pytest.approx(-np.mean(found), abs=1e-5)
+
+
+def test_a_run_that_was_stopped_resumes_where_it_was(model, talks, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+
+    def run(name, *more):
+        base = ["method=filtered_bc", f'run.dir="{tmp_path}/{name}"', "train.prompts=1"]
+        train(config_of(model, talks, *base, "checkpoint.every=1", *more), echo=lambda line: None)
+        return [r["loss"] for r in lines(tmp_path / name / "metrics.jsonl") if "grad_norm" in r]
+
+    whole = run("whole", "train.steps=3")
+    run("parts", "train.steps=1")
+    assert run("parts", "train.steps=3") == whole
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["grpo", "ppo", "reinforce", "rloo", "a2c", "nlpo", "spin", "remax", "bfs_prover"],
+)
+def test_methods_that_need_who_drew_are_refused(method, model, talks):
+    config = config_of(model, talks, f"method={method}")
+    run = build.setup(config)
+    with pytest.raises(UserError, match=f"'dialogues:FILE': method = {method!r} "):
+        programs.check_trainable(run)
+
+
+def test_what_a_run_lacks(model, talks, tmp_path):
+    assert lacks(config_of(model, talks, "method=ilql")) == []
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"messages": []}\n')
+    (line,) = lacks(config_of(model, bad, "method=ilql"))
+    assert line == f"{bad}, line 1: no message is the assistant's; nothing could be learned"
+
+
+def test_a_correction_needs_who_drew(model, talks):
+    run = build.setup(config_of(model, talks, "method=filtered_bc", "objective.correction=tis"))
+    with pytest.raises(UserError, match="dialogues were drawn by nobody: there are none; choose"):
+        programs.check_trainable(run)
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "digirl", "a_lol", "kimi_k1_5"])
+def test_others_that_learn_from_any_data_are_not(method, model, talks):
+    programs.check_trainable(build.setup(config_of(model, talks, f"method={method}")))
+    assert not get_method(method).objective.surrogate.on_policy
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            ["sampling.max_new_tokens=9"],
+            r"talks.jsonl, line 1: a row has 13 tokens behind its prom",
+        ),
+        (
+            ["sampling.max_new_tokens=4", "data.overlong=drop"],
+            "row gives as reward or rewards, and",
+        ),
+        (["rewards.math.weight=1"], "rewards = 'math'; choose from reward"),
+        (["placement={}"], r"\[placement\] needs a rollout, and data.train = 'dialogues:FILE' has"),
+        (["data.eval=x.jsonl"], "data.eval = 'x.jsonl' goes with"),
+        (["data.overlong=truncate"], "data.overlong = 'truncate'; .*choose from drop, error"),
+        (["data.train=dialogues:nowhere.jsonl"], "data.train = 'nowhere.jsonl': there is no such"),
+        (["data.template=Q {question}"], "holds one question, and dialogues have many messages"),
+        (["train.mode=compiled"], "train.mode = 'compiled' samples from data.task"),
+    ],
+)
+def test_what_does_not_go_together_is_named(model, talks, more, said):
+    with pytest.raises(UserError, match=said):
+        programs.check_trainable(build.setup(config_of(model, talks, "method=ilql", *more)))
+
+
+def test_long_and_unrewarded_dialogues_are_left_out_and_counted(model, talks):
+    more = ["method=ilql", "sampling.max_new_tokens=14", "data.overlong=drop"]
+    counts = build.setup(config_of(model, talks, *more)).data.counts["train"]
+    assert (counts.rows, counts.dropped, counts.unrewarded) == (2, 3, 1)
