@@ -5,12 +5,12 @@ In formulas with y it is 1 for a right answer, a score above ``above``, and 0 fo
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jrl.errors import UserError
 from jrl.methods.base import Draw, Method, Schedule, refill, replay_share
@@ -219,7 +219,7 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
-    below = math.nextafter(success, 0.0)
+    below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
     rule = None if is_zero(replayed) else replay_share(below, replayed, each, kept_prompts)
     keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
     if restart_rounds and not round_steps:

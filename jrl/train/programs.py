@@ -114,6 +114,7 @@ def _check_rounds(run: Run) -> None:
     for key, given in {
         "[placement]": run.rollout_mesh is not None,
         "objective.policies": run.method.policies > 1,
+        "lora.rank": run.network.extras.split is not None,
         "train.mode = 'in_flight'": run.config.train.mode == "in_flight",
     }.items():
         if given:

@@ -91,9 +91,9 @@ def estimates(
 class TreeSearch:
     """Draws groups of leaves; ``draw`` is a ``GroupSource``.
 
-    Beside "prompt" it records "node" [N, G, T], the number of each token's node in its tree, from 1
-    on, and the statistic "node_value" [N, G, T], points: of each token's node, as the backup of all
-    leaves of the tree left it.
+    Beside "prompt" it records "step" [N, G, T], how deep each token's node lies, from 0 on, "node"
+    [N, G, T], the number of that node in its tree, from 1 on, and the statistic "node_value" [N, G,
+    T], points: of each token's node, as the backup of all leaves of the tree left it.
 
     Args:
       rows: decode slots that stop at the ends of steps and measure entropies.
@@ -183,7 +183,11 @@ class TreeSearch:
             rewards=np.array([[points for points, _ in group] for group in judged], np.float32),
             subject=subject,
             counts=forest.counts | forest.steps.counts | counts,
-            ids={"prompt": np.array([p.id for p in prompts], np.int32), "node": node},
+            ids={
+                "prompt": np.array([p.id for p in prompts], np.int32),
+                "step": rows.ids["step"],
+                "node": node,
+            },
             stats={"node_value": rows.values},
         )
 

@@ -186,6 +186,23 @@ def test_bfs_prover_trains_on_steps_that_are_neither_easy_nor_noise():
     check(method, bfs_loss, ids=("step",), binary=True)
 
 
+def test_bfs_prover_keeps_the_steps_of_a_proof_that_a_failure_drew():
+    """Two members share their first step, which the one that fails drew; by hand."""
+    d = ragged(0, 1, 2, 4, ids=("step",))
+    d.members[:], d.lengths[:] = True, 4
+    d.mask[:] = d.live[:] = [[True] * 4, [False, False, True, True]]
+    d.ids["step"][:] = [0, 0, 1, 1]
+    d.ids["node"] = np.array([[[1, 1, 2, 2], [1, 1, 3, 3]]])
+    d.rewards = np.array([[0.0, 1.0]])
+    method = get_method("bfs_prover", low=0.0, high=1.0)
+    batch = as_batch(d)
+    _, after, _ = method.objective.advantage.apply(batch.score(), batch, ())
+    assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
+    kept = get_method("filtered_bc", keep=0.5).objective.advantage
+    _, after, _ = kept.apply(batch.score(), batch, kept.init())
+    assert after.mask[0].tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
 def with_values(d, rng):
     d.node_value = rng.uniform(0, 1, d.mask.shape).astype(np.float32).astype(np.float64)
 

@@ -189,6 +189,24 @@ def test_gae_writes_returns_and_keeps_the_other_statistics(make_batch):
 # ---------------------------------------------------------------- masks
 
 
+def test_what_a_truncated_member_drew_for_others_stays(make_batch):
+    n, g, t = 2, 3, 4
+    batch = make_batch(np.zeros((n, g)), np.ones((n, g, t), bool))
+    node = np.broadcast_to(np.arange(1, g + 1)[None, :, None], (n, g, t)).copy()
+    node[:, :2, 0] = g + 1  # the first two begin alike, and the first drew it
+    mask = np.ones((n, g, t), bool)
+    mask[:, 1, 0] = False
+    cut = np.zeros((n, g), bool)
+    cut[:, 0] = True
+    batch = batch.replace(
+        mask=mask, members=np.ones((n, g), bool), truncated=cut, ids={**batch.ids, "node": node}
+    )
+    _, edited = apply(transforms.mask_truncated(), np.zeros((n, g)), batch)
+    wanted = mask & ~cut[:, :, None]
+    wanted[:, 0, 0] = True
+    np.testing.assert_array_equal(edited.mask, wanted)
+
+
 @pytest.mark.parametrize("from_group", [False, True])
 def test_mask_truncated_edits_masks(from_group, make_batch):
     cut = np.array([[True, False], [False, False]])

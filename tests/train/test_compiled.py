@@ -270,6 +270,12 @@ def test_with_policy_starts_afresh(network):
         policy["embed"].unsafe_buffer_pointer()
     )
     assert_close(out.opt_state, state.opt_state, 0)
+    keeps = frozenset({"expert", "first"})
+    common = {"objective": method.objective._replace(keeps=keeps), "optimizer": optimizer}
+    state = init_state(KEY, network=network, **common)
+    warm = with_policy(state, policy, optimizer, given=("expert",)).frozen
+    assert_close(warm["first"], policy, 0)
+    assert_close(warm["expert"], state.frozen["expert"], 0)
 
 
 # ---------------------------------------------------------------- sweeps

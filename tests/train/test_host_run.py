@@ -421,6 +421,31 @@ def test_groups_of_episodes_are_the_leaves_of_a_search(place, tmp_path, tree):
         assert speakers == [*["policy", "environment"] * 2, "policy"]
 
 
+@pytest.mark.slow
+def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, monkeypatch):
+    """On an environment whose turns are easily won; the theorem prover's turns are not."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    coefficients = "objective={round_steps=2, restart_rounds=2, replayed=0.5, success=1.0}"
+    more = (*SEARCHED, "method=bfs_prover", coefficients, "train.prompts=8", "rewards={success={}}")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    said = []
+    train(settings(place, whole, "talk", *more, "train.steps=5"), echo=said.append)
+    assert not [line for line in said if "the objective alone" in line]
+    records = records_of(whole)
+    assert all(r["search_leaves"] >= 32 for r in records)
+    assert records[0]["replayed"] == 0 < records[-1]["replayed"]
+    assert all(r["grad_norm"] > 0 for r in records)
+    for steps in (3, 5):
+        config = settings(place, parts, "talk", *more, f"train.steps={steps}")
+        train(config, echo=lambda line: None)
+    timed = CLOCKS | BY_TIMING
+    both = [
+        [{k: v for k, v in r.items() if k not in timed} for r in records_of(run)]
+        for run in (whole, parts)
+    ]
+    assert both[0] == both[1]
+
+
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=2", "sampling.max_new_tokens=60")
     found = search_run(config, "beam", width=2)

@@ -319,6 +319,33 @@ def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
     assert int(kept.opt_state[0].count) == 2
 
 
+def test_rounds_have_an_expert_and_may_begin_anew(bag, bag_params, batch, quick_jit):
+    """Rounds of 2 steps, of which the third begins from the first weights, with fresh moments."""
+    objective = get_method("grpo").objective._replace(keeps=frozenset({"expert", "first"}))
+    rate = optax.linear_schedule(0.05, 0.0, 10)
+    common = {"network": bag, "objective": objective, "optimizer": optax.adam(rate)}
+    step = quick_jit(make_step(**common, round_steps=2, restart_rounds=2))
+    states = [init_state(KEY, bag_params, **common)]
+    for _ in range(6):
+        states.append(step(states[-1], batch, DISTRIBUTIONS["plain"])[0])
+    policies = [s.params["policy"] for s in states]
+    experts = [s.frozen["expert"] for s in states]
+    for i, round_began in enumerate([0, 0, 2, 2, 4, 4, 6]):
+        assert same(experts[i], policies[round_began])
+        assert same(states[i].frozen["first"], policies[0])
+    assert not same(policies[2], policies[0])
+    plain = quick_jit(make_step(**common))
+    moments, schedule = states[4].opt_state
+    fresh = states[4].replace(
+        params=states[0].params, opt_state=(jax.tree.map(jnp.zeros_like, moments), schedule)
+    )
+    anew = plain(fresh, batch, DISTRIBUTIONS["plain"])[0]
+    for a, b in zip(jax.tree.leaves(anew.params), jax.tree.leaves(states[5].params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert [int(s.opt_state[0].count) for s in states] == [0, 1, 2, 3, 4, 1, 2]
+    assert int(states[5].opt_state[1].count) == 5  # the rate keeps falling
+
+
 def test_the_reference_follows_slowly(bag, bag_params, batch, quick_jit):
     states = steps_of(bag, bag_params, batch, quick_jit, 2, ref_decay=0.75)
     for before, after in itertools.pairwise(states):
