@@ -22,8 +22,12 @@ LEFT = {  # how a command begins -> what stands for it
     "jrl train configs/search.toml": "test: train/test_host_run.py",
     "jrl train configs/gsm8k_python.toml": "test: train/test_host_run.py",
     "jrl train configs/prover.toml": "test: train/test_host_run.py",
+    "jrl train configs/gsm8k.toml model.path=DIR data.train=train.jsonl data.env": (
+        "test: train/test_host_run.py"
+    ),
     "jrl serve": "test: serving/test_http.py",
     "jrl imagine": "test: test_imagine.py",
+    "jrl eval RUN --search beam --width 4 --by model": "test: test_evaluate_search.py",
     "jrl plan configs/pod_8b_v5e.toml": "test: plan/test_plan.py",
 }
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,7 +102,9 @@ def small(words):
     """A command's words with what makes it short behind them, as pages leave room for."""
     command, *rest = words
     if command == "compare":
-        changed = {"--methods": "grpo", "--seeds": "2"}
+        changed = {"--seeds": "2"}
+        if not any(word.startswith("objective.") for word in rest):  # which others may read
+            changed["--methods"] = "grpo"
         rest = [changed.get(before, word) for before, word in zip(["", *rest], rest, strict=False)]
         return ["compare", *rest, *ALWAYS[1:], *sizes(rest), "--steps", "1"]
     return [command, *rest, *ALWAYS, *sizes(rest)]
