@@ -8,7 +8,6 @@ What is chosen is a function of the weights at the start of the round, the key a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +92,7 @@ class HardRounds:
         self.prompts = CurrentPrompts(prompts)
         self._rule, self._attempts, self._points = rule, attempts, points
         self._all, self._rows = prompts, np.arange(len(prompts))
-        self._at_once, self._round = at_once, -1
+        self._at_once, self._round, self._tested = at_once, -1, 0
         if notes:
             self._round = int(notes["round"])
             self._take(np.asarray(notes["rows"]))
@@ -110,7 +109,7 @@ class HardRounds:
         def drawn(key: Any, params: Any, step: Any, positions: Any, **more: Any) -> Groups:
             number = int(step) // self._rule.steps
             if number != self._round:
-                with waiting("problems that are tested", lambda: f"{len(self.prompts)} in all"):
+                with waiting("problems that are tested", self._told):
                     self._begin(key, params, step)
                 self._round = number
             found = draw(key, params, step, positions, **more)
@@ -118,11 +117,18 @@ class HardRounds:
 
         return drawn
 
+    def _told(self) -> str:
+        """How far the tests are; read by another thread."""
+        return f"{self._tested} of {len(self._rows)} so far"
+
     def _begin(self, key: Any, params: Any, step: Any) -> None:
         """Tests the problems of the last round, and leaves out what is mostly solved."""
-        rows, rule = self._rows, self._rule
-        parts = [rows[i : i + self._at_once] for i in range(0, len(rows), self._at_once)]
-        shares = np.concatenate([self._share_right(key, params, step, part) for part in parts])
+        rows, rule, found = self._rows, self._rule, list[np.ndarray]()
+        for begin in range(0, len(rows), self._at_once):
+            self._tested = begin
+            part = rows[begin : begin + self._at_once]
+            found.append(self._share_right(key, params, step, part))
+        shares = np.concatenate(found)
         hard = rows[~(shares > rule.most)]
         said = logging.getLogger("jrl")
         if not len(hard):
@@ -158,7 +164,7 @@ class WrittenRounds:
       rule: of the method.
       prompts: those of the data; written ones are added.
       write: (texts of failed problems, how many, seed) -> texts or rows.
-      make: (rows, the first id) -> their prompts, fewer where some cannot be used.
+      make: (row) -> its prompt, or None where it cannot be used.
       chances: (params, prompts, seeds) -> [n] float, the probability of success that the value
         network gives to each; NaN where no episode opens.
       weights: [R] float, of the reward parts.
@@ -170,7 +176,7 @@ class WrittenRounds:
         rule: WrittenProblems,
         prompts: CurrentPrompts,
         write: Callable[[Sequence[str], int, int], Sequence[Any]],
-        make: Callable[[Sequence[Any], int], list[Prompt]],
+        make: Callable[[Any], Prompt | None],
         chances: Callable[[Any, Sequence[Prompt], Sequence[int]], np.ndarray],
         weights: np.ndarray,
         *,
@@ -184,11 +190,13 @@ class WrittenRounds:
         self._round = 0
         if notes:
             self._round, self._failed = notes["round"], dict(notes["failed"])
-            self._add(notes["rows"], make(notes["rows"], self._next_id))
+            self._add([(row, prompt) for row in notes["rows"] if (prompt := make(row))])
 
-    def _add(self, rows: Sequence[Any], prompts: Sequence[Prompt]) -> None:
-        self._rows += rows
-        self._prompts.now = [*self._prompts.now, *prompts]
+    def _add(self, written: Sequence[tuple[Any, Prompt]]) -> None:
+        first = self._next_id + len(self._rows)
+        self._rows += [row for row, _ in written]
+        new = [dataclasses.replace(p, id=first + i) for i, (_, p) in enumerate(written)]
+        self._prompts.now = [*self._prompts.now, *new]
 
     def around(self, draw: GroupSource) -> GroupSource:
         """A source of these prompts that begins a round when its first step comes.
@@ -229,19 +237,21 @@ class WrittenRounds:
         here = {prompt.text for prompt in self._prompts}
         usable: list[tuple[Any, Prompt]] = []
         for row in rows:
-            made = self._make([row], self._next_id + len(self._rows) + len(usable))
-            if made and made[0].text not in here:
-                usable.append((row, made[0]))
-                here.add(made[0].text)
+            if (prompt := self._make(row)) and prompt.text not in here:
+                usable.append((row, prompt))
+                here.add(prompt.text)
         prompts = [prompt for _, prompt in usable]
         seeds = prompt_seeds(key, "curriculum", step, np.arange(1, len(prompts) + 1))
         chances = self._chances(params, prompts, seeds) if prompts else np.zeros(0)
-        fit = [bool(rule.low <= chance <= rule.high) for chance in chances]
-        kept = [row for (row, _), fits in zip(usable, fit, strict=True) if fits]
-        self._add(kept, self._make(kept, self._next_id + len(self._rows)) if kept else [])
+        fits = [
+            each
+            for each, chance in zip(usable, chances, strict=True)
+            if rule.low <= chance <= rule.high
+        ]
+        self._add(fits)
         said.info(
             "curriculum: %d problems written, %d of use, %d neither hopeless nor easy",
-            *(len(rows), len(usable), len(kept)),
+            *(len(rows), len(usable), len(fits)),
         )
 
     def notes(self) -> dict[str, Any]:
@@ -285,7 +295,7 @@ def written_rounds(
         rule,
         prompts,
         source.written,
-        partial(_prompts_of, run),
+        partial(_prompt_of, run),
         chances,
         np.array(list(run.rewards.weights.values())),
         notes=notes,
@@ -293,27 +303,25 @@ def written_rounds(
     return rounds, rounds.around(source.draw)
 
 
-def _prompts_of(run: Run, rows: Sequence[Any], first: int) -> list[Prompt]:
-    """The prompts of rows or texts, as those of the data are made, without those that cannot be."""
+def _prompt_of(run: Run, row: Any) -> Prompt | None:
+    """The prompt of a row or text, as those of the data are made; None where it cannot be."""
     data = run.config.episodes
     assert data is not None
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
-    prompts: list[Prompt] = []
-    for row in rows:
-        known = dict(row) if isinstance(row, Mapping) else {question: row}
-        told = known.pop(answer, "")
-        with contextlib.suppress(UserError):  # it has no question, or one that is too long
-            made, _ = build_prompts(
-                MemoryRows([known], "written problem"),
-                run.tokenizer,
-                question_key=question,
-                answer_key=None,
-                **data.wording,
-                max_prompt_tokens=run.width,
-            )
-            number = first + len(prompts)
-            prompts.append(dataclasses.replace(made[0], id=number, answer=str(told)))
-    return prompts
+    known = dict(row) if isinstance(row, Mapping) else {question: row}
+    told = known.pop(answer, "")
+    try:
+        (made,), _ = build_prompts(
+            MemoryRows([known], "written problem"),
+            run.tokenizer,
+            question_key=question,
+            answer_key=None,
+            **data.wording,
+            max_prompt_tokens=run.width,
+        )
+    except UserError:  # it has no question, or one that is too long
+        return None
+    return dataclasses.replace(made, answer=str(told))
 
 
 def hard_rounds(

@@ -135,6 +135,10 @@ class EpisodeTrees:
         for member, leaf in enumerate(tree.leaves()[:group]):
             path = tree.path(leaf)
             row = turn_of(tree, leaf).episode.transcript()
+            row = row._replace(member=member, episode=member)
+            rows.append(row)
+            if not row.alive:
+                continue
             segments = []
             for segment in row.segments:
                 node = path[segment.turn]
@@ -144,7 +148,6 @@ class EpisodeTrees:
                     shared += len(part.tokens)
                     part = part._replace(drawn=False, logprobs=None, versions=None)
                 segments.append(part)
-            if row.alive:
-                owned |= set(path)
-            rows.append(row._replace(segments=tuple(segments), member=member, episode=member))
+            owned |= set(path)
+            rows[-1] = row._replace(segments=tuple(segments))
         return rows, shared

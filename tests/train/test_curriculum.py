@@ -106,20 +106,16 @@ class Village:
     """Problems are failed by name, writers write by rule, and chances are in the text."""
 
     def __init__(self, write=None):
-        self.lost, self.asked, self.made = {"q1", "q3"}, [], []
+        self.lost, self.asked = {"q1", "q3"}, []
         self._write = write or (lambda failed, count, seed: [f"{f}+0.5" for f in failed])
 
     def write(self, failed, count, seed):
         self.asked.append((list(failed), count, seed))
         return self._write(failed, count, seed)
 
-    def make(self, rows, first):
-        texts = [row["question"] if isinstance(row, dict) else row for row in rows]
-        self.made += texts
-        return [
-            Prompt(first + i, text, np.array([3], np.int32), "")
-            for i, text in enumerate(t for t in texts if "unusable" not in t)
-        ]
+    def make(self, row):
+        text = row["question"] if isinstance(row, dict) else row
+        return None if "unusable" in text else Prompt(0, text, np.array([3], np.int32), "")
 
     def chances(self, params, prompts, seeds):
         assert params.value == "value"

@@ -376,3 +376,6 @@ def test_failed_members_of_a_search_leave_their_group():
     assert "no server" in played.groups[1][0].reason
     assert len(trees) == 2
     assert played.counts["env_errors"] == 1
+    played, trees = grown(paid_game([], init=lambda prompt, seed: 1 / 0))
+    assert not any(row.alive for group in played.groups for row in group)
+    assert (len(trees), played.counts["env_errors"]) == (0, 3)
