@@ -48,6 +48,7 @@ class Draw(NamedTuple):
       search: how a tree is searched of which the group's samples are leaves; None for no search.
       guide: (the value network's number) -> points of a path that has not ended, by which a search
         goes, too; None to go by leaves alone.
+      lines: whether the lines of a text are its reasoning steps, the label "step" of its tokens.
     """
 
     baseline_members: int = 0
@@ -56,6 +57,7 @@ class Draw(NamedTuple):
     tree: Branching | None = None
     search: Search | None = None
     guide: Callable[[Array], Array] | None = None
+    lines: bool = False
 
     @property
     def shares(self) -> bool:

@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Method, Schedule
+from jrl.methods.base import CENTRED, Draw, Method, Schedule
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
 from jrl.objectives import aggregates, segments, transforms
@@ -255,12 +255,12 @@ def oreo(
         value:   mean_t (V_t - R + beta sum_{i >= t} sg(d_i))^2
         loss = policy + value_coef value + alpha KL(pi || pi_ref)
 
-    ``level`` "step" and "response" take the tokens of a reasoning step (the label "step"), or all
-    of them, for one action of the policy's equation. The KL is over the whole vocabulary. beta is
-    the paper's, and so is alpha unless ``kl_coef`` is given: 0.01 for tokens, 0.1 for steps, 0.3
-    for responses. Departures: the samples are whatever the run gives, the policy's own unless it is
-    told otherwise; the paper's value network has an optimiser of its own. The values' use in a
-    search at test time is not part of it.
+    ``level`` "step" and "response" take the tokens of a reasoning step (the label "step": a line of
+    a text, a turn of an episode), or all of them, for one action of the policy's equation. The KL
+    is over the whole vocabulary. beta is the paper's, and so is alpha unless ``kl_coef`` is given:
+    0.01 for tokens, 0.1 for steps, 0.3 for responses. Departures: the samples are whatever the run
+    gives, the policy's own unless it is told otherwise; the paper's value network has an optimiser
+    of its own. The values' use in a search at test time is not part of it.
     """
     terms = [soft_value_loss(beta, value_coef)]
     alpha = PAPERS_ALPHA[level] if kl_coef is None else kl_coef
@@ -274,9 +274,7 @@ def oreo(
             tuple(terms),
         ),
         schedule=Schedule(epochs),
-        unsupported="labels of reasoning steps: an environment's turns are steps, a text is one"
-        if level == "step"
-        else "",
+        draw=Draw(lines=level == "step"),
     )
 
 

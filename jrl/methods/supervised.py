@@ -228,7 +228,7 @@ def bfs_prover(
             " objective.round_steps above 0"
         )
     return base.with_(
-        draw=Draw(search=Search("best_first")),
+        draw=Draw(search=Search("best_first"), lines=True),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
         schedule=Schedule(round_steps=round_steps, restart_rounds=restart_rounds),

@@ -387,6 +387,7 @@ class TextSource(NamedTuple):
       tokenizer: turns completions into text for them.
       demonstrations: last members of each group, each the prompt's own solution.
       max_new_tokens: T, where a solution is cut.
+      lines: ids that end a line, where lines are steps, the label "step"; () for no label.
       name: of what is drawn for, where several processes share the judging.
     """
 
@@ -399,6 +400,7 @@ class TextSource(NamedTuple):
     tokenizer: Tokenizer
     demonstrations: int = 0
     max_new_tokens: int = 0
+    lines: Sequence[int] = ()
     name: str = "train"
 
     def draw(
@@ -424,6 +426,9 @@ class TextSource(NamedTuple):
             solutions = pad_solutions(chosen, self.max_new_tokens)
             members.append(demonstration_rollout(tokens, lengths, *solutions, self.demonstrations))
         rollout = members[0] if len(members) == 1 else join_members(members)
+        if len(self.lines):
+            ends = np.isin(rollout.tokens, self.lines)
+            labels = labels | {"step": (np.cumsum(ends, axis=2) - ends).astype(np.int32)}
         groups = self.judge(chosen, rollout)
         return groups._replace(counts=groups.counts | counts, ids=groups.ids | labels)
 

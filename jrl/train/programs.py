@@ -50,7 +50,7 @@ from jrl.train.several import check_division, unstacked
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
-from jrl.train.tree_search import check_search, search_source
+from jrl.train.tree_search import check_search, line_ends, search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -340,6 +340,7 @@ def group_source(run: Run, pool: RewardPool | None, program: Any) -> GroupSource
         tokenizer=run.tokenizer,
         demonstrations=run.method.draw.demonstrations,
         max_new_tokens=config.sampling.max_new_tokens,
+        lines=line_ends(run.tokenizer, run.network.vocab_size) if run.method.draw.lines else (),
     )
     return with_rewards(run, source.draw)
 

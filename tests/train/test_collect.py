@@ -275,3 +275,24 @@ def test_completions_of_tasks_are_told_apart_by_their_tokens():
         known.setdefault(tuple(row[:length]), set()).add(number)
     assert all(len(numbers) == 1 for numbers in known.values())
     assert len({n for numbers in known.values() for n in numbers}) == len(known) > 1000
+
+
+@pytest.mark.parametrize("lines", [(), (4, 7)])
+def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
+    """By hand, with two ids that end a line; each belongs to the line that it ends."""
+    prompts = [Prompt(0, "?", np.zeros(P, np.int32), "1", {})]
+    drawn = jax.device_get(Script([])(KEY, None, np.int32(0), np.zeros(1, np.int32))).rollout
+    tokens = np.array([[[5, 4, 4, 6, 7, 5][: drawn.tokens.shape[2]]] * drawn.tokens.shape[1]])
+    drawn = drawn.replace(tokens=tokens)
+    program = lambda *asked: (drawn, np.int32(1))  # noqa: E731
+    source = TextSource(prompts, P, None, program, None, None, Letters(), lines=lines)
+    ids = source.draw(KEY, None, np.int32(0), np.zeros(1, np.int64)).ids
+    wanted = [0, 0, 1, 2, 2, 3][: tokens.shape[2]]
+    assert ("step" in ids) == bool(lines)
+    assert not lines or ids["step"].tolist() == [[wanted] * tokens.shape[1]]
+
+
+def test_which_methods_have_lines_for_steps():
+    assert [get_method("oreo", level=level).draw.lines for level in ("token", "step")] == [0, 1]
+    assert get_method("bfs_prover").draw.lines
+    assert not get_method("oreo", level="step").unsupported
