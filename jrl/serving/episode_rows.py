@@ -136,6 +136,7 @@ class EpisodeRows:
         self._pick = jax.jit(pick_rows)
         self._fork = jax.jit(fork_row)
         self._put = jax.jit(put_rows, donate_argnums=0)
+        self._put_branch = jax.jit(_put_branch, donate_argnums=0)
         self._make = jax.jit(
             bind(
                 programs.empty_batch,
@@ -246,13 +247,25 @@ class EpisodeRows:
 
     def branch(self, parked: Slots, start: RowStart, length: int | None = None) -> Slots:
         """``fork`` of a row that is parked, and stays so; with None it keeps all that it has."""
+        return self._fork(parked, *self._branching(start, length))
+
+    def _branching(self, start: RowStart, length: int | None = None) -> tuple[Any, ...]:
+        """What ``fork_row`` takes beside a row."""
         raw = np.array(divmod(start.seed, 2**32), np.uint32)
         length = self.max_new_tokens if length is None else length
-        return self._fork(parked, raw, *np.array([start.member, length, start.limit], np.int32))
+        return raw, *np.array([start.member, length, start.limit], np.int32)
 
     def resume(self, row: int, parked: Slots) -> None:
         """Puts a parked row into a slot, whatever that held."""
         put = functools.partial(self._put, self._state.slots, np.array([row], np.int32), parked)
+        slots = self._timed(self.costs.returning, None, 1, put)
+        self._batch = self._state.replace(slots=slots)
+        self._halted[row] = StopReason.RUNNING
+
+    def resume_branch(self, row: int, parked: Slots, start: RowStart) -> None:
+        """``resume`` of a ``branch`` that keeps all that the parked row has, as one program."""
+        asked = np.array([row], np.int32), parked, self._branching(start)
+        put = functools.partial(self._put_branch, self._state.slots, *asked)
         slots = self._timed(self.costs.returning, None, 1, put)
         self._batch = self._state.replace(slots=slots)
         self._halted[row] = StopReason.RUNNING
@@ -305,6 +318,10 @@ class EpisodeRows:
         out = jax.block_until_ready(work())
         timings.record(size, time.perf_counter() - began)
         return out
+
+
+def _put_branch(slots: Slots, rows: jax.Array, parked: Slots, branching: Any) -> Slots:
+    return put_rows(slots, rows, fork_row(parked, *branching))
 
 
 def _decode(

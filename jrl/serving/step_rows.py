@@ -2,7 +2,8 @@
 
 A row holds the cache of its whole path. Where a step has ended the row is parked, and each step
 that is to follow begins with a copy of it. Prompts are computed once, too: all first steps begin
-with a copy of a row that has drawn nothing yet.
+with a copy of a row that has drawn nothing yet. What an environment said to a step is read once,
+before the steps that follow it begin.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ class StepRows:
         waiting = collections.deque(
             _Job((i, k), ask, ask.first + k) for i, ask in enumerate(asks) for k in range(ask.steps)
         )
+        self._read_answers(asks)
         # Rows of nodes that are expanded now stay until the last step behind them has begun.
         users = collections.Counter((job.ask.tree, job.ask.node) for job in waiting)
         running: dict[int, _Job] = {}
@@ -132,6 +134,18 @@ class StepRows:
                     del running[row]
         return [[step for step in steps if step is not None] for steps in found]
 
+    def _read_answers(self, asks: Sequence[StepAsk]) -> None:
+        """Continues the rows of nodes by what they were answered, as many at a time as slots."""
+        due = [ask for ask in asks if len(ask.answer) and (ask.tree, ask.node) in self._parked]
+        for begin in range(0, len(due), self._rows.slots):
+            some = dict(enumerate(due[begin : begin + self._rows.slots]))
+            for row, ask in some.items():
+                self._rows.resume(row, self._parked[ask.tree, ask.node])
+            most = self._rows.max_new_tokens
+            self._rows.extend({row: More(ask.answer.tolist(), most) for row, ask in some.items()})
+            for row, ask in some.items():
+                self._parked[ask.tree, ask.node] = self._rows.park(row)
+
     def _begin(self, row: int, job: _Job, users: collections.Counter[tuple[int, int]]) -> None:
         """Puts a copy of the node's row into a slot."""
         ask = job.ask
@@ -141,18 +155,17 @@ class StepRows:
         start = RowStart(tuple(self._prompts[ask.tree]), self._seeds[ask.tree], job.number, limit)
         if key not in self._parked:
             self._keep(key, self._read(row, start, ask), users)
-        self._rows.resume(row, self._rows.branch(self._parked[key], start))
-        if len(ask.answer):
-            self._rows.extend({row: More(ask.answer.tolist(), limit)})
+        self._rows.resume_branch(row, self._parked[key], start)
         users[key] -= 1
         if not users[key] and ask.node:
             del self._parked[key]  # a node is expanded once, but for a root whose paths all ended
 
     def _read(self, row: int, start: RowStart, ask: StepAsk) -> Slots:
-        """The row of a node, computed; it takes the slot meanwhile."""
+        """The row of a node with its answer, computed; it takes the slot meanwhile."""
+        past = [*ask.path.tolist(), *ask.answer.tolist()]
         read = self._rows.admit({row: start}) + len(ask.path)
-        if len(ask.path):
-            self._rows.extend({row: More(ask.path.tolist(), self._rows.max_new_tokens)})
+        if past:
+            self._rows.extend({row: More(past, self._rows.max_new_tokens)})
         self.counts["read_tokens"] += read
         self.counts["reread_tokens"] += read * (ask.tree in self._begun)
         self._begun.add(ask.tree)

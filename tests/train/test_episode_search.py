@@ -334,6 +334,22 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
     assert played.counts["env_errors"] == 0
 
 
+def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
+    read = []
+    extend = EpisodeRows.extend
+    monkeypatch.setattr(
+        EpisodeRows,
+        "extend",
+        lambda self, answers: (read.append([*answers.values()]), extend(self, answers))[1],
+    )
+    _, trees = grown(paid_game([]), "uct", slots=40)  # room for all that is open
+    expanded = [n for tree in trees for n in tree.nodes[1:] if n.children]
+    assert max(len(n.children) for n in expanded) == 3
+    ids = sorted(more.tokens for some in read for more in some)
+    assert ids == sorted(n.step.content.answer.tolist() for n in expanded)
+    assert len(read) < len(expanded)  # those of a round together
+
+
 def test_what_a_value_network_says_of_open_paths_is_backed_up():
     asked = []
 
