@@ -163,6 +163,23 @@ def test_a_tiny_run_is_compiled_and_its_numbers_add_up():
 
 @needs_libtpu
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "topology", "more"),
+    [
+        ("tiny", "v5e:1x1", ()),
+        ("tiny", "v5e:2x2", ("mesh.data=4",)),
+        ("gridworld", "v5e:1x1", ()),
+    ],
+)
+def test_the_first_runs_of_a_newcomer_compile_for_a_tpu(name, topology, more):
+    """Their heads are small, and a kernel's memory holds whole tiles."""
+    config = load_config(CONFIGS / f"{name}.toml", [*more, "run.dir=unused"])
+    tree = config.model_dump(exclude_unset=True)
+    assert ask("planned", tree, topology, -1.0)["fits"] is True
+
+
+@needs_libtpu
+@pytest.mark.slow
 def test_a_sampler_on_its_own_mesh_gets_its_weights_by_a_program_that_is_counted():
     sampling = {"group": 2, "max_new_tokens": 16, "mesh": {"data": 2, "tensor": 2}}
     data = ask("planned", tiny_tree(sampling=sampling), "v5e:2x2", -1.0)

@@ -27,6 +27,10 @@ from jrl.types import Array
 _STEP_BYTES = 2**20
 """Most bytes of keys and values that a step reads; the pipeline holds two such blocks."""
 
+_HELD_BYTES = 2**21
+"""Most bytes of such a block in the kernel's own memory, where a head fills whole tiles: one of 16
+numbers takes the room of 128. Of the 16 MiB there the pipeline and the sums need the rest."""
+
 _LARGEST = 512
 """Most columns of a block; see ``block_columns``."""
 
@@ -159,9 +163,10 @@ def in_main_memory(x: Array) -> Array:
 def _rows_at_once(part: Part, queries: int, bk: int) -> int:
     """Rows of a step: as many as have ``_STEP_BYTES`` of keys and values, and of sums."""
     m, k, _, d = part.v_mkcd.shape
-    row = k * d * max(2 * bk * part.v_mkcd.dtype.itemsize, 4 * queries)
+    each = k * max(2 * bk * part.v_mkcd.dtype.itemsize, 4 * queries)
+    room = each * -(-d // LANES) * LANES
     # Rows are unrolled in the kernel, whose code grows with them.
-    most = max(min(_STEP_BYTES // row, 64 // k), 1)
+    most = max(min(_STEP_BYTES // (each * d), _HELD_BYTES // room, 64 // k), 1)
     return next(r for r in range(most, 0, -1) if m % r == 0)
 
 

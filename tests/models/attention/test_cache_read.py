@@ -77,8 +77,8 @@ def test_only_blocks_that_some_row_sees_are_read():
 
 
 def test_a_step_has_as_many_rows_as_fill_it():
-    def rows(m, heads, dtype):
-        values = jax.ShapeDtypeStruct((m, heads, 1024, 128), dtype)
+    def rows(m, heads, dtype, head_dim=128):
+        values = jax.ShapeDtypeStruct((m, heads, 1024, head_dim), dtype)
         return cache_read._rows_at_once(Part(values, values, None), 4, 128)
 
     assert rows(64, 2, jnp.bfloat16) == 8  # 2 heads of 128 columns are 128 KiB of keys and values
@@ -86,3 +86,7 @@ def test_a_step_has_as_many_rows_as_fill_it():
     assert rows(6, 2, jnp.bfloat16) == 6
     assert rows(64, 8, jnp.bfloat16) == 2
     assert rows(7, 64, jnp.float32) == 1
+    # Heads of 64 numbers take the room of 128 in the kernel's memory, which has it; of 16 it is the
+    # room that counts: 2 MiB are 4 rows of 4 heads, where 1 MiB of what is read would be 16.
+    assert rows(64, 2, jnp.bfloat16, 64) == 16
+    assert rows(192, 4, jnp.float32, 16) == 4
