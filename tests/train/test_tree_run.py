@@ -44,7 +44,7 @@ def network(make_bag, first_letter):
 def on_trees(name):
     """The method as ``objective.tree`` makes it."""
     method = get_method(name)
-    return method.with_(draw=method.draw._replace(tree=TREE)).after(over_branches())
+    return method.with_(draw=method.draw._replace(tree=TREE, search=None)).after(over_branches())
 
 
 @pytest.mark.parametrize("name", ["arpo", "treerl", "tempo", "deepsearch", "alphamath", "rloo"])
@@ -93,7 +93,7 @@ def test_a_branch_is_judged_whole(network, first_letter, quick_jit):
     )
     ids = np.arange(PROMPTS, dtype=np.int32)
     groups = quick_jit(draw)(KEY, params, np.int32(0), ids)
-    assert set(groups.ids) == {"prompt", "node"}
+    assert set(groups.ids) == {"prompt", "answer", "node"}
     batch = to_batch(groups.rollout, groups.rewards, np.ones(2, np.float32), groups.ids)
     batch.check()
     whole = jax.device_get(groups.rollout)
