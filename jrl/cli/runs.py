@@ -104,7 +104,9 @@ def evaluate(
     overrides: Overrides = None,
     search: Annotated[
         str | None,
-        typer.Option(help="Search: best_of_n, greedy, beam, dvts, mcts or compute_optimal."),
+        typer.Option(
+            help="Search: best_of_n, greedy, beam, dvts, best_first, mcts or compute_optimal."
+        ),
     ] = None,
     width: Annotated[
         int,

@@ -199,6 +199,8 @@ class HostEnv(NamedTuple):
         ``ids["ask"]``. Held-out episodes are those of number 0.
       labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
       token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
+      verified: whether an episode that ends well is known to be right, as a proof is that was
+        checked, without an answer having been compared: a search at evaluation may stop there.
       write: of new problems after those that the policy fails, for methods with a curriculum; None
         where nobody writes any.
     """
@@ -226,6 +228,7 @@ class HostEnv(NamedTuple):
     labels: tuple[str, ...] = ()
     token_labels: tuple[str, ...] = ()
     write: Writer | None = None
+    verified: bool = False
 
 
 def check_env(env: Any, key: str = "env") -> HostEnv:

@@ -80,7 +80,7 @@ def prover(
         return goals, Feedback([_user(show_goals(goals))], state_key=show_goals(goals))
 
     limits = Limits(turns=turns, turn_tokens=turn_tokens)
-    return HostEnv(init, step, limits=limits, fork=_same)
+    return HostEnv(init, step, limits=limits, fork=_same, verified=True)
 
 
 def read_statement(text: str) -> Goals:

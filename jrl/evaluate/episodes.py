@@ -12,8 +12,7 @@ as preferences.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,12 +28,12 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate.verifiers import Verifier
 from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.search import SEARCHES, Scorer, SearchPlan, named_search
+from jrl.serving.search import SEARCHES, by_likelihood, named_search
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.episode_search import EpisodeSearch, FoundEpisode
 from jrl.train.prompt_seeds import prompt_seeds
-from jrl.types import Array, Params, Prompt
+from jrl.types import Params, Prompt
 
 _SLOTS, _CHUNK = 32, 16
 
@@ -81,7 +80,9 @@ def search_episodes(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         params, scorer_of = verifier(run, params, checkpoint)
-        found = _searched(run, key, params, step, prompts, partial(_search, plan, scorer_of))
+        seeds = prompt_seeds(key, "eval", step, np.arange(len(prompts)))
+        with _opened(run, params, step) as search:
+            found = search.search(prompts, seeds, plan, scorer_of)
     won = sum(each.success for each in found)
     low, high = wilson(float(won), len(found))
     names = ("expansions", "turns", "drawn_tokens", "env_errors")
@@ -91,25 +92,57 @@ def search_episodes(
     return numbers, [_rows(each) for each in found]
 
 
-def _search(
-    plan: SearchPlan,
-    scorer_of: Callable[[Sequence[Prompt]], Scorer],
-    search: EpisodeSearch,
-    prompts: Sequence[Prompt],
-    seeds: Sequence[int],
-) -> list[FoundEpisode]:
-    return search.search(prompts, seeds, plan, scorer_of)
+@contextlib.contextmanager
+def searching(
+    config: Config,
+    name: str = "best_first",
+    *,
+    width: int = 4,
+    rounds: int = 64,
+    checkpoint: int | None = None,
+) -> Iterator[Callable[[Sequence[str]], list[bool]]]:
+    """A run's policy as a searcher of its environment: (problems) -> whether each ended well.
+
+        with searching(load_config("RUN/config.toml", ["run.dir=RUN"])) as solve:
+            print(solve(["a -> a", "a -> b"]))
+
+    Problems of one call are searched side by side, by the policy's likelihood; what is drawn for
+    the n-th problem of all calls depends on n and the run's seed.
+
+    Args:
+      config: of a run with ``data.env`` on the host.
+      name: of ``serving.search.SEARCHES``, but for "best_of_n".
+      width: of the search.
+      rounds: at most.
+      checkpoint: a training step; None for the newest.
+    """
+    plan, run = named_search(name, width, rounds=rounds), build.setup(config, trains=False)
+    with jax.set_mesh(run.mesh):
+        key, params, step = load_policy(run, checkpoint)
+        with _opened(run, params, step) as search:
+            asked = 0
+
+            def solve(problems: Sequence[str]) -> list[bool]:
+                nonlocal asked
+                numbers = np.arange(asked, asked + len(problems))
+                asked += len(problems)
+                empty = np.zeros(0, np.int32)
+                prompts = [
+                    Prompt(int(i), text, empty, "")
+                    for i, text in zip(numbers, problems, strict=True)
+                ]
+                seeds = prompt_seeds(key, "eval", step, numbers)
+                if not prompts:
+                    return []
+                found = search.search(prompts, seeds, plan, lambda told: by_likelihood)
+                return [each.success for each in found]
+
+            yield solve
 
 
-def _searched(
-    run: Run,
-    key: Array,
-    params: Params,
-    step: int,
-    prompts: Sequence[Prompt],
-    search: Callable[..., list[FoundEpisode]],
-) -> list[FoundEpisode]:
-    """What a search finds in the run's environment, which it makes and ends."""
+@contextlib.contextmanager
+def _opened(run: Run, params: Params, step: int) -> Iterator[EpisodeSearch]:
+    """A search in the run's environment, which is made here and ended behind it."""
     data, sampling = run.config.episodes, run.config.sampling
     assert data is not None
     env = configured_env(data.env, reveal(data.options, "data"))
@@ -125,10 +158,9 @@ def _searched(
     )
     rows.set_weights(params, step)
     env.begin(step, "eval")
-    seeds = prompt_seeds(key, "eval", step, np.arange(len(prompts)))
     with contextlib.closing(Calls()) as calls:
         try:
-            return search(EpisodeSearch(rows, calls, env, chat, run.tokenizer), prompts, seeds)
+            yield EpisodeSearch(rows, calls, env, chat, run.tokenizer)
         finally:
             with contextlib.suppress(Exception):  # what was found must not be lost here
                 calls.run(env.shutdown, env.limits.call_seconds)

@@ -21,6 +21,7 @@ from jrl.envs.tree import (
     Step,
     Tree,
     beam,
+    best_first,
     descend,
     dvts,
     grow_all,
@@ -96,7 +97,7 @@ class Found(NamedTuple):
     read_tokens: int
 
 
-SEARCHES = ("best_of_n", "greedy", "beam", "dvts", "mcts")
+SEARCHES = ("best_of_n", "greedy", "beam", "dvts", "best_first", "mcts")
 
 
 def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0) -> SearchPlan:
@@ -104,7 +105,8 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
 
     "best_of_n" draws ``width`` whole completions. "greedy" draws ``width`` steps and continues
     from the best of them. "beam" keeps the ``width`` best steps of each level and draws as many
-    from each; "dvts" does so in ``width`` subtrees apart, each a beam of one. "mcts" expands one
+    from each; "dvts" does so in ``width`` subtrees apart, each a beam of one. "best_first" expands
+    in a round the one open node, of any depth, that is the likeliest by token. "mcts" expands one
     node a round, chosen by PUCT, and backs up means.
 
     Raises:
@@ -120,6 +122,7 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
         "greedy": beam(1),
         "beam": beam(width),
         "dvts": dvts(),
+        "best_first": best_first(),
         "mcts": descend(puct(c_puct)),
     }
     select = selects[name]

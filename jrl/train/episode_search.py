@@ -22,7 +22,7 @@ from jrl.envs.calls import Answer, Calls
 from jrl.envs.chat import Format
 from jrl.envs.episode import Episode, call_init, call_step
 from jrl.envs.host import EnvError, HostEnv
-from jrl.envs.tree import Step, Tree, grow_all, worth
+from jrl.envs.tree import Select, Step, Tree, grow_all, worth
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows
@@ -75,7 +75,7 @@ class FoundEpisode(NamedTuple):
 
     Attributes:
       opening: [p] int32, what the policy sees first; empty where the environment did not open.
-      success: whether the best path that ended did so well.
+      success: whether the best path that ended did so well, or any, where the environment verifies.
       tree: all that was played; contents are ``Turn``.
       expansions: nodes that turns were drawn from.
       turns: that were played.
@@ -145,12 +145,13 @@ class EpisodeSearch:
         budget = {"rounds": plan.rounds, "tokens": plan.tokens}
         with self.forest([episodes[i] for i in there], _by_path(score)) as forest:
             expand = lambda asked: forest.expand(asked, [plan.width] * len(asked))  # noqa: E731
-            costs = grow_all(forest.trees, plan.select, expand, plan.backup, **budget)
+            select = _unless_won(plan.select) if self.env.verified else plan.select
+            costs = grow_all(forest.trees, select, expand, plan.backup, **budget)
         empty = np.zeros(0, np.int32)
         found = [FoundEpisode(empty, False, Tree(), 0, 0, 0, 1) for _ in prompts]
         for i, ids, tree, cost in zip(there, openings, forest.trees, costs, strict=True):
             errors = sum(bool(turn_of(tree, n).reason) for n in range(1, len(tree.nodes)))
-            won = _best_ends_well(tree)
+            won = _won(tree) if self.env.verified else _best_ends_well(tree)
             found[i] = FoundEpisode(ids, won, tree, *cost, errors)
         return found
 
@@ -367,6 +368,16 @@ def turn_of(tree: Tree, node: int) -> Turn:
     step = tree.nodes[node].step
     assert step is not None
     return step.content
+
+
+def _won(tree: Tree) -> bool:
+    """Whether any path has ended well."""
+    return any(turn_of(tree, i).success for i in tree.leaves())
+
+
+def _unless_won(select: Select) -> Select:
+    """The selection, until a path has ended well."""
+    return lambda tree: [] if _won(tree) else select(tree)
 
 
 def _best_ends_well(tree: Tree) -> bool:

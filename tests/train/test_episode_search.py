@@ -11,7 +11,7 @@ import pytest
 from jrl.envs.calls import Calls
 from jrl.envs.chat import PlainFormat
 from jrl.envs.host import Feedback, HostEnv, Limits, Reply
-from jrl.envs.tree import SEARCHES
+from jrl.envs.tree import SEARCHES, Tree, best_first
 from jrl.envs.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
@@ -220,6 +220,34 @@ def test_mcts_leaves_preferences_between_turns_of_one_state():
             assert len(set(row["scores"])) > 1
             told += len(row["prompt"]) > len(each.opening)
     assert told  # behind an answer, too
+
+
+def test_best_first_expands_the_likeliest_node_of_any_depth():
+    for each in searched(game([]), "best_first", width=2):
+        again = Tree()
+        for node in each.tree.nodes[1:]:
+            if not again.nodes[node.parent].children:
+                assert node.parent == best_first()(again)[0]
+            again.add(node.parent, node.step)
+    assert each.expansions > 3
+
+
+def test_a_search_stops_where_an_environment_has_verified_an_end():
+    """Any path that ended well counts then, whatever the score; nothing is expanded behind it."""
+    wins = lambda state, reply: Feedback((), 1.0, True, int(reply.tokens[0]) % 2 == 0)  # noqa: E731
+    env = game([])._replace(verified=True, step=lambda state, reply: (state, wins(state, reply)))
+    found = searched(env, "best_first", width=3)
+    for each in found:
+        won = [turns_of(each.tree, i)[-1].success for i in each.tree.leaves()]
+        assert each.success == any(won)
+        assert each.expansions == 1
+    assert any(each.success for each in found)
+    long = game([])._replace(verified=True)
+    for each, calm in zip(searched(long, "mcts"), searched(game([]), "mcts"), strict=True):
+        won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].success]
+        assert each.success == bool(won)
+        assert not won or len(each.tree.nodes) <= max(won) + 3  # the round that won is the last
+        assert len(each.tree.nodes) <= len(calm.tree.nodes)
 
 
 def test_a_fault_ends_its_path_alone():

@@ -17,6 +17,7 @@ from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
+from jrl.evaluate.episodes import searching
 from jrl.evaluate.search import search_run
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
@@ -459,6 +460,13 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert len(rows) == left["siblings"] > 0 == left["paths"]
     with pytest.raises(UserError, match="--search best_of_n: episodes are searched by turns; use"):
         search_run(config, "best_of_n")
+    problems = ["What is 1 + 1?", "What is 2 + 2?"]
+    with searching(config, "greedy", width=2) as solve:
+        said = solve(problems)
+        assert len(said) == 2
+        assert solve([]) == []
+    with searching(config, "greedy", width=2) as solve:
+        assert solve(problems[:1]) + solve(problems[1:]) == said  # of what number it is alone
     pairs = load_config(
         None,
         [
