@@ -219,8 +219,10 @@ def bfs_prover(
     Departures: the paper starts anew where progress has stopped, and filters harder then. Not
     known: the band, a tenth at either end being a guess, and how many steps and rounds.
     """
-    below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
-    rule = None if is_zero(replayed) else replay_share(below, replayed, each, kept_prompts)
+    rule = None
+    if not is_zero(replayed):
+        below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
+        rule = replay_share(below, replayed, each, kept_prompts)
     keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
     if restart_rounds and not round_steps:
         raise UserError(
