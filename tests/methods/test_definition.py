@@ -34,9 +34,15 @@ ANYWHERE = {
 }
 # By method: the coefficients that act with these others alone.
 ONLY_WITH = {
+    "bfs_prover": {
+        ("restart_rounds",): {"round_steps": 3},
+        ("each", "kept_prompts"): {"replayed": 0.5},
+    },
     "bnpo": {("eps", "ddof"): {"normalise": "group"}},
     "concise_r": {("max_tokens", "length_scale", "correct"): {"stage": "concise"}},
     "confucius3_math": {("target", "entropy_coef", "eps", "ddof"): {"stage": "entropy"}},
+    "deepsearch": {("hard", "attempts", "above", "each", "kept_prompts"): {"round_steps": 4}},
+    "digirl": {("each", "kept_prompts"): {"replayed": 0.5}},
     "degrpo": {("gamma", "correct"): {"think_token": 1}},
     "gpg": {("eps", "ddof"): {"normalise": "std"}},
     "masa": {("imitation_coef", "cutoff"): {"efficient": True}},
@@ -49,6 +55,10 @@ ONLY_WITH = {
     },
     "seed_grpo": {("power",): {"shape": "focal"}},
     "steer_entropy": {("most_weight",): {"falloff": "linear"}},
+    "webrl": {
+        ("each", "kept_prompts"): {"replayed": 0.5},
+        ("low", "high"): {"written": 3},
+    },
     "univg_r1": {("power",): {"curve": "power"}},
 }
 
@@ -64,7 +74,7 @@ def everything():
     by_member += ("predicted_tokens", "predicted_passes")
     ids = {name: jnp.zeros(shape, jnp.int32) for name in labels}
     ids |= {name: jnp.zeros((N, G), jnp.int32) for name in by_member}
-    ids |= {name: jnp.zeros(N, jnp.int32) for name in ("prompt", "meta", "goal")}
+    ids |= {name: jnp.zeros(N, jnp.int32) for name in ("prompt", "ask", "goal")}
     stats = dict.fromkeys([*STATISTICS, "paid", "node_value", "visits", "step_labels"])
     return Batch(
         prompt_tokens=jnp.zeros((N, 2), jnp.int32),
@@ -111,7 +121,9 @@ def of_statistic(statistic):
     """The program of a statistic, whatever it is over."""
     if statistic.over == "vocabulary":
         names = (*statistic.policies, "logits")
-        return traced(statistic.apply, {name: jnp.zeros(V) for name in names}, jnp.int32(0))
+        shown = {name: jnp.zeros(V) for name in (*names, "base", "q_target")}
+        shown |= {"q": jnp.zeros((2, V)), "v": jnp.zeros(())}  # by a network with token values
+        return traced(statistic.apply, shown, jnp.int32(0))
     mask = jnp.ones(T, bool)
     if statistic.over == "hidden":
         return traced(statistic.apply, jnp.zeros((T, 3)), mask)
@@ -205,6 +217,8 @@ def parts_of(method):
     """(what describes it, the part) of all parts of a method."""
     objective = method.objective
     yield of_values, (method.draw, method.schedule, method.min_group, method.unsupported)
+    yield of_values, (method.curriculum, method.token_values, objective.keeps)
+    yield of_values, (method.policies, method.swap_every, method.copy_every)
     yield of_groups, method.groups
     yield of_replay, method.replay
     yield of_prompts, method.prompts

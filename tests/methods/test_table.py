@@ -187,6 +187,8 @@ def one_by_default(name):
 
 @pytest.mark.parametrize("name", [one_by_default(x) for x in NAMES], indirect=True, scope="module")
 def test_twenty_steps_stay_finite_and_move_the_right_way(name):
+    if example(name).token_values is not None:
+        pytest.skip("trains heads of its own: train/test_offline.py")
     if out_of_reach(name):
         with pytest.raises(UserError, match="attention"):
             chain.train(name)
