@@ -41,7 +41,7 @@ def statements(seed: int, count: int, *, atoms: int = 3, depth: int = 3) -> list
       depth: of connectives inside one another, 2 to 5.
 
     Raises:
-      UserError: there are hardly so many.
+      UserError: there are fewer statements of this depth.
     """
     return [text for text, _ in proved(seed, count, atoms=atoms, depth=depth)]
 
@@ -156,7 +156,7 @@ class _Search:
         self.true: dict[Goal, bool] = {}
 
     def prove(self, goal: Goal, most: int) -> tuple[str, ...] | None:
-        """A proof of at most so many tactics."""
+        """A proof of at most this length, in tactics."""
         if self.needs.get(goal, 0) >= most or self.nodes > _NODES:
             return None
         self.nodes += 1

@@ -210,7 +210,7 @@ def bfs_prover(
     unless ``objective.tree_width`` says otherwise. ``envs.prover`` has theorems to prove, each step
     a tactic.
 
-    With ``round_steps`` above 0 training goes in rounds of so many steps, whose proofs are found by
+    With ``round_steps`` above 0 training goes in rounds of that length, whose proofs are found by
     the policy as the round began, the expert; every ``restart_rounds`` rounds, where that is above
     0, the policy begins anew from its first weights and learns what the expert finds. With
     ``replayed`` above 0 (problems must come again) that share of a group's members are the newest

@@ -291,7 +291,7 @@ def deepsearch(
     deviation are those of its scripts, which also take DAPO's overlong penalty out of the reward.
 
     With ``round_steps`` above 0 (the scripts have 100; the default is 0, as it takes problems that
-    come again, ``data.train`` in text) training goes in rounds of so many steps. As one begins the
+    come again, ``data.train`` in text) training goes in rounds of that length. As one begins the
     policy tries every problem of the last round ``attempts`` times, and those of which more than
     ``hard`` succeed, with more than ``above`` points, are left out for good. Successes of groups in
     which no more than ``hard`` succeed are kept, the newest ``each`` of a problem. Such a problem

@@ -243,16 +243,11 @@ class EpisodeRows:
           start: of the new row: its member is another one of the same prompt.
           length: tokens behind the prompt that the copy keeps, at least 1.
         """
-        return self.branch(self.park(row), start, length)
+        return self._fork(self.park(row), *self._branching(start, length))
 
-    def branch(self, parked: Slots, start: RowStart, length: int | None = None) -> Slots:
-        """``fork`` of a row that is parked, and stays so; with None it keeps all that it has."""
-        return self._fork(parked, *self._branching(start, length))
-
-    def _branching(self, start: RowStart, length: int | None = None) -> tuple[Any, ...]:
+    def _branching(self, start: RowStart, length: int) -> tuple[Any, ...]:
         """What ``fork_row`` takes beside a row."""
         raw = np.array(divmod(start.seed, 2**32), np.uint32)
-        length = self.max_new_tokens if length is None else length
         return raw, *np.array([start.member, length, start.limit], np.int32)
 
     def resume(self, row: int, parked: Slots) -> None:
@@ -263,8 +258,9 @@ class EpisodeRows:
         self._halted[row] = StopReason.RUNNING
 
     def resume_branch(self, row: int, parked: Slots, start: RowStart) -> None:
-        """``resume`` of a ``branch`` that keeps all that the parked row has, as one program."""
-        asked = np.array([row], np.int32), parked, self._branching(start)
+        """``resume`` of a copy of a parked row as another member, in one program."""
+        branching = self._branching(start, self.max_new_tokens)  # all that the row has
+        asked = np.array([row], np.int32), parked, branching
         put = functools.partial(self._put_branch, self._state.slots, *asked)
         slots = self._timed(self.costs.returning, None, 1, put)
         self._batch = self._state.replace(slots=slots)

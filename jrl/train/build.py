@@ -87,6 +87,12 @@ class RunRewards(NamedTuple):
     judge: str = ""
     model: ModelReward | None = None
 
+    @property
+    def judged(self) -> int | None:
+        """The column of the judge among the parts; None where nothing says what is right."""
+        names = list(self.weights)
+        return names.index(self.judge) if self.judge in names else None
+
 
 class Run(NamedTuple):
     """Everything a run is made of, before its state.

@@ -133,7 +133,7 @@ class HardRounds:
         said = logging.getLogger("jrl")
         if not len(hard):
             said.warning(
-                "curriculum: none of %d problems is failed mostly; the round goes on with all",
+                "curriculum: none of %d problems is mostly failed; the round keeps all of them",
                 len(rows),
             )
             return
@@ -337,9 +337,7 @@ def hard_rounds(
         policy = params.policy if isinstance(params, Guided) else params
         return tested.draw(key, policy, step, positions)
 
-    names = list(run.rewards.weights)
-    weights = np.array(list(run.rewards.weights.values()))
-    judge = names.index(run.rewards.judge) if run.rewards.judge in names else None
+    weights, judge = np.array(list(run.rewards.weights.values())), run.rewards.judged
 
     def points(rewards: np.ndarray) -> np.ndarray:
         return rewards @ weights if judge is None else rewards[:, :, judge]

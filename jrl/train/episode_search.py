@@ -42,7 +42,7 @@ class Turn:
       number: of the node, in the order in which a tree's turns were asked for, from 1 on.
       tokens: [t] int32, what the policy drew.
       logprob: nats, their sum.
-      episode: all from the opening to here; its ``stop`` says why it ended, None where it goes on.
+      episode: all from the opening to here; its ``stop`` says why it ended, None if it has not.
       answer: [a] int32, what the environment said to it.
       state: the environment's behind it; None where the episode has ended.
       success: whether it ended well.

@@ -229,11 +229,9 @@ def recall_of(
     run: Run, rule: Replay, source: GroupSource, notes: Mapping[str, Any] | None
 ) -> Recall:
     """What a run keeps; ``notes`` are those of its checkpoint, or None."""
-    names = list(run.rewards.weights)
-    judge = names.index(run.rewards.judge) if run.rewards.judge in names else None
     weights = np.array(list(run.rewards.weights.values()), np.float32)
     searches = run.method.draw.search is not None
-    return Recall(rule, source, weights, judge, searches, notes)
+    return Recall(rule, source, weights, run.rewards.judged, searches, notes)
 
 
 def _uniform(key: Array, step: Array, positions: Array, count: int) -> Array:

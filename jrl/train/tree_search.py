@@ -423,7 +423,7 @@ def search_source(
 def attempts_source(
     run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows, attempts: int
 ) -> TreeSearch:
-    """Groups of so many completions, drawn apart; positions are those of ``data.train``."""
+    """Groups of ``attempts`` completions, drawn apart; positions are those of ``data.train``."""
     weights = np.array(list(run.rewards.weights.values()), np.float64)
     return TreeSearch(
         rows,
