@@ -12,7 +12,6 @@ endpoint by its address, a function as ``FILE.py:function``.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -72,7 +71,9 @@ def mcp(
       UserError: the server does not answer, or has no tool that can be used.
     """
     judge, family = judge_of(reward, "data.reward"), get_parser(parser)
-    given = {name: _variable(name, "data.pass_variables") for name in pass_variables}
+    given = {
+        name: players.environment_variable(name, "data.pass_variables") for name in pass_variables
+    }
     found = McpServer(server, given)
     limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
 
@@ -115,7 +116,9 @@ def guided(
     Raises:
       UserError: there is no such function or variable.
     """
-    other = _endpoint(url, model, key_variable, max_tokens, temperature)
+    other = players.keyed_endpoint(
+        url, model, key_variable, max_tokens=max_tokens, temperature=temperature
+    )
     judge = judge_of(reward, "data.reward")
     return players.guided_env(other, judge, turns=turns, system=system, hint=hint)
 
@@ -149,7 +152,9 @@ def dialogue(
     if user:
         speaker = load(user, "data.user")
     elif url and model:
-        speaker = _endpoint(url, model, key_variable, max_tokens, temperature)
+        speaker = players.keyed_endpoint(
+            url, model, key_variable, max_tokens=max_tokens, temperature=temperature
+        )
     else:
         raise UserError("data.user is missing: name a FILE.py:function, or give url and model")
     return players.dialogue_env(speaker, load(judge, "data.judge"), turns=turns)
@@ -187,7 +192,9 @@ def consultation(
     """
     if len(turns) != 2:
         raise UserError(f"data.turns = {list(turns)}; give the least and the most")
-    patient = _endpoint(url, model, key_variable, max_tokens, temperature)
+    patient = players.keyed_endpoint(
+        url, model, key_variable, max_tokens=max_tokens, temperature=temperature
+    )
     judge = load(examiner, "data.examiner")
     return players.consultation_env(patient, judge, turns=(turns[0], turns[1]))
 
@@ -230,7 +237,9 @@ def zero_search(
       max_tokens: of an answer.
       temperature: of its draws.
     """
-    other = _endpoint(url, model, key_variable, max_tokens, temperature)
+    other = players.keyed_endpoint(
+        url, model, key_variable, max_tokens=max_tokens, temperature=temperature
+    )
     judge = judge_of(reward, "data.reward")
     limits = Limits(turns, turn_tokens, tool_calls, call_seconds, 0.0, episode_seconds)
 
@@ -288,17 +297,3 @@ def judge_of(name: str, key: str) -> Callable[[Prompt, str], Any]:
         return exact_reward([Sample(prompt, text, np.zeros(0, np.int32), "stop_token")])[0]
 
     return exact
-
-
-def _endpoint(
-    url: str, model: str, key_variable: str, max_tokens: int, temperature: float
-) -> players.Speaker:
-    key = _variable(key_variable, "data.key_variable") if key_variable else ""
-    sampling = {"max_tokens": max_tokens, "temperature": temperature}
-    return players.endpoint(url, model, key=key, **sampling)  # type: ignore[arg-type]
-
-
-def _variable(name: str, key: str) -> str:
-    if name not in os.environ:
-        raise UserError(f"{key} names {name!r}, and there is no such environment variable")
-    return os.environ[name]

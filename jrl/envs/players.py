@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import os
 import random
 import re
 import time
@@ -64,6 +65,36 @@ def endpoint(
     return speak
 
 
+def keyed_endpoint(
+    url: str, model: str, key_variable: str = "", *, key: str = "data.key_variable", **more: Any
+) -> Speaker:
+    """``endpoint`` as a configuration names it, its key in an environment variable.
+
+    Args:
+      url: as in ``endpoint``.
+      model: as in ``endpoint``.
+      key_variable: that holds the key, or "".
+      key: of the configuration that names the variable, for messages.
+      **more: further arguments of ``endpoint``.
+
+    Raises:
+      UserError: there is no such variable.
+    """
+    secret = environment_variable(key_variable, key) if key_variable else ""
+    return endpoint(url, model, key=secret, **more)
+
+
+def environment_variable(name: str, key: str) -> str:
+    """The value of an environment variable that a key of the configuration names.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    if name not in os.environ:
+        raise UserError(f"{key} names {name!r}, and there is no such environment variable")
+    return os.environ[name]
+
+
 def _body(reply: Any, until: float | None) -> bytes:
     """What a server sends. A socket's own limit is for each piece, however many come."""
     pieces = []
@@ -83,7 +114,12 @@ def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-async def _said(speaker: Speaker, messages: Sequence[Message]) -> str:
+async def reply_of(speaker: Speaker, messages: Sequence[Message]) -> str:
+    """What a speaker says to messages.
+
+    Raises:
+      EnvError: it is no text.
+    """
     text = await run_either(speaker, list(messages))
     if not isinstance(text, str):
         raise EnvError(f"the other model said {text!r:.60}, not text")
@@ -119,7 +155,7 @@ def guided_env(
     async def step(talk: _Talk, reply: Reply) -> tuple[_Talk, Feedback]:
         first = hint.format(question=talk.prompt.text, guidance=reply.text)
         asked = (*talk.messages, _user(reply.text if talk.messages else first))
-        answer = await _said(other, asked)
+        answer = await reply_of(other, asked)
         points = float(await run_either(reward, talk.prompt, answer))
         done = points >= 1 or reply.turn + 1 >= turns
         talk = talk._replace(messages=(*asked, {"role": "assistant", "content": answer}))
@@ -148,7 +184,7 @@ def dialogue_env(
         points, done = judged if isinstance(judged, tuple) else (judged, False)
         if done or reply.turn + 1 >= turns:
             return talk, Feedback((), points, True, float(points) > 0)
-        answer = await _said(user, talk.messages)
+        answer = await reply_of(user, talk.messages)
         talk = talk._replace(messages=(*talk.messages, {"role": "assistant", "content": answer}))
         return talk, Feedback([_user(answer)], points)
 
@@ -330,7 +366,7 @@ def consultation_env(
             return case, Feedback([_user(f"You have asked that.\n{used}")], -2.0)
         system = {"role": "system", "content": str(case.prompt.answer)}
         messages = (*case.messages, _user(said))
-        answer = await _said(patient, [system, *messages])
+        answer = await reply_of(patient, [system, *messages])
         case = case._replace(
             messages=(*messages, {"role": "assistant", "content": answer}),
             asked=case.asked | {said.lower()},
@@ -411,7 +447,7 @@ def zero_search_env(
         asked = _DOCUMENTS.format(
             question=prompt.text, answer=prompt.answer, query=query, kind=kind
         )
-        return await _said(other, [_user(asked)])
+        return await reply_of(other, [_user(asked)])
 
     query = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
     tool = Tool("search", "Searches the web.", query, search, limits.call_seconds)

@@ -7,15 +7,13 @@ In a configuration ``data.writer`` names the model, or a function of one's own.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.envs.calls import run_either
-from jrl.envs.host import EnvError, Writer
-from jrl.envs.players import Speaker, endpoint
+from jrl.envs.host import Writer
+from jrl.envs.players import Speaker, keyed_endpoint, reply_of
 from jrl.errors import UserError
 from jrl.own import load
 
@@ -62,10 +60,7 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
     place = f" {about.strip()}" if about.strip() else ""
 
     async def say(text: str) -> str:
-        said = await run_either(speaker, [{"role": "user", "content": text}])
-        if not isinstance(said, str):
-            raise EnvError(f"the writer said {said!r:.60}, not text")
-        return said
+        return await reply_of(speaker, [{"role": "user", "content": text}])
 
     async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
         rng, known, found = random.Random(seed), set(failed), list[str]()
@@ -77,8 +72,8 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
                 if task in known or len(found) >= count:
                     continue
                 known.add(task)
-                said = await say(_CHECK.format(about=place, task=task)) if check else "[YES]"
-                found += [task] if said.rstrip(" .*\n").upper().endswith("[YES]") else []
+                answer = await say(_CHECK.format(about=place, task=task)) if check else "[YES]"
+                found += [task] if answer.rstrip(" .*\n").upper().endswith("[YES]") else []
             if len(found) >= count:
                 break
         return found
@@ -109,14 +104,15 @@ def configured_writer(value: Any) -> Writer:
     for name in ("url", "model"):
         if not isinstance(given.get(name), str) or not given[name]:
             raise UserError(f"data.writer.{name} is missing; give the url and the model's name")
+    for name in ("about", "key_variable"):
+        if not isinstance(given.get(name, ""), str):
+            raise UserError(f"data.writer.{name} = {given[name]!r:.40}; write a text")
+    for name in ("max_tokens", "temperature"):
+        number = given.get(name, 1)
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise UserError(f"data.writer.{name} = {number!r:.40}; write a number of at least 0")
     if not isinstance(given.get("check", True), bool):
         raise UserError(f"data.writer.check = {given['check']!r:.20}; must be true or false")
-    variable = given.pop("key_variable", "")
-    if variable and variable not in os.environ:
-        raise UserError(
-            f"data.writer.key_variable names {variable!r}, and there is no such environment"
-            " variable"
-        )
-    key = os.environ[variable] if variable else ""
     own = {name: given.pop(name) for name in ("about", "check") if name in given}
-    return task_writer(endpoint(given.pop("url"), given.pop("model"), key=key, **given), **own)
+    speaker = keyed_endpoint(**given, key="data.writer.key_variable")
+    return task_writer(speaker, **own)

@@ -343,7 +343,7 @@ def webrl(
 
     With ``written`` above 0 (``data.train`` with an environment on the host, and ``data.writer``)
     another model writes that number of tasks as a phase begins, after those that were failed in the
-    last one, and those stay for which V at the start is from ``low`` to ``high``, the released code's.
+    last one. Those stay for which V at the start is from ``low`` to ``high``, the released code's.
 
     Departures: the released code has twin networks, gains held to 1 and -0.6, those below 0 left
     out, and a Huber loss with beta between 1 and 5; a phase is one epoch over its episodes there,

@@ -68,7 +68,7 @@ def test_a_model_that_writes_too_little_is_asked_a_few_times():
 
 
 def test_what_is_no_text_is_an_error_of_the_environment():
-    with pytest.raises(EnvError, match="the writer said 3, not text"):
+    with pytest.raises(EnvError, match="the other model said 3, not text"):
         write(task_writer(lambda messages: 3), 2)
 
 
@@ -109,6 +109,8 @@ def test_a_configuration_names_the_writer(tmp_path, monkeypatch):
         ({"model": "m"}, "data.writer.url is missing"),
         ({"url": "http://x", "model": ""}, "data.writer.model is missing"),
         ({"url": "http://x", "model": "m", "name": 1}, "data.writer.name is not known; choose"),
+        ({"url": "http://x", "model": "m", "about": 3}, "data.writer.about = 3; write a text"),
+        ({"url": "http://x", "model": "m", "max_tokens": "9"}, "data.writer.max_tokens = '9'; wr"),
         ({"url": "http://x", "model": "m", "check": 1}, "data.writer.check = 1; must be true or"),
         ({"url": "u", "model": "m", "key_variable": "NONE_1"}, "data.writer.key_variable names"),
     ],

@@ -195,6 +195,12 @@ def records_of(directory):
     return [r for r in read_jsonl(directory / "metrics.jsonl") if "loss" in r]
 
 
+def untimed(directory):
+    """The records of a run without what depends on when environments answer, or on the machine."""
+    left = CLOCKS | BY_TIMING
+    return [{k: v for k, v in r.items() if k not in left} for r in records_of(directory)]
+
+
 def test_a_run_of_many_turns(place, tmp_path):
     threads, run = threading.active_count(), tmp_path / "run"
     config = settings(place, run, "talk", "data.turns=2", "data.eval=", "train.steps=1")
@@ -361,12 +367,7 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
     for steps in (3, 5):
         config = settings(place, parts, "lucky", *more, f"train.steps={steps}")
         train(config, echo=lambda line: None)
-    timed = CLOCKS | BY_TIMING
-    both = [
-        [{k: v for k, v in r.items() if k not in timed} for r in records_of(run)]
-        for run in (whole, parts)
-    ]
-    assert both[0] == both[1]
+    assert untimed(whole) == untimed(parts)
 
 
 def test_written_tasks_need_a_writer(place, tmp_path):
@@ -439,12 +440,7 @@ def test_proofs_are_searched_by_an_expert_and_trained_on_again(place, tmp_path, 
     for steps in (3, 5):
         config = settings(place, parts, "talk", *more, f"train.steps={steps}")
         train(config, echo=lambda line: None)
-    timed = CLOCKS | BY_TIMING
-    both = [
-        [{k: v for k, v in r.items() if k not in timed} for r in records_of(run)]
-        for run in (whole, parts)
-    ]
-    assert both[0] == both[1]
+    assert untimed(whole) == untimed(parts)
 
 
 def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
