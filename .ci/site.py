@@ -42,9 +42,9 @@ FURTHER = {
     "jrl.objectives.transforms": ("per_group",),
     "jrl.rewards": ("whole_group",),
     "jrl.data.tasks.base": ("make_task",),
-    "jrl.envs": ("Env", "Turn"),
-    "jrl.envs.host": ("HostEnv",),
-    "jrl.envs.tools": ("tool_env",),
+    "jrl.episodes": ("Env", "Turn"),
+    "jrl.episodes.host": ("HostEnv",),
+    "jrl.episodes.tools": ("tool_env",),
 }
 """Module -> its names that own.md and environments.md use, for the Python reference."""
 

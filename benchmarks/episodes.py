@@ -20,11 +20,11 @@ import optax
 from benchmarks import flags
 from benchmarks.clock import peak_memory_mb, rounded, timed
 from benchmarks.work import model_config, parser, place, start_weights
-from jrl.compiles import CompileCounter
-from jrl.envs import get_env
+from jrl.episodes import get_env
 from jrl.methods import get_method
 from jrl.models.transformer import transformer
 from jrl.sampling.params import make_sampling_params
+from jrl.system.compile_cache import CompileCounter
 from jrl.train.compiled import iterate, make_iteration
 from jrl.train.state import init_state
 from jrl.train.step import make_step

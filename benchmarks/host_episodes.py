@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks import flags
 from benchmarks.clock import rounded
 from benchmarks.work import model_config, parser, place
-from jrl.envs.calls import Calls
-from jrl.envs.chat import PlainFormat
-from jrl.envs.episode import Episode, call_init, call_step
-from jrl.envs.host import Feedback, HostEnv, Limits
-from jrl.envs.transcript import Transcript
+from jrl.episodes.calls import Calls
+from jrl.episodes.chat import PlainFormat
+from jrl.episodes.episode import Episode, call_init, call_step
+from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.transcript import Transcript
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.serving.episode_rows import EpisodeRows, More, RowStart

@@ -17,7 +17,7 @@ from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady
 from benchmarks.flags import WARMUP
 from benchmarks.work import Source, Work, build, new_state, report
-from jrl.compiles import CompileCounter
+from jrl.system.compile_cache import CompileCounter
 from jrl.types import Params, TrainState
 
 

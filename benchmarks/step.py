@@ -17,8 +17,8 @@ from benchmarks import phases
 from benchmarks.clock import peak_memory_mb, rounded, steady, timed
 from benchmarks.rollout import describe, sampling_figures
 from benchmarks.work import Source, Work, build, new_state, report
-from jrl.compiles import CompileCounter
 from jrl.mesh import batch_shards, replicated
+from jrl.system.compile_cache import CompileCounter
 from jrl.train.collect import collect
 from jrl.train.packing import Packer
 from jrl.train.step import compile_step, make_step

@@ -27,15 +27,15 @@ import numpy as np
 
 from benchmarks.clock import rounded, steady
 from benchmarks.flags import write
-from jrl import processes
-from jrl.compiles import enable_compile_cache
 from jrl.config import Config, load_config
-from jrl.devices import find_devices
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.plan.lower import run_model
 from jrl.plan.topology import Topology, parse_topology
 from jrl.plan.useful import lengths_of, model_flops
+from jrl.system import processes
+from jrl.system.compile_cache import enable_compile_cache
+from jrl.system.devices import find_devices
 from jrl.train import build, programs
 from jrl.train.collect import Groups, collect
 from jrl.train.placement import make_meshes

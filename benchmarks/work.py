@@ -15,7 +15,6 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks import flags
-from jrl.compiles import return_compiler_memory
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
@@ -24,6 +23,7 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams, make_sampling_params
+from jrl.system.compile_cache import return_compiler_memory
 from jrl.train.collect import Groups, compiled_stream
 from jrl.train.state import init_state, state_shardings
 from jrl.types import Array, Network, Params, Rollout, StopReason, TrainState

@@ -15,7 +15,7 @@ from typing import Any
 
 _HOME = {
     "Batch": "jrl.types",
-    "Checkpoints": "jrl.checkpoint",
+    "Checkpoints": "jrl.storage.checkpoints",
     "Config": "jrl.config",
     "SamplingParams": "jrl.sampling.params",
     "ModelConfig": "jrl.models.config",
@@ -26,7 +26,7 @@ _HOME = {
     "TrainState": "jrl.types",
     "UserError": "jrl.errors",
     "ValueNetwork": "jrl.types",
-    "compile_run": "jrl.compile_notes",
+    "compile_run": "jrl.system.compile_reports",
     "compute_advantages": "jrl.objectives.policy",
     "fit": "jrl.entry",
     "function_network": "jrl.models.functions",

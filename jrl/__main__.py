@@ -3,7 +3,7 @@
 import contextlib
 
 from jrl.errors import INTERRUPTED
-from jrl.signals import end_at_once, ignore
+from jrl.system.signals import end_at_once, ignore
 
 
 def main() -> None:

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jrl.config import Config, build_config, dump, load_config
 from jrl.data.tasks import Task
-from jrl.directories import fresh_dir
 from jrl.errors import UserError
 from jrl.methods.base import Method
-from jrl.metrics import read_jsonl
-from jrl.own import GIVEN, given, keep_rows
 from jrl.rewards.columns import SIGNATURE
+from jrl.storage.metrics import read_jsonl
+from jrl.system.directories import fresh_dir
 from jrl.types import Network, Params, TrainState
+from jrl.user_code import GIVEN, given, keep_rows
 
 if TYPE_CHECKING:
-    from jrl.envs import Env
-    from jrl.envs.host import HostEnv
+    from jrl.episodes import Env
+    from jrl.episodes.host import HostEnv
 
 ROWS = "python"
 """Where in a run directory the rows are that were passed in Python."""
@@ -83,7 +83,7 @@ class Result(NamedTuple):
         Returns:
           The directory.
         """
-        from jrl.export import export_run
+        from jrl.run.export import export_run
 
         with given(self.values):
             return export_run(self.config, Path(directory), adapters=adapters)
@@ -123,8 +123,8 @@ def fit(
         ``[objective]``; GRPO by default.
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
       env: an environment to play instead, its name or a function that makes it of further keys of
-        ``[data]``: a ``jrl.envs.Env`` on the device, or with ``rows`` a ``jrl.envs.host.HostEnv``
-        that plays them.
+        ``[data]``: a ``jrl.episodes.Env`` on the device, or with ``rows`` a
+        ``jrl.episodes.host.HostEnv`` that plays them.
       eval_rows: held-out prompts, as ``rows``.
       config: everything else: a configuration, a TOML file, or its keys as a dict, nested or
         dotted ({"train.steps": 100}).

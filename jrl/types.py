@@ -352,7 +352,7 @@ class Search(NamedTuple):
     that ends is a leaf; its score is backed up to the nodes before it.
 
     Attributes:
-      by: of ``envs.tree.SEARCHES``, how nodes are chosen and leaves backed up.
+      by: of ``episodes.tree.SEARCHES``, how nodes are chosen and leaves backed up.
       width: steps drawn from a node.
       rounds: at most; a search ends before once it has found a leaf for each member.
       tokens: the most of a step. In text a step ends with a line, too.

@@ -26,13 +26,13 @@ from jrl.config.unions import Optimizer
 from jrl.data.tasks import get_task
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
-from jrl.metrics import read_jsonl
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
+from jrl.storage.metrics import read_jsonl
 from jrl.train.collect import TextSource, collect, task_rollout, to_batch
 from jrl.train.compiled import held_out
 from jrl.train.loop import train, train_steps

@@ -9,13 +9,13 @@ import jax.monitoring
 import pytest
 from typer.testing import CliRunner
 
-from jrl.checkpoint import Checkpoints
 from jrl.cli.app import app
 from jrl.config import load_config
-from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import read_jsonl
 from jrl.train import build, loop
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}

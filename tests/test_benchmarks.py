@@ -31,12 +31,12 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import frozenlake
 from benchmarks.peers.record import Record
 from jrl.config import load_config
-from jrl.envs import get_env
-from jrl.envs.games.gridworld import Grid
-from jrl.envs.transcript import Segment, Transcript
+from jrl.episodes import get_env
+from jrl.episodes.transcript import Segment, Transcript
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.types import Prompt, Rollout, StopReason
+from jrl.zoo.envs.games.gridworld import Grid
 
 TINY = [
     *("--layers", "1", "--dim", "16", "--heads", "2", "--kv-heads", "1", "--head-dim", "8"),

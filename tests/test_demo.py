@@ -3,7 +3,7 @@
 import pytest
 
 from jrl.config import load_config
-from jrl.metrics import read_jsonl
+from jrl.storage.metrics import read_jsonl
 from jrl.train.loop import train
 
 

@@ -19,7 +19,7 @@ from typer.main import get_command
 
 from jrl.cli.app import app
 from jrl.config import build_config, load_config
-from jrl.envs.host import HostEnv
+from jrl.episodes.host import HostEnv
 from jrl.train import loop
 from jrl.train.loop import train
 
@@ -59,13 +59,13 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "import jax.numpy as jnp": "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
     },
     "docs/recipes.md": {
-        "from jrl.envs.tree import Step, Tree": (
+        "from jrl.episodes.tree import Step, Tree": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         ),
         "# experience.py": "test_docs_blocks::test_the_agent_of_the_recipes_learns_from_its_notes",
     },
     "docs/environments.md": {
-        "from jrl.envs.propositions import parse, provable": (
+        "from jrl.zoo.envs.propositions import parse, provable": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         ),
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs",

@@ -15,7 +15,7 @@ from test_docs_blocks import ROOT, commands, fenced, indented, name_of
 from typer.testing import CliRunner
 
 from jrl.cli.app import app
-from jrl.extras import missing
+from jrl.system.extras import missing
 from jrl.train import loop
 
 LEFT = {  # how a command begins -> what stands for it

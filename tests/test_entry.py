@@ -18,16 +18,16 @@ from jrl import entry
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.data.tasks import get_task
-from jrl.envs import get_env
+from jrl.episodes import get_env
 from jrl.errors import UserError
 from jrl.methods import variant
 from jrl.methods.domains import Positive
 from jrl.methods.group_relative import grpo
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.own import given
 from jrl.rewards import Sample, make_reward
 from jrl.train import loop
+from jrl.user_code import given
 
 ROWS = [{"question": f"{a}+{b}?", "answer": str(a + b), "a": a} for a in (1, 2) for b in (3, 4)]
 QUICK = {

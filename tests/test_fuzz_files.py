@@ -12,7 +12,6 @@ import pytest
 from fuzzing import QUICK, anything, as_json, damaged, edits, outcome, places, replaced, settings
 from hypothesis import strategies as st
 
-from jrl.checkpoint import Checkpoints
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import open_source
 from jrl.errors import UserError
@@ -20,6 +19,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
+from jrl.storage.checkpoints import Checkpoints
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 MODEL = ModelConfig(vocab_size=32, max_length=48, **SIZES)

@@ -15,21 +15,22 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import own, processes
+from jrl import user_code as own
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import RunWriter, check_run_dir, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.stored import in_memory
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
+from jrl.run.reward_probe import check_reward_columns
 from jrl.serving.openai_requests import ApiError, parse
 from jrl.serving.request import RequestLimits
-from jrl.step_files import what_is_saved
+from jrl.storage.metrics import RunWriter, check_run_dir, read_jsonl
+from jrl.storage.step_files import what_is_saved
+from jrl.system import processes
 from jrl.train import build
-from jrl.train.reward_text import check_reward_columns
 
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 TASK = (

@@ -14,9 +14,9 @@ from typer.main import get_command
 from jrl.cli.app import app
 from jrl.config import build_config
 from jrl.methods import get_method, list_methods
-from jrl.metrics import CLOCKS
 from jrl.models.hf.parse import FAMILIES
 from jrl.rewards.columns import form_of
+from jrl.storage.metrics import CLOCKS
 from jrl.train import loop
 
 ROOT = pathlib.Path(__file__).parents[1]

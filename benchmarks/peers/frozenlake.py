@@ -1,7 +1,7 @@
 """FrozenLake's rules in plain Python, for peers whose environments run on the host.
 
-The same texts as ``jrl.envs.games.gridworld`` with ``start = "anywhere"``: the map and the place as
-a prompt, a letter as a turn, the new place as a reply.
+The same texts as ``jrl.zoo.envs.games.gridworld`` with ``start = "anywhere"``: the map and the
+place as a prompt, a letter as a turn, the new place as a reply.
 """
 
 from __future__ import annotations

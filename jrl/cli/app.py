@@ -10,8 +10,8 @@ import typer
 from jrl.cli import before, policies, runs
 from jrl.cli.group import Main, WithKeys
 from jrl.errors import INTERRUPTED, Overdue
-from jrl.extras import version as installed_version
-from jrl.signals import end_within
+from jrl.system.extras import version as installed_version
+from jrl.system.signals import end_within
 
 app = typer.Typer(
     pretty_exceptions_enable=False,

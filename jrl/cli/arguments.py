@@ -14,7 +14,7 @@ from jrl.cli.complete import complete_override
 from jrl.config import Config, load_config
 from jrl.config.stored import stored_config
 from jrl.errors import UserError
-from jrl.own import remember
+from jrl.user_code import remember
 
 OVERRIDES = "Changes to configuration keys, such as sampling.group=16."
 CHECKPOINT = "Training step of the checkpoint; the newest if left out."
@@ -49,8 +49,8 @@ def read(target: str | None, overrides: Sequence[str] | None) -> Config:
 
 def prepare_jax() -> None:
     """Turns the cache of compiled programs on, and finds the devices."""
-    from jrl.compiles import enable_compile_cache
-    from jrl.devices import find_devices
+    from jrl.system.compile_cache import enable_compile_cache
+    from jrl.system.devices import find_devices
 
     enable_compile_cache()
     find_devices()

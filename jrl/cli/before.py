@@ -5,6 +5,7 @@ A command imports its work when it runs, so that --help is fast.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from typing import Annotated, Any
@@ -116,7 +117,7 @@ def doctor(
     Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
     """
     from jrl.cli.doctor import examine
-    from jrl.train.lacks import lacks
+    from jrl.run.diagnostics import lacks
 
     found = examine()
     lacking: list[str] = []
@@ -235,18 +236,17 @@ def imagine(
     Example: jrl imagine configs/imagine/teacher.toml --url http://localhost:8000/v1 --model NAME
     --out imagined.jsonl --count 1000
     """
-    from jrl.imagine import Model, read_task
-    from jrl.imagine import imagine as imagine_dialogues
+    imagine = importlib.import_module("jrl.zoo.tools.imagine")
 
     if key_variable is not None and key_variable not in os.environ:
         raise UserError(
             f"--key-variable {key_variable}: there is no such environment variable; set it"
         )
     key = "" if key_variable is None else os.environ[key_variable]
-    asked = Model(url, model, key, max_tokens, temperature, timeout)
+    asked = imagine.Model(url, model, key, max_tokens, temperature, timeout)
     try:
-        found = imagine_dialogues(
-            read_task(task),
+        found = imagine.imagine(
+            imagine.read_task(task),
             asked,
             out,
             count=count,

@@ -1,4 +1,4 @@
-"""What this machine has. What a configuration lacks on it is in ``jrl.train.lacks``."""
+"""What this machine has. What a configuration lacks on it is in ``jrl.run.diagnostics``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jrl.errors import UserError
-from jrl.extras import DISTRIBUTION, extras, install_line, missing, version
 from jrl.hub import cache_directory, offline
+from jrl.system.extras import DISTRIBUTION, extras, install_line, missing, version
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "huggingface_hub")
 
@@ -35,7 +35,7 @@ def examine() -> dict[str, str]:
 
 
 def _devices() -> str:
-    from jrl.devices import find_devices
+    from jrl.system.devices import find_devices
 
     notes: list[str] = []
     try:
@@ -65,7 +65,7 @@ def _host_memory() -> str:
 
 
 def _compile_cache() -> str:
-    from jrl.compiles import enable_compile_cache
+    from jrl.system.compile_cache import enable_compile_cache
 
     directory = enable_compile_cache()
     return "off" if directory is None else f"{directory}, {_held(directory)}"

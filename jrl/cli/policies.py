@@ -5,6 +5,7 @@ A command imports its work when it runs, so that --help is fast.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from pathlib import Path
@@ -139,7 +140,9 @@ def serve(
         record=record,
         tool_parser=tool_parser,
     )
-    run = launch.serve_openai if engine == "jrl" else launch.serve_jetstream
+    run = launch.serve_openai
+    if engine == "jetstream":
+        run = importlib.import_module("jrl.zoo.jetstream.launch").serve_jetstream
     run(chosen, options, checkpoint=checkpoint, echo=typer.echo)
 
 
@@ -163,7 +166,7 @@ def convert(
     Example: jrl convert runs/gsm8k exported
     """
     chosen = read(target, overrides)
-    from jrl.export import export_run
+    from jrl.run.export import export_run
 
     directory = export_run(
         chosen, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy

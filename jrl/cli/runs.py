@@ -5,6 +5,7 @@ A command imports its work when it runs, so that --help is fast.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,10 +27,10 @@ from jrl.cli.console import (
     print_result,
     print_table,
 )
-from jrl.directories import fresh_dir
 from jrl.errors import INTERRUPTED, UserError
-from jrl.signals import end_at_once
-from jrl.step_files import what_is_saved
+from jrl.storage.step_files import what_is_saved
+from jrl.system.directories import fresh_dir
+from jrl.system.signals import end_at_once
 
 
 def train(
@@ -72,7 +73,7 @@ def _train(
     processes: int | None,
     process: int | None,
 ) -> None:
-    from jrl.processes import first_says, start
+    from jrl.system.processes import first_says, start
 
     start(coordinator, processes, process)
     chosen = read(config, overrides)
@@ -215,9 +216,8 @@ def drift(
     """
     chosen = read(target, overrides)
     prepare_jax()
-    from jrl.drift import measure_drift
-
-    found = measure_drift(
+    reproducibility = importlib.import_module("jrl.zoo.tools.reproducibility")
+    found = reproducibility.measure_drift(
         chosen,
         batches=batch or (1, 8),
         meshes=mesh or (),
@@ -260,7 +260,7 @@ def compare(
     tasks = task or (chosen.task and chosen.task.name)
     if not tasks:
         raise UserError("data.task is missing; name tasks or environments with --task")
-    from jrl.compare import compare as run_comparison
+    from jrl.run.compare import compare as run_comparison
 
     names = [name.strip() for name in methods.split(",")]
     task_names = [name.strip() for name in tasks.split(",")]

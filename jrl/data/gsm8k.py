@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jrl.data.sources import open_source
 from jrl.errors import UserError
-from jrl.extras import need
+from jrl.system.extras import need
 
 FEATURES = ("question", "answer", "annotation", "short_answer")
 

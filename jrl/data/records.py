@@ -13,7 +13,7 @@ missing, it is the common beginning of chosen and rejected.
 Prompt and responses may be lists of token ids, which are trained on as they are: nothing is put
 before, between or behind them. Such a record may also say of each response how often a search went
 through it ("visits"), and of which steps it is made ("steps", their sizes in tokens) with the value
-of each ("step_values"); ``envs.tree_rows`` makes them.
+of each ("step_values"); ``episodes.tree_rows`` makes them.
 """
 
 from __future__ import annotations

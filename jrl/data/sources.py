@@ -14,10 +14,10 @@ import numpy as np
 
 from jrl.data.tables import Chain, CsvSource, GzipSource, JsonSource, Mixture, Source, holds_lines
 from jrl.errors import UserError
-from jrl.extras import need
 from jrl.hub import data_files, hub_name
-from jrl.json_text import parse_json
-from jrl.own import GIVEN, given_value
+from jrl.system.extras import need
+from jrl.system.json_text import parse_json
+from jrl.user_code import GIVEN, given_value
 
 _KINDS: Mapping[str, Callable[[Path], Source]] = {
     ".csv": CsvSource,

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.json_text import parse_json
-from jrl.memory import check_fits
+from jrl.system.json_text import parse_json
+from jrl.system.memory import check_fits
 
 
 class Source(Protocol):

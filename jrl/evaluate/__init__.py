@@ -15,12 +15,12 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.tasks import Task
-from jrl.envs import Env
+from jrl.episodes import Env
 from jrl.errors import UserError
+from jrl.evaluate.samples import samples_of
 from jrl.mesh import replicated
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool
-from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build, programs
 from jrl.train.adapters import restore_policy
@@ -28,8 +28,8 @@ from jrl.train.build import Run
 from jrl.train.collect import Groups, TextSource, compiled_stream
 from jrl.train.compiled import held_out
 from jrl.train.episodes import eval_parts
-from jrl.train.fits import check_evaluation
 from jrl.train.host_episodes import HostEpisodes, host_source
+from jrl.train.memory_check import check_evaluation
 from jrl.train.resharding import free
 from jrl.types import Array, Params, Prompt, StopReason
 

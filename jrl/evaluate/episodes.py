@@ -20,10 +20,10 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.config.secrets import reveal
-from jrl.envs.calls import Calls
-from jrl.envs.configured import configured_env
-from jrl.envs.host import format_of
-from jrl.envs.tree_rows import TreeRows, rows_of_tree
+from jrl.episodes.calls import Calls
+from jrl.episodes.configured import configured_env
+from jrl.episodes.host import format_of
+from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate.verifiers import Verifier

@@ -23,8 +23,8 @@ import numpy as np
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
-from jrl.envs.tree import Tree
-from jrl.envs.tree_rows import TreeRows, rows_of_tree
+from jrl.episodes.tree import Tree
+from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate.episodes import search_episodes
@@ -42,7 +42,7 @@ from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.fits import check_problems, check_slots
+from jrl.train.memory_check import check_problems, check_slots
 from jrl.train.objective import max_new_tokens
 from jrl.types import Array, Params, Prompt, stream
 
@@ -71,8 +71,8 @@ def search_run(
         is a turn, and this is not read.
       rounds: at most.
       checkpoint: a training step; None for the newest.
-      out: a directory for siblings.jsonl and paths.jsonl (``envs.tree_rows.TreeRows``) of a search
-        on the first training problems; None for none.
+      out: a directory for siblings.jsonl and paths.jsonl (``episodes.tree_rows.TreeRows``) of a
+        search on the first training problems; None for none.
       by: what paths are ranked by: "likelihood"; "model", the reward model of ``rewards.model``;
         "value", the value network that the run trained; or "ratio", by how much likelier a token of
         the last step is for the run's policy than for the one that it began with, which then draws

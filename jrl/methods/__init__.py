@@ -1,4 +1,4 @@
-"""Published methods by name. A file added to this package adds its decorated functions.
+"""Published methods by name. A file added to one of ``PACKAGES`` adds its decorated functions.
 
 >>> get_method("grpo", clip_high=0.28).min_group
 2
@@ -17,7 +17,7 @@ from typing import Any
 from jrl.errors import UserError, choose
 from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
 from jrl.methods.definition import Published, published, variant
-from jrl.own import FORMS, check_options, load, made_by, parameters_of
+from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
 __all__ = [
     "Draw",
@@ -37,15 +37,21 @@ __all__ = [
 ]
 
 
+PACKAGES = ("jrl.methods", "jrl.zoo.methods")
+"""Packages whose files hold published methods. By name, as the core imports nothing of the zoo."""
+
+
 @functools.cache
 def all_methods() -> MappingProxyType[str, Published]:
-    """Every decorated function in the files of this package, by name, in alphabetical order.
+    """Every decorated function in the files of ``PACKAGES``, by name, in alphabetical order.
 
     Raises:
       ValueError: when two files define methods of one name.
     """
     found: dict[str, Published] = {}
-    for file in pkgutil.iter_modules(__path__, prefix=f"{__name__}."):
+    paths = {package: importlib.import_module(package).__path__ for package in PACKAGES}
+    files = [f for name, path in paths.items() for f in pkgutil.iter_modules(path, f"{name}.")]
+    for file in files:
         module = importlib.import_module(file.name)
         for value in vars(module).values():
             if not isinstance(value, Published) or value.__module__ != module.__name__:

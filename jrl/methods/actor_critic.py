@@ -379,8 +379,8 @@ def dsp(base: Method) -> Method:
         r = metric(answer of the other model to (x, z)) - beta log(pi(z | x) / pi_0(z | x))
 
     with beta steered to ``kl_target`` nats a token, and PPO's loss; the released runs take that of
-    ``nlpo``. ``envs.players.guided_env`` has the other model answer. The numbers are those of the
-    released summarisation runs; for dialogue they have beta 0.01 and 0.2 nats.
+    ``nlpo``. ``zoo.envs.players.guided_env`` has the other model answer. The numbers are those of
+    the released summarisation runs; for dialogue they have beta 0.01 and 0.2 nats.
     """
     return base
 
@@ -397,9 +397,9 @@ def cory(base: Method, policies: Count = 2, swap_every: Whole = 5) -> Method:
 
     with PPO's estimates and loss, each player's answer being an episode of its own. Both policies
     begin alike, and swap players after ``swap_every`` steps; the first is the one that is kept.
-    ``envs.players.pair_env`` has them play. beta, value coefficient, passes and swaps are those of
-    the released IMDB run, in which beta is steered to 6 nats a completion, the divergence is over
-    the whole vocabulary, and moments are forgotten at a swap. With ``policies`` 1 one policy plays
-    both players.
+    ``zoo.envs.players.pair_env`` has them play. beta, value coefficient, passes and swaps are those
+    of the released IMDB run, in which beta is steered to 6 nats a completion, the divergence is
+    over the whole vocabulary, and moments are forgotten at a swap. With ``policies`` 1 one policy
+    plays both players.
     """
     return base.with_(policies=policies, swap_every=swap_every)

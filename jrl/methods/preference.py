@@ -25,6 +25,7 @@ from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
 from jrl.objectives import aggregates, comparisons, pairs
 from jrl.objectives.comparisons import START, extremes, start_log_ratio, sums, write
 from jrl.objectives.kl import LOG_RATIO_LIMIT
+from jrl.objectives.members import GroupLoss, over_group
 from jrl.objectives.pairs import Reward, Side, sigmoid, softplus
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Surrogate, Transform
@@ -519,3 +520,9 @@ def step_q(base: Method) -> Method:
     ratio --width n``. Departure: the policy that draws is the one that training began with.
     """
     return base
+
+
+def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), unsupported: str = "") -> Method:
+    """A method from a loss of groups whose scores differ: the mean over them."""
+    objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
+    return Method(objective, min_group=2, unsupported=unsupported)

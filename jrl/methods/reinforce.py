@@ -312,10 +312,11 @@ def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
         r = 0, 0 and -1 where the score cannot be read
         A = (r - mean) / std over the batch's tokens, at the tokens of the message alone
 
-    then PPO's clipped loss. A message is a step; ``envs.players.discussion_env`` plays the roles
-    and pays so, as the authors' code does. Every agent is a policy of its own, learns from its own
-    messages, and takes the next role after ``swap_every`` steps. Not known: how the paper deals out
-    the roles. Departure: no penalty for the divergence. With ``policies`` 1 one plays all roles.
+    then PPO's clipped loss. A message is a step; ``zoo.envs.players.discussion_env`` plays the
+    roles and pays so, as the authors' code does. Every agent is a policy of its own, learns from
+    its own messages, and takes the next role after ``swap_every`` steps. Not known: how the paper
+    deals out the roles. Departure: no penalty for the divergence. With ``policies`` 1 one plays all
+    roles.
     """
     return base.with_(
         advantage=transforms.chain(own_steps(), transforms.whiten("tokens")),

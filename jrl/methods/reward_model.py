@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jrl.methods.base import Method
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import NonNegative, Positive
-from jrl.methods.preference_lists import list_method
+from jrl.methods.preference import list_method
 from jrl.objectives import aggregates, lists, segments
 from jrl.objectives.members import Members, spoilt
 from jrl.objectives.pairs import softplus
@@ -208,16 +208,17 @@ def meds3(base: Method) -> Method:
 
         argmax over children of v + 2 sqrt(ln N(parent) / N),   those never visited first
 
-    (``envs.tree.uct``), finished paths left alone, v_k being the share of right endings behind step
-    k. Paths that end rightly train the policy (``sft``), and all paths this model, on both sides:
+    (``episodes.tree.uct``), finished paths left alone, v_k being the share of right endings behind
+    step k. Paths that end rightly train the policy (``sft``), and all paths this model, on both
+    sides:
 
         loss = - mean over steps of [ v_k log sigmoid(V_k) + (1 - v_k) log sigmoid(-V_k) ]
 
     which is the loss of ``prm`` with soft labels: "step_values" of the rows that
-    ``envs.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by the
-    model. Departures: V is the value head's number, where the paper's head has two classes, whose
-    difference it is; ``jrl eval --search mcts --out`` goes by ``envs.tree.puct`` and the policy's
-    likelihood, in Python ``serving.search.search`` takes the selection of the paper.
+    ``episodes.tree_rows.rows_of_tree`` makes. At inference the best of N completions is taken by
+    the model. Departures: V is the value head's number, where the paper's head has two classes,
+    whose difference it is; ``jrl eval --search mcts --out`` goes by ``episodes.tree.puct`` and the
+    policy's likelihood, in Python ``serving.search.search`` takes the selection of the paper.
     """
     return base
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from jrl.errors import UserError, choose
 from jrl.hub import model_directory
-from jrl.json_text import read_object, refuse_pointer
 from jrl.models.chat_template import find_templates, render
+from jrl.system.json_text import read_object, refuse_pointer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jrl.errors import UserError, choose
-from jrl.extras import install_line
+from jrl.system.extras import install_line
 
 HOP_SECONDS = 1e-6
 """Latency of one hop between neighbouring chips; an order of magnitude."""

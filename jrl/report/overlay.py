@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.metrics import write_atomic
 from jrl.report.page import Curve, as_page, read_run, thin_curve
+from jrl.storage.metrics import write_atomic
 
 IGNORED = ("run.", "log.", "checkpoint.")
 """Keys that change nothing about what is learned."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.metrics import read_jsonl, write_atomic
 from jrl.report.health import findings
 from jrl.report.samples import spread, thin_samples
+from jrl.storage.metrics import read_jsonl, write_atomic
 
 MAX_POINTS = 1500
 """The most points of a curve in the page; longer curves are thinned evenly, ends kept."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError, choose
-from jrl.own import FORMS, GIVEN, check_options, load
 from jrl.rewards.base import RewardFn, Sample, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
 from jrl.rewards.exact import exact_reward
 from jrl.rewards.format import confidence, format_reward
 from jrl.rewards.math import math_reward
+from jrl.user_code import FORMS, GIVEN, check_options, load
 
 REWARDS: dict[str, Callable[..., list[float]]] = {
     "exact": exact_reward,

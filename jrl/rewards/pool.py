@@ -28,7 +28,7 @@ from jrl.rewards import kill
 from jrl.rewards.base import RewardFn, Sample
 from jrl.rewards.call import Failure, call
 from jrl.rewards.worker import Lost, RewardWorker, attribute, pickled_call
-from jrl.waits import waiting
+from jrl.system.wait_reports import waiting
 
 __all__ = ["RewardFn", "RewardPool", "Sample"]
 

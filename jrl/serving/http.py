@@ -18,9 +18,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jrl.envs.parsers import Parser
+from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
-from jrl.json_text import TwoValues, one_value_each
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
 from jrl.serving.openai_requests import (
@@ -34,6 +33,7 @@ from jrl.serving.record import Recorder, read_reward, session_name
 from jrl.serving.request import Completion, RequestLimits, Update
 from jrl.serving.request import Request as EngineRequest
 from jrl.serving.text import longest_text
+from jrl.system.json_text import TwoValues, one_value_each
 from jrl.types import StopReason
 
 if TYPE_CHECKING:

@@ -19,15 +19,14 @@ from jrl.models.config import ModelConfig
 from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.sampling.params import make_sampling_params
-from jrl.serving import http, jetstream, jetstream_engine, server
+from jrl.serving import http, server
 from jrl.serving.engine import Engine
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
-from jrl.train.fits import check_slots
 from jrl.train.frozen import run_shape, run_task
+from jrl.train.memory_check import check_slots
 from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import method_of
 from jrl.types import Network, Params
@@ -217,46 +216,3 @@ def _weights(config: Config, options: ServerOptions, policy: ServedPolicy) -> di
         "version": policy.version,
         "vocab_size": policy.network.vocab_size,
     }
-
-
-def serve_jetstream(
-    config: Config, options: ServerOptions, *, checkpoint: int | None, echo: Callable[[str], object]
-) -> None:
-    """Serves JetStream's protocol until a signal; see ``jetstream.run``.
-
-    Raises:
-      UserError: see ``served_policy``; or the address is taken.
-    """
-    if options.api_key is not None:
-        raise UserError("--api-key: JetStream's protocol has none; use --engine jrl")
-    if options.record is not None:
-        raise UserError("--record: JetStream's protocol has no sessions; use --engine jrl")
-    if options.tool_parser is not None:
-        raise UserError("--tool-parser: JetStream's protocol has no tools; use --engine jrl")
-    jetstream_engine.library()
-    server.listen(options.host, options.port).close()
-    policy = served_policy(config, checkpoint=checkpoint, slots=options.slots)
-    sampling = config.sampling
-    engine = jetstream_engine.make_engine(
-        jax.random.key(config.seed),
-        policy.params,
-        network=policy.network,
-        tokenizer=policy.tokenizer,
-        sampling_params=make_sampling_params(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-        ),
-        slots=options.slots,
-        prompt_tokens=policy.prompt_tokens,
-        new_tokens=policy.new_tokens,
-        mesh=policy.mesh,
-    )
-    del policy  # the engine has its own copy of the weights
-    engine.compile()
-    jetstream.run(
-        engine,
-        host=options.host,
-        port=options.port,
-        queue_requests=options.queue,
-        grace_seconds=options.grace_seconds,
-        echo=echo,
-    )

@@ -1,8 +1,8 @@
 """Tools in chat completions: what the chat template is told of them, and calls in the reply.
 
-A family's parser (``jrl.envs.parsers``) reads the calls of what was drawn, so that an agent that
-talks OpenAI's API plays with a policy as environments of tools do. A text in which a call cannot be
-read is a message without calls.
+A family's parser (``jrl.episodes.parsers``) reads the calls of what was drawn, so that an agent
+that talks OpenAI's API plays with a policy as environments of tools do. A text in which a call
+cannot be read is a message without calls.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jrl.envs.chat import chat_template
-from jrl.envs.parsers import PARSERS, Call, Parser, Schemas, get_parser
+from jrl.episodes.chat import chat_template
+from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 

@@ -6,8 +6,8 @@
     recorder.completed(place, ...)                # when one of its choices has ended
     recorder.reward("task-1", 1.0, done=True)
 
-``jrl.envs.recorded_files`` has the format, ``jrl.envs.recorded`` the reader. A client names its
-session, or a request whose prompt begins with the prompt and the drawn ids of an earlier one
+``jrl.episodes.recorded_files`` has the format, ``jrl.episodes.recorded`` the reader. A client names
+its session, or a request whose prompt begins with the prompt and the drawn ids of an earlier one
 continues that one's session. Messages are written as ids alone; headers and keys are not written.
 """
 
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.recorded_files import FORMAT
+from jrl.episodes.recorded_files import FORMAT
 from jrl.errors import StorageError
 from jrl.serving.openai_requests import ApiError, ApiRequest
 from jrl.serving.request import Completion

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jrl.envs.tree import (
+from jrl.episodes.tree import (
     Backup,
     SearchCost,
     Select,

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jrl.errors import UserError
-from jrl.extras import need
 from jrl.serving.http import Service, application
+from jrl.system.extras import need
 
 
 class HttpServer:

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import Config
 from jrl.errors import UserError
-from jrl.integrity import checksum
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters
 from jrl.models.lora import Lora, with_adapters
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.integrity import checksum
 from jrl.types import NOTHING, Network, Params, TrainState
 
 BASE = "base"

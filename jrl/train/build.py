@@ -23,8 +23,8 @@ from jrl.data.prompts import PromptCounts, build_prompts
 from jrl.data.sources import MemoryRows, open_source
 from jrl.data.tables import Source
 from jrl.data.tasks import Task
-from jrl.envs import Env
-from jrl.envs.transcript import Transcript
+from jrl.episodes import Env
+from jrl.episodes.transcript import Transcript
 from jrl.errors import Mistakes, UserError, choose
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
@@ -36,15 +36,14 @@ from jrl.models.quant import sampler
 from jrl.models.routing import recording
 from jrl.models.tokenizer import Tokenizer, check_ids, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
-from jrl.own import FORMS, check_options, check_takes, load, made_by
 from jrl.rewards import make_reward
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
-from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
+from jrl.train.memory_check import check_training
 from jrl.train.method_network import check_network, network_of, own_layout
 from jrl.train.objective import max_new_tokens, method_of, router_losses
 from jrl.train.optimizer import make_optimizer
@@ -53,6 +52,7 @@ from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
+from jrl.user_code import FORMS, check_options, check_takes, load, made_by
 
 TASK_REWARDS = ("verify", "partial", NAME)
 

@@ -27,12 +27,12 @@ from jrl.data.tasks import Task
 from jrl.errors import choose
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.models.tokenizer import Tokenizer
-from jrl.processes import deal
 from jrl.rewards.exact import final_answer
 from jrl.rewards.pool import RewardPool, Sample
 from jrl.sampling.generate import generate
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.tree import generate_tree
+from jrl.system.processes import deal
 from jrl.train.demonstrations import (
     demonstration_rollout,
     join_members,

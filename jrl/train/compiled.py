@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jrl.data.tasks import Task
-from jrl.envs import Env
+from jrl.episodes import Env
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method

@@ -20,11 +20,12 @@ import numpy as np
 from jrl.config.secrets import reveal
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
-from jrl.envs.configured import configured_env
-from jrl.envs.host import EnvError
+from jrl.episodes.configured import configured_env
+from jrl.episodes.host import EnvError
 from jrl.errors import UserError
 from jrl.methods.base import HardProblems, WrittenProblems
 from jrl.rewards.pool import RewardPool
+from jrl.system.wait_reports import waiting
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, counted
 from jrl.train.host_episodes import host_source
@@ -38,7 +39,6 @@ from jrl.train.tree_search import (
     value_estimate,
 )
 from jrl.types import Prompt
-from jrl.waits import waiting
 
 
 class CurrentPrompts(Sequence[Prompt]):

@@ -35,15 +35,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jrl.config.tables import PlacementTable
 from jrl.errors import UserError
-from jrl.integrity import checksum
 from jrl.mesh import AXES, replicated
+from jrl.storage.integrity import checksum
+from jrl.system.wait_reports import waiting
 from jrl.train import programs
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, StepGroups, assemble, draw_groups, to_host
 from jrl.train.host_play import Newer
 from jrl.train.packing import Packer
 from jrl.types import Array, Batch, Params, Rollout, RoutingRecord, Split
-from jrl.waits import waiting
 
 GroupsOf = Callable[..., StepGroups]
 """(key, params, *, step, version, cursor) -> the groups of a training step."""

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.calls import Answer, Calls
-from jrl.envs.chat import Format
-from jrl.envs.episode import Episode, call_init, call_step
-from jrl.envs.host import EnvError, HostEnv
-from jrl.envs.tree import Select, Step, Tree, grow_all, worth
+from jrl.episodes.calls import Answer, Calls
+from jrl.episodes.chat import Format
+from jrl.episodes.episode import Episode, call_init, call_step
+from jrl.episodes.host import EnvError, HostEnv
+from jrl.episodes.tree import Select, Step, Tree, grow_all, worth
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jrl.envs.episode import Episode
-from jrl.envs.transcript import Transcript
-from jrl.envs.tree import SEARCHES, Tree, grow_leaves
+from jrl.episodes.episode import Episode
+from jrl.episodes.transcript import Transcript
+from jrl.episodes.tree import SEARCHES, Tree, grow_leaves
 from jrl.train.episode_search import EpisodeForest, EpisodeSearch, Turn, path_of, turn_of
 from jrl.train.host_play import Played
 from jrl.types import Search

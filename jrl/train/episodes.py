@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jrl.data.tasks import Task
-from jrl.envs import Env, Start
-from jrl.envs.play import Episodes, check_room, play, scripted
-from jrl.envs.self_play import rows_of_players
+from jrl.episodes import Env, Start
+from jrl.episodes.device_play import Episodes, check_room, play, scripted
+from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, choose
 from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams

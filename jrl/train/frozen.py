@@ -18,7 +18,7 @@ from jrl.config import Config, from_table, load_config
 from jrl.config.secrets import reveal
 from jrl.config.unions import EnvData
 from jrl.data.tasks import Task, get_task
-from jrl.envs import Env, get_env
+from jrl.episodes import Env, get_env
 from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf

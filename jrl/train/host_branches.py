@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jrl.envs.episode import Episode
-from jrl.envs.transcript import Transcript
+from jrl.episodes.episode import Episode
+from jrl.episodes.transcript import Transcript
 from jrl.sampling.places import PLACES
 from jrl.sampling.slots import Measure
 from jrl.sampling.tree import check_branching

@@ -19,11 +19,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.config.secrets import reveal
-from jrl.envs.calls import Calls
-from jrl.envs.chat import Format
-from jrl.envs.configured import configured_env
-from jrl.envs.host import EnvError, HostEnv, format_of, nothing_shared
-from jrl.envs.transcript import RowShape, Transcript, rows_of_players, to_rollout
+from jrl.episodes.calls import Calls
+from jrl.episodes.chat import Format
+from jrl.episodes.configured import configured_env
+from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
+from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import replicated
 from jrl.methods.base import keep_all

@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.envs.calls import Answer, Calls
-from jrl.envs.chat import Format
-from jrl.envs.episode import Episode, call_init, call_step, shared_start
-from jrl.envs.frames import Message
-from jrl.envs.host import EnvError, Feedback, HostEnv
-from jrl.envs.transcript import Transcript
+from jrl.episodes.calls import Answer, Calls
+from jrl.episodes.chat import Format
+from jrl.episodes.episode import Episode, call_init, call_step, shared_start
+from jrl.episodes.frames import Message
+from jrl.episodes.host import EnvError, Feedback, HostEnv
+from jrl.episodes.transcript import Transcript
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import ChoosePlace, cheapest
+from jrl.system.wait_reports import waiting
 from jrl.train.host_branches import EpisodeBranches, tree_of
 from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Params, Prompt, StopReason
-from jrl.waits import waiting
 
 _LOOK_SECONDS = 0.05
 """Where nothing can be decoded, how long an answer is waited for between two looks at deadlines."""

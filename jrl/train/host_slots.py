@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Iterator, MutableMapping
 
-from jrl.envs.episode import Episode
+from jrl.episodes.episode import Episode
 from jrl.sampling.slots import Slots
 from jrl.serving.episode_rows import EpisodeRows, More, RowStart
 from jrl.serving.row_costs import ChoosePlace, WaitCosts, WaitingPlace

@@ -16,21 +16,25 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrl.compile_notes import CompileNotes
-from jrl.compiles import (
+from jrl.config import Config, flatten
+from jrl.errors import Overdue, UserError
+from jrl.mesh import replicated
+from jrl.report.page import write_report
+from jrl.rewards.pool import RewardPool
+from jrl.run.diagnostics import with_others
+from jrl.run.progress import Progress
+from jrl.run.revisions import pinned
+from jrl.run.reward_probe import check_reward_columns, missing_math, probe_rewards, reward_text
+from jrl.storage.step_files import what_is_saved
+from jrl.system.compile_cache import (
     enable_compile_cache,
     return_compiler_memory,
 )
-from jrl.config import Config, flatten
-from jrl.devices import find_devices
-from jrl.errors import Overdue, UserError
-from jrl.mesh import replicated
-from jrl.processes import check_same, stop_requested
-from jrl.progress import Progress
-from jrl.report.page import write_report
-from jrl.rewards.pool import RewardPool
-from jrl.signals import STEP_SECONDS, Stopping
-from jrl.step_files import what_is_saved
+from jrl.system.compile_reports import CompileNotes
+from jrl.system.devices import find_devices
+from jrl.system.processes import check_same, stop_requested
+from jrl.system.signals import STEP_SECONDS, Stopping
+from jrl.system.wait_reports import Waits, moved, waiting
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
 from jrl.train.build import Run
@@ -38,22 +42,18 @@ from jrl.train.collect import Groups, GroupSource, collect
 from jrl.train.compiled import iterate, warm_start, with_policy
 from jrl.train.curriculum import rounds_of
 from jrl.train.disjoint import draw_ahead, restored, stored
-from jrl.train.lacks import with_others
 from jrl.train.objective import sampler_differs
 from jrl.train.packing import Packer
 from jrl.train.pairs import judged_source
-from jrl.train.pins import pinned
 from jrl.train.records import RunRecords, all_heard
 from jrl.train.replay import recall_of
 from jrl.train.resharding import freed_after
-from jrl.train.reward_text import check_reward_columns, missing_math, probe_rewards, reward_text
 from jrl.train.sampler_difference import difference_text
 from jrl.train.score import policy_of
 from jrl.train.shapes import check_metric_names
 from jrl.train.step import Metrics, Step
 from jrl.train.tree_search import sampled_params
 from jrl.types import Batch, Params, TrainState
-from jrl.waits import Waits, moved, waiting
 
 Collect = Callable[..., tuple[Batch, Groups, int]]
 """(root key, policy params, *, step, cursor) -> (batch, the groups in it, new cursor)."""

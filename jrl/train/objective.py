@@ -9,8 +9,8 @@ from typing import Any
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.data.tasks import Task
-from jrl.envs import Env
-from jrl.envs.tree import SEARCHES
+from jrl.episodes import Env
+from jrl.episodes.tree import SEARCHES
 from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Draw, Method

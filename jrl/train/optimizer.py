@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from jrl import own
+from jrl import user_code as own
 from jrl.config.secrets import reveal
 from jrl.config.unions import Optimizer
 from jrl.errors import UserError, choose

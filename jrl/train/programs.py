@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrl.data.tasks import Task
-from jrl.envs import Env
-from jrl.envs.transcript import RowShape
+from jrl.episodes import Env
+from jrl.episodes.transcript import RowShape
 from jrl.errors import UserError
 from jrl.mesh import batch_shards, replicated, tree_shardings
 from jrl.methods.base import Method

@@ -16,9 +16,9 @@ from jrl.config import Config
 from jrl.config.unions import DialogueData, RecordedData
 from jrl.data.sources import open_source
 from jrl.data.tables import Source
-from jrl.envs.recorded import REWARDED, Recorded, RecordedCounts, read
-from jrl.envs.recorded_files import Distribution
-from jrl.envs.transcript import RowShape, Transcript, common_opening, to_rollout
+from jrl.episodes.recorded import REWARDED, Recorded, RecordedCounts, read
+from jrl.episodes.recorded_files import Distribution
+from jrl.episodes.transcript import RowShape, Transcript, common_opening, to_rollout
 from jrl.errors import UserError
 from jrl.methods.base import Method
 from jrl.models.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ from jrl.train.collect import Groups, source_rows
 from jrl.types import Prompt
 
 if TYPE_CHECKING:
-    from jrl.envs.dialogues import DialogueCounts, Dialogues
+    from jrl.episodes.dialogues import DialogueCounts, Dialogues
 
 RECORDED_REWARD = "reward"
 """The one reward part: the points that clients, or the rows of a file, gave to an episode."""
@@ -120,7 +120,7 @@ def _read(
       UserError: there is nothing to train on.
     """
     if isinstance(data, DialogueData):
-        from jrl.envs.dialogues import read_dialogues  # not on the way of other runs
+        from jrl.episodes.dialogues import read_dialogues  # not on the way of other runs
 
         source = opened(data.place, key="data.train")
         dialogues = read_dialogues(source, tokenizer, **data.wording, invalid=data.invalid)

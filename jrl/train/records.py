@@ -12,18 +12,19 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from jrl.checkpoint import Checkpoints
-from jrl.compiles import CompileCounter
 from jrl.errors import Overdue, RunStopped, StorageError, UserError, choose
 from jrl.evaluate import Evaluator
-from jrl.integrity import first_nonfinite
-from jrl.metrics import RunWriter, check_run_dir
-from jrl.processes import first_says
+from jrl.evaluate.samples import samples_of
 from jrl.rewards.pool import RewardPool
-from jrl.run_lock import run_lock
-from jrl.samples import samples_of
-from jrl.signals import Stopping
-from jrl.step_files import what_is_saved
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.integrity import first_nonfinite
+from jrl.storage.lock import run_lock
+from jrl.storage.metrics import RunWriter, check_run_dir
+from jrl.storage.step_files import what_is_saved
+from jrl.system.compile_cache import CompileCounter
+from jrl.system.processes import first_says
+from jrl.system.signals import Stopping
+from jrl.system.wait_reports import waiting
 from jrl.train.adapters import check_base, keep_base, with_base, with_kept_base, without_base
 from jrl.train.build import Run
 from jrl.train.collect import Groups
@@ -36,7 +37,6 @@ from jrl.train.step import with_slot_use
 from jrl.train.utilisation import utilisation
 from jrl.train.watch import COMPILED, MEMORY, NONFINITE, ROLLBACKS, Broken, Watch, resident_bytes
 from jrl.types import TrainState
-from jrl.waits import waiting
 
 
 class Position(NamedTuple):

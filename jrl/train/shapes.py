@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jrl.config import Config
 from jrl.config.unions import EnvData, EpisodeData, RecordedData
-from jrl.envs import Env
+from jrl.episodes import Env
 from jrl.errors import UserError, choose
 from jrl.evaluate import evaluation_names
 from jrl.mesh import batch_sharding, replicated
-from jrl.metrics import CLOCKS
 from jrl.models.config import ModelConfig
 from jrl.models.routing import record_dtype
+from jrl.storage.metrics import CLOCKS
 from jrl.train import build, programs
 from jrl.train.objective import max_new_tokens
 from jrl.types import Batch, RoutingRecord

@@ -17,8 +17,8 @@ import numpy as np
 
 from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
-from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
-from jrl.envs.tree import SEARCHES, Node, Step, Tree, grow_leaves
+from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
+from jrl.episodes.tree import SEARCHES, Node, Step, Tree, grow_leaves
 from jrl.errors import UserError
 from jrl.methods.base import WrittenProblems
 from jrl.models.tokenizer import Tokenizer

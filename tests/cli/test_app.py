@@ -14,7 +14,7 @@ from jrl.cli.complete import complete_method
 from jrl.cli.console import keys_text
 from jrl.config import config_hash, describe, load_config
 from jrl.methods import all_methods
-from jrl.metrics import RunWriter
+from jrl.storage.metrics import RunWriter
 
 TINY = str(Path(__file__).parents[2] / "configs" / "tiny.toml")
 COMMANDS = [
@@ -323,7 +323,7 @@ def test_convert_passes_the_directory_on(replace, tmp_path, run_dir):
     def export_run(config, directory, *, checkpoint, adapters, policy):
         return directory / f"{config.seed}-{checkpoint}-{adapters}-{policy}"
 
-    replace("jrl.export", export_run=export_run)
+    replace("jrl.run.export", export_run=export_run)
     result = jrl("convert", run_dir, tmp_path / "out", "--checkpoint", 2)
     assert result.stdout == f"{tmp_path / 'out' / '4-2-False-0'}\n"
     result = jrl("convert", run_dir, tmp_path / "out", "--adapters", "--policy", 1)

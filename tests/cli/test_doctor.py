@@ -6,14 +6,14 @@ import pytest
 from hub_mirror import checkpoint, lines
 from typer.testing import CliRunner
 
-from jrl import extras
 from jrl.cli import doctor
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.train import lacks as lacking
-from jrl.train import reward_text
-from jrl.train.lacks import lacks
+from jrl.run import diagnostics as lacking
+from jrl.run import reward_probe as reward_text
+from jrl.run.diagnostics import lacks
+from jrl.system import extras
 from jrl.train.loop import train
 
 SIZES = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"

@@ -138,6 +138,6 @@ def test_functions_of_ones_own_get_their_secrets(tmp_path, monkeypatch):
 def _module(path):
     import pathlib
 
-    from jrl.own import _of_file
+    from jrl.user_code import _of_file
 
     return _of_file(pathlib.Path(path).resolve())

@@ -7,8 +7,8 @@ from harness import check, members_of, ragged, run, tokens_of
 from preferences import best_and_worst, eligible, softplus
 from steps import episodes
 
-from jrl.envs.tree import Step, Tree
-from jrl.envs.tree_rows import rows_of_tree
+from jrl.episodes.tree import Step, Tree
+from jrl.episodes.tree_rows import rows_of_tree
 from jrl.methods import get_method
 from jrl.methods.reward_model import quality_values
 

@@ -9,9 +9,9 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import RunWriter
 from jrl.report.overlay import mean_curve, write_overlay
 from jrl.report.page import Curve
+from jrl.storage.metrics import RunWriter
 
 
 def make_run(directory, rewards, *overrides):

@@ -8,9 +8,9 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import RunWriter
 from jrl.report.page import MAX_POINTS, find_curves, smooth, write_report
 from jrl.report.samples import MAX_SAMPLES
+from jrl.storage.metrics import RunWriter
 
 PNG = b"\x89PNG\r\n\x1a\n"
 HOSTILE = "</script><script>document.title='x'</script><!-- <b>é & \u2028"

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jrl.errors import UserError
-from jrl.own import given
 from jrl.rewards import Sample, make_reward
 from jrl.rewards.columns import adapted, check_columns, form_of
 from jrl.rewards.pool import RewardPool
+from jrl.user_code import given
 
 
 def sample(completion, answer="4", **meta):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from serving.test_http import FINE, HEAD, post, send, serving
 
 from jrl.models.tokenizer import CharTokenizer
-from jrl.serving import jetstream
+from jrl.zoo.jetstream import server as jetstream
 
 BODY = json.dumps(FINE).encode()
 WHOLE = HEAD + b"content-length: %d\r\n\r\n%s" % (len(BODY), BODY)

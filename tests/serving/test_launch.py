@@ -16,16 +16,16 @@ import pytest
 from hub_mirror import byte_tokenizer
 from typer.testing import CliRunner
 
-from jrl.checkpoint import Checkpoints
 from jrl.cli.app import app
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import RunWriter
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.serving.launch import served_policy
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import RunWriter
 
 SIZES = "{layers=1, embed_dim=8, heads=2, kv_heads=1, head_dim=4, mlp_dim=8}"
 RUN = ["data.task=sorting", f"model.config={SIZES}", "seed=3"]

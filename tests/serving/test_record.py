@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.envs.recorded import read
-from jrl.envs.recorded_files import Distribution
-from jrl.envs.transcript import RowShape, to_rollout
+from jrl.episodes.recorded import read
+from jrl.episodes.recorded_files import Distribution
+from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.errors import StorageError
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.envs.tree_rows import rows_of_tree
+from jrl.episodes.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer

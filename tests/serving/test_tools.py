@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from jrl.envs.parsers import PARSERS, Call
-from jrl.envs.recorded import read
+from jrl.episodes.parsers import PARSERS, Call
+from jrl.episodes.recorded import read
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
 from jrl.serving.http import Service

@@ -9,14 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy
-from jrl.export import export_run
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
-from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
@@ -24,8 +21,11 @@ from jrl.models.lora import Lora, count_trained, with_adapters
 from jrl.models.transformer import transformer
 from jrl.objectives.corrections import Correction
 from jrl.objectives.ratios import reinforce, weighted
+from jrl.run.export import export_run
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.launch import served_policy
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.adapters import (
     base_checksum,

@@ -13,11 +13,11 @@ import pytest
 from jrl.config import describe, load_config
 from jrl.errors import UserError
 from jrl.evaluate import Evaluator, load_policy
-from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.params import sampling_logprobs
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, loop
 from jrl.train import programs as compiled
 from jrl.train.collect import to_batch

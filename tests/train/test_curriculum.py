@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.envs.host import EnvError
+from jrl.episodes.host import EnvError
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import HardProblems, WrittenProblems
-from jrl.metrics import CLOCKS, read_jsonl
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.build import setup
 from jrl.train.collect import Groups

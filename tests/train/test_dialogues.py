@@ -14,8 +14,8 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import load_tokenizer
 from jrl.models.transformer import transformer
+from jrl.run.diagnostics import lacks
 from jrl.train import build, loop, programs
-from jrl.train.lacks import lacks
 from jrl.train.loop import train
 
 SHAPE = ModelConfig(

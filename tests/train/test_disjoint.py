@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
-from jrl.metrics import CLOCKS, read_jsonl
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, disjoint, loop
 from jrl.train.collect import Groups, StepGroups
 from jrl.train.disjoint import (

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.envs.calls import Calls
-from jrl.envs.chat import PlainFormat
-from jrl.envs.host import Feedback, HostEnv, Limits, Reply
-from jrl.envs.tree import SEARCHES, Tree, best_first
-from jrl.envs.tree_rows import rows_of_tree
+from jrl.episodes.calls import Calls
+from jrl.episodes.chat import PlainFormat
+from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
+from jrl.episodes.tree import SEARCHES, Tree, best_first
+from jrl.episodes.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer

@@ -8,13 +8,13 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.envs import get_env
+from jrl.episodes import get_env
 from jrl.errors import UserError
 from jrl.evaluate import episode_metrics
+from jrl.evaluate.samples import samples_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
-from jrl.samples import samples_of
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import collect, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.envs.calls import Calls
-from jrl.envs.chat import PlainFormat
-from jrl.envs.host import Feedback, HostEnv, Limits
-from jrl.envs.transcript import RowShape, to_rollout
+from jrl.episodes.calls import Calls
+from jrl.episodes.chat import PlainFormat
+from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method

@@ -5,8 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.envs.chat import PlainFormat
-from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.episodes.chat import PlainFormat
+from jrl.episodes.host import Feedback, HostEnv, Limits
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods.group_relative import grpo

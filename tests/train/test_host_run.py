@@ -13,16 +13,16 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
 from jrl.evaluate.episodes import searching
 from jrl.evaluate.search import search_run
-from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.host_play import BY_TIMING
 from jrl.train.loop import train
@@ -40,11 +40,11 @@ import json
 import zlib
 from pathlib import Path
 
-from jrl.envs.calculator import calculator_tool
-from jrl.envs.host import Feedback, HostEnv, Limits
-from jrl.envs.parsers import PARSERS
-from jrl.envs.players import pair_env
-from jrl.envs.tools import tool_env
+from jrl.zoo.tools.calculator import calculator_tool
+from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.parsers import PARSERS
+from jrl.zoo.envs.players import pair_env
+from jrl.episodes.tools import tool_env
 
 
 def talk(turns, points=1.0):
@@ -384,7 +384,7 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
         "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
     }[method]
     more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
-    named = f'data.env="jrl.envs.labelled:{env[0]}"'
+    named = f'data.env="jrl.zoo.envs.labelled:{env[0]}"'
     limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
     said = []
     config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
@@ -526,7 +526,7 @@ PLAYERS = (
     [
         ("pair", ("method=cory", "objective.swap_every=1")),
         ("pair", ("method=cory", "objective.policies=1", "objective.swap_every=0")),
-        ("jrl.envs.players:discussion_env", ("method=comas", "objective.kl_coef=")),
+        ("jrl.zoo.envs.players:discussion_env", ("method=comas", "objective.kl_coef=")),
     ],
 )
 def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):
@@ -645,7 +645,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "template_variables.mood is not read by the chat template",
         ),
         ("closed", [], "opens 3 episodes at once, fewer than the 4 members of a group"),
-        ("nothing", [], "what it returns is a dict; give a jrl.envs.host.HostEnv"),
+        ("nothing", [], "what it returns is a dict; give a jrl.episodes.host.HostEnv"),
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jrl.envs.episode import Episode
+from jrl.episodes.episode import Episode
 from jrl.serving.row_costs import RowCosts, WaitingPlace, cheapest
 from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Prompt

@@ -17,14 +17,16 @@ import jax
 import numpy as np
 import pytest
 
-from jrl import metrics, signals, waits
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import Overdue, RunStopped, StorageError, UserError
-from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.storage import metrics
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import read_jsonl
+from jrl.system import signals
+from jrl.system import wait_reports as waits
 from jrl.train import loop
 from jrl.train.loop import train
 
@@ -315,9 +317,9 @@ def test_a_report_that_cannot_be_written_does_not_fail_the_run(tmp_path, monkeyp
 
 FULL = """
 import resource, signal, time
-from jrl.checkpoint import Checkpoints
+from jrl.storage.checkpoints import Checkpoints
 from jrl.cli.app import main
-from jrl.metrics import RunWriter
+from jrl.storage.metrics import RunWriter
 
 write = RunWriter.write
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.data.tasks import TASKS
 from jrl.evaluate import load_policy
-from jrl.metrics import CLOCKS, read_jsonl
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.loop import train
 

@@ -21,7 +21,7 @@ from jrl.train import loop
 
 HALVES = """
 import sys
-from jrl.processes import start
+from jrl.system.processes import start
 path, folder, port, process, *changes = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
 from jrl.config import load_config
@@ -143,7 +143,7 @@ def test_two_processes_train_sample_save_and_resume_as_one_does(
 
 HALF = """
 import sys
-from jrl.processes import start
+from jrl.system.processes import start
 path, folder, port, count, process, steps, *changes = sys.argv[1:]
 if int(count) > 1:
     start(f"127.0.0.1:{port}", int(count), int(process))
@@ -201,7 +201,7 @@ import jax
 import numpy as np
 from jrl import waits
 from jrl.errors import UserError
-from jrl.processes import any_says, check_same, deal, first_says, start
+from jrl.system.processes import any_says, check_same, deal, first_says, start
 start(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]), silence_seconds=5)
 me = jax.process_index()
 assert first_says({"who": jax.process_index()}) == {"who": 0}
@@ -279,7 +279,7 @@ def test_processes_share_work_and_a_lost_one_ends_the_other_within_a_bounded_tim
 )
 def test_half_an_address_is_refused(env, says, monkeypatch):
     from jrl.errors import UserError
-    from jrl.processes import start as join
+    from jrl.system.processes import start as join
 
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -288,7 +288,7 @@ def test_half_an_address_is_refused(env, says, monkeypatch):
 
 
 def test_one_process_alone_agrees_with_itself(monkeypatch):
-    from jrl import processes
+    from jrl.system import processes
 
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
         monkeypatch.delenv(name, raising=False)

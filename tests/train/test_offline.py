@@ -8,12 +8,12 @@ import optax
 import pytest
 
 from jrl.config import load_config
-from jrl.envs import get_env
+from jrl.episodes import get_env
 from jrl.errors import UserError
-from jrl.export import export_run
 from jrl.methods import get_method
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run.export import export_run
 from jrl.sampling.params import make_sampling_params
 from jrl.train import build
 from jrl.train.collect import to_batch

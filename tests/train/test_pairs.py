@@ -7,13 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.loop import train
 from jrl.train.pairs import BatchSizes, JudgedEvaluator, JudgedSource, sizes_of

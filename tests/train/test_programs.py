@@ -1,7 +1,7 @@
 """How many programs a run compiles before it is under way."""
 
-from jrl.compiles import CompileCounter
 from jrl.config import load_config
+from jrl.system.compile_cache import CompileCounter
 from jrl.train.loop import train
 
 TASK = (

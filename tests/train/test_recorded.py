@@ -12,12 +12,12 @@ from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.run.diagnostics import lacks
 from jrl.serving.engine import Engine
 from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, loop, programs
-from jrl.train.lacks import lacks
 from jrl.train.loop import train
 
 SHAPE = ModelConfig(

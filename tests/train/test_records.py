@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jrl import metrics
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import RunStopped, StorageError, UserError
-from jrl.metrics import read_jsonl
-from jrl.run_lock import run_lock
+from jrl.storage import metrics
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.lock import run_lock
+from jrl.storage.metrics import read_jsonl
 from jrl.train import loop, programs
 from jrl.train.loop import run_config, train
 from jrl.train.records import NonFinite, RunRecords

@@ -13,8 +13,8 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run
 from jrl.mesh import make_mesh
-from jrl.metrics import read_jsonl
 from jrl.plan.costs import program_costs
+from jrl.storage.metrics import read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import ReshardedSampler, network_on, weights_program

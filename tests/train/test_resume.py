@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
-from jrl.metrics import CLOCKS, read_jsonl
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
 from jrl.train.loop import train
 

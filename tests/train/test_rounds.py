@@ -10,7 +10,7 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.metrics import CLOCKS, read_jsonl
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop, programs
 from jrl.train.build import setup
 from jrl.train.collect import collect

@@ -11,11 +11,11 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
-from jrl.export import export_run
-from jrl.metrics import CLOCKS, read_jsonl
 from jrl.models import hf
 from jrl.models.several import one_of
+from jrl.run.export import export_run
 from jrl.serving.launch import served_policy
+from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import build, programs
 from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout

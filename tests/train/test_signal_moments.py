@@ -12,11 +12,11 @@ import time
 import jax
 import pytest
 
-from jrl.checkpoint import Checkpoints
-from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import read_jsonl
 
 pytestmark = pytest.mark.slow
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
@@ -59,7 +59,7 @@ if (place / "boot").exists():
     sys.meta_path.insert(0, Boot())
 
 elif any((place / name).exists() for name in ("step", "save", "report", "evaluation")):
-    from jrl.checkpoint import Checkpoints
+    from jrl.storage.checkpoints import Checkpoints
     from jrl.train import loop
     from jrl.train.records import RunRecords
 
@@ -87,7 +87,7 @@ elif any((place / name).exists() for name in ("step", "save", "report", "evaluat
 elif (place / "compiling").exists():
     import hashlib
     import jax
-    from jrl.compile_notes import CompileNotes
+    from jrl.system.compile_reports import CompileNotes
 
     enter = CompileNotes.__enter__
 

@@ -4,7 +4,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.errors import UserError
-from jrl.metrics import read_jsonl
+from jrl.storage.metrics import read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.loop import train
 from jrl.train.task_rewards import device_parts

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy, sample_run
-from jrl.export import export_run
-from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.transformer import transformer
+from jrl.run.export import export_run
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import read_jsonl
 from jrl.train import build, loop, programs
 from jrl.train.loop import train
 
@@ -424,7 +424,7 @@ def test_supervised_training_on_the_solutions_of_the_data(quick):
 
 HALF = """
 import json, sys
-from jrl.processes import start
+from jrl.system.processes import start
 port, process, config = sys.argv[1:]
 start(f"127.0.0.1:{port}", 2, int(process))
 from jrl.config import build_config

@@ -11,13 +11,13 @@ import pytest
 from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.methods import get_method
-from jrl.metrics import read_jsonl
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.heads import value_head
 from jrl.models.transformer import transformer
 from jrl.objectives.transforms import over_branches
 from jrl.sampling.params import make_sampling_params
+from jrl.storage.metrics import read_jsonl
 from jrl.train import loop
 from jrl.train.collect import task_rollout, to_batch
 from jrl.train.compiled import iterate, make_iteration

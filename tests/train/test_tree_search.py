@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
-from jrl.envs.tree import SEARCHES, Step, Tree
+from jrl.episodes.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.methods.base import replay_rare
-from jrl.metrics import read_jsonl
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
 from jrl.serving.episode_rows import EpisodeRows
+from jrl.storage.metrics import read_jsonl
 from jrl.train import loop
 from jrl.train.build import setup
 from jrl.train.collect import Groups, to_batch

@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 
-from jrl.checkpoint import Checkpoints
 from jrl.config import load_config
 from jrl.config.tables import WatchTable
 from jrl.errors import RunStopped, UserError
 from jrl.methods import get_method
-from jrl.metrics import read_jsonl
 from jrl.sampling.params import make_sampling_params
+from jrl.storage.checkpoints import Checkpoints
+from jrl.storage.metrics import read_jsonl
 from jrl.train import loop, programs
 from jrl.train.loop import train
 from jrl.train.state import init_state

@@ -9,7 +9,7 @@ from jrl.data.tasks.base import SPLITS, Problem, Task
 from jrl.data.tasks.countdown import countdown
 from jrl.data.tasks.numbers import arithmetic, chain, sequence, sorting
 from jrl.errors import UserError, choose
-from jrl.own import FORMS, check_options, load, made_by
+from jrl.user_code import FORMS, check_options, load, made_by
 
 TASKS: dict[str, Callable[..., Task]] = {
     "arithmetic": arithmetic,

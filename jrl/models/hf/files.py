@@ -18,13 +18,13 @@ import numpy as np
 
 from jrl.errors import UserError, choose
 from jrl.hub import model_directory, near_models
-from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
 from jrl.models.hf.names import Tensor, leaves, tensors
 from jrl.models.hf.parse import parse
 from jrl.models.hf.render import render
 from jrl.models.hf.stored import in_memory, open_safetensors, stored_tree
 from jrl.models.weights import weights
+from jrl.system.json_text import read_object
 from jrl.types import Params
 
 SHARD_BYTES = 5_000_000_000

@@ -16,10 +16,10 @@ import numpy as np
 
 from jrl.errors import UserError
 from jrl.hub import hub_name, model_directory
-from jrl.json_text import parse_json
 from jrl.models.config import ModelConfig
 from jrl.models.hf.names import tensors
 from jrl.models.lora import TARGETS, Lora
+from jrl.system.json_text import parse_json
 from jrl.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -19,8 +19,8 @@ import ml_dtypes  # noqa: F401  lets numpy and safetensors understand "bfloat16"
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.json_text import refuse_pointer
 from jrl.models.hf.names import Tensor
+from jrl.system.json_text import refuse_pointer
 from jrl.types import Params
 
 

@@ -1,0 +1,355 @@
+"""Episodes of a whole batch in one program: the twin of ``sampling.generate``.
+
+    decode a few tokens -> where a turn ended: step the environment, append its reply -> again
+
+Episodes take turns in the decode slots as completions do in ``generate``, on the same queue. A
+token's draw is keyed by its row and column, and so is what the environment draws, so that neither
+slots nor neighbours change an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jrl.episodes.device import Env, Start, TurnLog, empty_log, paid_points
+from jrl.errors import UserError
+from jrl.mesh import divided
+from jrl.sampling.cache import pick
+from jrl.sampling.generate import (
+    SlotSizes,
+    each_by_itself,
+    fill_slots,
+    independent_axes,
+    shrinking_pays,
+    slot_sizes,
+    with_routing,
+)
+from jrl.sampling.params import SamplingParams, at_most
+from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.slots import decode, extend, sequences_of
+from jrl.types import Array, Network, Params, Rollout, Several, StopReason
+
+
+class Episodes(NamedTuple):
+    """What ``play`` returns: the rollout, and what the environment recorded beside it.
+
+    Attributes:
+      rollout: replies are completion tokens outside ``mask``.
+      turn: [N, G, T] int32, the number of the turn that a token belongs to, its reply's included.
+      state: [N, G, T] int32, ``Turn.state_id`` of that turn.
+      role: [N, G, T] int32, the player who took that turn.
+      paid: [N, G, T] float32, points, at the last token of the turn that earned them.
+      success: [N, G] bool; [N, G, R] where the policy plays R players.
+      turns: [N, G] int32, turns taken.
+    """
+
+    rollout: Rollout
+    turn: Array
+    state: Array
+    role: Array
+    paid: Array
+    success: Array
+    turns: Array
+
+
+class EpisodeTable(struct.PyTreeNode):
+    """All B episodes on their way, whether they have a slot, wait for one or are over.
+
+    Attributes:
+      state: the environment's, with B rows.
+      keys: [B] PRNG keys; step k draws with number T + k of its row's, after the T tokens'.
+      begin: [B] int32, the column where the turn in progress began.
+      log: of the turns taken.
+    """
+
+    state: Any
+    keys: Array
+    begin: Array
+    log: TurnLog
+
+
+def play(
+    key: Array,
+    params: Params,
+    starts: Start,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    *,
+    env: Env,
+    network: Network,
+    group: int,
+    baseline_members: int = 0,
+    slots: int = 0,
+    block: int = 0,
+    chunk: int = 4,
+    shrink: bool | None = None,
+    step: Array | None = None,
+) -> tuple[Episodes, Array]:
+    """``group`` episodes from each start; arguments not named here are those of ``generate``.
+
+    Args:
+      key: consumed.
+      params: the policy's.
+      starts: N of them; all members of a group begin with the same one.
+      sampling_params: scalars.
+      version: [] int32, the policy's version.
+      ids: [N] int32; an episode's draws depend on (key, its start's id, its member) alone.
+      env: the environment.
+      network: the policy.
+      group: members drawn from the distribution.
+      baseline_members: further members drawn greedily.
+      slots: episodes played at a time; 0 takes all.
+      block: members of a group that leave their slots together; see ``generate``.
+      chunk: decode steps after which turns that ended are answered, and free slots refilled.
+      shrink: whether the last live slots move into ever smaller states; None where it pays.
+      step: [] int32, the training step, where each player is drawn by the policy of several that
+        plays it then; None for one policy that plays all.
+
+    Returns:
+      The episodes, and the slot-steps they took, [] int32.
+
+    Raises:
+      UserError: an episode does not fit the network, or the slots no block.
+    """
+    n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
+    check_room(env, network)
+    several = network.extras.several if step is not None else None
+    if several is not None:
+        network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
+    weights = network.prepare(params)
+    axes, parts = independent_axes(network, n)
+    if shrink is None:
+        shrink = shrinking_pays(width, (env.stop_id,), alone=parts > 1 or not divided())
+    sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
+    run = partial(
+        _play,
+        env=env,
+        network=network,
+        sizes=sizes,
+        members=(group, baseline_members),
+        chunk=chunk,
+        several=several,
+    )
+    own = (False, False, True, False, False, True, False)
+    results, log, steps, of_prompts = each_by_itself(run, axes, own)(
+        key, weights, starts, sampling_params, version, ids, jnp.int32(0) if step is None else step
+    )
+    tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
+    lengths = results.lengths.reshape(n, g)
+    mask = tokens["drawn"] & (jnp.arange(width)[None, None] < lengths[:, :, None])
+    rollout = Rollout(
+        prompt_tokens=starts.tokens,
+        prompt_lengths=starts.length,
+        tokens=results.tokens.reshape(n, g, width),
+        lengths=lengths,
+        mask=mask,
+        sampler_logprobs=jnp.where(mask, results.logprobs.reshape(n, g, width), 0.0),
+        versions=jnp.where(mask, version, -1).astype(jnp.int32),
+        stop=results.stop.reshape(n, g),
+        baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
+    ).check()
+    if of_prompts is not None and results.experts is not None:
+        rollout = with_routing(rollout, of_prompts, results.experts)
+    success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
+    paid = jnp.where(mask, tokens["paid"], 0.0)
+    labels = tokens["turn"], tokens["state"], tokens["role"]
+    return Episodes(rollout, *labels, paid, success, turns), steps.sum()
+
+
+def check_room(env: Env, network: Network) -> None:
+    """Raises UserError when an episode may be longer than the network allows."""
+    longest = env.prompt_tokens + env.completion_tokens
+    if longest > network.max_length:
+        raise UserError(
+            f"data.env: an episode of {env.name!r} may reach {longest} tokens ({env.turns} turns of"
+            f" {env.turn_tokens} and replies of {env.reply_tokens} after a prompt of "
+            f"{env.prompt_tokens}), but the model holds {network.max_length}; lower data.turns or "
+            "raise model.config.max_length"
+        )
+
+
+def _play(
+    key: Array,
+    weights: Any,
+    starts: Start,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    step: Array,
+    *,
+    env: Env,
+    network: Network,
+    sizes: SlotSizes,
+    members: tuple[int, int],
+    chunk: int,
+    several: Several | None,
+) -> tuple[Results, TurnLog, Array, Array | None]:
+    """Episodes through the queue: results, turns, slot-steps [1], the prompts' routing."""
+    width, recorded = env.completion_tokens, network.extras.recorded
+    sequences = sequences_of(
+        key, weights, starts.tokens, starts.length, sampling_params, ids, members, network
+    )
+    rows = sequences.keys.shape[0]
+    queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
+    table = EpisodeTable(
+        state=pick(starts.state, jnp.arange(rows) // sum(members)),
+        keys=sequences.keys,
+        begin=jnp.zeros(rows, jnp.int32),
+        log=empty_log(env, rows),
+    )
+    # Rows reach their own columns at their own time, once replies differ in length.
+    queue = queue.replace(extra=table, slots=queue.slots.replace(aligned=env.turns == 1))
+    answer = partial(_answer, weights, env=env, network=network)
+
+    def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
+        """As ``decode``, ``chunk`` steps at a time, with every turn that ends answered."""
+
+        def more(carry: tuple[Array, Queue]) -> Array:
+            taken, queue = carry
+            running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
+            return (taken < steps) & (running > until)
+
+        def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
+            taken, queue = carry
+            limits = queue.extra.begin[queue.index] + env.turn_tokens
+            speaks = network
+            if several is not None:
+                movers = jax.vmap(env.mover)(pick(queue.extra.state, queue.index))
+                speaks = several.speaking(several.policy(movers, step))
+            slots, count = decode(
+                weights,
+                queue.slots.replace(limits=limits),
+                version,
+                network=speaks,
+                steps=chunk,
+                stop_tokens=(env.stop_id,),
+            )
+            queue = queue.replace(slots=slots, steps=queue.steps + count * limits.shape[0])
+            # A loop of one turn or none: it writes in place, where a branch would copy the cache.
+            with at_most(1):
+                queue = jax.lax.while_loop(lambda q: jnp.any(_ended(q)), answer, queue)
+            return taken + count, queue
+
+        with at_most(env.turns * -(-env.turn_tokens // chunk)):
+            return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+
+    queue = finish(
+        queue,
+        sequences,
+        advance,
+        recorded,
+        block=sizes.block,
+        smaller=sizes.smaller,
+        chunk=chunk,
+    )
+    of_prompts = None if recorded is None else recorded(sequences.prompts.own)
+    return queue.results, queue.extra.log, queue.steps[None], of_prompts
+
+
+def _ended(queue: Queue) -> Array:
+    """[S] bool: rows whose turn is over and not answered yet."""
+    stop = queue.slots.stop
+    return (stop == StopReason.STOP_TOKEN) | (stop == StopReason.LENGTH)
+
+
+@jax.named_scope("environment")
+def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
+    """The queue with the environment's reply to every turn that ended."""
+    slots, table, ended = queue.slots, queue.extra, _ended(queue)
+    mine: EpisodeTable = pick(table, queue.index)
+    turn, width = mine.log.count, slots.tokens.shape[1]
+    size = slots.lengths - mine.begin
+    drawn = jax.vmap(partial(_window, size=env.turn_tokens))(slots.tokens, mine.begin, size)
+    keys = jax.vmap(jax.random.fold_in)(mine.keys, width + turn)
+    player = jax.vmap(env.mover)(mine.state)
+    state, made = jax.vmap(env.step)(mine.state, drawn, size, keys)
+
+    last = turn + 1 >= env.turns
+    over = made.done | last
+    reason = jnp.where(made.done, StopReason.DONE, jnp.where(last, StopReason.TURNS, 0))
+    count = jnp.where(ended & ~over, jnp.clip(made.count, 0, env.reply_tokens), 0)
+    begin = slots.lengths + count
+    slots = slots.replace(
+        stop=jnp.where(ended, reason, slots.stop).astype(jnp.int32), limits=begin + env.turn_tokens
+    )
+    if env.turns > 1 and env.reply_tokens:
+        slots = extend(weights, slots, made.reply, count, network=network)
+
+    at = jnp.where(ended, turn, env.turns)  # past the log, where nothing is written
+    log = mine.log
+    put = lambda x, new: jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(x, at, new)  # noqa: E731
+    players = put(log.players, player)
+    after = mine.replace(
+        state=state,
+        begin=begin,
+        log=log.replace(
+            count=turn + 1,
+            starts=put(log.starts, mine.begin),
+            ends=put(log.ends, begin - count),
+            states=put(log.states, made.state_id),
+            players=players,
+            points=jax.vmap(paid_points)(log.points, players, at, made.reward),
+            success=made.success,
+        ),
+    )
+    index = jnp.where(ended, queue.index, table.begin.shape[0])
+    table = jax.tree.map(lambda x, new: x.at[index].set(new, mode="drop"), table, after)
+    return queue.replace(slots=slots, extra=table)
+
+
+def _window(tokens: Array, begin: Array, length: Array, *, size: int) -> Array:
+    """[A] int32: the tokens of ONE row's turn, then 0."""
+    here = jax.lax.dynamic_slice_in_dim(tokens, begin, size)
+    return jnp.where(jnp.arange(size) < length, here, 0)
+
+
+# ---------------------------------------------------------------- scripted episodes
+
+
+def scripted(key: Array, start: Start, *, env: Env) -> tuple[Array, Array, TurnLog]:
+    """ONE episode played by ``env.solution``.
+
+    Returns:
+      tokens [T] int32, length [] int32, and the log, with one row.
+    """
+    assert env.solution is not None
+    width = env.completion_tokens
+    solution: Callable[[Any], tuple[Array, Array]] = env.solution
+
+    def put(tokens: Array, at: Array, new: Array, count: Array) -> Array:
+        place = jnp.arange(new.shape[0])
+        return tokens.at[jnp.where(place < count, at + place, width)].set(new, mode="drop")
+
+    def turn(carry: tuple, number: Array) -> tuple[tuple, tuple]:
+        state, tokens, begin, live = carry
+        drawn, size = solution(state)
+        after, made = env.step(state, drawn, size, jax.random.fold_in(key, number))
+        over = made.done | (number + 1 == env.turns)
+        size = jnp.where(live, size, 0)
+        count = jnp.where(live & ~over, jnp.clip(made.count, 0, env.reply_tokens), 0)
+        tokens = put(tokens, begin, drawn, size)
+        end = begin + size
+        tokens = put(tokens, end, made.reply, count)
+        who = env.mover(state)
+        row = (live, jnp.where(live, begin, width), end, made.state_id, who, made.reward)
+        return (after, tokens, end + count, live & ~over), (*row, made.success)
+
+    first = (start.state, jnp.zeros(width, jnp.int32), jnp.int32(0), jnp.bool_(True))
+    (_, tokens, length, _), rows = jax.lax.scan(turn, first, jnp.arange(env.turns))
+    live, starts, ends, states, players, rewards, success = rows
+    rewards = jnp.where(live.reshape(-1, *(1,) * (rewards.ndim - 1)), rewards, 0.0)
+    points, _ = jax.lax.scan(
+        lambda points, turn: (paid_points(points, players, *turn), None),
+        jnp.zeros(env.turns, jnp.float32),
+        (jnp.where(live, jnp.arange(env.turns), env.turns), rewards),
+    )
+    taken, last = live.sum(dtype=jnp.int32), jnp.maximum(live.sum() - 1, 0)
+    log = TurnLog(taken, starts, ends, states, players, points, success[last])
+    return tokens, length, jax.tree.map(lambda x: x[None], log)

@@ -1,0 +1,340 @@
+"""Conversations in messages, as transcripts to train on what the assistant said.
+
+    found = read_dialogues(open_source("talks.jsonl"), tokenizer)
+    print(found.counts)
+
+A row is {"messages": [...], "reward": 0.7}, or with "rewards", one number for each message of the
+assistant. Each such message becomes what a policy would have drawn behind the messages before it:
+the ids that the chat template writes for it, up to the token that ends the turn. From there on they
+are what ``episodes.recorded`` makes rows of, without log-probabilities, of version -1. Where the
+template writes earlier messages otherwise once more follow, as those that drop thinking do, a new
+row of the episode begins.
+
+What the user and the system say is data and never a control token. The assistant's own words may
+hold tokens such as "<think>" that models write, but none that the tokenizer marks special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jrl.data.invalid import BadRows
+from jrl.data.pairs import as_template_writes, until_stop
+from jrl.data.tables import Source
+from jrl.episodes.chat import PlainFormat, chat_template
+from jrl.episodes.frames import Frames, Message, whole_text
+from jrl.episodes.recorded import ROW, joined_groups
+from jrl.episodes.recorded_files import Distribution, Drawn
+from jrl.episodes.transcript import Transcript
+from jrl.errors import UserError, nearest
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.types import StopReason
+
+ROLES = ("system", "user", "assistant")
+ASSISTANT = "assistant"
+
+
+class DialogueCounts(NamedTuple):
+    """What was read.
+
+    Attributes:
+      dialogues: that can be used.
+      turns: messages of the assistant.
+      rows: transcripts, of which a dialogue has several where it was split.
+      rewarded: dialogues with a reward.
+      rewritten: splits, where the chat template writes earlier messages otherwise once more follow.
+      invalid: what is wrong with the rows that were left out; "" for none.
+    """
+
+    dialogues: int
+    turns: int
+    rows: int
+    rewarded: int
+    rewritten: int
+    invalid: str = ""
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.turns} turns of the assistant in {self.dialogues} dialogues, {self.rewarded} "
+            f"with a reward, in {self.rows} rows; split where the chat template writes earlier "
+            f"messages otherwise {self.rewritten} times{'; ' * bool(self.invalid)}{self.invalid}"
+        )
+
+
+class Dialogues(NamedTuple):
+    """Dialogues of a file.
+
+    Attributes:
+      groups: of rows whose dialogues open with the same ids; see ``recorded.Recorded``.
+      counts: what was read.
+      where: a row -> file and line of its dialogue.
+    """
+
+    groups: tuple[tuple[Transcript, ...], ...]
+    counts: DialogueCounts
+    where: Callable[[Transcript], str]
+
+
+def read_dialogues(
+    source: Source,
+    tokenizer: Tokenizer,
+    *,
+    system: str | None = None,
+    template: str = "chat",
+    invalid: str = "error",
+) -> Dialogues:
+    """The dialogues of a file, tokenized.
+
+    Args:
+      source: the rows.
+      tokenizer: the policy's.
+      system: a system message for dialogues that begin without one, or None.
+      template: "chat" for the tokenizer's chat template; "plain" for contents one after another,
+        each of the assistant's ended by the end-of-text token.
+      invalid: for rows that cannot be used: "error", or "skip", which counts them.
+
+    Raises:
+      UserError: a row cannot be used; names file and line, and what is wrong with it.
+    """
+    writer = _writer(tokenizer, template)
+    sessions: list[list[Drawn]] = []
+    bad = BadRows(skip=invalid == "skip")
+    for index in range(len(source)):
+        where = source.where(index)
+        if bad.enough(index):
+            break
+        with bad.row(index, where):
+            row = source[index]
+            messages = dialogue_messages(row, where)
+            if system is not None and messages[0]["role"] != "system":
+                messages = [{"role": "system", "content": system}, *messages]
+            points = dialogue_points(row, messages, where)
+            sessions.append(_turns(messages, points, writer, index, where))
+    left_out = bad.finish(len(source))
+    groups, episodes = joined_groups(sessions)
+    turns = [node for nodes in sessions for node in nodes]
+    counts = DialogueCounts(
+        dialogues=len(sessions),
+        turns=len(turns),
+        rows=sum(map(len, groups)),
+        rewarded=sum(episode.points is not None for episode in episodes),
+        rewritten=sum(node.parent is not None and not node.joined for node in turns),
+        invalid=left_out,
+    )
+    return Dialogues(groups, counts, lambda row: source.where(row.labels[ROW]))
+
+
+# ---------------------------------------------------------------- a row
+
+
+def dialogue_messages(row: Mapping[str, Any], where: str) -> list[Message]:
+    """The messages of a row, checked.
+
+    Args:
+      row: the fields.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: there are none, one is of an unknown role, without text, or holds what would be
+        lost, or none is the assistant's.
+    """
+    given = row.get("messages")
+    if given is None or isinstance(given, str | Mapping) or not hasattr(given, "__len__"):
+        have = f"only {', '.join(row)}" if "messages" not in row else f"{str(given)[:40]!r}"
+        raise UserError(
+            f"{where}: messages must be a list of messages, each with role and content; there is "
+            f"{have}"
+        )
+    if row.get("tools") is not None:
+        raise UserError(f"{where}: tools are not read in dialogues; record such sessions instead")
+    messages = [_message(m, f"{where}: messages[{i}]") for i, m in enumerate(given)]
+    if not any(m["role"] == ASSISTANT for m in messages):
+        raise UserError(f"{where}: no message is the assistant's; nothing could be learned")
+    if messages[0]["role"] == ASSISTANT:
+        raise UserError(
+            f"{where}: the first message is the assistant's; put before it what it answers"
+        )
+    return messages
+
+
+def _message(given: Any, name: str) -> Message:
+    """One message, of role and content alone."""
+    fields = dict(given) if isinstance(given, Mapping) else {}
+    role, content = fields.pop("role", None), fields.pop("content", None)
+    if not (isinstance(role, str) and isinstance(content, str)):
+        raise UserError(f"{name} is {str(given)[:60]}; a message has role and content, both text")
+    if role not in ROLES:
+        raise UserError(f"{name}: role = {role!r}; {nearest(role, ROLES)}")
+    more = [key for key, value in fields.items() if value is not None]
+    if more:
+        raise UserError(f"{name} has {', '.join(more)}, which would be lost; write content alone")
+    if role == ASSISTANT and not content.strip():
+        raise UserError(f"{name}: the assistant says nothing; give it a text, or remove it")
+    return whole_text({"role": role, "content": content})
+
+
+def dialogue_points(
+    row: Mapping[str, Any], messages: Sequence[Message], where: str
+) -> list[float | None]:
+    """Points that are paid at the end of each turn of the assistant; None for nothing.
+
+    Raises:
+      UserError: both rewards are given, one is no finite number, or turns have another number.
+
+    >>> talk = [{"role": role, "content": "Yes."} for role in ("user", "assistant")]
+    >>> dialogue_points({"reward": 0.5}, talk * 2, "a.jsonl, line 1")
+    [None, 0.5]
+    """
+    turns = sum(m["role"] == ASSISTANT for m in messages)
+    whole, each = row.get("reward"), row.get("rewards")
+    if whole is not None and each is not None:
+        raise UserError(f"{where}: reward and rewards are both given; remove one")
+    if each is None:
+        paid = None if whole is None else _number(whole, f"{where}: reward")
+        return [*[None] * (turns - 1), paid]
+    if isinstance(each, str | Mapping) or not hasattr(each, "__len__"):
+        raise UserError(f"{where}: rewards = {str(each)[:40]}; give a list of numbers")
+    if len(each) != turns:
+        raise UserError(
+            f"{where}: rewards holds {len(each)} numbers and the assistant has {turns} messages; "
+            "give one each"
+        )
+    return [_number(value, f"{where}: rewards[{i}]") for i, value in enumerate(each)]
+
+
+def _number(given: Any, name: str) -> float:
+    """A number that float32 holds."""
+    number = isinstance(given, int | float | np.integer | np.floating)
+    if isinstance(given, bool) or not number or not abs(given) <= np.finfo(np.float32).max:
+        raise UserError(f"{name} = {given!r:.40}; write a finite number")
+    return float(given)
+
+
+# ---------------------------------------------------------------- from messages to ids
+
+
+class _Writer(Protocol):
+    """Writes messages in ids."""
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """What the policy reads before it answers."""
+        ...
+
+    def turn(self, before: Sequence[Message], message: Message) -> list[int]:
+        """What it draws to say a message, with the token that ends the turn."""
+        ...
+
+
+class _Plain(NamedTuple):
+    """Contents one after another."""
+
+    tokenizer: Tokenizer
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        for message in messages:
+            if message["role"] == ASSISTANT:
+                ids += self.turn((), message)
+            else:
+                ids += PlainFormat(self.tokenizer).opening([message])
+        return ids
+
+    def turn(self, before: Sequence[Message], message: Message) -> list[int]:
+        return [*self.tokenizer.encode_plain(message["content"]), self.tokenizer.eos_id]
+
+
+class _Chat(NamedTuple):
+    """By a chat template."""
+
+    frames: Frames
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        tokenizer, text = self.frames.tokenizer, self.frames.render(messages)
+        if self._is_plain(messages, text):
+            return tokenizer.encode(text)
+        return tokenizer.encode_framed(*self.frames.spans([], messages, ASSISTANT))
+
+    def _is_plain(self, messages: Sequence[Message], text: str) -> bool:
+        """Whether the control tokens of a text are those of its frame, and all contents are there.
+
+        Two renderings, where finding the places of the contents takes one for each of them.
+        """
+        controls, marked = self.frames.tokenizer.controls, self.frames.marked(messages, ASSISTANT)
+        frame = self.frames.render(marked)
+        marks = [mark["content"] for m, mark in zip(messages, marked, strict=True) if m is not mark]
+        return all(frame.count(mark) == 1 for mark in marks) and controls(text) == controls(frame)
+
+    def turn(self, before: Sequence[Message], message: Message) -> list[int]:
+        tokenizer, content = self.frames.tokenizer, message["content"]
+        stops = set(tokenizer.stop_ids) & set(tokenizer.encode(content))
+        spelled = tokenizer.controls(content, special=True) or [
+            tokenizer.decode([i], skip_special=False) for i in stops
+        ]
+        if spelled:
+            raise UserError(
+                f"the assistant's message {content!r:.40} spells the control token {spelled[0]!r}, "
+                "which it would learn to draw there; write it otherwise"
+            )
+        text = self.frames.render(before)
+        said = as_template_writes(content, [dict(m) for m in before], text, tokenizer)
+        return until_stop(tokenizer.encode(said), tokenizer)
+
+
+def _writer(tokenizer: Tokenizer, template: str) -> _Writer:
+    """What writes messages in ids.
+
+    Raises:
+      UserError: no template of this kind holds several messages, or the tokenizer has none.
+    """
+    if template == "plain":
+        return _Plain(tokenizer)
+    if template != "chat":
+        raise UserError(
+            f"data.template = {template!r} holds one question, and dialogues have many messages; "
+            "set it to chat or plain"
+        )
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.templates:
+        raise UserError(
+            "the model has no chat template, which dialogues are written with; set data.template to"
+            " plain, or add chat_template.jinja to the checkpoint"
+        )
+    return _Chat(Frames(tokenizer, chat_template(tokenizer, tools=False), {"tools": None}))
+
+
+def _turns(
+    messages: Sequence[Message],
+    points: Sequence[float | None],
+    writer: _Writer,
+    row: int,
+    where: str,
+) -> list[Drawn]:
+    """The turns of the assistant, each with what it continues."""
+    nodes: list[Drawn] = []
+    for at, message in enumerate(messages):
+        if message["role"] != ASSISTANT:
+            continue
+        prompt = np.array(writer.prompt(messages[:at]), np.int32)
+        if not len(prompt):
+            raise UserError(f"{where}: nothing stands before the assistant's first message")
+        drawn = np.array(writer.turn(messages[:at], message), np.int32)
+        node = Drawn(
+            prompt=prompt,
+            drawn=drawn,
+            logprobs=np.zeros(len(drawn), np.float32),
+            versions=np.full(len(drawn), -1, np.int32),
+            stop=StopReason.STOP_TOKEN,
+            sampling=Distribution(),
+            number=len(nodes),
+            seen=len(nodes),
+            points=points[len(nodes)],
+            row=row,
+        )
+        if nodes:
+            node.parent = nodes[-1]
+            node.joined = node.start.startswith(nodes[-1].whole)
+        nodes.append(node)
+    return nodes

@@ -1,0 +1,384 @@
+"""Environments on the host, as values: sync or async functions around a state.
+
+    async def init(prompt, seed):           # -> (state, the first messages)
+        return State(prompt, seed), [{"role": "user", "content": prompt.text}]
+
+    async def step(state, reply):           # -> (state, what the environment answers)
+        return state, Feedback(messages=[{"role": "user", "content": "And now?"}], reward=0.0)
+
+    env = HostEnv(init, step)
+
+Everything that such a function returns is checked before it is used. One that raises, hangs or
+answers nonsense ends its own member and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.episodes.chat import ChatFormat, Format, PlainFormat, chat_template
+from jrl.episodes.frames import Message
+from jrl.episodes.parsers import get_parser
+from jrl.episodes.tool_descriptions import describe
+from jrl.errors import UserError
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.types import NOTHING, Prompt
+
+OWN_IDS = (
+    *("turn", "step", "state", "node", "context", "episode", "role"),
+    *("prompt", "ask", "stratum", "answer", "replayed"),
+)
+"""Names in ``batch.ids`` that every environment's rows may have."""
+
+
+class EnvError(Exception):
+    """What an environment did wrong, for the member's record."""
+
+
+class Limits(NamedTuple):
+    """What an episode may take.
+
+    Attributes:
+      turns: of the policy.
+      turn_tokens: the policy's in one turn; 0 for what is left of the completion.
+      tool_calls: in an episode; 0 for any number. Read by environments of tools.
+      call_seconds: for one call of init, step or close.
+      turn_seconds: for a turn, from its first token to the answer; 0 for any time.
+      episode_seconds: from the first token to the last answer; 0 for any time.
+      answer_chars: the most text of one answer.
+      contexts: of an episode; with more than 1 the policy writes a summary where a context is full,
+        and continues from the opening and its summary in the next one.
+      summary_tokens: the most of a summary, which every context but the last keeps free.
+    """
+
+    turns: int = 8
+    turn_tokens: int = 0
+    tool_calls: int = 0
+    call_seconds: float = 30.0
+    turn_seconds: float = 0.0
+    episode_seconds: float = 600.0
+    answer_chars: int = 1 << 16
+    contexts: int = 1
+    summary_tokens: int = 256
+
+    def check(self, table: str = "limits") -> Limits:
+        """Returns self.
+
+        Args:
+          table: that holds them, for messages.
+
+        Raises:
+          UserError: a limit that no episode can keep.
+        """
+        least: dict[str, float] = {"call_seconds": 0.001}
+        least |= dict.fromkeys(("turns", "answer_chars", "contexts", "summary_tokens"), 1)
+        given: dict[str, Any] = self._asdict()
+        for name, value in given.items():
+            seconds = name.endswith("seconds")
+            if isinstance(value, bool) or not issubclass(
+                type(value), Real if seconds else Integral
+            ):
+                said = "a number" if seconds else "an integer"
+                raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
+            if not float(value) >= least.get(name, 0) or not math.isfinite(value):
+                raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
+        return self
+
+
+class Reply(NamedTuple):
+    """What the policy said in a turn.
+
+    Attributes:
+      text: without control tokens.
+      raw: with control tokens spelled out, for parsers of tool calls.
+      tokens: [t] int32.
+      turn: its number, from 0.
+      cut: whether a limit of tokens ended the turn.
+    """
+
+    text: str
+    raw: str
+    tokens: np.ndarray
+    turn: int
+    cut: bool
+
+
+class Feedback(NamedTuple):
+    """What an environment answers to a turn.
+
+    Attributes:
+      messages: what the policy sees next, dicts with "role" and "content"; none when done.
+      reward: points for the turn, or one number for each reward part.
+      done: whether the episode has ended.
+      success: whether it has ended well.
+      state_key: names the state that the environment is in now, for methods that compare the turns
+        taken in one state; None for the text of ``messages``.
+      metrics: numbers to add up over the episode, by name.
+      earlier: points, as ``reward`` is, for the turns before this one, from the first on: what is
+        known of them only now.
+      cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
+        as truncated.
+      next: the player that takes the next turn; None for the one after this turn's.
+      labels: whole numbers by name, of ``HostEnv.labels`` for the episode (the last one counts),
+        and of ``HostEnv.token_labels`` one for each character of the turn's text.
+    """
+
+    messages: Sequence[Message] = ()
+    reward: float | Sequence[float] = 0.0
+    done: bool = False
+    success: bool = False
+    state_key: Any = None
+    metrics: Mapping[str, float] = NOTHING
+    earlier: Sequence[float | Sequence[float]] = ()
+    cut: bool = False
+    next: int | None = None
+    labels: Mapping[str, int | Sequence[int]] = NOTHING
+
+
+def nothing(state: Any) -> None:
+    """Closes an environment that holds nothing."""
+
+
+async def nothing_shared() -> None:
+    """Ends what the episodes of an environment share, where that is nothing."""
+
+
+def nothing_begins(step: int, split: str) -> None:
+    """Begins a step of training, where that changes nothing."""
+
+
+def copied(state: Any) -> Any:
+    """A state that shares nothing with another one that changes."""
+    return copy.deepcopy(state)
+
+
+Writer = Callable[[Sequence[str], int, int], Any]
+"""(texts of failed problems, how many are wanted, seed) -> new ones, each a text or a row as
+``data.train`` has them; sync or async."""
+
+
+class HostEnv(NamedTuple):
+    """An environment on the host. Sync functions run in threads of their own.
+
+    A sync function that never returns fails its member at the deadline, but cannot be ended: its
+    thread stays behind, one for each such call. Run such environments in processes
+    (``process.process_env``, ``data.isolate``).
+
+    Attributes:
+      init: (prompt, seed) -> (state, messages). The members of a group get the same seed, so that
+        they start alike.
+      step: (state, ``Reply``) -> (state, ``Feedback``, or a dict with its fields).
+      close: (state) -> None; called once for every state that init returned.
+      roles: of the messages that ``step`` answers with.
+      tools: what the chat template is told of tools, as OpenAI's API writes them.
+      parts: names of the reward parts.
+      limits: of an episode.
+      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
+        an environment to check it, one for training and one for evaluation, and ends each.
+      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
+      variables: of the chat template, such as {"enable_thinking": False}.
+      at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
+      begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
+        for environments that change with the training. A run that resumes begins with its step, so
+        that what depends on the step alone is what it would have been.
+      fork: (state) -> a copy that plays on by itself and is closed by itself; sync or async. Called
+        between an answer and the next ``step``, where episodes branch (``objective.tree``). One
+        that raises ends the branch and nothing else. None for a state that no copy can be made of,
+        such as a connection; then no episodes branch.
+      summary: the message that asks for a summary, in the role "user".
+      players: whose turns are drawn, from player 0 on. With several each becomes a row and a group
+        of its own in training, paid for its own turns; see ``transcript.rows_of_players``.
+      asks: groups of a problem in training, whose episodes ``init`` begins differently: it finds
+        the number of the group, from 0 on, in ``prompt.meta["ask"]``, and methods in
+        ``ids["ask"]``. Held-out episodes are those of number 0.
+      labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
+      token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
+      verified: whether an episode that ends well is known to be right, as a proof is that was
+        checked, without an answer having been compared: a search at evaluation may stop there.
+      write: of new problems after those that the policy fails, for methods with a curriculum; None
+        where nobody writes any.
+    """
+
+    init: Callable[[Prompt, int], Any]
+    step: Callable[[Any, Reply], Any]
+    close: Callable[[Any], Any] = nothing
+    roles: tuple[str, ...] = ("user",)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    parts: tuple[str, ...] = ("reward",)
+    limits: Limits = Limits()
+    shutdown: Callable[[], Any] = nothing_shared
+    family: str = ""
+    variables: Mapping[str, Any] = NOTHING
+    at_once: int = 0
+    begin: Callable[[int, str], None] = nothing_begins
+    fork: Callable[[Any], Any] | None = copied
+    summary: str = (
+        "There is little room left. Write a summary of all that is needed to finish the task: what "
+        "was tried, what was found, and what is to be done next. Only the question and this summary"
+        " will be kept."
+    )
+    players: int = 1
+    asks: int = 1
+    labels: tuple[str, ...] = ()
+    token_labels: tuple[str, ...] = ()
+    write: Writer | None = None
+    verified: bool = False
+
+
+def check_env(env: Any, key: str = "env") -> HostEnv:
+    """The environment.
+
+    Raises:
+      UserError: it is none, or lacks a function; names the key.
+    """
+    if not isinstance(env, HostEnv):
+        raise UserError(f"{key} is a {type(env).__name__}; give a jrl.episodes.host.HostEnv")
+    for name in ("init", "step", "close"):
+        if not callable(getattr(env, name)):
+            raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
+    if env.fork is not None and not callable(env.fork):
+        raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
+    if env.write is not None and not callable(env.write):
+        raise UserError(f"{key}.write = {env.write!r:.40}; must be a function or None")
+    for name in ("players", "asks"):
+        value = getattr(env, name)
+        if not isinstance(value, int) or value < 1:
+            raise UserError(f"{key}.{name} = {value!r:.40}; must be a number, at least 1")
+    _check_labels(env, key)
+    env.limits.check()
+    return env
+
+
+def _check_labels(env: HostEnv, key: str) -> None:
+    """Raises UserError for names that are none, that stand twice, or that ids already have."""
+    seen = set(OWN_IDS)
+    for field in ("labels", "token_labels"):
+        names = getattr(env, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"{key}.{field} = {names!r:.60}; must be a tuple of names")
+        for name in names:
+            if name in seen:
+                raise UserError(
+                    f"{key}.{field}: {name!r} is taken; choose a name that is not a label yet,"
+                    f" and none of {', '.join(OWN_IDS)}"
+                )
+            seen.add(name)
+
+
+def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
+    """How messages of this environment become ids: by the chat template where there is one.
+
+    Raises:
+      UserError: the template is not of the family whose calls the environment reads, cannot
+        continue a conversation with it, or nothing would tell the policy its tools.
+    """
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
+        name = chat_template(tokenizer, tools=bool(env.tools))
+        if env.family and name in tokenizer.templates:
+            get_parser(env.family, tokenizer.templates[name])
+        asks = ["user"] if env.limits.contexts > 1 else []  # for summaries
+        chat = ChatFormat(
+            tokenizer,
+            tools=env.tools,
+            roles=tuple(dict.fromkeys([*env.roles, *asks])),
+            variables=env.variables,
+            family=env.family,
+        )
+        if not chat.tells_tools:
+            raise UserError(f"the chat template writes no tools, and {_UNTOLD}")
+        return chat
+    if env.tools and not env.family:
+        raise UserError(f"the model has no chat template to write tools, and {_UNTOLD}")
+    return PlainFormat(tokenizer, describe(env.tools, env.family) if env.tools else None)
+
+
+_UNTOLD = (
+    "the environment names no parser of jrl.episodes.parsers that says how; set HostEnv.family, or "
+    "describe the tools in a system message and leave HostEnv.tools empty"
+)
+
+
+# ---------------------------------------------------------------- checks of what comes back
+
+
+def check_messages(messages: Any, limits: Limits) -> list[Message]:
+    """The messages of an opening or an answer.
+
+    Raises:
+      EnvError: they are not messages, or too long.
+    """
+    if not isinstance(messages, list | tuple) or not messages:
+        raise EnvError(f"messages are {messages!r:.60}, not a list of at least one dict")
+    total = 0
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise EnvError(f'a message is {message!r:.60}, not a dict with "role" and "content"')
+        if not isinstance(message.get("content"), str):
+            raise EnvError(f"the content of a message is {message.get('content')!r:.60}, not text")
+        total += len(message["content"])
+    if total > limits.answer_chars:
+        raise EnvError(f"an answer of {total} characters; the limit is {limits.answer_chars}")
+    return list(messages)
+
+
+def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> Feedback:
+    """The feedback, its reward a tuple of ``parts`` numbers.
+
+    Raises:
+      EnvError: it is none, a reward is not finite, messages are missing, or a player is next that
+        is not there.
+    """
+    if isinstance(value, Mapping):
+        unknown = ", ".join(map(str, value.keys() - set(Feedback._fields)))
+        if unknown:
+            raise EnvError(f"feedback has no {unknown:.80}")
+        value = Feedback(**value)
+    if not isinstance(value, Feedback):
+        raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
+    reward = _points(value.reward, parts)
+    if not isinstance(value.earlier, list | tuple):
+        raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of points")
+    earlier = tuple(_points(points, parts) for points in value.earlier)
+    if not isinstance(value.metrics, Mapping):
+        raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
+    metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
+    if value.next is not None and value.next not in range(players):
+        raise EnvError(f"player {value.next!r:.20} is next; there are {players}, from 0 on")
+    done = bool(value.done)
+    messages = [] if done else check_messages(value.messages, limits)
+    if not isinstance(value.labels, Mapping):
+        raise EnvError(f"labels are {value.labels!r:.60}, not a dict")
+    labels = {str(name): _label(x, str(name)) for name, x in value.labels.items()}
+    ends = done, bool(value.success), value.state_key
+    more = bool(value.cut), value.next, labels
+    return Feedback(messages, reward, *ends, metrics, earlier, *more)
+
+
+def _points(given: Any, parts: int) -> tuple[float, ...]:
+    """The reward of one turn."""
+    given = given if isinstance(given, list | tuple) else [given]
+    if len(given) != parts:
+        raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
+    return tuple(_number(x, "reward") for x in given)
+
+
+def _label(value: Any, name: str) -> int | list[int]:
+    many = value if isinstance(value, list | tuple | np.ndarray) else [value]
+    for each in many:
+        if not isinstance(each, int | np.integer) or not -(2**31) <= each < 2**31:
+            raise EnvError(f"label {name} is {each!r:.60}, not a whole number of 32 bits")
+    return [int(x) for x in many] if many is value else int(value)
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float | np.number | np.bool_):
+        raise EnvError(f"{name} is {value!r:.60}, not a number")
+    if not math.isfinite(value):
+        raise EnvError(f"{name} is {float(value)}, not finite")
+    return float(value)

@@ -1,0 +1,215 @@
+"""Environments in processes of their own: with other dependencies, or that may hang or die.
+
+Each episode has a process, which serves the next one when it ends well and is killed when a call
+fails, dies, or runs out of time. The process may run another Python, of a virtual environment that
+has the environment's dependencies; JRL need not be installed there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jrl.episodes.gate import Gate
+from jrl.episodes.host import EnvError, HostEnv, Limits, Reply
+from jrl.errors import UserError
+from jrl.types import NOTHING, Prompt
+
+_WORKER = Path(__file__).with_name("worker.py")
+
+
+class _Process:
+    """One process and whether it can be asked."""
+
+    def __init__(self, process: asyncio.subprocess.Process, most: int) -> None:
+        self._process, self._most = process, most
+        self.sound = True
+
+    async def ask(self, request: Mapping[str, Any]) -> Any:
+        """The answer to a request; kills the process if there is none.
+
+        Raises:
+          EnvError: the environment failed, or its process died or wrote too much.
+        """
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        body = json.dumps(request, default=str).encode()
+        answered = False
+        try:
+            stdin.write(len(body).to_bytes(8, "big") + body)
+            await stdin.drain()
+            size = int.from_bytes(await stdout.readexactly(8), "big")
+            if size > self._most:
+                raise EnvError(f"an answer of {size} bytes; the limit is {self._most}")
+            out = json.loads(await stdout.readexactly(size))
+            answered = True
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EnvError("its process died") from error
+        finally:
+            if not answered:  # also where the call was cancelled
+                self.kill()
+        if "error" in out:
+            raise EnvError(out["error"])
+        return out["value"]
+
+    def kill(self) -> None:
+        """Kills the process and all that it started."""
+        self.sound = False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kills the process and waits for its end."""
+        self.kill()
+        stdout = self._process.stdout
+        assert stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                while await stdout.read(1 << 16):
+                    pass  # asyncio learns of the end once the pipe is read to its own
+                await self._process.wait()
+
+
+def process_env(
+    env: str,
+    options: Mapping[str, Any] = NOTHING,
+    *,
+    python: str | None = None,
+    roles: tuple[str, ...] = ("user",),
+    parts: tuple[str, ...] = ("reward",),
+    limits: Limits = Limits(),  # noqa: B008 - a value that nobody can change
+    memory_bytes: int = 0,
+    at_once: int = 0,
+) -> HostEnv:
+    """The environment that a function returns, played in processes.
+
+    Args:
+      env: ``FILE.py:function`` or ``module:function``. The function is called in each process and
+        returns an object with ``init``, ``step`` and perhaps ``close``, as ``HostEnv`` has them;
+        prompt and reply have the same attributes, and feedback may be a dict.
+      options: arguments of the function, JSON values.
+      python: the interpreter; None for this one.
+      roles: of the messages that it answers with.
+      parts: names of its reward parts.
+      limits: of an episode.
+      memory_bytes: of addresses, for each process; 0 for any.
+      at_once: processes, and so open episodes, at a time; others wait for one, which costs them no
+        time of their own. 0 for as many as there are episodes: those in the decode slots, and the
+        groups that are opened ahead, about twice the slots.
+
+    JAX in such a process sees the processor alone: accelerators are the run's.
+
+    Raises:
+      UserError: there is no such file or interpreter, or ``at_once`` is below 0.
+    """
+    python = python or sys.executable
+    place, _, name = env.rpartition(":")
+    if not place or not name:
+        raise UserError(f"env = {env!r}; write FILE.py:function or module:function")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise UserError(f"env = {env!r}: there is no file {place}")
+        env = f"{Path(place).resolve()}:{name}"
+    if not Path(python).is_file():
+        raise UserError(f"python = {python!r}: there is no such interpreter")
+    if at_once < 0:
+        raise UserError(f"at_once = {at_once}; must be at least 0")
+    given = {"env": env, "options": dict(options), "memory_bytes": memory_bytes}
+    # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
+    most = 1024 + 8 * limits.answer_chars
+    pool = _Pool([python, str(_WORKER), json.dumps(given)], most, at_once)
+    return HostEnv(
+        init=pool.init,
+        step=pool.step,
+        close=pool.close,
+        roles=roles,
+        parts=parts,
+        limits=limits,
+        at_once=at_once,
+        shutdown=pool.shutdown,
+        fork=None,  # the state is the process
+    )
+
+
+class _Pool:
+    """The processes of one environment: those that play, and those that may play next."""
+
+    def __init__(self, command: list[str], most: int, at_once: int) -> None:
+        self._command, self._most = command, most
+        # Calls wait in the order of their groups, so that a group's members all get in.
+        self._gate = Gate(at_once, "a process of the environment") if at_once else None
+        self._idle: list[_Process] = []
+        self._alive: set[_Process] = set()
+
+    async def _take(self) -> _Process:
+        while self._idle:
+            if (process := self._idle.pop()).sound:
+                return process
+        started = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        self._alive.add(process := _Process(started, self._most))
+        return process
+
+    async def _drop(self, process: _Process) -> None:
+        self._alive.discard(process)
+        await process.end()
+
+    async def init(self, prompt: Prompt, seed: int) -> tuple[_Process, Any]:
+        """See ``HostEnv``; the state is the process."""
+        if self._gate is not None:
+            await self._gate.enter()
+        told = {n: getattr(prompt, n) for n in ("id", "text", "answer")} | {"meta": {**prompt.meta}}
+        process = None
+        try:
+            process = await self._take()
+            return process, await process.ask({"do": "init", "prompt": told, "seed": seed})
+        except BaseException:
+            try:
+                if process is not None:
+                    await self._drop(process)
+            finally:
+                self._leave()
+            raise
+
+    async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
+        """See ``HostEnv``."""
+        told = reply._replace(tokens=reply.tokens.tolist())._asdict()
+        return process, await process.ask({"do": "step", "reply": told})
+
+    async def close(self, process: _Process) -> None:
+        """Ends an episode; its process may serve the next one."""
+        try:
+            if process.sound:
+                await process.ask({"do": "close"})
+        finally:
+            try:
+                if process.sound:
+                    self._idle.append(process)
+                else:
+                    await self._drop(process)
+            finally:
+                self._leave()
+
+    def _leave(self) -> None:
+        if self._gate is not None:
+            self._gate.leave()
+
+    async def shutdown(self) -> None:
+        """Ends every process."""
+        self._idle.clear()
+        await asyncio.gather(*(self._drop(process) for process in list(self._alive)))

@@ -1,0 +1,286 @@
+"""Python of the policy's in processes of their own, with limits on everything it may use.
+
+Where the system has ``unshare`` and lets it be used, the code has no network, no other processes in
+sight, and empty temporary directories that vanish with it. Elsewhere a filter of system calls keeps
+it from sockets and from the memory of other processes; where that cannot be had either,
+``Sandbox(network=True)`` must say that the network is no harm. It always runs without the caller's
+environment variables, with limits on processor time, memory, output, files and processes, and it is
+killed with all its children at its deadline. It may read files that everybody on the machine may
+read; a container or virtual machine around the trainer keeps it from those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jrl.episodes.gate import Gate
+from jrl.episodes.tools import Tool
+from jrl.errors import UserError
+
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}
+_APART = ("--mount", "--net", "--pid", "--fork", "--kill-child")
+_FIRST_UID, _UIDS = 1_300_000, 10_000
+"""User ids that nobody has, one for each process at a time: limits on processes are by user."""
+_LONGEST_CODE = 1 << 20
+_AROUND_SECONDS = 10.0
+
+
+class SandboxLimits(NamedTuple):
+    """What one run may use.
+
+    Attributes:
+      seconds: from start to end; also of processor time, rounded up.
+      memory_bytes: of addresses, in each process.
+      output_bytes: of output and errors; more ends the run.
+      file_bytes: of one file, and of all temporary files where the code has its own.
+      processes: and threads.
+    """
+
+    seconds: float = 5.0
+    memory_bytes: int = 512 << 20
+    output_bytes: int = 16 << 10
+    file_bytes: int = 16 << 20
+    processes: int = 16
+
+
+class SandboxResult(NamedTuple):
+    """What came of a run.
+
+    Attributes:
+      output: what was printed, errors included; cut at the limit.
+      status: "ok", "error" (an exception, or an exit status other than 0), "timeout", "output"
+        (too much of it) or "killed".
+      seconds: how long it took.
+    """
+
+    output: str
+    status: str
+    seconds: float
+
+
+class Sandbox:
+    """Runs Python.
+
+    Args:
+      limits: of each run; None for the usual ones.
+      at_once: runs at a time, others wait; None for as many as there are cores.
+      network: whether code may run where it cannot be cut off from the network.
+
+    Attributes:
+      apart: whether the code has no network and its own processes and temporary directories.
+      offline: whether it has no network.
+
+    Raises:
+      UserError: no Python here can be run with fewer rights than the caller's; or code would have
+        the network, as in a container that forbids ``unshare``, and ``network`` is False.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        at_once: int | None = None,
+        network: bool = False,
+    ) -> None:
+        self.limits = limits or SandboxLimits()
+        self._gate = Gate(at_once or os.cpu_count() or 1, "the sandbox")
+        self._python, self._prefix, self._filtered = _way_in()
+        self.apart = bool(self._prefix)
+        self.offline = self.apart or self._filtered
+        self._uids = itertools.cycle(range(_FIRST_UID, _FIRST_UID + _UIDS))
+        if not (self.offline or network):
+            raise UserError(
+                "the sandbox cannot cut code off from the network: unshare (package util-linux) "
+                "and seccomp are missing or forbidden here; start the container with "
+                "--cap-add=SYS_ADMIN or --security-opt seccomp=unconfined, or set network = true "
+                "to let code use the network"
+            )
+        if not self.apart:
+            has = "has no network but" if self.offline else "keeps the network and"
+            logging.getLogger("jrl").warning(
+                f"sandbox: unshare cannot be used here, so code {has} sees other processes and "
+                "their files; limits hold"
+            )
+
+    async def run(self, code: str) -> SandboxResult:
+        """Runs code and waits for its end, or ends it; never longer than a second past the limit.
+
+        The time that a run waits for others is not counted, here nor against ``Limits``.
+
+        Raises:
+          EnvError: no other run ends for ten minutes.
+        """
+        if len(code) > _LONGEST_CODE:
+            return SandboxResult(f"code of {len(code)} characters is too long", "error", 0.0)
+        async with self._gate:
+            return await self._run(code)
+
+    async def _run(self, code: str) -> SandboxResult:
+        begin = time.monotonic()
+        spec = _spec(self.limits, self.apart, self._filtered, next(self._uids))
+        with contextlib.ExitStack() as stack:
+            directory = None
+            if not self.apart:
+                directory = tempfile.mkdtemp(prefix="jrl-sandbox-")
+                stack.callback(shutil.rmtree, directory, ignore_errors=True)
+                if spec["uid"] is not None:
+                    os.chown(directory, spec["uid"], spec["uid"])
+            process = await asyncio.create_subprocess_exec(
+                *_command(self._python, self._prefix, spec),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=_ENVIRONMENT,
+                cwd=directory or "/",
+                start_new_session=True,
+            )
+            status = "killed"
+            output = bytearray()
+            try:
+                done = self._collect(process, code.encode("utf-8", "replace"), output)
+                enough = await asyncio.wait_for(done, self.limits.seconds)
+                status = "output" if enough else ""
+            except TimeoutError:
+                status = "timeout"
+            finally:
+                if status:
+                    _kill(process.pid)
+                await _finish(process)
+        if not status:
+            status = "ok" if process.returncode == 0 else "error"
+            if process.returncode and process.returncode < 0:
+                status = "killed"
+        text = bytes(output[: self.limits.output_bytes]).decode("utf-8", "replace")
+        return SandboxResult(text, status, time.monotonic() - begin)
+
+    async def _collect(
+        self, process: asyncio.subprocess.Process, code: bytes, output: bytearray
+    ) -> bool:
+        """Reads all output, up to the limit; whether there was more."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            process.stdin.write(code)
+            await process.stdin.drain()
+        process.stdin.close()
+        while chunk := await process.stdout.read(1 << 16):
+            output += chunk
+            if len(output) > self.limits.output_bytes:
+                return True
+        return False
+
+
+async def _finish(process: asyncio.subprocess.Process) -> None:
+    """Waits for the end of a process that has ended its output, or was killed.
+
+    asyncio learns of it only once the pipe has been read to its end.
+    """
+    assert process.stdout is not None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            while await process.stdout.read(1 << 16):
+                pass
+            await process.wait()
+            return
+    _kill(process.pid)  # it closed its output and lives on, or left a child that holds the pipe
+
+
+def _spec(limits: SandboxLimits, apart: bool, filtered: bool, uid: int) -> dict[str, Any]:
+    """What the child is told; a caller who is root gives it a user id of its own."""
+    own = uid if os.geteuid() == 0 else None
+    return {**limits._asdict(), "mounts": apart, "filtered": filtered, "uid": own}
+
+
+def _command(python: str, prefix: tuple[str, ...], spec: dict[str, Any]) -> list[str]:
+    return [*prefix, python, "-I", "-S", "-u", str(_CHILD), json.dumps(spec)]
+
+
+def _kill(pid: int) -> None:
+    """Kills a run: its group, and what ``unshare`` started, with which all its children end."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+@functools.cache
+def _way_in() -> tuple[str, tuple[str, ...], bool]:
+    """The Python to run, the command before it that sets it apart, and whether calls are filtered.
+
+    Found by trying.
+    """
+    unshare = shutil.which("unshare")
+    root = os.geteuid() == 0
+    rights = () if root else ("--user", "--map-root-user")
+    prefixes: list[tuple[str, ...]] = [(unshare, *rights, *_APART)] if unshare else []
+    pythons = dict.fromkeys(
+        p for p in (sys.executable, shutil.which("python3", path="/usr/bin")) if p
+    )
+    ways = [*((prefix, False) for prefix in prefixes), ((), True), ((), False)]
+    for prefix, filtered in ways:
+        for python in pythons:
+            spec = _spec(SandboxLimits(), bool(prefix), filtered, _FIRST_UID + _UIDS)
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                tried = subprocess.run(
+                    _command(python, prefix, spec),
+                    input=b"import json, math\nprint(json.loads('6') * 7)",
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=_ENVIRONMENT,
+                    cwd="/",
+                    timeout=20,
+                    check=False,
+                )
+                if tried.stdout == b"42\n":
+                    return python, prefix, filtered
+    raise UserError(
+        f"the sandbox cannot run Python as another user: {', '.join(pythons)} cannot be read by "
+        "everybody; install python3 of the system, or do not run as root"
+    )
+
+
+def python_tool(sandbox: Sandbox, *, name: str = "python") -> Tool:
+    """Python as a tool with one argument, "code"; each call begins anew."""
+
+    async def call(code: str) -> str:
+        result = await sandbox.run(code)
+        limits = sandbox.limits
+        ends = {
+            "timeout": f"[ended after {limits.seconds:g} seconds]",
+            "output": f"[ended after {limits.output_bytes} bytes of output]",
+            "killed": "[killed]",
+        }
+        said = [result.output.rstrip("\n"), ends.get(result.status, "")]
+        return "\n".join(text for text in said if text) or "[no output]"
+
+    return Tool(
+        name=name,
+        description="Runs Python and returns what it prints, and the value of the last line.",
+        parameters={
+            "type": "object",
+            "properties": {"code": {"type": "string"}},
+            "required": ["code"],
+            "additionalProperties": False,
+        },
+        call=call,
+        # The sandbox keeps the limit of a run; the rest is for starting and ending its process.
+        seconds=_AROUND_SECONDS + sandbox.limits.seconds,
+        longest=sandbox.limits.output_bytes,
+    )

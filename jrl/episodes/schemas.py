@@ -1,0 +1,235 @@
+"""JSON schemas of tools' arguments: checked once, and read within limits of time.
+
+Schemas come from servers and files, arguments from the policy. A check runs in the thread that
+serves all episodes, so it must end: regular expressions are matched by ``regex``, which gives up in
+time, and every other keyword looks at the clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from jrl.errors import UserError
+from jrl.system.extras import need
+
+CHECK_SECONDS = 0.25
+"""For the check of one call's arguments; usual ones take a thousandth of a second."""
+
+_until: ContextVar[float] = ContextVar("until")
+
+
+class _TooLongError(Exception):
+    """A check takes too long."""
+
+
+def check_schema(schema: Mapping[str, Any], said: str) -> None:
+    """Raises a UserError for a schema that cannot check arguments.
+
+    The draft is the one that ``$schema`` names, 2020-12 where it names none.
+
+    Args:
+      schema: of an object.
+      said: whose it is, for the message.
+
+    Raises:
+      UserError: the schema is invalid, is not of an object, has a ``$ref`` that leads nowhere or
+        out of the schema, a pattern that is no regular expression, or does not end.
+    """
+    jsonschema = need("jsonschema", "tools", "a run with tools")
+    if not isinstance(schema, Mapping):
+        raise UserError(f"{said}: its schema is {schema!r:.60}, not an object")
+    draft = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    try:
+        # Without formats: Python's re knows fewer patterns than regex, which reads them here.
+        draft.check_schema(schema, format_checker=jsonschema.FormatChecker(()))
+        json.dumps(schema)
+    except jsonschema.SchemaError as error:
+        raise UserError(f"{said}: its schema is invalid: {error.message:.200}") from None
+    except Exception as error:
+        raise UserError(f"{said}: its schema is invalid: {error!r:.200}") from None
+    if schema.get("type") != "object":
+        raise UserError(f'{said}: its schema must have "type": "object"')
+    _check_parts(schema, draft, said)
+    if why := fault(schema, {}, told=False):
+        raise UserError(f"{said}: its schema cannot be used: {why}")
+
+
+def _check_parts(schema: Mapping[str, Any], draft: Any, said: str) -> None:
+    """Raises UserError for references and patterns anywhere in a schema that lead nowhere."""
+    import referencing
+    import referencing.jsonschema
+
+    regex = need("regex", "tools", "a run with tools")
+    dialect = draft.META_SCHEMA.get("$schema", draft.META_SCHEMA.get("id", ""))
+    known = referencing.jsonschema.specification_with(dialect)
+
+    present: set[str] = set()
+
+    def visit(resource: Any, resolver: Any) -> None:
+        part = resource.contents
+        if not isinstance(part, Mapping):
+            return
+        present.update(part)
+        for name in ("$ref", "$dynamicRef", "$recursiveRef"):
+            if isinstance(part.get(name), str):
+                try:
+                    resolver.lookup(part[name])
+                except Exception:
+                    where = f"{name} = {part[name]!r:.80}"
+                    raise UserError(
+                        f"{said}: its schema has {where}, which it does not define; write what is "
+                        "meant into $defs"
+                    ) from None
+        patterns = [part["pattern"]] if isinstance(part.get("pattern"), str) else []
+        if isinstance(part.get("patternProperties"), Mapping):
+            patterns += part["patternProperties"]
+        for pattern in patterns:
+            try:
+                regex.compile(pattern)
+            except regex.error as error:
+                raise UserError(
+                    f"{said}: its schema has the pattern {pattern!r:.80}: {error}"
+                ) from None
+        for inner in resource.subresources():
+            visit(inner, resolver.in_subresource(inner))
+
+    root = known.create_resource(dict(schema))
+    try:
+        visit(root, referencing.Registry().resolver_with_root(root))
+    except RecursionError:
+        raise UserError(f"{said}: its schema is nested too deeply") from None
+    if {"unevaluatedProperties", "patternProperties"} <= present:
+        # jsonschema matches those patterns by itself, without an end.
+        raise UserError(
+            f"{said}: its schema has unevaluatedProperties and patternProperties; use "
+            "additionalProperties"
+        )
+
+
+def fault(schema: Mapping[str, Any], arguments: Any, *, told: bool = True) -> str | None:
+    """Why arguments do not fit a schema, for the policy to read; None where they do.
+
+    Args:
+      schema: that ``check_schema`` has passed.
+      arguments: JSON values.
+      told: whether arguments that do not fit are a fault, beside those that cannot be checked.
+    """
+    import jsonschema
+
+    token = _until.set(time.monotonic() + CHECK_SECONDS)
+    try:
+        validator = _validator(json.dumps(schema, sort_keys=True))
+        error = jsonschema.exceptions.best_match(validator.iter_errors(arguments))
+    except RecursionError:
+        return "the arguments are nested too deeply"
+    except _TooLongError:
+        return f"the arguments took more than {CHECK_SECONDS:g} seconds to check"
+    except Exception as unexpected:
+        return f"the arguments cannot be checked: {unexpected!r:.200}"
+    finally:
+        _until.reset(token)
+    if error is None or not told:
+        return None
+    where = "".join(f"[{part!r}]" for part in error.absolute_path)
+    return f"arguments{where}: {error.message:.300}"
+
+
+@functools.lru_cache(maxsize=256)
+def _validator(schema: str) -> Any:
+    import jsonschema
+    import referencing
+
+    found = json.loads(schema)
+    draft = jsonschema.validators.validator_for(found, jsonschema.Draft202012Validator)
+    # Without a registry jsonschema would fetch what other hosts are named in a $ref.
+    return _timed(draft)(_bare(found), registry=referencing.Registry())
+
+
+def _bare(schema: Any) -> Any:
+    """The schema without the names of drafts, which would bring back validators without a clock."""
+    if isinstance(schema, list):
+        return [_bare(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {k: _bare(v) for k, v in schema.items() if k != "$schema" or not isinstance(v, str)}
+
+
+@functools.cache
+def _timed(draft: Any) -> Any:
+    """A draft's validator whose keywords look at the clock, and whose patterns end in time."""
+    import jsonschema
+
+    keywords = {name: _watched(keyword) for name, keyword in draft.VALIDATORS.items()}
+    keywords["pattern"] = _watched(_pattern)
+    keywords["patternProperties"] = _watched(_pattern_properties)
+    if "additionalProperties" in keywords:
+        keywords["additionalProperties"] = _watched(_additional_properties(draft))
+    return jsonschema.validators.extend(draft, keywords)
+
+
+Keyword = Callable[[Any, Any, Any, Any], Any]
+"""(validator, value of the keyword, instance, schema) -> errors, as jsonschema calls it."""
+
+
+def _watched(keyword: Keyword) -> Keyword:
+    def watched(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        if time.monotonic() > _until.get():
+            raise _TooLongError
+        yield from keyword(validator, value, instance, schema) or ()
+
+    return watched
+
+
+def _matches(pattern: str, text: str) -> bool:
+    import regex
+
+    left = _until.get() - time.monotonic()
+    if left <= 0:
+        raise _TooLongError
+    try:
+        return regex.search(pattern, text, timeout=left) is not None
+    except TimeoutError:
+        raise _TooLongError from None
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[Any]:
+    import jsonschema
+
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield jsonschema.ValidationError(f"{instance!r:.100} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if not validator.is_type(instance, "object"):
+        return
+    for pattern, inner in patterns.items():
+        for name, value in instance.items():
+            if _matches(pattern, name):
+                yield from validator.descend(value, inner, path=name, schema_path=pattern)
+
+
+def _additional_properties(draft: Any) -> Keyword:
+    """The usual keyword, which matches patterns by itself where there are some."""
+    import jsonschema
+
+    usual = draft.VALIDATORS["additionalProperties"]
+
+    def additional(validator: Any, allowed: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        patterns = schema.get("patternProperties", {})
+        if not patterns or not validator.is_type(instance, "object"):
+            yield from usual(validator, allowed, instance, schema) or ()
+            return
+        for name, value in instance.items():
+            if name in schema.get("properties", {}) or any(_matches(p, name) for p in patterns):
+                continue
+            if validator.is_type(allowed, "object"):
+                yield from validator.descend(value, allowed, path=name)
+            elif not allowed:
+                yield jsonschema.ValidationError(f"{name!r:.100} was unexpected")
+
+    return additional

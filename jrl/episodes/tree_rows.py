@@ -1,0 +1,102 @@
+"""What a search left behind as rows to train on: siblings for preferences, paths with step values.
+
+    rows = rows_of_tree(found.tree, prompt, {leaf: points, ...})
+
+The rows are those of ``data.records``, in token ids: what was drawn is never encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jrl.episodes.tree import Backup, Step, Tree, mean_backup, siblings
+
+
+class TreeRows(NamedTuple):
+    """Rows of one tree, each with "prompt" and "responses" as lists of ids, and "scores", points.
+
+    Attributes:
+      siblings: of each node with children whose values differ: the path to it is part of the
+        prompt, the responses are steps, the scores their values, and "visits" says how many leaves
+        stand behind each. For ``mcts_dpo``, ``step_q``, ``tp_llama`` and other preferences.
+      paths: all paths that ended, as one row: the scores are their leaves' points; "steps" holds
+        the sizes of each path's steps, tokens, and "step_values" their values. For ``prm``,
+        ``rest_mcts`` and ``alphamath``. Empty where no path ended, and for episodes, of which a
+        response would hold what environments said.
+    """
+
+    siblings: list[dict[str, Any]]
+    paths: list[dict[str, Any]]
+
+
+def rows_of_tree(
+    tree: Tree,
+    prompt: Sequence[int],
+    points: Mapping[int, float],
+    backup: Backup = mean_backup,
+) -> TreeRows:
+    """The rows of a tree whose leaves were judged.
+
+    A node's value is what ``backup`` makes of the judged leaves below it, such as the fraction that
+    is right: the estimate of "Math-Shepherd: Verify and Reinforce LLMs Step-by-step without Human
+    Annotations" (arXiv:2312.08935). What guided the search does not count, and nodes without a
+    judged leaf below them are left out. Equal steps of one node count as one.
+
+    Args:
+      tree: as ``grow`` left it, each step's content its ids; it stays as it is.
+      prompt: ids.
+      points: of leaves, by the number of their node.
+      backup: of the points, in the order of the leaves' numbers.
+    """
+    judged, place = _merged(tree)
+    total: dict[int, list[float]] = {}
+    for leaf in sorted(points):
+        backup(judged, place[leaf], float(points[leaf]))
+        total.setdefault(place[leaf], []).append(float(points[leaf]))
+    rows = [
+        {
+            "prompt": [*map(int, prompt), *_ids(group.path)],
+            "responses": [_ids([step]) for step in group.steps],
+            "scores": group.values,
+            "visits": group.visits,
+        }
+        for group in siblings(judged)
+    ]
+    paths = [judged.path(leaf) for leaf in total]
+    if not paths or any(len(_step(judged, i).answer) for i in range(1, len(judged.nodes))):
+        return TreeRows(rows, [])
+    steps = [[_ids([_step(judged, i).content]) for i in path] for path in paths]
+    whole = {
+        "prompt": [int(token) for token in prompt],
+        "responses": [_ids(path) for path in steps],
+        "scores": [sum(found) / len(found) for found in total.values()],
+        "steps": [[len(step) for step in path] for path in steps],
+        "step_values": [[judged.nodes[i].value for i in path] for path in paths],
+    }
+    return TreeRows(rows, [whole])
+
+
+def _merged(tree: Tree) -> tuple[Tree, dict[int, int]]:
+    """The tree with equal steps of a node as one, never visited, and where each node went to.
+
+    A search draws the same step more than once; that is one action, with all leaves behind it.
+    """
+    merged, place, known = Tree(), {0: 0}, {}
+    for i, node in enumerate(tree.nodes[1:], 1):
+        step = _step(tree, i)
+        at = (place[node.parent], *_ids([step.content]))
+        if at not in known:
+            known[at] = merged.add(place[node.parent], step)
+        place[i] = known[at]
+    return merged, place
+
+
+def _step(tree: Tree, node: int) -> Step:
+    step = tree.nodes[node].step
+    assert step is not None
+    return step
+
+
+def _ids(contents: Sequence[Any]) -> list[int]:
+    return [int(token) for content in contents for token in content]

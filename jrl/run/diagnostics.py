@@ -1,0 +1,113 @@
+"""What a configuration lacks on this machine, all of it at once; nothing is compiled or trained."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jrl.config import Config
+from jrl.config.unions import QuestionTable
+from jrl.data.sources import open_source
+from jrl.data.tables import FirstRows, Source
+from jrl.errors import Mistakes, UserError
+from jrl.models import hf
+from jrl.models.tokenizer import load_tokenizer
+from jrl.run.reward_probe import check_reward_columns, missing_math
+from jrl.system.devices import find_devices
+from jrl.system.extras import install_line, missing
+from jrl.train import build
+from jrl.train.frozen import run_shape, run_task
+from jrl.train.objective import method_of
+from jrl.train.optimizer import make_optimizer
+from jrl.train.placement import make_meshes
+
+_ROWS = 100
+"""Rows of each source that become prompts, to see whether fields and template fit."""
+
+
+def lacks(config: Config) -> list[str]:
+    """What keeps a configuration from running here, a line for each thing; [] for nothing.
+
+    Each part is looked at alone, so that one that is wrong does not hide the others. Checkpoints
+    are read up to their headers, data up to its first rows.
+    """
+    mistakes = Mistakes()
+    look = mistakes.look
+    if look(find_devices) is None:
+        return mistakes.lines  # nothing else can be looked at
+    task = look(lambda: run_task(config))
+    no_task = task is None and config.task is not None  # named, and wrong
+    method = look(lambda: method_of(config, task))
+    look(lambda: make_optimizer(config.optimizer, config.train.steps, 1))
+    look(lambda: make_meshes(config, apart=True))
+    tokenizer = None if no_task else _model(config, task, mistakes)
+    # What is recorded, and dialogues, are read below.
+    for name in ("eval", "pairs") if config.recorded else ("train", "eval", "pairs"):
+        if (spec := getattr(config.data, name, None)) is not None:
+            look(functools.partial(_first_row, spec, f"data.{name}"))
+    if isinstance(config.data, QuestionTable) and config.data.train is None:
+        mistakes.lines.append(
+            "data.train and data.task are both missing; name a file of prompts or a procedural task"
+        )
+    if config.pairs is None and not no_task:
+        look(lambda: build.reward_pool(config).close())
+        look(lambda: build.reward_weights(config, task))
+    if method is not None and tokenizer is not None:
+        read = look(lambda: build.read_data(config, tokenizer, task, method, opened=_head))
+        if read is not None:
+            look(lambda: check_reward_columns(config, read.prompts["train"]))
+    if said := missing_math(config):
+        mistakes.lines.append(said)
+    return mistakes.lines + list(_missing_sinks(config))
+
+
+def with_others(error: UserError, config: Config) -> UserError:
+    """An error of a run's start with what else is wrong with its configuration, a line each.
+
+    Args:
+      error: what was raised.
+      config: of the run.
+    """
+
+    def bare(line: str) -> str:  # counts differ, as only the first rows are read here
+        return re.sub(r"\d+", "", line)
+
+    lines = str(error).splitlines()
+    said = {bare(line) for line in lines}
+    # Without math-verify a run continues, so that is no mistake beside another.
+    others = [line for line in lacks(config) if line != missing_math(config)]
+    return UserError("\n".join(lines + [line for line in others if bare(line) not in said]))
+
+
+def _model(config: Config, task: Any, mistakes: Mistakes) -> Any:
+    """The tokenizer of a run, with what is wrong with its model kept in ``mistakes``."""
+    look, path = mistakes.look, config.model.path
+    tokenizer = task and task.tokenizer
+    if config.model.network is not None:
+        if task is None and path is not None:
+            tokenizer = look(lambda: load_tokenizer(path))
+        if tokenizer is not None:
+            look(lambda: build.own_network(config, task, tokenizer))
+    elif path is not None:
+        if look(lambda: hf.read_config(path, "model.path")) is not None and task is None:
+            tokenizer = look(lambda: load_tokenizer(path))
+    else:
+        look(lambda: run_shape(config, task))
+    return tokenizer
+
+
+def _head(spec: str | Mapping[str, float], *, key: str) -> Source:
+    return FirstRows(open_source(spec, key=key), _ROWS)
+
+
+def _first_row(spec: str | Mapping[str, float], key: str) -> dict[str, Any]:
+    return open_source(spec, key=key)[0]
+
+
+def _missing_sinks(config: Config) -> Iterator[str]:
+    for target in config.log.to:
+        extra = target.partition(":")[0]
+        if missing({"tensorboard": ["tensorboardX"]}.get(extra, [extra])):
+            yield f"log.to = {target!r} needs the extra {extra}: {install_line(extra)}"

@@ -1,0 +1,118 @@
+"""What a run rewards, in a line for a person; and whether its data has what its rewards read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jrl.config import Config
+from jrl.data.tasks import Task
+from jrl.errors import UserError
+from jrl.rewards.base import Sample
+from jrl.rewards.columns import check_columns
+from jrl.rewards.pool import RewardPool
+from jrl.system.extras import install_line, missing
+from jrl.train.build import Run
+from jrl.types import Prompt
+from jrl.user_code import load
+
+_MEANS = {
+    "verify": "1 for a right answer, else 0",
+    "partial": "the fraction of the answer that is right",
+    "math": "1 when the final answer equals the reference, as mathematics",
+    "exact": "1 when the final answer equals the reference, as text",
+    "format": "1 for an answer in the form that is asked for",
+    "model": "a trained reward model",
+}
+
+
+def reward_text(run: Run) -> str:
+    """The sum that a run rewards, and what each part of it is; "" where the data holds scores.
+
+    Args:
+      run: from ``build.setup``.
+    """
+    if run.data.judged or run.data.recorded:
+        return ""
+    weights = run.rewards.weights
+    short = {name: name.rpartition(":")[2] for name in weights}
+    total = " + ".join(
+        short[name] if weight == 1 else f"{weight:g} * {short[name]}"
+        for name, weight in weights.items()
+    )
+    means = {short[name]: _meaning(name) for name in weights}
+    parts = "; ".join(f"{name}: {text}" for name, text in means.items() if text)
+    return f"reward = {total}" + (f" ({parts})" if parts else "")
+
+
+def missing_math(config: Config) -> str:
+    """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
+    used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
+    if not used or config.given_completions or not missing(["math-verify"]):
+        return ""
+    return (
+        "rewards.math compares numbers, and anything else as text, because math-verify is not"
+        f" installed; install it: {install_line('math')}"
+    )
+
+
+def probe_rewards(run: Run, pool: RewardPool) -> None:
+    """Calls the reward functions of a user once, with the first prompt and its answer.
+
+    On a procedural task with one of its problems, and a correct completion as the answer.
+
+    Raises:
+      UserError: one of them fails, or returns something else than numbers; see ``RewardPool``.
+    """
+    names = [name for name in _own_rewards(run.config) if name in pool.functions]
+    prompts = run.data.prompts.get("train")
+    if not names or not (prompts or isinstance(run.task, Task)):
+        return
+    prompt = prompts[0] if prompts else _problem(run)
+    text = str(prompt.answer)
+    tokens = np.array(run.tokenizer.encode(text), np.int32)
+    sample = Sample(prompt=prompt, completion=text, tokens=tokens, stop="stop_token")
+    pool.probe(names, sample, run.config.sampling.group)
+
+
+def _problem(run: Run) -> Prompt:
+    """A problem of a run's task, as its reward functions get it."""
+    assert isinstance(run.task, Task)
+    generate = jax.jit(run.task.generate, static_argnums=1)
+    problem = jax.device_get(generate(jax.random.key(run.config.seed), "train"))
+    text, answer = run.task.render(problem)
+    return Prompt(0, text, problem.tokens[: int(problem.length)], answer)
+
+
+def check_reward_columns(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Raises UserError for a reward function whose columns the training prompts do not have.
+
+    And where the library's own would compare texts with an answer that is a list or a table.
+    """
+    for name in sorted({"exact", "math"} & set(config.rewards)):
+        for prompt in prompts:
+            if isinstance(prompt.answer, list | dict):
+                raise UserError(
+                    f"data.train, row {prompt.id + 1}: the answer is {str(prompt.answer)[:60]}, and"
+                    f" rewards.{name} compares text and numbers; write it as text, or give a"
+                    " reward function of your own"
+                )
+    columns = prompts[0].meta if prompts else ()
+    for name in _own_rewards(config):
+        known = [*columns, *config.rewards[name].options]
+        check_columns(load(name, "rewards"), known, f"rewards.{name}")
+
+
+def _own_rewards(config: Config) -> list[str]:
+    return [name for name in config.rewards if ":" in name]
+
+
+def _meaning(name: str) -> str:
+    """What a reward part gives points for, in one line; a function's own docstring says it."""
+    if ":" not in name:
+        return _MEANS.get(name, "")
+    said = inspect.getdoc(load(name, "rewards")) or ""
+    return said.partition("\n")[0].rstrip(".")

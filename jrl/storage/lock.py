@@ -1,0 +1,82 @@
+"""One writer for a run directory: a lock that ends with its process, however that ends.
+
+``flock`` holds between the processes of a machine, and between machines on file systems that pass
+it on: NFS since Linux 2.6.12, Lustre mounted with ``flock``, not mounted buckets. Where the file
+system has no locks, nothing is locked and one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jrl.errors import StorageError, UserError
+from jrl.system.processes import first_says
+
+NAME = "run.lock"
+
+
+@contextlib.contextmanager
+def run_lock(directory: str | Path) -> Iterator[None]:
+    """Holds a run directory; made if missing. All processes of a run enter it, the first locks.
+
+    Args:
+      directory: ``run.dir``.
+
+    Raises:
+      UserError: another process holds it, named with its host.
+      StorageError: the directory cannot be written.
+    """
+    directory, file, fault = Path(directory), None, None
+    if jax.process_index() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            file = (directory / NAME).open("a+", encoding="utf-8")
+            if (holder := _take(file)) is not None:
+                fault = ["held", f"run.dir = {str(directory)!r} is being written by {holder}; wait"
+                         " until it ends, stop it, or name another directory"]  # fmt: skip
+        except OSError as error:
+            fault = ["storage", f"run.dir = {str(directory)!r} cannot be written: {error}"]
+    try:
+        fault = first_says(fault)
+        if fault is not None:
+            raise (UserError if fault[0] == "held" else StorageError)(fault[1])
+        yield
+    finally:
+        if file is not None:
+            file.close()  # which unlocks it; the file stays, since removing it would be a race
+
+
+def _take(file: Any) -> str | None:
+    """Locks the file and writes who does; or says who has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        try:
+            holder = json.loads(file.read())
+            return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+        except (ValueError, KeyError, TypeError):
+            return "another process"
+    except OSError as error:
+        warnings.warn(
+            f"{file.name} cannot be locked ({error}), so nothing keeps another process from"
+            " writing this run",
+            stacklevel=4,
+        )
+        return None
+    file.truncate(0)
+    since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}))
+    file.flush()
+    return None

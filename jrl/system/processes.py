@@ -1,0 +1,226 @@
+"""Several processes as one run: how they find each other, agree, stop, and notice a lost one.
+
+Every host runs the same command (multi-controller JAX). Where the processes are told about each
+other by flags or the environment, ``start`` joins them before anything asks for a device.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.errors import UserError
+from jrl.system.signals import Stopping
+from jrl.system.wait_reports import waiting
+
+COORDINATOR, PROCESSES, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+DETECT = "JRL_DISTRIBUTED"
+"""Set to ``auto``, processes ask the cluster (Cloud TPU, GKE, Slurm, Open MPI) who they are."""
+
+SILENCE_SECONDS = 60
+"""A process that says nothing for so long is taken for lost, and ends the others."""
+
+
+def start(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    silence_seconds: int | None = None,
+) -> None:
+    """Joins this process to the others of its run; alone, it does nothing.
+
+    Arguments left out come from the environment: ``JAX_COORDINATOR_ADDRESS``,
+    ``JAX_NUM_PROCESSES``, ``JAX_PROCESS_ID`` and ``JRL_SILENCE_SECONDS``; with
+    ``JRL_DISTRIBUTED=auto`` the cluster is asked instead.
+
+    Args:
+      coordinator: HOST:PORT of process 0.
+      processes: how many there are.
+      process: which one this is, from 0.
+      silence_seconds: how long a lost process goes unnoticed.
+
+    Raises:
+      UserError: one of the three is missing or no number, or the others did not come.
+    """
+    coordinator = coordinator or os.environ.get(COORDINATOR)
+    processes = _number(PROCESSES) if processes is None else processes
+    process = _number(PROCESS) if process is None else process
+    silence = silence_seconds or _number("JRL_SILENCE_SECONDS") or SILENCE_SECONDS
+    given = {COORDINATOR: coordinator, PROCESSES: processes, PROCESS: process}
+    automatic = os.environ.get(DETECT) == "auto"
+    if all(value is None for value in given.values()) and not automatic:
+        return
+    if jax.distributed.is_initialized():
+        return
+    if not automatic:
+        if missing := [name for name, value in given.items() if value is None]:
+            raise UserError(
+                f"{', '.join(missing)} missing, {', '.join(set(given) - set(missing))} given; give "
+                f"all three (--coordinator, --processes, --process), or set {DETECT}=auto"
+            )
+        assert processes is not None
+        assert process is not None
+        if not 0 <= process < processes:
+            raise UserError(f"process = {process}; must be 0 to {processes - 1}")
+        host, _, port = (coordinator or "").rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(f"coordinator = {coordinator!r}; must be HOST:PORT of process 0")
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            processes,
+            process,
+            heartbeat_timeout_seconds=silence,
+            initialization_timeout=max(silence, 300),
+            shutdown_timeout_seconds=silence,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes of this run did not find each other: {error}") from None
+
+
+def _number(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise UserError(f"{name} = {text!r}; must be a whole number")
+    return int(text)
+
+
+def first_says(value: Any) -> Any:
+    """What process 0 gives here, a JSON value, on every process."""
+    if jax.process_count() == 1:
+        return value
+    return json.loads(_everyone_says(json.dumps(value))[0])
+
+
+def check_same(what: str, values: Mapping[str, Any]) -> None:
+    """Raises the same UserError on every process when they do not hold the same values.
+
+    Args:
+      what: they are, for the message.
+      values: JSON values by name.
+    """
+    if jax.process_count() == 1:
+        return
+    given = [json.loads(text) for text in _everyone_says(json.dumps(dict(values)))]
+    lines = []
+    for number, theirs in enumerate(given[1:], 1):
+        for name in sorted(given[0].keys() | theirs.keys()):
+            if theirs.get(name) != given[0].get(name):
+                lines.append(
+                    f"{name} = {given[0].get(name)!r} in process 0, {theirs.get(name)!r} in process"
+                    f" {number}"
+                )
+    if lines:
+        more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+        listed = "\n".join([*lines[:8], *more])
+        raise UserError(f"the processes of this run disagree on their {what}:\n{listed}")
+
+
+def _everyone_says(text: str) -> list[str]:
+    """The texts of all processes, in their order."""
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(text.encode(), np.uint8)
+    with waiting("other processes"):
+        sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: len(data)] = data
+        gathered = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [bytes(row[:n]).decode() for row, n in zip(gathered, sizes, strict=True)]
+
+
+_PATIENCE_MS = 7 * 24 * 3600 * 1000  # a process that is lost is noticed by its silence, not by this
+_turns: collections.Counter[str] = collections.Counter()
+
+
+def deal(
+    name: str, count: int, work: Callable[[np.ndarray], tuple[np.ndarray, Mapping[str, float]]]
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Items dealt to the processes: each works on its own, and all get what came of all.
+
+    The hosts talk to each other, and no device is asked, so that a thread may call this while
+    programs run. Calls of one name come in the same order in all processes.
+
+    Args:
+      name: of this use.
+      count: items, the same everywhere.
+      work: (indices [m] int) -> (float32 results [m, ...], counts by name).
+
+    Returns:
+      (results [count, ...], the counts summed).
+
+    Raises:
+      UserError: what ``work`` raised in one of the processes, on every process.
+    """
+    processes = jax.process_count()
+    if processes == 1:
+        results, counts = work(np.arange(count))
+        return results, dict(counts)
+    mine: dict[str, Any] = {}
+    try:
+        results, counts = work(np.arange(jax.process_index(), count, processes))
+        mine = {"results": results.tolist(), "counts": dict(counts), "shape": results.shape[1:]}
+    except UserError as error:
+        mine = {"error": str(error)}
+    answers = [json.loads(text) for text in _hosts_say(name, json.dumps(mine))]
+    if errors := [each["error"] for each in answers if "error" in each]:
+        raise UserError(errors[0])
+    merged = np.zeros((count, *answers[0]["shape"]), np.float32)
+    total: collections.Counter[str] = collections.Counter()
+    for i, each in enumerate(answers):
+        if each["results"]:
+            merged[i::processes] = each["results"]
+        total.update(each["counts"])
+    return merged, dict(total)
+
+
+def _hosts_say(name: str, text: str) -> list[str]:
+    """The texts of all processes, in their order, by way of the service that joined them."""
+    from jax._src import distributed  # JAX lends it to nobody by a public name
+
+    client: Any = distributed.global_state.client
+    turn = _turns[name]
+    _turns[name] += 1
+    folder = f"jrl/{name}/{turn}"
+    client.key_value_set_bytes(f"{folder}/{jax.process_index():08d}", text.encode())
+
+    def missing() -> str:
+        here = {int(key[-8:]) for key, _ in client.key_value_dir_get_bytes(f"{folder}/")}
+        return f"not here: {', '.join(map(str, sorted({*range(jax.process_count())} - here)))}"
+
+    with waiting(f"other processes ({name})", missing):
+        client.wait_at_barrier(f"{folder}/all", _PATIENCE_MS)
+    texts = sorted(client.key_value_dir_get_bytes(f"{folder}/"))
+    if jax.process_index() == 0 and turn:
+        client.key_value_delete(f"jrl/{name}/{turn - 1}/")  # everybody is past it
+    return [value.decode() for _, value in texts]
+
+
+def any_says(mine: bool) -> bool:
+    """Whether any process says so; every process asks at the same point."""
+    if jax.process_count() == 1:
+        return mine
+    from jax.experimental import multihost_utils
+
+    with waiting("other processes"):
+        return bool(np.any(multihost_utils.process_allgather(np.array(mine))))
+
+
+# ---------------------------------------------------------------- being asked to stop
+
+
+def stop_requested(stopping: Stopping) -> bool:
+    """Whether a signal or a wait that took too long asks the run to stop, in whichever process."""
+    mine = stopping.is_set() or bool(stopping.late)
+    if any_says(mine) and not mine:
+        stopping.set()
+        return True
+    return mine

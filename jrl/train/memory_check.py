@@ -1,0 +1,139 @@
+"""What the sizes of a run take of memory at the least, checked before anything is compiled.
+
+Counted are arrays that exist in every run of such sizes: weights, completions, and the keys and
+values of those that are decoded at a time. Activations, gradients and copies come on top, so what
+is refused here could not run, and what passes may still be too large; ``jrl plan`` measures
+programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrl.config import Config
+from jrl.models.config import ModelConfig
+from jrl.system.memory import check_fits, host_bytes
+from jrl.train.gather import cached_tokens
+from jrl.train.objective import max_new_tokens
+
+_TOKEN_BYTES = 4 + 4 + 4 + 1
+"""Of a completion: its id, log-probability and policy version, and whether it is live."""
+
+
+def available_bytes() -> int:
+    """Memory of the devices of all processes; on CPUs that of the hosts."""
+    local = jax.local_devices()
+    if local[0].platform == "cpu":
+        return host_bytes() * jax.process_count()
+    limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in local]
+    return int(max(limits)) * jax.device_count() or host_bytes() * jax.process_count()
+
+
+def check_training(run: Any) -> None:
+    """Raises a UserError where weights, a step's completions or those of evaluation cannot fit.
+
+    Args:
+      run: from ``build.setup``.
+    """
+    config, draw = run.config, run.method.draw
+    check_weights(run)
+    draws = draw.own and config.given_completions is None
+    group = config.sampling.group + draw.baseline_members if draws else 1
+    said = f"train.prompts = {config.train.prompts}"
+    if draws:
+        said += f" with sampling.group = {config.sampling.group}"
+    _check(run, said, config.train.prompts, group, drawn=draws)
+    if config.warmup.steps and run.task is not None:
+        said = f"warmup.batch = {config.warmup.batch}"
+        _check(run, said, config.warmup.batch, 1, drawn=False)
+    if run.task is not None or run.data.prompts["eval"]:
+        check_evaluation(run)
+
+
+def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
+    """Raises a UserError where the policy's weights alone cannot fit.
+
+    Args:
+      run: from ``build.setup``.
+      key: what sets how many policies there are.
+      times: as many.
+    """
+    shapes = jax.eval_shape(run.network.init, jax.random.key(0))
+    lora, path = run.config.lora, run.config.model.path
+    least = 1 if lora is not None and lora.base == "int8" else 8
+    size = sum(
+        float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
+    )
+    model = "model.config" if path is None else f"model.path = {path!r}"
+    said = f"{key} = {times}" if key else model
+    remedy = f"lower {key}" if key else "choose a smaller model"
+    check_fits(f"{said}: the weights", times * size, remedy, available=available_bytes())
+
+
+def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
+    """Raises a UserError where the completions of an evaluation cannot fit.
+
+    Args:
+      run: from ``build.setup``, ``config.eval`` as it will be.
+      keys: what the number of problems and that of completions for each are called.
+    """
+    table = run.config.eval
+    said = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
+    if run.task is not None:
+        _check(run, said, table.problems, table.samples)
+    else:  # decoded as many at a time as a training step has
+        there = min(table.problems, len(run.data.prompts["eval"]))
+        _check(run, said, min(there, run.config.train.prompts), table.samples)
+        _check(run, said, there, table.samples, drawn=False)
+
+
+def check_problems(run: Any, key: str, problems: int) -> None:
+    """Raises a UserError where problems and one completion of each cannot fit.
+
+    Args:
+      run: from ``build.setup``.
+      key: what sets how many there are.
+      problems: as many.
+    """
+    _check(run, f"{key} = {problems}", problems, 1, drawn=False)
+
+
+def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) -> None:
+    """Raises a UserError where the keys and values of an engine's slots cannot fit.
+
+    Args:
+      key: what sets how many there are.
+      slots: completions decoded at once.
+      tokens: of each, its prompt's included.
+      model: the policy's shape; None where it is not known.
+    """
+    each = _TOKEN_BYTES if model is None else token_cache_bytes(model)
+    said = f"{key} = {slots} of {tokens} tokens each"
+    check_fits(said, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
+
+
+def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
+    """Bytes of one token's keys and values, at the least 1 a number, as with an int8 cache."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
+
+
+def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True) -> None:
+    """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
+    config: Config = run.config
+    new = max_new_tokens(config, run.task)
+    if config.episodes is not None:  # a row of training holds all contexts of an episode
+        contexts = config.episodes.options.get("contexts", 1)
+        new *= contexts if isinstance(contexts, int) else 1
+    size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
+    # The caches of episodes may wait on the host, so they are not counted.
+    if drawn and run.model is not None and not config.episodes:
+        itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
+        cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
+        size += cached * token_cache_bytes(run.model, itemsize)
+    keys = " or ".join(part.split(" = ")[0] for part in said.split(" with "))
+    said = f"{said}, {run.width} + {new} tokens each"
+    check_fits(said, size, f"lower {keys}", available=available_bytes())

@@ -1,0 +1,388 @@
+"""Functions of one's own, named in a configuration as FILE.py:function or module:function.
+
+Values that a Python program passes (rows, a reward function) are named too, as python:NAME, and
+found while that program is inside ``given``.
+
+Free of JAX, because the processes that run rewards import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NoReturn
+
+from jrl.errors import UserError
+from jrl.system.json_text import parse_json
+
+FORMS = "FILE.py:function or module:function"
+
+IMPORT_SECONDS = 120.0
+"""Time for a file or module to be imported."""
+
+GIVEN = "python:"
+"""What the name of a value passed in Python begins with."""
+
+_given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def given(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, ``python:NAME`` in a configuration means ``values["NAME"]``.
+
+    >>> with given({"double": lambda x: 2 * x}):
+    ...     load("python:double", "rewards")(3)
+    6
+    """
+    token = _given.set({**_given.get(), **values})
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
+    """Writes those values that are rows into a directory, for ``remember``."""
+    rows = {name: value for name, value in values.items() if isinstance(value, list)}
+    if rows:
+        directory.mkdir(exist_ok=True)
+    for name, listed in rows.items():
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in listed]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def remember(directory: Path) -> None:
+    """From here on, the rows that ``keep_rows`` wrote are values that were passed.
+
+    Raises:
+      UserError: a file of them is damaged; names its line.
+    """
+    rows = {path.stem: _read_rows(path) for path in sorted(directory.glob("*.jsonl"))}
+    _given.set({**_given.get(), **rows})
+
+
+def _read_rows(path: Path) -> list[Any]:
+    remedy = "restore the file, or pass the rows again in Python"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}; {remedy}") from None
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = parse_json(line, where)
+        except UserError as error:
+            raise UserError(f"{error}; {remedy}") from None
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: holds {row!r:.40} and no row; {remedy}")
+        rows.append(row)
+    return rows
+
+
+def given_value(spec: str, key: str) -> Any:
+    """The value that ``python:NAME`` names.
+
+    Raises:
+      UserError: outside of the program that passed it, such as in ``jrl eval`` on its run.
+    """
+    name = spec.removeprefix(GIVEN)
+    if name not in _given.get():
+        raise UserError(
+            f"{key} = {spec!r} was passed to the run in Python and is not known here; name a file"
+            " that holds it"
+        )
+    return _given.get()[name]
+
+
+def load(spec: str, key: str) -> Callable[..., Any]:
+    """The function that a configuration names.
+
+    Args:
+      spec: ``FILE.py:function``, the file relative to the working directory, or
+        ``module:function``. A file or module is imported once in a process. Or ``python:NAME``.
+      key: the configuration key that names it, for messages.
+
+    Returns:
+      The function, or another object that can be called.
+
+    Raises:
+      UserError: one line with the key, the value and what would do: there is no such file or
+        module, it cannot be imported (with the line), or it has no such function (with the nearest
+        name).
+
+    >>> load("math:gcd", "rewards")(6, 4)
+    2
+    """
+    if spec.startswith(GIVEN):
+        return given_value(spec, key)
+    place, _, name = spec.rpartition(":")
+    said = f"{key} = {spec!r}"
+    if not place or not name:
+        raise UserError(f"{said}; write {FORMS}")
+    is_file = place.endswith(".py")
+    try:
+        with _time_limit(IMPORT_SECONDS), _no_exit():
+            module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
+    except UserError:
+        raise
+    except _TooLongError:
+        raise SlowImport(
+            f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
+            "and load models inside the function, or in its attribute prepare"
+        ) from None
+    except _ExitError as error:
+        raise UserError(
+            f"{said}: importing {place} calls os._exit({error.code}), which would end the run;"
+            " remove the call"
+        ) from None
+    except ModuleNotFoundError as error:
+        if not is_file and f"{place}.".startswith(f"{error.name}."):
+            hint = "name an installed module, or a file as FILE.py:function"
+            raise UserError(f"{said}: there is no module {error.name!r}; {hint}") from None
+        raise UserError(f"{said}: {_what_failed(error, place)}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{said}: {_what_failed(error, place)}") from error
+    if not hasattr(module, name):
+        names = [n for n, value in vars(module).items() if _is_own(value, module) and n[0] != "_"]
+        raise UserError(f"{said}: {place} has no function {name!r}; {_nearest(name, names)}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise UserError(f"{said}: {name} in {place} is {found!r:.40}, not a function")
+    return found
+
+
+def parameters_of(function: Callable[..., Any], said: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a function of one's own, by name.
+
+    Args:
+      function: it.
+      said: the key that names it, for the message.
+
+    Raises:
+      UserError: Python does not know them, as of ``max`` and other functions written in C.
+    """
+    try:
+        return inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        name = getattr(function, "__name__", "the function")
+        raise UserError(
+            f"{said}: the arguments of {name} cannot be read, as it is not written in Python; call"
+            " it from a function of your own"
+        ) from None
+
+
+def check_options(
+    function: Callable[..., Any],
+    options: Mapping[str, Any],
+    table: str,
+    *,
+    first: int = 0,
+    others: Iterable[str] = (),
+    all_given: bool = True,
+) -> None:
+    """Raises a UserError for options that a function does not take, or needs and does not get.
+
+    Args:
+      function: to be called with the options as keyword arguments.
+      options: by name.
+      table: the table of the configuration that holds them, for messages.
+      first: how many of its first arguments the caller gives by position.
+      others: keys of the table that are not options, which may have been meant.
+      all_given: whether nothing but the options is passed by name, so that none may be missing.
+    """
+    every = list(parameters_of(function, f"[{table}]").values())
+    parameters = every[first:]
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    shown = [p.name for p in every[:first]] + list(named)
+    called = f"{getattr(function, '__name__', 'the function')}({', '.join(shown)})"
+    lines = []
+
+    def removed(name: str) -> str:
+        # A task of one's own on a shipped configuration meets the keys of the task that was there.
+        return f"; where a configuration file sets it, data.{name}= removes it" * (table == "data")
+
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        unknown = {name: value for name, value in options.items() if name not in named}
+        known = [*named, *others]
+        if len(unknown) > 2:  # most likely the options of another function
+            choice = f"choose from {', '.join(known)}" if known else "it takes none"
+            lines = [f"[{table}] has {', '.join(unknown)}, which {called} does not take; {choice}"]
+        else:
+            lines = [
+                f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
+                + removed(name)
+                for name, value in unknown.items()
+            ]
+    needed = [name for name, p in named.items() if p.default is p.empty]
+    absent = [f"{table}.{name}" for name in needed if all_given and name not in options]
+    if len(absent) == 1:
+        lines.append(
+            f"{absent[0]} is missing: {called} needs it; set it, or give the argument a default"
+        )
+    elif absent:
+        lines.append(
+            f"{', '.join(absent)} are missing: {called} needs them; set them, or give the"
+            " arguments defaults"
+        )
+    if lines:
+        raise UserError("\n".join(lines))
+
+
+def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -> None:
+    """Raises a UserError unless a function takes arguments of these names.
+
+    Args:
+      function: of one's own.
+      names: what the library passes to it, by name.
+      said: the key that names it with its value, for the message.
+    """
+    parameters = parameters_of(function, said)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    if not set(names) <= set(parameters):
+        called = f"{getattr(function, '__name__', 'the function')}({', '.join(parameters)})"
+        raise UserError(f"{said}: {called} must take {' and '.join(names)}")
+
+
+def made_by(function: Callable[..., Any], said: str, *given: Any, **options: Any) -> Any:
+    """What a function of one's own returns, which makes a part of the run.
+
+    Args:
+      function: it.
+      said: the key and the value that name it, for messages.
+      *given: its arguments.
+      **options: more.
+
+    Raises:
+      UserError: it raised something, named with its line.
+    """
+    try:
+        return function(*given, **options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{said}: {_what_failed(error, said)}") from error
+
+
+class SlowImport(UserError):
+    """A file or module of one's own takes too long to import; trying again would take as long."""
+
+
+class _TooLongError(BaseException):
+    """An import takes too long; no Exception, which code of users may catch."""
+
+
+class _ExitError(BaseException):
+    """An import would end the interpreter without a word."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@contextlib.contextmanager
+def _no_exit() -> Iterator[None]:
+    """Inside, ``os._exit`` raises _ExitError; in processes that are forked there it ends them."""
+    real, here = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != here or threading.current_thread() is not threading.main_thread():
+            real(status)
+        raise _ExitError(status)
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = real
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Inside, _TooLongError is raised when the time is over; only the main thread has a limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: Any) -> None:
+        raise _TooLongError
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # each second again, should it be caught
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _is_own(value: object, module: ModuleType) -> bool:
+    return callable(value) and getattr(value, "__module__", None) == module.__name__
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    listed = sorted(names)
+    near = difflib.get_close_matches(name, listed, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{hint}choose from {', '.join(listed)}" if listed else "there is none to choose from"
+
+
+def _existing(path: Path, said: str) -> Path:
+    full = path.expanduser().resolve()
+    if full.is_file():
+        return full
+    near = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
+    hint = (
+        f"did you mean {path.parent / near[0]}?" if near else f"files are relative to {Path.cwd()}"
+    )
+    raise UserError(f"{said}: there is no file {path}; {hint}")
+
+
+@functools.cache
+def _of_file(path: Path) -> ModuleType:
+    # Under a name of its own, so that a file called as a module of the library replaces nothing.
+    name = f"jrl_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _of_name(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def _what_failed(error: BaseException, place: str) -> str:
+    """The error of an import in one line, with the line of the file where there is one."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename or place}, line {error.lineno}: {error.msg}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    frames = [f for f in frames if "site-packages" not in f.filename] or frames  # the user's line
+    where = f", line {frames[-1].lineno}" if frames[-1].filename != __file__ else ""
+    first = str(error).strip().partition("\n")[0]
+    return f"{frames[-1].filename if where else place}{where}: {type(error).__name__}: {first}"

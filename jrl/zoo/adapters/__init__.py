@@ -1,0 +1,1 @@
+"""Environments and tools of other libraries, each an extra."""

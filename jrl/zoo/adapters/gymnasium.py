@@ -1,0 +1,73 @@
+"""Environments of gymnasium, played by a policy that reads and writes text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
+from jrl.system.extras import need
+from jrl.types import NOTHING, Prompt
+
+
+class _Episode(NamedTuple):
+    env: Any
+
+
+def from_gymnasium(
+    make: str | Callable[[], Any],
+    show: Callable[[Any], str],
+    read: Callable[[str], Any],
+    limits: Limits,
+    *,
+    options: Mapping[str, Any] = NOTHING,
+    unreadable: str = "That is no action.",
+) -> HostEnv:
+    """A gymnasium environment as one of text; needs the extra ``gymnasium`` where it is named.
+
+    Every episode has an environment of its own, made by ``make`` and reset with the group's seed,
+    so that the members of a group start alike. Reward and end are gymnasium's; an episode that its
+    own time limit cuts is done as well. A positive last reward is a success.
+
+    Args:
+      make: an id that ``gymnasium.make`` knows, or a function that returns an environment.
+      show: (observation) -> what the policy reads.
+      read: (the policy's text) -> an action, or None where it can read none.
+      limits: of an episode.
+      options: of ``gymnasium.make``.
+      unreadable: what the policy reads where ``read`` gave None; the turn is lost, and counted as
+        "unreadable".
+
+    Returns:
+      The environment. Its functions are sync and run in threads.
+
+    Raises:
+      UserError: gymnasium is not installed.
+    """
+    if isinstance(make, str):
+        name, gymnasium = make, need("gymnasium", "gymnasium", repr(make))
+        make = lambda: gymnasium.make(name, **options)  # noqa: E731
+    new = make
+
+    def init(prompt: Prompt, seed: int) -> tuple[_Episode, list[dict[str, str]]]:
+        env = new()
+        observation, _ = env.reset(seed=seed % 2**31)
+        start = f"{prompt.text}\n{show(observation)}" if prompt.text else show(observation)
+        return _Episode(env), [{"role": "user", "content": start}]
+
+    def step(episode: _Episode, reply: Reply) -> tuple[_Episode, Feedback]:
+        action = read(reply.text)
+        if action is None:
+            messages = [{"role": "user", "content": unreadable}]
+            return episode, Feedback(messages, metrics={"unreadable": 1.0})
+        observation, reward, terminated, truncated, _ = episode.env.step(action)
+        seen = show(observation)
+        done = bool(terminated or truncated)
+        messages = [{"role": "user", "content": seen}]
+        reward = float(reward)
+        return episode, Feedback(messages, reward, done, done and reward > 0, seen)
+
+    def close(episode: _Episode) -> None:
+        episode.env.close()
+
+    return HostEnv(init, step, close, limits=limits)

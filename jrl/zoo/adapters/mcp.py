@@ -1,0 +1,239 @@
+"""The tools of a server of the Model Context Protocol, for ``tool_env``.
+
+    server = McpServer(["python", "my_server.py"])         # or McpServer("http://localhost:8000/mcp")
+    env = server.close_with(tool_env(server.tools(), get_parser("hermes"), reward, limits))
+
+The protocol is spoken by the maintained client, package ``mcp``; the extra is of the same name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import re
+import subprocess
+import threading
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from jrl.episodes.host import EnvError, HostEnv
+from jrl.episodes.tools import Tool, ToolError, check_tool
+from jrl.errors import UserError
+from jrl.system.extras import install_line, need
+
+_START_SECONDS = 30.0
+
+
+class McpServer:
+    """A server and the connection to it, which a thread of its own keeps.
+
+    A connection that breaks fails the calls under way; the next call opens another one.
+
+    Args:
+      server: the address of one that runs, or the command that starts one, spoken to through its
+        standard input and output.
+      variables: environment variables of the command, beside the few that the client passes on.
+
+    Raises:
+      UserError: the package is missing, or the server does not answer.
+    """
+
+    def __init__(
+        self, server: str | Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> None:
+        mcp = need("mcp", "mcp", "an MCP server")
+        if not hasattr(mcp, "Client"):
+            raise UserError(f"an MCP server needs mcp 2 or newer; {install_line('mcp')} --upgrade")
+        self._name, self._client = server, mcp.Client
+        self._connect = lambda: server
+        if not isinstance(server, str):
+            stdio = need("mcp.client.stdio", "mcp", "an MCP server")
+            told = mcp.StdioServerParameters(
+                command=server[0], args=list(server[1:]), env=dict(variables or {}) or None
+            )
+            # What it writes to its standard error is not the run's.
+            self._connect = lambda: stdio.stdio_client(told, errlog=subprocess.DEVNULL)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="jrl-mcp", daemon=True)
+        self._thread.start()
+        self._requests: asyncio.Queue[Any] | None = None
+        try:
+            self._listed = self._ask("list_tools").result(_START_SECONDS).tools
+        except Exception as error:
+            self.close()
+            raise UserError(f"MCP server {server!r} does not answer: {_words(error)}") from None
+
+    def tools(self, names: Sequence[str] = (), *, seconds: float = 10.0) -> list[Tool]:
+        """The server's tools, all or those named, in that order.
+
+        The policy calls them by ``plain_name``: "fs.read" is "fs_read" to it. A tool that cannot be
+        used, because of its schema, is left out with a warning, unless it is named.
+
+        Args:
+          names: of tools, as the server has them; () for all.
+          seconds: for one call.
+
+        Raises:
+          UserError: the server has no tool of a name, one that is named cannot be used, or none
+            can.
+        """
+        offered = {tool.name: tool for tool in self._listed}
+        for name in names:
+            if name not in offered:
+                said = ", ".join(sorted(offered))
+                raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {said}")
+        made: dict[str, Tool] = {}
+        for name in names or offered:
+            tool = self._tool(offered[name], plain_name(name, made), seconds)
+            try:
+                check_tool(tool, f"MCP server {self._name!r}, tool {name!r}")
+            except UserError as error:
+                if names:
+                    raise
+                logging.getLogger("jrl").warning("%s; it is left out", error)
+                continue
+            made[tool.name] = tool
+        if not made:
+            raise UserError(f"MCP server {self._name!r} has no tool that can be used")
+        return list(made.values())
+
+    def _tool(self, offered: Any, name: str, seconds: float) -> Tool:
+        async def call(**arguments: Any) -> str:
+            try:
+                asked = self._ask("call_tool", offered.name, arguments)
+                result = await asyncio.wrap_future(asked)
+            except Exception as error:
+                raise EnvError(f"MCP server: {_words(error)}") from None
+            text = "\n".join(_text(part) for part in result.content)
+            if result.is_error:
+                raise ToolError(text)
+            return text
+
+        return Tool(
+            name=name,
+            description=offered.description or "",
+            parameters=offered.input_schema,
+            call=call,
+            seconds=seconds,
+        )
+
+    def close_with(self, env: HostEnv) -> HostEnv:
+        """The environment, which ends the connection when the run ends."""
+
+        async def shutdown() -> None:
+            await env.shutdown()
+            await asyncio.to_thread(self.close)
+
+        return env._replace(shutdown=shutdown)
+
+    def close(self) -> None:
+        """Ends the connection, the command and the thread."""
+        if self._loop.is_closed():
+            return
+
+        async def end() -> None:
+            if self._requests is not None:
+                self._requests.put_nowait(None)
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            if others:
+                await asyncio.wait(others, timeout=5.0)
+
+        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._loop.close()
+
+    # ------------------------------------------------------------ in the thread
+
+    def _ask(self, method: str, *arguments: Any) -> concurrent.futures.Future[Any]:
+        answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._loop.call_soon_threadsafe(self._submit, method, arguments, answer)
+        return answer
+
+    def _submit(self, *request: Any) -> None:
+        if self._requests is None:
+            self._requests = asyncio.Queue()
+            self._loop.create_task(self._serve(self._requests))
+        self._requests.put_nowait(request)
+
+    async def _serve(self, requests: asyncio.Queue[Any]) -> None:
+        """Opens a connection and answers requests at a time; ends with the connection."""
+        waiting: set[asyncio.Task[None]] = set()
+        try:
+            async with self._client(self._connect()) as client:
+                while (request := await requests.get()) is not None:
+                    method, arguments, answer = request
+                    asked = self._answer(client, method, arguments, answer, requests)
+                    task = asyncio.create_task(asked)
+                    waiting.add(task)
+                    task.add_done_callback(waiting.discard)
+        except BaseException as error:
+            _refuse(requests, error)
+        finally:
+            self._leave(requests)
+            _refuse(requests, ConnectionError("the connection has ended"))
+            for task in waiting:
+                task.cancel()
+
+    async def _answer(
+        self,
+        client: Any,
+        method: str,
+        arguments: tuple[Any, ...],
+        answer: concurrent.futures.Future[Any],
+        requests: asyncio.Queue[Any],
+    ) -> None:
+        try:
+            result = await getattr(client, method)(*arguments)
+        except BaseException as error:
+            if not answer.done():
+                answer.set_exception(ConnectionError(_words(error)))
+            if not isinstance(error, asyncio.CancelledError):
+                self._leave(requests)
+        else:
+            if not answer.done():
+                answer.set_result(result)
+
+    def _leave(self, requests: asyncio.Queue[Any]) -> None:
+        """Ends a connection; the next request opens another."""
+        if self._requests is requests:
+            self._requests = None
+            requests.put_nowait(None)
+
+
+def plain_name(name: str, taken: Container[str] = ()) -> str:
+    """The name under which the policy calls a server's tool: up to 64 letters, digits, _ and -.
+
+    Other characters become "_", and a number is put behind a name that is taken. The server is
+    asked by its own name.
+
+    >>> plain_name("fs.read"), plain_name("_x"), plain_name("fs/read", {"fs_read"})
+    ('fs_read', 'tool_x', 'fs_read_2')
+    """
+    plain = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:64]
+    if not re.match("[A-Za-z]", plain):
+        plain = f"tool_{plain.lstrip('_-')}"[:64]
+    found, number = plain, 1
+    while found in taken:
+        number += 1
+        found = f"{plain[: 63 - len(str(number))]}_{number}"
+    return found
+
+
+def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:
+    """Fails what nobody will answer any more."""
+    while not requests.empty():
+        request = requests.get_nowait()
+        if request is not None and not request[2].done():
+            request[2].set_exception(ConnectionError(_words(error)))
+
+
+def _text(part: Any) -> str:
+    return part.text if getattr(part, "type", "") == "text" else f"[{part.type}]"
+
+
+def _words(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"[:200]

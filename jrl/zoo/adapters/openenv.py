@@ -1,0 +1,79 @@
+"""Environments of OpenEnv, which run on a server, played by a policy that reads and writes text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.system.extras import need
+from jrl.types import NOTHING, Prompt
+
+
+class _Session(NamedTuple):
+    client: Any
+
+
+def from_openenv(
+    url: str,
+    *,
+    action: str = "message",
+    observation: str = "",
+    fixed: Mapping[str, Any] = NOTHING,
+    turns: int = 16,
+    turn_tokens: int = 0,
+    seconds: float = 60.0,
+) -> HostEnv:
+    """An environment behind its server's address; needs the extra ``openenv``.
+
+    Every episode has a connection of its own, and with it an environment of its own on the server.
+    It is reset with the group's seed, so that members start alike where the environment reads
+    seeds. Points are the environment's; an episode that ends with points above 0 is a success.
+
+    Args:
+      url: of the server, such as "http://localhost:8000".
+      action: the field of the environment's action that takes the policy's text.
+      observation: the field of its observation that the policy reads; "" for all of them, as JSON.
+      fixed: further fields of every action.
+      turns: the most of an episode.
+      turn_tokens: the most of one turn; 0 for what is left.
+      seconds: for one call.
+
+    Raises:
+      UserError: openenv is not installed.
+    """
+    core = need("openenv.core", "openenv", repr(url))
+
+    def shown(seen: Any) -> str:
+        if not observation:
+            return json.dumps(seen, ensure_ascii=False, default=str)
+        if observation not in seen:
+            said = ", ".join(map(str, seen)) or "none"
+            raise EnvError(f"an observation without {observation!r}; it has {said}")
+        return str(seen[observation])
+
+    async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
+        client = core.GenericEnvClient(url, message_timeout_s=seconds)
+        try:
+            await client.connect()
+            result = await client.reset(seed=seed % 2**31)
+            text = shown(result.observation)
+        except BaseException:
+            await client.close()
+            raise
+        start = f"{prompt.text}\n{text}" if prompt.text else text
+        return _Session(client), [{"role": "user", "content": start}]
+
+    async def step(session: _Session, reply: Reply) -> tuple[_Session, Feedback]:
+        result = await session.client.step({**fixed, action: reply.text})
+        points, done = float(result.reward or 0.0), bool(result.done)
+        text = shown(result.observation)
+        messages = [{"role": "user", "content": text or "..."}]
+        return session, Feedback(messages, points, done, done and points > 0, text)
+
+    async def close(session: _Session) -> None:
+        await session.client.close()
+
+    limits = Limits(turns=turns, turn_tokens=turn_tokens, call_seconds=seconds)
+    return HostEnv(init, step, close, limits=limits, fork=None)  # a state is a connection

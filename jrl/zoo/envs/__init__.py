@@ -1,0 +1,1 @@
+"""Particular environments, named in configurations as module:function."""

@@ -1,0 +1,118 @@
+"""Problems that another model writes, after those that the policy fails.
+
+    env = HostEnv(init, step, write=task_writer(endpoint("http://localhost:8000/v1", "some-model")))
+
+In a configuration ``data.writer`` names the model, or a function of one's own.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jrl.episodes.host import Writer
+from jrl.errors import UserError
+from jrl.user_code import load
+from jrl.zoo.envs.players import Speaker, keyed_endpoint, reply_of
+
+EXAMPLES, ASKS = 10, 4
+"""Failed problems that the model is shown at a time, and how often it is asked at most."""
+
+_WRITE = (
+    "You write tasks for an assistant.{about} It has failed at these:\n{examples}\n\n"
+    "Write {count} new tasks of the same kind. They should be varied, clear and possible, about as"
+    " hard as those above, and about the same things. Put each on a line of its own between"
+    " backticks, and write nothing else."
+)
+_CHECK = (
+    "Here is a task for an assistant.{about}\nTask: {task}\nIs it clear, and can it be done? Give"
+    " the reason in one sentence, then end with [YES] or [NO]."
+)
+
+
+def tasks_in(text: str) -> list[str]:
+    r"""What a model wrote as tasks: what stands between backticks, else behind list marks.
+
+    >>> tasks_in("Sure:\n`Find a red hat`\n`Find  a cap`"), tasks_in("1. Go home\n- Stay\nBye")
+    (['Find a red hat', 'Find a cap'], ['Go home', 'Stay'])
+    """
+    text = re.sub(r"```\w*", "", text)
+    found = re.findall(r"`([^`]+)`", text)
+    found = found or re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(.+)$", text, re.MULTILINE)
+    return [task for each in found if (task := " ".join(each.split()))]
+
+
+def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Writer:
+    """Another model writes tasks like those that were failed.
+
+    In the way of "WebRL: Training LLM Web Agents via Self-Evolving Online Curriculum Reinforcement
+    Learning" (arXiv:2411.02337), in words of our own. The model is shown up to 10 of the failed
+    tasks, drawn by the seed, and asked for others like them, up to 4 times for what is missing; of
+    each it is then asked whether it can be done. Tasks that are there already are left out.
+
+    Args:
+      speaker: the model.
+      about: where the tasks are done and what can be done there, for the model.
+      check: whether it is asked if a task can be done.
+    """
+    place = f" {about.strip()}" if about.strip() else ""
+
+    async def say(text: str) -> str:
+        return await reply_of(speaker, [{"role": "user", "content": text}])
+
+    async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
+        rng, known, found = random.Random(seed), set(failed), list[str]()
+        for _ in range(ASKS):
+            some = rng.sample(sorted(set(failed)), min(EXAMPLES, len(set(failed))))
+            examples = "\n".join(f"`{task}`" for task in some)
+            asked = _WRITE.format(about=place, examples=examples, count=count - len(found))
+            for task in tasks_in(await say(asked)):
+                if task in known or len(found) >= count:
+                    continue
+                known.add(task)
+                answer = await say(_CHECK.format(about=place, task=task)) if check else "[YES]"
+                found += [task] if answer.rstrip(" .*\n").upper().endswith("[YES]") else []
+            if len(found) >= count:
+                break
+        return found
+
+    return write
+
+
+_KEYS = ("url", "model", "key_variable", "about", "check", "max_tokens", "temperature")
+
+
+def configured_writer(value: Any) -> Writer:
+    """The writer that ``data.writer`` names.
+
+    Args:
+      value: ``FILE.py:function``, or a table of the model's ``url`` and ``model``, and perhaps
+        ``key_variable``, ``about``, ``check``, ``max_tokens`` and ``temperature``.
+
+    Raises:
+      UserError: it is neither, or a key is unknown or missing.
+    """
+    if isinstance(value, str):
+        return load(value, "data.writer")
+    if not isinstance(value, Mapping):
+        raise UserError(f"data.writer = {value!r:.60}; name a FILE.py:function, or a table")
+    if unknown := sorted(value.keys() - set(_KEYS)):
+        raise UserError(f"data.writer.{unknown[0]} is not known; choose from {', '.join(_KEYS)}")
+    given = dict(value)
+    for name in ("url", "model"):
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise UserError(f"data.writer.{name} is missing; give the url and the model's name")
+    for name in ("about", "key_variable"):
+        if not isinstance(given.get(name, ""), str):
+            raise UserError(f"data.writer.{name} = {given[name]!r:.40}; write a text")
+    for name in ("max_tokens", "temperature"):
+        number = given.get(name, 1)
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
+            raise UserError(f"data.writer.{name} = {number!r:.40}; write a number of at least 0")
+    if not isinstance(given.get("check", True), bool):
+        raise UserError(f"data.writer.check = {given['check']!r:.20}; must be true or false")
+    own = {name: given.pop(name) for name in ("about", "check") if name in given}
+    speaker = keyed_endpoint(**given, key="data.writer.key_variable")
+    return task_writer(speaker, **own)

@@ -1,0 +1,1 @@
+"""JetStream's engine interface and its gRPC server; the extra jetstream."""

@@ -1,0 +1,1 @@
+"""Tools that environments offer, and commands of one use."""

@@ -1,0 +1,3 @@
+"""A tokenizer with chat templates, in the file format of checkpoints."""
+
+from chat_templates import chat_tokenizer  # noqa: F401

@@ -1,0 +1,112 @@
+"""Options that every environment of a configuration has."""
+
+import asyncio
+import os
+
+import numpy as np
+import pytest
+
+from jrl.episodes.chat import PlainFormat
+from jrl.episodes.configured import configured_env
+from jrl.episodes.episode import call_init
+from jrl.episodes.host import EnvError, HostEnv, Reply
+from jrl.errors import UserError
+from jrl.models.tokenizer import char_tokenizer
+from jrl.types import Prompt
+
+OWN = """
+import os
+from jrl.episodes.host import Feedback, HostEnv, Limits
+
+
+def make(word="hey", turns=2):
+    async def init(prompt, seed):
+        return {"said": 0}, [{"role": "user", "content": f"{word} {os.getpid()}"}]
+
+    def step(state, reply):
+        state["said"] += 1
+        points = (float(state["said"]), 0.5)
+        platforms = os.environ.get("JAX_PLATFORMS")
+        return state, Feedback([{"role": "tool", "content": str(platforms)}], points)
+
+    tools = ({"type": "function", "function": {"name": "look"}},)
+    return HostEnv(
+        init,
+        step,
+        roles=("tool",),
+        parts=("a", "b"),
+        tools=tools,
+        family="hermes",
+        limits=Limits(turns=turns),
+    )
+
+
+def slow(call_seconds):
+    return make()._replace(limits=Limits(call_seconds=2 * call_seconds))
+"""
+PROMPT = Prompt(1, "you", np.zeros(0, np.int32), None, {})
+
+
+@pytest.fixture
+def own(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def test_limits_and_variables_of_any_environment(own):
+    options = {"word": "you", "turn_tokens": 9, "episode_seconds": 5, "call_seconds": 2.5}
+    env = configured_env(f"{own}:make", {**options, "template_variables": {"thinking": False}})
+    limits = env.limits
+    assert (limits.turns, limits.turn_tokens, limits.episode_seconds) == (2, 9, 5)
+    assert (limits.call_seconds, env.variables) == (2.5, {"thinking": False})
+    assert configured_env(f"{own}:slow", {"call_seconds": 3}).limits.call_seconds == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"call_seconds": "long"}, "data.call_seconds = 'long'; must be a number"),
+        ({"turn_tokens": 1.5}, "data.turn_tokens = 1.5; must be an integer"),
+        ({"episode_seconds": -1}, "data.episode_seconds = -1; must be at least 0"),
+        ({"template_variables": "no"}, "data.template_variables = 'no'; write a table"),
+        ({"contexts": 0}, "data.contexts = 0; must be at least 1"),
+        ({"contexts": 2, "summary": " "}, "data.summary = ' '; write what asks"),
+        ({"summary_tokens": 9}, "data.summary_tokens is read where episodes have several contexts"),
+        ({"isolate": 1}, "data.isolate = 1; must be true or false"),
+        ({"tool_calls": 1}, "data.tool_calls = 1: there is no such option"),
+        ({"call_secnds": 1}, "did you mean 'call_seconds'"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(own, options, said):
+    with pytest.raises(UserError, match=said):
+        configured_env(f"{own}:make", options)
+
+
+def test_episodes_in_processes_of_their_own(own):
+    here = configured_env(f"{own}:make", {"word": "you"})
+    env = configured_env(f"{own}:make", {"word": "you", "isolate": True})
+    same = ("roles", "parts", "tools", "family", "limits", "variables")
+    assert all(getattr(env, name) == getattr(here, name) for name in same)
+
+    async def play():
+        state, messages = await env.init(PROMPT, 0)
+        _, feedback = await env.step(state, Reply("a", "a", np.zeros(1, np.int32), 0, False))
+        await env.close(state)
+        await env.shutdown()
+        return messages[0]["content"], feedback
+
+    opening, feedback = asyncio.run(play())
+    word, number = opening.split()
+    assert (word, int(number) == os.getpid()) == ("you", False)
+    assert feedback["reward"] == [1.0, 0.5]
+    assert feedback["messages"][0]["content"] == "cpu"
+
+
+@pytest.mark.parametrize(("opening", "said"), [("word", "4 tokens"), (7, "not text")])
+def test_a_state_whose_opening_cannot_be_used_is_closed(opening, said):
+    closed = []
+    init = lambda prompt, seed: ("state", [{"role": "user", "content": opening}])  # noqa: E731
+    env = HostEnv(init, None, closed.append)
+    with pytest.raises(EnvError, match=said):
+        asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
+    assert closed == ["state"]

@@ -1,0 +1,241 @@
+"""Tool calls of every family: real examples, what is wrong with a call, and that nothing raises."""
+
+import keyword
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jrl.episodes.parsers import PARSERS, Call, Malformed, get_parser
+from jrl.episodes.tools import check_call
+from jrl.errors import UserError
+
+BAR, LOW = "\uff5c", "\u2581"
+ADD = Call("add", {"a": 1, "b": [2, "x"]})
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "array"}, "s": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def deepseek(words):
+    return f"<{BAR}{words.replace(' ', LOW)}{BAR}>"
+
+
+OPEN, CLOSE, SEP = map(deepseek, ("tool call begin", "tool call end", "tool sep"))
+EXAMPLES = [
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>'),
+    (
+        "hermes",
+        "<think>call <tool_call></think>Sure.<tool_call>"
+        '{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": [2, \\"x\\"]}"}</tool_call><|im_end|>',
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
+        '[2, "x"]\n</parameter>\n</function>\n</tool_call>',
+    ),
+    ("llama3", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}<|eom_id|>'),
+    ("llama3", '{"name": "add", "parameters": {"a": 1, "b": [2, "x"]}}<|eot_id|>'),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}]</s>'),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2, "x"]}</s>'),
+    ("mistral", '[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1, "b": [2, "x"]}'),
+    ("gemma", 'I add.\n```tool_code\nprint(add(a=1, b=[2, "x"]))\n```'),
+    ("gemma", "```tool_code\nadd(a=1, b=(2, 'x'))\n```<end_of_turn>"),
+    ("deepseek", f'{OPEN}function{SEP}add\n```json\n{{"a": 1, "b": [2, "x"]}}\n```{CLOSE}'),
+    ("deepseek", f'{OPEN}add{SEP}{{"a": 1, "b": [2, "x"]}}{CLOSE}'),
+    (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a": 1, "b": [2, "x"]}<|call|>',
+    ),
+    (
+        "gpt_oss",
+        "<|start|>assistant to=functions.add<|channel|>commentary json<|message|>"
+        '{"a": 1, "b": [2, "x"]}<|call|>',
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), EXAMPLES)
+def test_calls_as_the_models_write_them(family, text):
+    (found,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    assert found._replace(id="") == ADD
+
+
+def test_the_policys_own_ids_are_read_where_a_format_has_them():
+    mistral = PARSERS["mistral"]
+    assert mistral.parse('[TOOL_CALLS]f[CALL_ID]abc456789[ARGS]{"a": 1}', {})[0].id == "abc456789"
+    call = Call("f", {"a": 1}, "abc456789")
+    assert mistral.parse(mistral.render(call), {}) == (call,)
+    assert mistral.parse('[TOOL_CALLS][{"name": "f", "id": 7}]', {})[0].id == ""
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_words_are_no_call(family):
+    for text in ("", "The answer is 7.", "{7} or [1, 2]", "```python\nadd(a=1)\n```"):
+        assert PARSERS[family].parse(text, {}) == ()
+
+
+def test_several_calls_in_order():
+    calls = (ADD, Call("sub", {"s": "a < b"}))
+    for family, parser in PARSERS.items():
+        between = ";" if family == "llama3" else "\n"
+        text = between.join(map(parser.render, calls))
+        assert parser.parse(text, {"add": SCHEMA, "sub": SCHEMA}) == calls, family
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "add", "arguments": {', "</tool_call> is missing"),
+    ("hermes", "<tool_call>{'name': 'add'}</tool_call>", "not JSON"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": NaN}</tool_call>', "NaN is not JSON"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'with a "name"'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "a JSON object"),
+    ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
+    ("qwen3_coder", "<tool_call>add(1)</tool_call>", "<function=NAME>"),
+    ("qwen3_coder", "<tool_call><function=add>a: 1</function></tool_call>", "not a <parameter"),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}', "not JSON"),
+    ("mistral", '[TOOL_CALLS][{"name": "add"', "not JSON"),
+    ("mistral", "[TOOL_CALLS][]", "without a call"),
+    ("gemma", "```tool_code\nadd(a=1)", "``` is missing"),
+    ("gemma", "```tool_code\nadd(1)\n```", "by name"),
+    ("gemma", "```tool_code\nadd(a=open('x'))\n```", "JSON values"),
+    ("gemma", "```tool_code\nimport os\n```", "must be one call"),
+    ("gemma", "```tool_code\n" + "(" * 5000 + "\n```", "not Python"),
+    ("gemma", "```tool_code\nadd(a=" + "-" * 60_000 + "1)\n```", ""),
+    ("deepseek", f"{OPEN}add{SEP}{{}}", "is missing"),
+    ("deepseek", f"{OPEN}{SEP}{{}}{CLOSE}", "without the name"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add<|message|>{", "<|call|> is missing"),
+    ("gpt_oss", "<|channel|>commentary to=functions.add", "<|message|> is missing"),
+]
+
+
+@pytest.mark.parametrize(("family", "text", "said"), BROKEN)
+def test_broken_structure_is_told(family, text, said):
+    (found,) = PARSERS[family].parse(text, {})
+    assert (type(found), found.kind) == (Malformed, "structure")
+    assert said in found.reason
+    assert len(found.reason) < 400
+
+
+CONTENT = [
+    (Call("ad", {}), "there is no tool 'ad'; use add"),
+    (Call("add", {}), "'a' is a required property"),
+    (Call("add", {"a": "1"}), "arguments['a']: '1' is not of type 'integer'"),
+    (Call("add", {"a": 1, "z": 2}), "'z' was unexpected"),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), CONTENT)
+def test_wrong_content_is_told(call, said):
+    found = check_call(call, {"add": SCHEMA})
+    assert found.kind == "content"
+    assert said in found.reason
+
+
+def test_right_content_passes():
+    call = Call("add", {"a": 1, "s": "x"})
+    assert check_call(call, {"add": SCHEMA}) is call
+
+
+def test_types_come_from_the_schema_where_a_format_has_none():
+    call = Call("f", {"text": "1", "number": 1, "free": "1 x"})
+    kinds = {"text": {"type": "string"}, "number": {"type": "integer"}}
+    coder = PARSERS["qwen3_coder"]
+    assert coder.parse(coder.render(call), {"f": {"properties": kinds}}) == (call,)
+    assert coder.parse(coder.render(call), {})[0].arguments["text"] == 1
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+names = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,20}", fullmatch=True).filter(
+    lambda name: not keyword.iskeyword(name) and name != "print"
+)
+MARKS = ["<tool_call>", "</tool_call>", "</think>", "<function=f>", "</function>", "<parameter=a>"]
+MARKS += ["</parameter>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```tool_code\n", "\n```"]
+MARKS += [OPEN, CLOSE, SEP, "<|channel|>", "to=functions.f", "<|message|>", "<|call|>", "<|start|>"]
+hostile = st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("family", PARSERS)
+@settings(max_examples=60, deadline=None)
+@given(name=names, arguments=st.dictionaries(names, json_values | hostile, max_size=4))
+def test_what_is_rendered_is_read_back(family, name, arguments):
+    schemas = {}
+    if family == "qwen3_coder":  # nothing is escaped there, and strings have no quotes
+        text = str(arguments)
+        if any(mark in text for mark in ("parameter", "tool_call", "function", "</think>")):
+            return
+        strings = {k: {"type": "string"} for k, v in arguments.items() if isinstance(v, str)}
+        schemas = {name: {"properties": strings}}
+    call, parser = Call(name, arguments), PARSERS[family]
+    assert parser.parse(parser.render(call), schemas) == (call,)
+
+
+pieces = st.sampled_from(
+    [*MARKS, "{", "}", "[", "]", '"', ":", ",", "\\", "name", "f(a=", "1", " "]
+)
+
+
+@pytest.mark.parametrize("family", PARSERS)
+@settings(max_examples=150, deadline=None)
+@given(st.lists(pieces | st.text(max_size=4), max_size=30).map("".join))
+def test_nothing_raises(family, text):
+    for found in PARSERS[family].parse(text, {"f": SCHEMA}):
+        assert isinstance(found, Call | Malformed)
+        if isinstance(found, Call):
+            assert isinstance(found.name, str)
+            assert isinstance(check_call(found, {"f": SCHEMA}), Call | Malformed)
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_long_texts_take_little_time(family):
+    begin = time.perf_counter()
+    for piece in (*MARKS, " ", "\n", "{", '{"name": ', "<", "["):
+        PARSERS[family].parse(piece * (20_000 // len(piece)), {})
+        PARSERS[family].parse(f"<tool_call><function=f>{' ' * 20_000}x</function></tool_call>", {})
+    assert time.perf_counter() - begin < 10
+
+
+HERMES_3 = """{{- "in <tool_call></tool_call> XML tags as follows: <tool_call>
+{'name': NAME, 'arguments': ARGUMENTS}
+</tool_call>" }}{{- '
+<tool_call>
+' }}{{- '{' }}{{- '"name": "' }}"""
+MARKED = {
+    "hermes": (HERMES_3, '{{- \'<tool_call>\\n{"name": "\' }}'),
+    "qwen3_coder": ("{{- '<tool_call>\\n<function=' + name + '>' }}{{- '<parameter=' }}",),
+    "llama3": ("Environment: ipython {{- '<|python_tag|>' }}",),
+    "mistral": ("{{- '[TOOL_CALLS][' }}", "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}"),
+    "gemma": ("{{ '<start_of_turn>' + role }}",),
+    "deepseek": (f"{{{{ '{OPEN}' + name }}}}",),
+    "gpt_oss": ("{{- '<|start|>assistant<|channel|>final' }}",),
+}
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_parser_of_another_family_is_refused(family):
+    assert set(MARKED) == set(PARSERS)
+    for template in MARKED[family]:
+        assert get_parser(family, template) is PARSERS[family]
+        for other in PARSERS.keys() - {family}:
+            said = f"parser = '{other}' does not fit .* chat template is of '{family}'"
+            with pytest.raises(UserError, match=said):
+                get_parser(other, template)
+
+
+def test_families_by_name():
+    with pytest.raises(UserError, match="did you mean 'hermes'"):
+        get_parser("herms")
+    # Without a family's marks a template writes no tools, which are then described in words.
+    assert get_parser("hermes", "{{ messages }}").name == "hermes"

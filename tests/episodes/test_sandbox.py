@@ -1,0 +1,136 @@
+"""The sandbox: code of every bad intention ends in time, and leaves nothing behind."""
+
+import asyncio
+import os
+import pathlib
+import tempfile
+import time
+
+import pytest
+
+from jrl.episodes import sandbox as module
+from jrl.episodes.sandbox import Sandbox, SandboxLimits, python_tool
+from jrl.errors import UserError
+
+LIMITS = SandboxLimits(seconds=1.5, memory_bytes=256 << 20, output_bytes=4000, file_bytes=1 << 20)
+BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+CASES = {
+    "a value": ("x = 6\nx * 7", "ok", "42\n"),
+    "output": ("print('a'); print('b')", "ok", "a\nb\n"),
+    "an error": ("1 / 0", "error", "ZeroDivisionError"),
+    "no Python": ("1 +", "error", "SyntaxError"),
+    "a status": ("import sys; sys.exit(3)", "error", ""),
+    "for ever": ("while True: pass", "timeout", ""),
+    "asleep": ("import time; print(1); time.sleep(99)", "timeout", "1"),
+    "endless output": ("while True: print('x' * 99)", "output", "xxx"),
+    "much memory": ("x = ' ' * (10 << 30)", "error", "MemoryError"),
+    "a large file": ("open('/tmp/a', 'w').write('x' * (4 << 20))", "error", "OSError"),
+    "a fork bomb": (BOMB, "timeout", ""),
+    "a crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV); os.abort()", "", ""),
+    "silence": ("import os, time; os.close(1); os.close(2); time.sleep(99)", "", ""),
+    "secrets": ("import os; 'JRL_SECRET' in os.environ, os.getuid() == 0", "ok", "(False, "),
+}
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    return Sandbox(LIMITS, network=True)
+
+
+def processes():
+    """Processes of the sandbox's child."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            continue
+        if module.__file__.removesuffix(".py").encode() + b"_child" in text:
+            found.append(path)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_code_ends_in_time(sandbox, name, monkeypatch):
+    monkeypatch.setenv("JRL_SECRET", "1")
+    code, status, said = CASES[name]
+    files, handles = set(os.listdir(tempfile.gettempdir())), len(os.listdir("/proc/self/fd"))
+    begin = time.monotonic()
+    result = asyncio.run(sandbox.run(code))
+    assert time.monotonic() - begin < LIMITS.seconds + 1
+    assert result.status == status or not status
+    assert said in result.output
+    assert len(result.output) <= LIMITS.output_bytes
+    time.sleep(0.05)
+    assert not processes()
+    left = set(os.listdir(tempfile.gettempdir())) - files
+    assert not {name for name in left if name.startswith("jrl")}
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_there_is_no_network_and_no_one_else(sandbox):
+    if not sandbox.apart:
+        pytest.skip("unshare cannot be used here")
+    code = "import socket\nsocket.create_connection(('127.0.0.1', 9), timeout=1)"
+    assert "OSError" in asyncio.run(sandbox.run(code)).output.replace("ConnectionRefused", "OS")
+    assert asyncio.run(sandbox.run("import os; len(os.listdir('/tmp'))")).output == "0\n"
+    assert asyncio.run(sandbox.run("import os; os.getpid()")).output == "1\n"
+
+
+@pytest.mark.slow
+def test_without_unshare_the_limits_hold(monkeypatch, caplog):
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name, path=None: None if path is None else "/usr/bin/python3"
+    )
+    module._way_in.cache_clear()
+    try:
+        weaker = Sandbox(LIMITS)
+    finally:
+        monkeypatch.undo()
+        module._way_in.cache_clear()
+    assert not weaker.apart
+    assert weaker.offline
+    assert "has no network but sees other processes" in caplog.text
+    for family in ("AF_INET", "AF_INET6", "AF_UNIX"):
+        found = asyncio.run(weaker.run(f"import socket\nsocket.socket(socket.{family})"))
+        assert "PermissionError" in found.output
+    loop = "import asyncio\nasync def f(): return 6\nasyncio.run(f())"  # which has a socketpair
+    assert asyncio.run(weaker.run(loop)).output == "6\n"
+    for code, status in (("6 * 7", "ok"), ("while True: pass", "timeout"), (BOMB, "timeout")):
+        assert asyncio.run(weaker.run(code)).status == status
+    time.sleep(0.2)
+    assert not processes()
+
+
+def test_code_that_would_have_the_network_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "_way_in", lambda: ("python3", (), False))
+    with pytest.raises(UserError, match="seccomp=unconfined, or set network = true"):
+        Sandbox()
+    weaker = Sandbox(network=True)
+    assert (weaker.apart, weaker.offline) == (False, False)
+
+
+def test_runs_wait_for_each_other_and_their_waiting_is_free():
+    narrow = Sandbox(LIMITS._replace(seconds=1.0), at_once=1, network=True)
+
+    async def several():
+        runs = [narrow.run("import time; time.sleep(0.4); 1") for _ in range(4)]
+        return await asyncio.gather(*runs)
+
+    assert [r.status for r in asyncio.run(several())] == ["ok"] * 4
+    assert asyncio.run(narrow.run("7")).output == "7\n"  # in another event loop
+
+
+def test_the_tool_says_how_it_ended(sandbox):
+    tool = python_tool(sandbox)
+    assert asyncio.run(tool.call(code="print(3)")) == "3"
+    assert asyncio.run(tool.call(code="x = 1")) == "[no output]"
+    ended = asyncio.run(tool.call(code="print(5)\nwhile True: pass"))
+    assert ended == "5\n[ended after 1.5 seconds]"

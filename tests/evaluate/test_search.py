@@ -1,0 +1,200 @@
+"""Evaluation by search: what it finds, what it costs, and what it refuses."""
+
+import jax
+import numpy as np
+import pytest
+
+from jrl.config import build_config, load_config
+from jrl.errors import UserError
+from jrl.evaluate import load_policy
+from jrl.evaluate.budget import budget_run
+from jrl.evaluate.search import search_run
+from jrl.evaluate.verifiers import REDUCED, _by_values, verifier_of
+from jrl.serving.search import Path
+from jrl.storage.metrics import read_jsonl
+from jrl.train import build, loop, programs
+from jrl.train.demonstrations import demonstration_rollout
+from jrl.train.frozen import run_task
+from jrl.train.loop import train
+from jrl.train.reward_model import model_of
+from jrl.types import Prompt
+
+TINY = [
+    "data.difficulty=3",
+    "model.config={layers=1, embed_dim=16, heads=2, kv_heads=1, head_dim=8, mlp_dim=16}",
+    "eval.problems=6",
+    "warmup.steps=0",
+    "mesh.fsdp=1",
+]
+
+
+def tiny(*more):
+    return load_config("configs/tiny.toml", [*TINY, *more])
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.mark.parametrize(("name", "expansions"), [("best_of_n", 1.0), ("dvts", None)])
+def test_a_policy_is_evaluated_with_a_search(name, expansions):
+    found = search_run(tiny(), name, width=2, step_tokens=1)
+    assert found["problems"] == 6
+    assert 0 <= found["accuracy_low"] <= found["accuracy"] <= found["accuracy_high"] <= 1
+    assert found["steps"] == 2 * found["expansions"]
+    assert found["drawn_tokens"] >= found["steps"]
+    assert found["read_tokens"] > 0
+    if expansions:
+        assert found["expansions"] == expansions
+    assert search_run(tiny(), name, width=2, step_tokens=1) == found
+
+
+def test_a_search_leaves_rows_to_train_on(tmp_path):
+    rows = search_run(tiny(), "mcts", width=2, step_tokens=1, rounds=9, out=str(tmp_path / "rows"))
+    files = {
+        name: read_jsonl(tmp_path / "rows" / f"{name}.jsonl") for name in ("siblings", "paths")
+    }
+    assert {name: len(listed) for name, listed in files.items()} == {n: rows[n] for n in files}
+    assert files["paths"]
+    task = run_task(tiny())
+    for row in files["paths"]:
+        for response, score, values in zip(
+            row["responses"], row["scores"], row["step_values"], strict=True
+        ):
+            digits = sorted(row["prompt"][:3])  # sorting: digits, then a separator
+            assert (response == [*digits, task.stop_id]) == (score == 1)
+            assert values[-1] == score
+
+
+def test_a_run_trains_on_the_rows_of_a_search(tmp_path, monkeypatch):
+    """Rows of a policy that is right now and then: preferences of siblings, values of steps."""
+    monkeypatch.setattr(loop, "write_report", lambda directory: directory)
+    more = ("warmup={steps=40, learning_rate=1e-2}", "train.steps=0", "eval.problems=16")
+    run = tiny(*more, f"run.dir={tmp_path / 'run'}")
+    train(run, echo=lambda line: None)
+    rows = search_run(run, "mcts", width=3, step_tokens=1, rounds=40, out=str(tmp_path))
+    assert rows["siblings"] > 2
+    for name, method in (("siblings", "mcts_dpo"), ("paths", "prm"), ("paths", "alphamath")):
+        pairs = load_config(
+            None,
+            [
+                *("data.task=sorting", TINY[0], TINY[1], f"data.pairs={tmp_path}/{name}.jsonl"),
+                *(f"method={method}", "train.steps=3", "train.prompts=2", "checkpoint.every=0"),
+                f"run.dir={tmp_path / method}",
+            ],
+        )
+        said = []
+        train(pairs, echo=said.append)
+        assert not [line for line in said if "the objective alone" in line]
+        records = read_jsonl(tmp_path / method / "metrics.jsonl")[1:]
+        assert [r["step"] for r in records] == [1, 2, 3]
+        assert all(r["grad_norm"] > 0 for r in records)
+    verified(run, tmp_path)
+
+
+def verified(run, root):
+    """Searches by what was trained: other answers than by likelihood, and the same ones again."""
+    prm = tree_with(run, {"rewards": {"verify": {}, "model": {"path": str(root / "prm")}}})
+    few = [f"run.dir={root / 'alphamath'}", "eval.problems=16"]
+    own = load_config(root / "alphamath" / "config.toml", few)
+    for config, ways in ((prm, ("model", "min")), (own, ("value", "mean"))):
+        by = dict(zip(("by", "reduce"), ways, strict=True))
+        found = search_run(config, "beam", width=2, step_tokens=1, **by)
+        assert found["problems"] == 16
+        assert search_run(config, "beam", width=2, step_tokens=1, **by) == found
+    values_are_those_behind_tokens(own)
+    with jax.set_mesh(build.setup(own, trains=False).mesh):
+        _, first = programs.new_policy(build.setup(own, trains=False))
+    ratios_are_those_of_the_last_step(own, first)
+    ranked = search_run(own, "greedy", width=3, step_tokens=1, by="ratio")
+    assert ranked["steps"] == 3 * ranked["expansions"]
+    told = budget_run(prm, completions=4, step_tokens=1, by="model")
+    assert {"beam/accuracy", "dvts/accuracy"} <= told.keys()
+
+
+def values_are_those_behind_tokens(config):
+    run = build.setup(config, trains=False)
+    prompt, drawn = np.array([[4, 3, 2, 5]], np.int32), np.array([[2, 3, 4, 1]], np.int32)
+    with jax.set_mesh(run.mesh):
+        model = model_of(config, run.mesh, 1, behind=True)
+        whole, four = np.ones(1, bool), np.array([4], np.int32)
+        given = demonstration_rollout(prompt, four, drawn, four, whole, 1)
+        found = model.of_tokens(given)[0, 0]
+        tokens = np.concatenate([prompt, drawn], 1)
+        columns, ones = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)
+        _, params, _ = load_policy(run, None)
+        hidden, _ = run.network.hidden(params, tokens, columns, ones)
+        head = model._params["value"]
+        behind = hidden[0, 4:].astype(np.float32) @ head["weight"] + head["bias"]
+    np.testing.assert_allclose(found, behind, atol=1e-5)
+    assert np.unique(found.round(6)).size == 4
+
+
+def tree_with(config, more):
+    return build_config(config.model_dump(mode="json", exclude_none=True) | more)
+
+
+def ratios_are_those_of_the_last_step(config, first):
+    """By hand, for two paths of one prompt."""
+    run = build.setup(config, trains=False)
+    prompts = [Prompt(0, "", np.array([4, 3, 2, 5], np.int32), "")]
+    paths = [
+        Path(0, np.array([2, 3, 4, 1]), (2, 4), 3, -1.0, True),
+        Path(0, np.array([6, 2]), (2,), 0, -1.0, False),
+    ]
+    with jax.set_mesh(run.mesh):
+        _, params, _ = load_policy(run, None)
+        draws, scorer_of = verifier_of(config, "ratio", "last")(run, params, None)
+        jax.tree.map(np.testing.assert_array_equal, draws, first)
+        found = scorer_of(prompts)(paths)
+        for path, points in zip(paths, found, strict=True):
+            tokens = np.concatenate([prompts[0].tokens, path.tokens]).astype(np.int32)[None]
+            at = np.arange(tokens.shape[1], dtype=np.int32)[None]
+            own = np.arange(4 + path.begin, 4 + path.ends[-1])
+            means = []
+            for each in (params, first):
+                hidden, _ = run.network.hidden(each, tokens, at, np.ones_like(tokens))
+                chances = jax.nn.log_softmax(run.network.logits(each, hidden)[0])
+                means.append(float(chances[own - 1, tokens[0, own]].mean()))
+            assert points == pytest.approx(means[0] - means[1], abs=1e-5)
+
+
+def test_a_path_is_worth_what_is_said_behind_its_steps():
+    class Model:
+        """Behind each token the token itself, less ten times the prompt's length."""
+
+        def of_tokens(self, rollout):
+            ahead = 10 * rollout.prompt_lengths[:, None, None]
+            return rollout.tokens - ahead
+
+    prompts = [Prompt(i, "", np.arange(1, 2 + i), "") for i in range(2)]
+    paths = [
+        Path(0, np.array([5, 3, 9, 4]), (2, 3, 4), 3, -1.0, True),
+        Path(1, np.array([7]), (1,), 0, -1.0, False),
+        Path(0, np.array([6, 2]), (1, 2), 1, -1.0, False),
+    ]
+    expected = {"last": [-6, -13, -8], "min": [-7, -13, -8], "mean": [16 / 3 - 10, -13, -6]}
+    for name, points in expected.items():
+        assert _by_values(Model(), prompts, 4, 6, REDUCED[name], paths) == pytest.approx(points)
+
+
+def test_what_cannot_be_searched_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out .*file: File exists; name a directory"):
+        search_run(tiny(), "beam", out=str(tmp_path / "file"))
+    with pytest.raises(UserError, match="search = 'bream'; did you mean 'beam'"):
+        search_run(tiny(), "bream")
+    for by, reduce, said in (
+        ("oracle", "last", "--by = 'oracle'"),
+        ("model", "last", "--by model: rewards.model is missing"),
+        ("model", "first", "--reduce = 'first'"),
+        ("value", "last", "method = 'grpo' trains no value network"),
+        ("likelihood", "min", "--reduce min is not read with --by likelihood"),
+        ("ratio", "mean", "--reduce mean is not read with --by ratio"),
+    ):
+        with pytest.raises(UserError, match=said):
+            search_run(tiny(), "beam", by=by, reduce=reduce)
+    env = load_config("configs/gridworld.toml", ["mesh.fsdp=1"])
+    with pytest.raises(UserError, match="in an environment on the device are not searched"):
+        search_run(env, "beam")

@@ -1,0 +1,93 @@
+"""TensorBoard and Weights & Biases: what reaches them, and what is said when they are absent."""
+
+import sys
+import types
+
+import pytest
+
+from jrl.config import load_config
+from jrl.errors import UserError
+from jrl.storage.metrics import RunWriter
+
+
+def config_in(directory, *overrides):
+    return load_config(None, [f'run.dir="{directory}"', *overrides])
+
+
+@pytest.mark.parametrize(
+    ("package", "override"),
+    [("tensorboardX", "log.to=tensorboard"), ("wandb", "log.to=wandb:demo")],
+)
+def test_a_package_that_is_not_installed_is_named_with_the_remedy(
+    package, override, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    extra = override.removeprefix("log.to=").partition(":")[0]
+    said = rf"needs the package {package} .*-m pip install -e .*\[{extra}\]"
+    with pytest.raises(UserError, match=said):
+        RunWriter(config_in(tmp_path, override))
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    pytest.importorskip("tensorboardX")
+    writer = RunWriter(config_in(tmp_path, "log.to=tensorboard"))
+    writer.write(1, {"loss": 0.5, "kl": float("nan"), "note": "text"})
+    writer.close()
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    content = events.read_bytes()
+    assert b"loss" in content
+    assert b"kl" not in content
+
+
+class FakeRun:
+    def __init__(self):
+        self.logged, self.finished = [], False
+
+    def log(self, numbers, step):
+        self.logged.append((step, numbers))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_gets_the_numbers_and_a_resumed_run_stays_one_run(tmp_path, monkeypatch):
+    runs, calls = [], []
+
+    def init(**arguments):
+        calls.append(arguments)
+        runs.append(FakeRun())
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    config = config_in(tmp_path, "log.to=wandb:demo")
+    writer = RunWriter(config)
+    writer.write(4, {"loss": 0.5, "kl": None, "done": True})
+    writer.close()
+    RunWriter(config)
+    assert runs[0].logged == [(4, {"loss": 0.5})]
+    assert runs[0].finished
+    assert calls[0]["project"] == "demo"
+    assert calls[0]["config"]["seed"] == 0
+    assert calls[0]["id"] == calls[1]["id"]
+
+
+def test_wandb_that_cannot_start_is_an_error_and_one_that_fails_later_is_not(
+    tmp_path, monkeypatch, capsys
+):
+    def refuse(**arguments):
+        raise RuntimeError("no key")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=refuse))
+    with pytest.raises(UserError, match="no key; log in with"):
+        RunWriter(config_in(tmp_path / "a", "log.to=wandb:demo"))
+
+    class Broken(FakeRun):
+        def log(self, numbers, step):
+            raise ConnectionError("gone")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: Broken()))
+    writer = RunWriter(config_in(tmp_path / "b", "log.to=wandb:demo"))
+    writer.write(1, {"loss": 1.0})
+    writer.write(2, {"loss": 1.0})
+    assert capsys.readouterr().err.count("gone") == 1
+    assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 3

@@ -1,0 +1,103 @@
+"""Lines about compiling: for programs that take long, once each, and for no other."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jrl.system import compile_reports as compile_notes
+from jrl.system.compile_reports import CompileNotes, compile_run
+
+
+@pytest.fixture
+def patience(monkeypatch):
+    monkeypatch.setattr(compile_notes, "PATIENCE", 0.02)
+
+
+def events(notes, name, seconds, traced=None):
+    """What JAX reports while a program is compiled for ``seconds``."""
+    if traced is not None:
+        notes._on_duration("/jax/core/compile/jaxpr_trace_duration", traced, fun_name=name)
+    notes._on_duration("/jax/core/compile/jaxpr_to_mlir_module_duration", 0.1, fun_name=name)
+    time.sleep(seconds)
+    notes._on_duration("/jax/core/compile/backend_compile_duration", seconds, fun_name=name)
+
+
+def test_long_compilations_are_said_and_short_ones_are_not(patience):
+    said = []
+    with CompileNotes(said.append) as notes:
+        events(notes, "step", 0.3)
+        events(notes, "generate", 0.0)
+        events(notes, "somebody_s_own", 0.1)
+        time.sleep(0.1)
+    assert said == ["compiling the training step ...", "compiled the training step in 0 s"]
+
+
+def test_the_time_is_estimated_from_tracing_and_lowering(patience):
+    said = []
+    with CompileNotes(said.append) as notes:
+        events(notes, "jit(iterate)", 0.1, traced=1.7)
+        events(notes, "jit(step)", 0.1, traced=0.01)
+        events(notes, "jit(step)", 0.1)  # traced before: nothing to estimate it from
+    assert [line for line in said if line.startswith("compiling")] == [
+        "compiling one program for all steps (about 20 s)",
+        "compiling the training step (about 5 s)",
+        "compiling the training step ...",
+    ]
+
+
+def test_a_line_ends_with_its_own_program(patience):
+    said = []
+    with CompileNotes(said.append) as notes:
+        lowered = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+        compiled = "/jax/core/compile/backend_compile_duration"
+        notes._on_duration(lowered, 0.1, fun_name="generate")
+        time.sleep(0.2)
+        notes._on_duration(lowered, 0.1, fun_name="step")
+        notes._on_duration(compiled, 0.1, fun_name="broadcast_in_dim")
+        assert said == ["compiling the sampler ..."]
+        time.sleep(0.2)
+        notes._on_duration(compiled, 0.1, fun_name="jit(step)")
+        notes._on_duration(compiled, 0.1, fun_name="generate")
+    assert [line.rpartition(" in ")[0] for line in said[2:]] == [
+        *("compiled the training step", "compiled the sampler")
+    ]
+
+
+def test_an_estimate_has_an_end():
+    assert compile_notes._about(5.0, 1.0) == " (about 65 s)"
+    assert compile_notes._about(50.0, 6.0) == " (2 minutes or more)"
+
+
+def test_a_whole_run_is_compiled_with_a_word_beforehand(patience):
+    said = []
+
+    def run(key, hyperparameters):
+        x = jax.random.normal(key, (4, 4)) * hyperparameters["learning_rate"]
+        for _ in range(150):
+            x = jnp.sin(x @ x) / 4  # shrinks, so that rounding stays small
+        return x
+
+    args = jax.random.key(int(time.time())), {"learning_rate": 0.5 + time.time() % 1}
+    program = compile_run(jax.vmap(run, (0, None)), args[0][None], args[1], echo=said.append)
+    found = program(args[0][None], args[1])
+    assert jnp.allclose(found[0], run(*args), atol=1e-5)
+    assert not said or said[0].startswith("compiling one program for the whole run (about ")
+
+
+def test_jax_tells_what_it_compiles(patience):
+    """The names of events are JAX's own, and may change with it."""
+    said = []
+
+    def held_out(x):
+        for _ in range(150):
+            x = jnp.sin(x @ x) / 4  # shrinks, so that rounding stays small
+        return x
+
+    with CompileNotes(said.append):
+        jax.jit(held_out)(jnp.ones((4, 4)) * jnp.float32(time.time() % 1))
+    assert said[0].startswith("compiling the evaluation (about ")
+    assert said[1].startswith("compiled the evaluation in ")
+    jax.jit(held_out)(jnp.ones((5, 5)))
+    assert len(said) == 2

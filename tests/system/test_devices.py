@@ -1,0 +1,100 @@
+"""A device that is asked for and not there is one line, before anything else is done."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jrl.errors import UserError
+from jrl.system import devices
+from jrl.system.devices import find_devices
+
+
+def test_the_devices_are_those_of_jax():
+    assert find_devices() == jax.devices()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize backend"), AssertionError()])
+def test_what_is_asked_for_and_absent(error, monkeypatch):
+    def none():
+        raise error
+
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "missing", lambda needed: needed)
+    with pytest.raises(UserError) as caught:
+        find_devices()
+    message = str(caught.value)
+    assert message.startswith("JAX_PLATFORMS = 'cuda': JAX finds no such device here")
+    assert "[cuda13]" in message
+    assert message.endswith("; or set JAX_PLATFORMS=cpu")
+    assert "\n" not in message
+
+
+def test_what_is_installed_is_not_advised(monkeypatch):
+    def none():
+        raise RuntimeError("no TPU")
+
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setattr(devices, "packages", lambda extra: ["jax[tpu]"])
+    for absent, said in (([], "this machine has no TPU that it finds"), (["libtpu"], "[tpu]")):
+        monkeypatch.setattr(devices, "missing", lambda needed, absent=absent: absent)
+        with pytest.raises(UserError) as caught:
+            find_devices()
+        assert said in str(caught.value)
+        assert ("pip install" in str(caught.value)) == bool(absent)
+
+
+def test_a_gpu_that_jax_was_not_installed_for_is_said(monkeypatch):
+    said = []
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(devices.Path, "exists", lambda path: True)
+    find_devices(said.append)
+    assert len(said) == 1
+    assert "NVIDIA GPU" in said[0]
+
+
+def test_the_command_says_it_without_a_traceback(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "train", "data.task=sorting", "run.dir=run"],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cuda", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    if result.returncode == 0:
+        pytest.skip("this machine has one")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("jrl: error: JAX_PLATFORMS = 'cuda'")
+    assert not (tmp_path / "run").exists()
+
+
+def test_methods_are_listed_without_a_device():
+    result = subprocess.run(
+        [sys.executable, "-m", "jrl", "methods", "--family", "nothing"],
+        env=os.environ | {"JAX_PLATFORMS": "tpu", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("jrl: error: --family = 'nothing'; choose from")
+
+
+def test_no_module_asks_for_a_device_while_it_is_imported():
+    """A message about devices comes before anything else, and `jrl --help` needs none."""
+    script = (
+        "import importlib, pkgutil, jrl\n"
+        "for module in pkgutil.walk_packages(jrl.__path__, 'jrl.'):\n"
+        "    try: importlib.import_module(module.name)\n"
+        "    except ImportError: pass  # of an extra\n"
+        "import jax\n"
+        "assert not jax._src.xla_bridge._backends\n"
+    )
+    env = os.environ | {"JAX_PLATFORMS": "nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

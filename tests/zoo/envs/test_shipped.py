@@ -1,0 +1,110 @@
+"""The environments of the shipped configurations, and the world that is searched."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jrl.episodes.host import Reply, check_env
+from jrl.episodes.parsers import Call, get_parser
+from jrl.errors import UserError
+from jrl.types import Prompt
+from jrl.zoo.envs.shipped import answer_f1, last_answer, multi_hop, python_math
+from jrl.zoo.tools import hops
+from jrl.zoo.tools.search import Bm25
+
+SEARCH = Path(__file__).parents[2] / "configs" / "search"
+
+
+def say(env, prompt, *turns):
+    async def play():
+        state, _ = await env.init(prompt, 0)
+        for number, text in enumerate(turns):
+            reply = Reply(text, text, np.zeros(1, np.int32), number, False)
+            state, feedback = await env.step(state, reply)
+        return feedback
+
+    return asyncio.run(play())
+
+
+def problem(answer):
+    return Prompt(0, "?", np.zeros(0, np.int32), answer)
+
+
+def call(name, **arguments):
+    return get_parser("hermes").render(Call(name, arguments))
+
+
+def test_python_computes_and_the_number_is_judged():
+    env = check_env(python_math(tools=["python", "calculator"], turns=3, network=True))
+    assert env.limits.turns == 3
+    told = say(env, problem("42"), call("python", code="print(6 * 7)"))
+    assert "42" in told.messages[0]["content"]
+    end = say(env, problem("42"), call("calculator", expression="6*7"), "It is 42.")
+    assert (end.reward, end.done, end.success) == (1.0, True, True)
+    assert say(env, problem("42"), "It is 41.").reward == 0.0
+    with pytest.raises(UserError, match="tools = 'pyhton'"):
+        python_math(tools=["pyhton"])
+
+
+def test_a_search_and_an_answer_by_its_words():
+    env = multi_hop(str(SEARCH / "corpus.jsonl"))
+    told = say(env, problem("Ulinmouth"), call("search", query="Coromn Works"))
+    assert "Coromn Works is a firm" in told.messages[0]["content"]
+    end = say(env, problem("Ulinmouth"), "So it is there.\nAnswer: Ulinmouth.")
+    assert (end.reward, end.success) == (1.0, True)
+    half = say(env, problem("Ulinmouth"), "Answer: city Ulinmouth")
+    assert half.reward == pytest.approx(2 / 3)
+    assert not half.success
+    assert last_answer("no mark") == ""
+    assert answer_f1("", "x") == 0.0
+
+
+def test_a_corpus_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        multi_hop(str(tmp_path / "none.jsonl"))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"title": "b"}\n')
+    with pytest.raises(UserError, match=r"bad.jsonl, line 2: write"):
+        multi_hop(str(tmp_path / "bad.jsonl"))
+
+
+def test_the_world_that_is_shipped_is_the_one_that_is_generated(tmp_path):
+    hops.main(str(tmp_path))
+    for name in ("corpus", "train", "eval"):
+        made, shipped = (p / f"{name}.jsonl" for p in (tmp_path, SEARCH))
+        assert made.read_text() == shipped.read_text()
+    train, held = (
+        {json.loads(line)["question"] for line in (SEARCH / f"{n}.jsonl").read_text().splitlines()}
+        for n in ("train", "eval")
+    )
+    assert len(train) == 200
+    assert len(held) == 40
+    assert not train & held
+
+
+def test_every_answer_takes_more_than_one_document_and_can_be_found():
+    world = hops.make_world(0)
+    index = Bm25(world.documents)
+    for question, answer in world.questions[:60]:
+        subject = question.split(" of ")[-1] if " of " in question else question[21:]
+        subject = subject.removesuffix(" born?").removeprefix(" ").strip('"')
+        first = world.documents[index.search(subject, 1)[0]]
+        assert subject.split()[-1] in first
+        assert answer not in first or "city" in question or "year" in question, question
+    again = hops.make_world(0)
+    assert again == world
+    assert hops.make_world(1) != world
+
+
+def test_limits_of_tools_and_seconds_are_options():
+    env = python_math(tools=["calculator"], tool_calls=1, call_seconds=7.5, episode_seconds=0)
+    limits = env.limits
+    assert (limits.tool_calls, limits.call_seconds, limits.episode_seconds) == (1, 7.5, 0)
+    one = call("calculator", expression="6*7")
+    assert "no tool calls left" in say(env, problem("42"), one, one).messages[0]["content"]
+    corpus = str(SEARCH / "corpus.jsonl")
+    assert multi_hop(corpus, tool_calls=2, call_seconds=9).limits.call_seconds == 9
+    with pytest.raises(UserError, match=r"seconds = 60 of a run of Python, .* raise call_seconds"):
+        python_math(seconds=60, network=True)
