@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jrl.episodes.device import Env, Start, Turn, task_env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.user_code import FORMS, check_options, load, made_by
 
 _GAMES, _LIBRARIES = "jrl.zoo.envs.games", "jrl.zoo.adapters.array_games"
@@ -39,7 +39,7 @@ def get_env(name: str, **options: Any) -> Env:
         function of one's own returned does not fit together.
     """
     if ":" not in name and name not in ENVS:
-        raise UserError(f"{choose('data.env', name, ENVS)}, {FORMS}")
+        raise UserError(f"{unknown_choice('data.env', name, ENVS)}, {FORMS}")
     make = load(ENVS.get(name, name), "data.env")
     check_options(make, options, "data")
     env = made_by(make, f"data.env = {name!r}", **options)

@@ -19,7 +19,7 @@ from jrl.episodes.gate import run_within, seen
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.parsers import Call, Malformed, Parser, Schemas
 from jrl.episodes.schemas import check_schema, fault
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.types import Prompt
 
 MALFORMED = ("end", "tell")
@@ -91,7 +91,7 @@ def tool_env(
       UserError: a tool's name or schema is invalid, or two have one name.
     """
     if malformed not in MALFORMED:
-        raise choose("malformed", malformed, MALFORMED)
+        raise unknown_choice("malformed", malformed, MALFORMED)
     by_name = _checked(tools)
     schemas = {name: tool.parameters for name, tool in by_name.items()}
     limits.check()

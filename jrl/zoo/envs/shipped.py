@@ -13,7 +13,7 @@ from jrl.episodes.host import HostEnv, Limits, Reply
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.sandbox import Sandbox, SandboxLimits, python_tool
 from jrl.episodes.tools import Tool, tool_env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import exact_reward
 from jrl.types import Prompt
@@ -64,7 +64,7 @@ def python_math(
         )
     for name in tools:
         if name not in TOOLS:
-            raise choose("tools", name, TOOLS)
+            raise unknown_choice("tools", name, TOOLS)
         box = SandboxLimits(seconds=seconds)
         if name == "python":
             made.append(python_tool(Sandbox(box, network=network)))
