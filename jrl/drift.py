@@ -19,7 +19,7 @@ import numpy as np
 from jrl.config import Config
 from jrl.data.tasks import Task
 from jrl.envs import Env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.evaluate import load_policy
 from jrl.mesh import AXES, make_mesh
 from jrl.models.config import DTYPES
@@ -190,7 +190,7 @@ def measure_drift(
     )
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise choose("--dtype", dtype, DTYPES)
+            raise unknown_choice("--dtype", dtype, DTYPES)
     sizes = {mesh: _sizes(mesh) for mesh in meshes}
     if len(batches) * len(meshes) * len(dtypes) < 2:
         raise UserError("one setting has nothing to be compared with; name several with --batch")

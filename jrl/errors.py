@@ -40,7 +40,7 @@ INTERRUPTED = 130
 """The exit code after SIGINT, SIGTERM or SIGHUP; the same command resumes."""
 
 
-def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
+def unknown_choice(key: str, value: object, choices: Iterable[str]) -> UserError:
     """An error for a value outside a closed set, with the nearest choice named.
 
     Args:
@@ -51,7 +51,7 @@ def choose(key: str, value: object, choices: Iterable[str]) -> UserError:
     Returns:
       The error, for the caller to raise.
 
-    >>> str(choose("objective.advantage", "rlo", ["grpo", "rloo"]))
+    >>> str(unknown_choice("objective.advantage", "rlo", ["grpo", "rloo"]))
     "objective.advantage = 'rlo'; did you mean 'rloo'? choose from grpo, rloo"
     """
     return UserError(f"{key} = {value!r}; {nearest(value, choices)}")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from jrl.config.read import read_toml
 from jrl.envs.imagined import Task, UnreadableError, imagine_row, reason
 from jrl.envs.players import endpoint
-from jrl.errors import Mistakes, StorageError, UserError, choose
+from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 
 PAUSES = (1.0, 5.0)
 """Seconds before a request is sent again that a busy server refused."""
@@ -143,7 +143,7 @@ def _missing(path: str | Path, name: str) -> None:
 def _check_key(path: str | Path, name: str, value: Any) -> None:
     """Raises UserError for a key that a task does not have, or a value that it cannot."""
     if name not in Task._fields:
-        raise UserError(f"{path}: {choose('key', name, Task._fields)}")
+        raise UserError(f"{path}: {unknown_choice('key', name, Task._fields)}")
     if name in ("turns", "personas"):
         fine, wanted = type(value) is int and value >= 1, "a whole number of at least 1"
     elif name == "criteria":

@@ -23,7 +23,7 @@ from jrl.cli.console import (
     print_table,
 )
 from jrl.config import Config, as_tree, dump
-from jrl.errors import INTERRUPTED, UserError, choose
+from jrl.errors import INTERRUPTED, UserError, unknown_choice
 
 
 def methods(
@@ -67,7 +67,7 @@ def methods(
     listed = list_methods()
     families = {item["family"] for item in listed}
     if family is not None and family not in families:
-        raise choose("--family", family, families)
+        raise unknown_choice("--family", family, families)
     listed = [item for item in listed if family in (None, item["family"])]
     listed = [item for item in listed if not (complete and item["unsupported"])]
     if as_json:

@@ -24,7 +24,7 @@ from jrl.cli.console import (
     print_samples,
 )
 from jrl.config import load_config
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.hub import hub_name
 
 
@@ -117,7 +117,7 @@ def serve(
     Example: jrl serve runs/gsm8k --port 8000
     """
     if engine not in ("jrl", "jetstream"):
-        raise choose("--engine", engine, ["jrl", "jetstream"])
+        raise unknown_choice("--engine", engine, ["jrl", "jetstream"])
     there = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
     is_checkpoint = there["config.json"] or hub_name(target) is not None
     if is_checkpoint and not there["config.toml"]:

@@ -10,7 +10,7 @@ from typing import Any
 from jrl.config.keys import Key, describe, variants
 from jrl.config.tables import Config, WatchTable
 from jrl.config.unions import Table
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 
 RENAMED: Mapping[str, str] = {
     "data.answer_key": "set data.fields.answer",
@@ -102,7 +102,7 @@ def explain(item: Mapping[str, Any]) -> str:
         if path[-1] == "[key]":
             table = ".".join(path[:-2])
             return f"unknown key {table}.{value}; {_near(table, value, choices)}"
-        return str(choose(key, value, choices))
+        return str(unknown_choice(key, value, choices))
     says = _SAYS.get(kind, item["msg"])
     if kind == "dict_type" and path[-1] == "train":
         says = "must be text or a table of weights"

@@ -22,7 +22,7 @@ from jrl.data.records import (
     row_kind,
 )
 from jrl.data.sources import Source
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Batch
 
@@ -128,7 +128,7 @@ def build_judged(
         is left. Names file, line and remedy.
     """
     if overlong not in OVERLONG:
-        raise choose("data.overlong", overlong, OVERLONG)
+        raise unknown_choice("data.overlong", overlong, OVERLONG)
     kept: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[bool, ...] = ()

@@ -12,7 +12,7 @@ import numpy as np
 from jrl.data.answers import AnswerFinder
 from jrl.data.invalid import BadRows, TooLong
 from jrl.data.sources import Source
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt
 
@@ -91,7 +91,7 @@ def build_prompts(
         over one, a prompt is empty, or too long with overlong="error", or no prompt is left.
     """
     if overlong not in OVERLONG:
-        raise choose("data.overlong", overlong, OVERLONG)
+        raise unknown_choice("data.overlong", overlong, OVERLONG)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ

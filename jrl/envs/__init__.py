@@ -14,7 +14,7 @@ from jrl.envs.games.lookup import lookup
 from jrl.envs.games.nim import nim
 from jrl.envs.games.wordle import wordle
 from jrl.envs.libraries import LIBRARIES
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.own import FORMS, check_options, load, made_by
 
 ENVS: dict[str, Callable[..., Env]] = {
@@ -44,7 +44,7 @@ def get_env(name: str, **options: Any) -> Env:
         function of one's own returned does not fit together.
     """
     if ":" not in name and name not in KNOWN:
-        raise UserError(f"{choose('data.env', name, KNOWN)}, {FORMS}")
+        raise UserError(f"{unknown_choice('data.env', name, KNOWN)}, {FORMS}")
     make = load(name, "data.env") if ":" in name else KNOWN[name]
     check_options(make, options, "data")
     env = made_by(make, f"data.env = {name!r}", **options)

@@ -17,7 +17,7 @@ import numpy as np
 
 from jrl.envs.arrays import Game, array_env
 from jrl.envs.base import Env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.extras import need
 from jrl.own import check_options, load
 from jrl.types import Array
@@ -46,7 +46,7 @@ def pgx(id: str = "tic_tac_toe", opponent: str = "random", turns: int = 20, **op
     """
     library = need("pgx", EXTRA, "data.env = 'pgx'")
     if id not in library.available_envs():
-        raise choose("data.id", id, library.available_envs())
+        raise unknown_choice("data.id", id, library.available_envs())
     made = library.make(id)
 
     def step(state: Any, action: Array, key: Array) -> tuple[Any, Array, Array]:
@@ -139,7 +139,7 @@ def gymnax(id: str = "CartPole-v1", turns: int = 50, **options: Any) -> Env:
     """
     library = need("gymnax", EXTRA, "data.env = 'gymnax'")
     if id not in library.registered_envs:
-        raise choose("data.id", id, library.registered_envs)
+        raise unknown_choice("data.id", id, library.registered_envs)
     made, parameters = library.make(id)
     actions = getattr(made.action_space(parameters), "n", None)
     if actions is None:
@@ -208,7 +208,7 @@ def _made(id: str, make: Callable[[str], Any], known: list[str]) -> Any:
     if ":" in id:
         return load(id, "data.id")()
     if id not in known:
-        raise choose("data.id", id, known)
+        raise unknown_choice("data.id", id, known)
     return make(id)
 
 

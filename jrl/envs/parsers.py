@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments, an object, by the tool's name."""
@@ -95,7 +95,7 @@ def get_parser(name: str, template: str | None = None) -> Parser:
       UserError: there is no such family, or the template is that of another one.
     """
     if name not in PARSERS:
-        raise choose("parser", name, PARSERS)
+        raise unknown_choice("parser", name, PARSERS)
     fit = [n for n, parser in PARSERS.items() if template is not None and parser.fits(template)]
     if fit and name not in fit:
         said = f"its chat template is of {' or '.join(map(repr, fit))}"

@@ -15,7 +15,7 @@ from jrl.envs.parsers import get_parser
 from jrl.envs.sandbox import Sandbox, SandboxLimits, python_tool
 from jrl.envs.search import search_tool
 from jrl.envs.tools import Tool, tool_env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.rewards.base import Sample
 from jrl.rewards.exact import exact_reward
 from jrl.types import Prompt
@@ -64,7 +64,7 @@ def python_math(
         )
     for name in tools:
         if name not in TOOLS:
-            raise choose("tools", name, TOOLS)
+            raise unknown_choice("tools", name, TOOLS)
         box = SandboxLimits(seconds=seconds)
         if name == "python":
             made.append(python_tool(Sandbox(box, network=network)))

@@ -19,7 +19,7 @@ from jrl.envs.gate import run_within, seen
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.envs.parsers import Call, Malformed, Parser, Schemas
 from jrl.envs.schemas import check_schema, fault
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.types import Prompt
 
 MALFORMED = ("end", "tell")
@@ -91,7 +91,7 @@ def tool_env(
       UserError: a tool's name or schema is invalid, or two have one name.
     """
     if malformed not in MALFORMED:
-        raise choose("malformed", malformed, MALFORMED)
+        raise unknown_choice("malformed", malformed, MALFORMED)
     by_name = _checked(tools)
     schemas = {name: tool.parameters for name, tool in by_name.items()}
     limits.check()

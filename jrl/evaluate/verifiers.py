@@ -13,7 +13,7 @@ import numpy as np
 
 from jrl.config import Config
 from jrl.data.prompts import pad_prompts
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.rewards.model import ModelReward
 from jrl.sampling.params import make_sampling_params
 from jrl.serving.search import Path, Scorer, by_likelihood
@@ -40,9 +40,9 @@ def verifier_of(config: Config, by: str, reduce: str) -> Verifier:
       UserError: no such verifier or reduction, one that is not read, or that the run does not have.
     """
     if by not in (LIKELIHOOD, "model", "value", "ratio"):
-        raise choose("--by", by, (LIKELIHOOD, "model", "value", "ratio"))
+        raise unknown_choice("--by", by, (LIKELIHOOD, "model", "value", "ratio"))
     if reduce not in REDUCED:
-        raise choose("--reduce", reduce, REDUCED)
+        raise unknown_choice("--reduce", reduce, REDUCED)
     if by in (LIKELIHOOD, "ratio") and reduce != "last":
         raise UserError(f"--reduce {reduce} is not read with --by {by}; leave it out")
     if by == LIKELIHOOD:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
 from jrl.methods.definition import Published, published, variant
 from jrl.own import FORMS, check_options, load, made_by, parameters_of
@@ -126,7 +126,7 @@ def find_method(name: str) -> Published | OwnMethod:
     methods = all_methods()
     if name not in methods:
         raise UserError(
-            f"{choose('method', name, methods)}; `jrl methods` lists them. Or write {FORMS}"
+            f"{unknown_choice('method', name, methods)}; `jrl methods` lists them. Or write {FORMS}"
         )
     return methods[name]
 

@@ -13,7 +13,7 @@ import math
 import numbers
 from typing import NamedTuple
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 
 DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")
@@ -146,7 +146,7 @@ class ModelConfig:
             _require(name, value, value is None or 0 < value < math.inf, "above 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise choose(f"model.config.{name}", getattr(self, name), choices)
+                raise unknown_choice(f"model.config.{name}", getattr(self, name), choices)
         divides = self.heads % self.kv_heads == 0
         _require(
             "kv_heads", self.kv_heads, divides, f"a divisor of model.config.heads = {self.heads}"

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.mesh import platform
 from jrl.models.collectives import gathered, sum_scattered
 from jrl.models.matmul import PRODUCT
@@ -80,7 +80,7 @@ def grouped_matmul(
     """
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
     if kernel not in KERNELS:
-        raise choose("model.grouped_matmul", kernel, KERNELS)
+        raise unknown_choice("model.grouped_matmul", kernel, KERNELS)
     how = _How(kernel, platform(), gather, one_of)
     return checkpoint_name(_grouped(how, x_md, w_edf, rows_e), PRODUCT)
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.mesh import Axes, constrain
 from jrl.models.config import ModelConfig
 from jrl.models.decode import output_matrix
@@ -72,7 +72,7 @@ class Lora(NamedTuple):
         if not 0 < self.alpha < math.inf:
             raise UserError(f"lora.alpha = {self.alpha}; must be above 0")
         if self.base not in BASES:
-            raise choose("lora.base", self.base, BASES)
+            raise unknown_choice("lora.base", self.base, BASES)
         if self.rank > config.embed_dim:
             raise UserError(
                 f"lora.rank = {self.rank}; the model's matrices have {config.embed_dim} rows, and "
@@ -104,7 +104,7 @@ def check_targets(targets: tuple[str, ...]) -> None:
                 f"choose from {', '.join(TARGETS)}"
             )
         if name not in TARGETS:
-            raise choose("lora.targets", name, TARGETS)
+            raise unknown_choice("lora.targets", name, TARGETS)
 
 
 class Adapted(struct.PyTreeNode, Factored):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory
 from jrl.json_text import read_object, refuse_pointer
 from jrl.models.chat_template import find_templates, render
@@ -378,7 +378,7 @@ class FileTokenizer:
                 "{question} in it, or add chat_template.jinja to the checkpoint"
             )
         if template not in self.templates:
-            raise choose("template", template, self.templates)
+            raise unknown_choice("template", template, self.templates)
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
         given = {"tools": None, "documents": None, **self.special, **variables, **fixed}
         return render(self.templates[template], given, self._source)

@@ -11,7 +11,7 @@ import functools
 import chex
 import jax.numpy as jnp
 
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.models.attention.choice import ATTENTION, scale_of
 from jrl.models.attention.dense import attend, attention_weights, visible
 from jrl.models.config import ModelConfig
@@ -93,11 +93,11 @@ def transformer(
       UserError: an unknown ``attention``, ``remat`` or ``grouped_matmul``.
     """
     if attention not in ATTENTION:
-        raise choose("attention", attention, ATTENTION)
+        raise unknown_choice("attention", attention, ATTENTION)
     if remat not in REMAT:
-        raise choose("remat", remat, REMAT)
+        raise unknown_choice("remat", remat, REMAT)
     if grouped_matmul not in KERNELS:
-        raise choose("grouped_matmul", grouped_matmul, KERNELS)
+        raise unknown_choice("grouped_matmul", grouped_matmul, KERNELS)
     bind = functools.partial
     options = Options(attention, grouped_matmul)
     sampling = options._replace(fsdp=not gather)

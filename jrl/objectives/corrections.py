@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.objectives.kl import bounded_exp
 from jrl.types import Array, Stats
 
@@ -92,6 +92,6 @@ def named_correction(name: str, cap: float, low: float | None = None) -> Correct
     Correction(kind='mask', level='token', low=0.5, high=5.0)
     """
     if name not in CORRECTIONS:
-        raise choose("correction", name, CORRECTIONS)
+        raise unknown_choice("correction", name, CORRECTIONS)
     correction = CORRECTIONS[name](cap)
     return correction if correction is None or low is None else correction._replace(low=low)

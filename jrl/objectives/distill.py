@@ -14,7 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import (
@@ -115,7 +115,7 @@ def between(kind: str, beta: float = 0.5) -> Callable[[Array, Array], Array]:
       UserError: for a name that is not one of ``KINDS``.
     """
     if kind not in KINDS:
-        raise choose("divergence", kind, KINDS)
+        raise unknown_choice("divergence", kind, KINDS)
     if kind == "jsd":
         return lambda student, teacher: generalized_jsd(student, teacher, beta)
     return {"forward": forward_kl, "reverse": reverse_kl}[kind]
@@ -194,7 +194,7 @@ def sampled_divergence(kind: str = "reverse", beta: float = 0.5) -> Surrogate:
       UserError: for an unknown kind.
     """
     if kind not in KINDS:
-        raise choose("divergence", kind, KINDS)
+        raise unknown_choice("divergence", kind, KINDS)
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask, stats["logprobs"]], 1)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import chex
 import jax.numpy as jnp
 
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.types import Array
 
 LOG_RATIO_LIMIT = 20.0
@@ -88,7 +88,7 @@ def estimator(kind: str, key: str = "kind") -> Callable[[Array, Array], Array]:
       UserError: for another name.
     """
     if kind not in KL_ESTIMATORS:
-        raise choose(key, kind, KL_ESTIMATORS)
+        raise unknown_choice(key, kind, KL_ESTIMATORS)
     return KL_ESTIMATORS[kind]
 
 

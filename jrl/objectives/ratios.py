@@ -23,7 +23,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.objectives import segments
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
@@ -280,7 +280,7 @@ def near(kind: str, limit_low: float, limit_high: float, cap: float) -> Rule:
       UserError: for another kind.
     """
     if kind not in ("tv", "kl"):
-        raise choose("near.kind", kind, ("tv", "kl"))
+        raise unknown_choice("near.kind", kind, ("tv", "kl"))
 
     def function(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
         logprobs = jax.lax.stop_gradient(stats["logprobs"])

@@ -12,7 +12,7 @@ from typing import Any
 import chex
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.objectives.kl import AdaptiveCoef, estimator
 from jrl.types import Aggregate, Array, Regularizer, Stats
 
@@ -44,7 +44,7 @@ def kl_in_loss(
             "in the reward (kl_in_reward)"
         )
     if kind not in ("k2", "k3"):
-        raise choose("kl_in_loss.kind", kind, ("k2", "k3"))
+        raise unknown_choice("kl_in_loss.kind", kind, ("k2", "k3"))
     divergence = estimator(kind)
 
     def value(stats: Stats, mask: Array) -> Array:

@@ -15,7 +15,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.objectives import advantages as group
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import AdaptiveCoef, estimator
@@ -112,7 +112,7 @@ def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transfo
       UserError: for another ``over``, or when "sequences" is asked of per-token advantages.
     """
     if over not in ("tokens", "sequences"):
-        raise choose("whiten.over", over, ("tokens", "sequences"))
+        raise unknown_choice("whiten.over", over, ("tokens", "sequences"))
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = batch.members
@@ -200,7 +200,7 @@ def kl_in_reward(
       UserError: for an unknown kind or level, or "sequence" after per-token rewards.
     """
     if level not in ("token", "sequence"):
-        raise choose("kl_in_reward.level", level, ("token", "sequence"))
+        raise unknown_choice("kl_in_reward.level", level, ("token", "sequence"))
     divergence = estimator(kind, "kl_in_reward.kind")
 
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.extras import install_line
 
 HOP_SECONDS = 1e-6
@@ -118,7 +118,7 @@ def parse_topology(name: str) -> Topology:
         )
     slices, family, shape = int(match[1] or 1), match[2], match[3]
     if family not in CHIPS:
-        raise UserError(f"{choose('topology', family, CHIPS)}\n{_known()}")
+        raise UserError(f"{unknown_choice('topology', family, CHIPS)}\n{_known()}")
     sizes = tuple(map(int, shape.split("x")))
     if shape not in SHAPES[family] and not _cuboid(family, sizes):
         listed = ", ".join(f"{family}:{s}" for s in SHAPES[family])

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.own import FORMS, GIVEN, check_options, load
 from jrl.rewards.base import RewardFn, Sample, whole_group
 from jrl.rewards.columns import SIGNATURE, adapted, form_of
@@ -65,7 +65,9 @@ def make_reward(name: str, **options: Any) -> RewardFn:
       UserError: no such function, one of another form, or an option that it does not have.
     """
     if ":" not in name and name not in REWARDS:
-        raise UserError(f"{choose('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}")
+        raise UserError(
+            f"{unknown_choice('rewards', name, REWARDS)}, {FORMS}, a function {SIGNATURE}"
+        )
     function = load(name, "rewards") if ":" in name else REWARDS[name]
     samples = form_of(function, f"rewards.{name}") == "samples"
     # in the other form an argument may be a column, which the data has or not

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.rewards import kill
 from jrl.rewards.base import RewardFn, Sample
 from jrl.rewards.call import Failure, call
@@ -89,7 +89,7 @@ class RewardPool:
     ) -> None:
         for key, action in (("on_timeout", on_timeout), ("on_error", on_error)):
             if action not in ACTIONS:
-                raise choose(f"reward_pool.{key}", action, ACTIONS)
+                raise unknown_choice(f"reward_pool.{key}", action, ACTIONS)
         self.functions = dict(functions)
         self.timeout_seconds, self.memory_gib = timeout_seconds, memory_gib
         self.on_timeout, self.on_error = on_timeout, on_error

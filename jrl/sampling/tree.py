@@ -16,7 +16,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.sampling.cache import share
 from jrl.sampling.generate import by_row, each_by_itself, independent_axes
 from jrl.sampling.params import SamplingParams
@@ -57,7 +57,7 @@ def check_branching(branching: Branching, group: int, slots: int = 0) -> Branchi
       UserError: names what does not fit, and what would.
     """
     if branching.at not in PLACES:
-        raise choose("objective.tree", branching.at, PLACES)
+        raise unknown_choice("objective.tree", branching.at, PLACES)
     roots = branching.roots or -(-group // 2)
     if roots >= group:
         raise UserError(

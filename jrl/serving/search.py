@@ -29,7 +29,7 @@ from jrl.envs.tree import (
     puct,
     worth,
 )
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.serving.engine import Engine
 from jrl.serving.request import Request
 from jrl.types import StopReason
@@ -113,7 +113,7 @@ def named_search(name: str, width: int, *, rounds: int = 64, c_puct: float = 1.0
       UserError: there is no such search, or it has no width.
     """
     if name not in SEARCHES:
-        raise choose("search", name, SEARCHES)
+        raise unknown_choice("search", name, SEARCHES)
     if width < 1 or rounds < 1:
         raise UserError(f"search: width = {width}, rounds = {rounds}; both must be at least 1")
     if name == "best_of_n":

@@ -25,7 +25,7 @@ from jrl.data.tables import Source
 from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.envs.transcript import Transcript
-from jrl.errors import Mistakes, UserError, choose
+from jrl.errors import Mistakes, UserError, unknown_choice
 from jrl.mesh import batch_shards
 from jrl.methods.base import Method
 from jrl.models import hf
@@ -480,7 +480,7 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     if config.recorded is not None:
         unknown = [name for name in config.rewards if name != RECORDED_REWARD]
         if unknown:
-            raise choose("rewards", unknown[0], (RECORDED_REWARD,))
+            raise unknown_choice("rewards", unknown[0], (RECORDED_REWARD,))
         table = config.rewards.get(RECORDED_REWARD)
         return {RECORDED_REWARD: 1.0 if table is None else table.weight}
     if not config.rewards:
@@ -488,11 +488,11 @@ def reward_weights(config: Config, task: Task | Env | None) -> dict[str, float]:
     if isinstance(task, Env):
         unknown = [name for name in config.rewards if name not in EPISODE_REWARDS]
         if unknown:
-            raise choose("rewards", unknown[0], EPISODE_REWARDS)
+            raise unknown_choice("rewards", unknown[0], EPISODE_REWARDS)
     elif task:
         for name in config.rewards:
             if name not in TASK_REWARDS and ":" not in name:
-                raise UserError(f"{choose('rewards', name, TASK_REWARDS)}, {FORMS}")
+                raise UserError(f"{unknown_choice('rewards', name, TASK_REWARDS)}, {FORMS}")
     return {name: table.weight for name, table in config.rewards.items()}
 
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jrl.data.prompts import pad_prompts
 from jrl.data.sources import order
 from jrl.data.tasks import Task
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.methods.base import GroupEditor, Method, keep_all, same_rewards
 from jrl.models.tokenizer import Tokenizer
 from jrl.processes import deal
@@ -335,7 +335,7 @@ def task_rollout(
     judges = {"verify": task.verify, "partial": task.partial}
     for part in parts:
         if part not in judges:
-            raise choose("rewards", part, judges)
+            raise unknown_choice("rewards", part, judges)
 
     def judge(problem: Any, tokens: Array, length: Array) -> Array:
         return jnp.array([judges[part](problem, tokens, length) for part in parts], jnp.float32)

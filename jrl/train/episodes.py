@@ -15,7 +15,7 @@ from jrl.data.tasks import Task
 from jrl.envs import Env, Start
 from jrl.envs.play import Episodes, check_room, play, scripted
 from jrl.envs.self_play import rows_of_players
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import check_length
@@ -112,7 +112,7 @@ def episode_rollout(
     points = {"reward": played.paid.sum(2), "success": played.success.astype(jnp.float32)}
     for part in parts:
         if part not in points:
-            raise choose("rewards", part, points)
+            raise unknown_choice("rewards", part, points)
     return Groups(
         rollout=played.rollout,
         rewards=jnp.stack([points[part] for part in parts], axis=2),

@@ -13,7 +13,7 @@ import optax
 from jrl import own
 from jrl.config.secrets import reveal
 from jrl.config.unions import Optimizer
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.methods.domains import is_zero
 
 NAMES = (
@@ -93,7 +93,7 @@ def _function(name: str) -> Callable[..., optax.GradientTransformation]:
     if ":" in name:
         return own.load(name, "optimizer.name")
     if name not in NAMES:
-        raise choose("optimizer.name", name, NAMES)
+        raise unknown_choice("optimizer.name", name, NAMES)
     function: Callable[..., optax.GradientTransformation] = getattr(optax, name)
     if "weight_decay" in inspect.signature(function).parameters:
         return functools.partial(function, weight_decay=0.0)
@@ -146,5 +146,5 @@ def _with_numbers(
     ]
     for name in numbers:
         if name not in (*known, "warmup_steps", "clip_norm"):
-            raise choose("optimizer", name, [*known, "warmup_steps", "clip_norm"])
+            raise unknown_choice("optimizer", name, [*known, "warmup_steps", "clip_norm"])
     return table.model_copy(update=numbers)

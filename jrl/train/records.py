@@ -14,7 +14,7 @@ import jax
 
 from jrl.checkpoint import Checkpoints
 from jrl.compiles import CompileCounter
-from jrl.errors import Overdue, RunStopped, StorageError, UserError, choose
+from jrl.errors import Overdue, RunStopped, StorageError, UserError, unknown_choice
 from jrl.evaluate import Evaluator
 from jrl.integrity import first_nonfinite
 from jrl.metrics import RunWriter, check_run_dir
@@ -199,7 +199,7 @@ class RunRecords:
         before = self.position.before or {}
         for key, name in asked_of_evaluations(self.config):
             if before and name not in before:
-                raise choose(key, f"eval/{name}", (f"eval/{each}" for each in before))
+                raise unknown_choice(key, f"eval/{name}", (f"eval/{each}" for each in before))
 
     def check_space(self, state: TrainState) -> str:
         """What the checkpoints will take and what is free, a line; "" on all processes but one.
@@ -358,7 +358,7 @@ class RunRecords:
             self._rollback = self._rollback or broken
         best = (self.config.checkpoint.best or "").removeprefix("-")
         if best and best not in record and not best.startswith("eval/"):
-            raise choose("checkpoint.best", best, record)
+            raise unknown_choice("checkpoint.best", best, record)
         self._record = record
         return list(broken.warn.values())
 

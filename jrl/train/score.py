@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.mesh import constrain, parts_of
 from jrl.models.vocabulary import fused_logprobs
 from jrl.sampling.params import SamplingParams, sampling_logprobs, token_logprobs
@@ -499,7 +499,7 @@ def _readers(
     heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
         if statistic.over not in ("vocabulary", "hidden", "attention"):
-            raise choose(
+            raise unknown_choice(
                 f"{statistic.name}.over", statistic.over, ("vocabulary", "hidden", "attention")
             )
         if statistic.over == "vocabulary":

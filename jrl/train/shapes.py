@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jrl.config import Config
 from jrl.config.unions import EnvData, EpisodeData, RecordedData
 from jrl.envs import Env
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.evaluate import evaluation_names
 from jrl.mesh import batch_sharding, replicated
 from jrl.metrics import CLOCKS
@@ -63,7 +63,7 @@ def check_metric_names(run: build.Run) -> None:
     known = {name for name, value in metrics.items() if not value.shape} | RECORDED | parts
     for key, name in open_names:
         if name not in known:
-            raise choose(key, name, known)
+            raise unknown_choice(key, name, known)
 
 
 def asked_of_evaluations(config: Config) -> list[tuple[str, str]]:
@@ -86,7 +86,7 @@ def _check_evaluations(run: build.Run) -> None:
         return  # known with the first evaluation, which comes before the first step
     for key, name in asked:
         if name not in names:
-            raise choose(key, f"eval/{name}", (f"eval/{each}" for each in names))
+            raise unknown_choice(key, f"eval/{name}", (f"eval/{each}" for each in names))
 
 
 def abstract_batch(run: build.Run) -> Batch:

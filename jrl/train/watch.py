@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jrl.config.tables import WatchTable
-from jrl.errors import choose
+from jrl.errors import unknown_choice
 from jrl.types import Array
 
 NONFINITE = "skipped_updates"
@@ -143,7 +143,7 @@ class Watch:
         self._known = set(record)
         for name in self._asked:
             if name not in record and not name.startswith("eval/"):
-                raise choose("watch", name, self._known - {"step"})
+                raise unknown_choice("watch", name, self._known - {"step"})
 
 
 def skip_rule(
@@ -167,7 +167,9 @@ def skip_rule(
         for name, limit in asked.items():
             if name not in metrics or metrics[name].ndim:
                 known = (n for n, x in metrics.items() if x.ndim == 0)
-                raise choose('action = "skip" needs a metric of the step: watch', name, known)
+                raise unknown_choice(
+                    'action = "skip" needs a metric of the step: watch', name, known
+                )
             value = metrics[name]
             found |= ~jnp.isfinite(value)
             if limit.above is not None:

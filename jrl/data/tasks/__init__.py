@@ -8,7 +8,7 @@ from typing import Any
 from jrl.data.tasks.base import SPLITS, Problem, Task
 from jrl.data.tasks.countdown import countdown
 from jrl.data.tasks.numbers import arithmetic, chain, sequence, sorting
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.own import FORMS, check_options, load, made_by
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -37,7 +37,7 @@ def get_task(name: str, **options: Any) -> Task:
         own returns something else.
     """
     if ":" not in name and name not in TASKS:
-        raise UserError(f"{choose('data.task', name, TASKS)}, {FORMS}")
+        raise UserError(f"{unknown_choice('data.task', name, TASKS)}, {FORMS}")
     make = load(name, "data.task") if ":" in name else TASKS[name]
     check_options(make, options, "data")
     task = made_by(make, f"data.task = {name!r}", **options)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import PAD_ID, STOP_ID, CharTokenizer, char_tokenizer
 
 Array = jax.Array
@@ -220,7 +220,7 @@ def split_generator(draw: Draw, words: int, candidates: int = CANDIDATES) -> Cal
 
     def generate(key: Array, split: str) -> Problem:
         if split not in SPLITS:
-            raise choose("split", split, SPLITS)
+            raise unknown_choice("split", split, SPLITS)
         rows = jax.random.bits(key, (candidates, words), jnp.uint32)
         right = jax.vmap(held_out)(rows) == (split == "eval")
         bits = jnp.where(right.any(), rows[jnp.argmax(right)], spare[split])

@@ -13,7 +13,7 @@ from flax import struct
 
 from jrl.data.tasks.base import check_range, in_eval
 from jrl.envs.base import Env, Turn
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
 
@@ -71,9 +71,9 @@ def gridworld(
       UserError: an option out of its range.
     """
     if map not in (*MAPS, "random"):
-        raise choose("data.map", map, (*MAPS, "random"))
+        raise unknown_choice("data.map", map, (*MAPS, "random"))
     if start not in STARTS:
-        raise choose("data.start", start, STARTS)
+        raise unknown_choice("data.start", start, STARTS)
     check_range("data.size", size, 2, 8)
     if not isinstance(slippery, bool):
         raise UserError(f"data.slippery = {slippery!r}; give true or false")

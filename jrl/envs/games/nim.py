@@ -15,7 +15,7 @@ from flax import struct
 
 from jrl.data.tasks.base import check_range
 from jrl.envs.base import Env, Turn
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import STOP_ID, char_tokenizer
 from jrl.types import Array
 
@@ -58,7 +58,7 @@ def nim(heaps: int = 3, most: int = 3, opponent: str = "perfect", illegal: float
     check_range("data.heaps", heaps, 1, 4)
     check_range("data.most", most, 1, 9)
     if opponent not in OPPONENTS:
-        raise choose("data.opponent", opponent, OPPONENTS)
+        raise unknown_choice("data.opponent", opponent, OPPONENTS)
     if not isinstance(illegal, int | float) or illegal > 0:
         raise UserError(f"data.illegal = {illegal!r}; give points, 0 or less")
     if opponent == "self":

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.mesh import RULES, free_axes, named_platform, parts_of, platform
 from jrl.models.attention.blockwise import blockwise
 from jrl.models.attention.cudnn import cudnn
@@ -83,7 +83,7 @@ def check_attention(config: ModelConfig, how: str, where: str) -> None:
       where: the platform, "cpu", "gpu" or "tpu".
     """
     if how not in ATTENTION:
-        raise choose("model.attention", how, ATTENTION)
+        raise unknown_choice("model.attention", how, ATTENTION)
     if how == "cudnn" and (says := _no_cudnn(config, where)):
         raise UserError(f"model.attention = 'cudnn': {says}; use 'auto', 'xla' or 'blockwise'")
     if how == "splash" and where == "gpu":

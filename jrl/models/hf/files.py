@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrl.errors import UserError, choose
+from jrl.errors import UserError, unknown_choice
 from jrl.hub import model_directory, near_models
 from jrl.json_text import read_object
 from jrl.models.config import DTYPES, ModelConfig
@@ -190,7 +190,7 @@ def open_checkpoint(
     directory = model_directory(dir)
     config = read_config(directory)
     if dtype is not None and dtype not in DTYPES:
-        raise choose("dtype", dtype, DTYPES)
+        raise unknown_choice("dtype", dtype, DTYPES)
     found, wanted = _headers(directory), tensors(config)
     # Old exports hold the rotation's constants, and some a copy of a tied output matrix.
     found = {name: f for name, f in found.items() if not name.endswith("rotary_emb.inv_freq")}
