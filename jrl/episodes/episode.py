@@ -11,7 +11,6 @@ import numpy as np
 
 from jrl.episodes.calls import run_either
 from jrl.episodes.chat import Format
-from jrl.episodes.frames import Message
 from jrl.episodes.host import (
     EnvError,
     Feedback,
@@ -21,6 +20,7 @@ from jrl.episodes.host import (
     check_messages,
 )
 from jrl.episodes.transcript import Segment, Transcript
+from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
 from jrl.types import Prompt, StopReason
 

@@ -171,7 +171,7 @@ def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
         return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return _malformed('a call is a JSON object with a "name"')
-    arguments = next((value[key] for key in keys if key in value), {})
+    arguments: Any = next((value[key] for key in keys if key in value), {})
     call = _with_arguments(value["name"], arguments)
     call_id = value.get("id")
     if isinstance(call, Call) and isinstance(call_id, str):

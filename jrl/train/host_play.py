@@ -21,9 +21,9 @@ import numpy as np
 from jrl.episodes.calls import Answer, Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.episode import Episode, call_init, call_step, shared_start
-from jrl.episodes.frames import Message
 from jrl.episodes.host import EnvError, Feedback, HostEnv
 from jrl.episodes.transcript import Transcript
+from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
 from jrl.serving.episode_rows import EpisodeRows
 from jrl.serving.row_costs import ChoosePlace, cheapest
