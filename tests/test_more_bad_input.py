@@ -25,8 +25,8 @@ from jrl.models.hf.stored import in_memory
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
+from jrl.sampling.request import RequestLimits
 from jrl.serving.openai_requests import ApiError, parse
-from jrl.serving.request import RequestLimits
 from jrl.step_files import what_is_saved
 from jrl.train import build
 from jrl.train.reward_text import check_reward_columns

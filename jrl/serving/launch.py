@@ -19,9 +19,9 @@ from jrl.models.config import ModelConfig
 from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
+from jrl.sampling.engine import Engine
 from jrl.sampling.params import make_sampling_params
 from jrl.serving import http, jetstream, jetstream_engine, server
-from jrl.serving.engine import Engine
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker

@@ -12,7 +12,7 @@ from jrl.errors import UserError
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
 from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
