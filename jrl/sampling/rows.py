@@ -113,6 +113,8 @@ class Rows:
             )
         total = prompt_tokens + max_new_tokens if total_tokens is None else total_tokens
         check_length(network, total - max_new_tokens, max_new_tokens)
+        # The network is bound when a chunk is traced; until then any policy of several gives the
+        # shapes.
         several = network.extras.several if row_policies else None
         if several is not None:
             network = several.speaking(jnp.zeros(1, jnp.int32))
@@ -122,6 +124,8 @@ class Rows:
         self._reports = top_logprobs is not None
         prompt_widths, text_widths = widths(prompt_tokens), widths(max_new_tokens)
         self._widths = tuple(sorted({*text_widths, min(_MIN_EXTENSION, text_widths[0])}))
+        # A power of two, so that the shapes of admissions are few. Every admission has this many
+        # blocks: an unused one costs a masked write, another shape would cost a compilation.
         max_blocks = 1 << (min(_MAX_BLOCKS, slots // block).bit_length() - 1)
         self._builder = AdmissionBuilder(
             block=block,
@@ -148,6 +152,7 @@ class Rows:
                 measured=measure is not None,
             )
         )
+        # The state is donated everywhere: a second one would double the memory of the caches.
         self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
         self._decode = jax.jit(
             bind(
@@ -226,9 +231,12 @@ class Rows:
         computed = 0
         for part in self._builder.split(starts):
             new = self._builder.build(part)
+            # Not waited for: the host prepares the next admission while the device computes this
+            # one.
             admit = functools.partial(self._admit, self._weights, self._batch, new)
             shape = new.tokens.shape
             self._batch = self._timed(self.costs.reading, ("admit", *shape), new.tokens.size, admit)
+            # A halt that was noted for the old row must not stop the new one.
             for row in part:
                 first = row - row % self._block
                 self._halted[first : first + self._block] = StopReason.RUNNING
@@ -238,6 +246,7 @@ class Rows:
     def extend(self, texts: Mapping[int, More]) -> None:
         """Appends ids from outside to rows that have stopped, which then run again."""
         size = min(_EXTENDED, self.slots)
+        # Texts of one width together: a short one beside a long one would be padded to its width.
         of_width: dict[int, list[int]] = {}
         for row, more in texts.items():
             width = next(w for w in self._widths if w >= len(more.tokens))
@@ -276,6 +285,7 @@ class Rows:
           start: of the new row: its member is another one of the same prompt.
           length: tokens after the prompt that the copy keeps, at least 1.
         """
+        # The copy is rewound, not the row: the row itself may go on.
         return self._fork(self.suspend(row), *_fork_at(start, length))
 
     def resume(self, row: int, suspended: SuspendedRow, start: RowStart | None = None) -> None:
@@ -325,6 +335,7 @@ class Rows:
           reports: [S], alternatives to report with each token of a row; -1 for no report.
           fetch: whether the output is brought to the host; else it is not waited for.
         """
+        # Slots for which there is no work are not idle, and must not end the chunk early.
         most = self.slots if wanted is None else wanted
         run = functools.partial(
             self._run_chunk,
@@ -335,6 +346,7 @@ class Rows:
         timed = steps is None and self.costs.steps.due()
         if timed:
             self.wait()  # else the chunk is charged for what was dispatched before it
+            # A chunk of no steps takes as long as the return to the host, which the next one includes.
             began = time.perf_counter()
             jax.device_get(run(0))
             empty = time.perf_counter() - began
@@ -345,6 +357,7 @@ class Rows:
             decoding = time.perf_counter() - began - empty
             self.costs.returns.record(1, empty)
             self.costs.steps.record(1, max(decoding, 0.0) / int(out.steps))
+        # The device has stopped them; a halt acts once, since the slot may have a new row by then.
         self._halted = np.full(self.slots, StopReason.RUNNING, np.int32)
         return out
 
@@ -422,6 +435,8 @@ class Rows:
         Returns:
           The number of programs.
         """
+        # All shapes that ``AdmissionBuilder.build`` can make; each new one would be compiled while
+        # a request waits.
         counts = [1 << i for i in range(self._builder.max_prompts.bit_length())]
         for count, width in itertools.product(counts, self._builder.widths):
             new = self._builder.empty(count, width)
