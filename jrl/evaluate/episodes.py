@@ -27,7 +27,7 @@ from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate.verifiers import Verifier
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.serving.search import SEARCHES, by_likelihood, named_search
 from jrl.train import build
 from jrl.train.build import Run
@@ -147,7 +147,7 @@ def _opened(run: Run, params: Params, step: int) -> Iterator[EpisodeSearch]:
     assert data is not None
     env = configured_env(data.env, reveal(data.options, "data"))
     chat = format_of(env, run.tokenizer)
-    rows = EpisodeRows(
+    rows = Rows(
         run.network,
         slots=sampling.slots or _SLOTS,
         prompt_tokens=run.width,

@@ -29,7 +29,7 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy, wilson
 from jrl.evaluate.episodes import search_episodes
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
 from jrl.serving.search import (
     Found,
     Scorer,

@@ -18,9 +18,9 @@ from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
+from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits
+from jrl.sampling.text import check_stop, longest_text
 from jrl.serving.openai_tools import Tools, conversation, read_tools, told_calls
-from jrl.serving.request import TOP_LOGPROBS, Request, RequestLimits
-from jrl.serving.text import check_stop, longest_text
 
 Json = dict[str, Any]
 

@@ -30,8 +30,8 @@ from jrl.episodes.tree import (
     worth,
 )
 from jrl.errors import UserError, unknown_choice
-from jrl.serving.engine import Engine
-from jrl.serving.request import Request
+from jrl.sampling.engine import Engine
+from jrl.sampling.request import Request
 from jrl.types import StopReason
 
 

@@ -25,9 +25,9 @@ from jrl.episodes.host import EnvError, HostEnv
 from jrl.episodes.tree import Select, Step, Tree, grow_all, worth
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
+from jrl.sampling.step_rows import DrawnStep, StepAsk, StepRows
 from jrl.serving.search import Path, Scorer, SearchPlan
-from jrl.serving.step_rows import DrawnStep, StepAsk, StepRows
 from jrl.types import Prompt, StopReason
 
 GRACE_SECONDS = 2.0
@@ -104,7 +104,7 @@ class EpisodeSearch:
     """
 
     def __init__(
-        self, rows: EpisodeRows, calls: Calls, env: HostEnv, chat: Format, tokenizer: Tokenizer
+        self, rows: Rows, calls: Calls, env: HostEnv, chat: Format, tokenizer: Tokenizer
     ) -> None:
         self.rows, self.env, self.chat, self.tokenizer = rows, env, chat, tokenizer
         self._calls = calls

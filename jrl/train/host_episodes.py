@@ -29,7 +29,7 @@ from jrl.mesh import replicated
 from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.episode_search import EpisodeSearch
@@ -89,7 +89,7 @@ class HostEpisodes:
         self,
         env: HostEnv,
         chat: Format,
-        rows: EpisodeRows,
+        rows: Rows,
         *,
         prompts: Sequence[Prompt],
         seed: int | None,
@@ -449,7 +449,7 @@ def host_source(
     network = network if evaluates else sampler_of(run, network)
     several = None if evaluates else network.extras.several
     resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
-    rows = EpisodeRows(
+    rows = Rows(
         network if mesh is None else drawn_from_prepared(network),
         slots=slots,
         prompt_tokens=run.width,
@@ -463,7 +463,7 @@ def host_source(
             "min_p": sampling.min_p,
         },
         measure=measure,
-        each=several is not None,
+        row_policies=several is not None,
     )
     return HostEpisodes(
         env,

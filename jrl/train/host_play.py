@@ -25,8 +25,8 @@ from jrl.episodes.host import EnvError, Feedback, HostEnv
 from jrl.episodes.transcript import Transcript
 from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.row_costs import ChoosePlace, cheapest
+from jrl.sampling.row_costs import ChoosePlace, cheapest
+from jrl.sampling.rows import Rows
 from jrl.system.wait_reports import waiting
 from jrl.train.host_branches import EpisodeBranches, tree_of
 from jrl.train.host_slots import EpisodeSlots
@@ -72,7 +72,7 @@ BY_TIMING = frozenset(
 
 
 def play_episodes(
-    rows: EpisodeRows,
+    rows: Rows,
     calls: Calls,
     env: HostEnv,
     chat: Format,
@@ -134,7 +134,7 @@ class _Game:
 
     def __init__(
         self,
-        rows: EpisodeRows,
+        rows: Rows,
         env: HostEnv,
         chat: Format,
         tokenizer: Tokenizer,
@@ -322,7 +322,7 @@ class _Game:
         groups, slots = len(self.episodes) // self.group, self.rows.slots
         opening = sum(not e.has_state for e in self.of_call.values())
         # As many as all slots begin with together, and twice as many environments as rows.
-        most = 2 * (slots + self.rows.parked)
+        most = 2 * (slots + self.rows.max_suspended)
         while (
             self.next_group < groups
             and opening + self.table.new < slots

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterator, MutableMapping
 
 from jrl.episodes.episode import Episode
-from jrl.sampling.slots import Slots
-from jrl.serving.episode_rows import EpisodeRows, More, RowStart
-from jrl.serving.row_costs import ChoosePlace, WaitCosts, WaitingPlace
+from jrl.sampling.admission import RowStart
+from jrl.sampling.row_costs import ChoosePlace, WaitCosts, WaitingPlace
+from jrl.sampling.rows import More, Rows, SuspendedRow
 
 _ROWS = 1 << 20
 """More than a group has members."""
@@ -34,14 +34,12 @@ class EpisodeSlots:
       slots: [S], the episode in each slot, or None.
     """
 
-    def __init__(
-        self, rows: EpisodeRows, choose: ChoosePlace, counts: MutableMapping[str, float]
-    ) -> None:
+    def __init__(self, rows: Rows, choose: ChoosePlace, counts: MutableMapping[str, float]) -> None:
         self._rows, self._choose, self._counts = rows, choose, counts
         self.slots: list[Episode | None] = [None] * rows.slots
         self._away: dict[Episode, float] = {}  # wait for their environments without a slot
-        self._parked: dict[Episode, Slots] = {}
-        self._forked: dict[Episode, Slots] = {}  # of branches that have not begun
+        self._parked: dict[Episode, SuspendedRow] = {}
+        self._forked: dict[Episode, SuspendedRow] = {}  # of branches that have not begun
         self._ready: dict[Episode, float] = {}  # could use a slot, and since when
         self._limits: dict[Episode, int] = {}  # of the turns that the ready ones begin
         self._answers: dict[int, More] = {}  # for rows that have stayed in their slots
@@ -78,7 +76,7 @@ class EpisodeSlots:
           source: has stopped in its slot.
           limit: completion tokens at which the first turn of the branch ends.
         """
-        if self._copies() < self._rows.parked:
+        if self._copies() < self._rows.max_suspended:
             assert source.row is not None
             self._forked[branch] = self._rows.fork(source.row, _start(branch, limit), branch.length)
 
@@ -139,7 +137,7 @@ class EpisodeSlots:
                 idle = self._idle(now) if idle is None else idle
                 # What a parked row leaves behind is room for another.
                 leaves = episode in self._parked or episode in self._forked
-                room = self._copies() - leaves < self._rows.parked
+                room = self._copies() - leaves < self._rows.max_suspended
                 found = self._vacate(idle, now, room=room)
                 if found is None and room:
                     break  # nor for those that come after it
@@ -217,7 +215,7 @@ class EpisodeSlots:
         episode = self.slots[row]
         assert episode is not None
         if place == WaitingPlace.PARKED:
-            self._parked[episode] = self._rows.park(row)
+            self._parked[episode] = self._rows.suspend(row)
         self._counts[place.value] += 1
         self._away[episode], episode.row = now, None
         return row

@@ -24,8 +24,8 @@ from jrl.methods.base import WrittenProblems
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.step_rows import DrawnStep, StepAsk, StepRows
+from jrl.sampling.rows import Rows
+from jrl.sampling.step_rows import DrawnStep, StepAsk, StepRows
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import Groups, TextSource, counted, source_rows
 from jrl.train.demonstrations import demonstration_rollout
@@ -112,7 +112,7 @@ class TreeSearch:
 
     def __init__(
         self,
-        rows: EpisodeRows,
+        rows: Rows,
         search: Search,
         problems: Problems,
         *,
@@ -364,13 +364,13 @@ def check_search(run: Run) -> None:
         )
 
 
-def search_rows(run: Run, search: Search) -> EpisodeRows:
+def search_rows(run: Run, search: Search) -> Rows:
     """The decode slots of a run's searches."""
     sampling, group = run.config.sampling, run.config.sampling.group
     lines = () if run.task is not None else line_ends(run.tokenizer, run.network.vocab_size)
     most = run.config.train.prompts * max(group, search.width)
     ends = _ends(run)
-    return EpisodeRows(
+    return Rows(
         sampler_of(run),
         slots=min(sampling.slots or _SLOTS, most),
         prompt_tokens=run.width,
@@ -392,7 +392,7 @@ def _ends(run: Run) -> tuple[int, ...]:
 
 
 def search_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows | None = None
+    run: Run, search: Search, pool: RewardPool | None, rows: Rows | None = None
 ) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
@@ -421,7 +421,7 @@ def search_source(
 
 
 def attempts_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows, attempts: int
+    run: Run, search: Search, pool: RewardPool | None, rows: Rows, attempts: int
 ) -> TreeSearch:
     """Groups of ``attempts`` completions, drawn apart; positions are those of ``data.train``."""
     weights = np.array(list(run.rewards.weights.values()), np.float64)

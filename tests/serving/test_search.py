@@ -11,7 +11,7 @@ from jrl.episodes.tree_rows import rows_of_tree
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
 from jrl.serving.search import named_search, search
 
 CONFIG = ModelConfig(

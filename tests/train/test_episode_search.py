@@ -17,7 +17,7 @@ from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.serving.search import named_search
 from jrl.train.episode_search import EpisodeSearch
 from jrl.train.episode_trees import EpisodeTrees
@@ -58,7 +58,7 @@ def params():
 
 @cache
 def rows(slots):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -364,9 +364,9 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
 
 def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
     read = []
-    extend = EpisodeRows.extend
+    extend = Rows.extend
     monkeypatch.setattr(
-        EpisodeRows,
+        Rows,
         "extend",
         lambda self, answers: (read.append([*answers.values()]), extend(self, answers))[1],
     )

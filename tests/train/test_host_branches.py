@@ -22,8 +22,8 @@ from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.row_costs import WaitingPlace
+from jrl.sampling.row_costs import WaitingPlace
+from jrl.sampling.rows import Rows
 from jrl.train.collect import to_batch
 from jrl.train.host_branches import MEASURED_TOKENS, EpisodeBranches
 from jrl.train.host_episodes import HostEpisodes
@@ -54,7 +54,7 @@ def params():
 
 @cache
 def rows(slots, chunk, at, parked=None):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -62,7 +62,7 @@ def rows(slots, chunk, at, parked=None):
         stop_tokens=STOPS,
         chunk=chunk,
         sampling={"temperature": 1.0},
-        parked=parked,
+        suspended=parked,
         measure=EpisodeBranches(Branching(at, 2), 4, 0).measure,
     )
 

@@ -15,7 +15,7 @@ from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.exact import final_answer
 from jrl.sampling.params import make_sampling_params
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.train.collect import collect
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.state import init_state
@@ -35,7 +35,7 @@ CONFIG = ModelConfig(
     max_length=P + T,
 )
 NETWORK = transformer(CONFIG)
-ROWS = EpisodeRows(
+ROWS = Rows(
     NETWORK,
     slots=8,
     prompt_tokens=P,

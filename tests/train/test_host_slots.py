@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 
 from jrl.episodes.episode import Episode
-from jrl.serving.row_costs import RowCosts, WaitingPlace, cheapest
+from jrl.sampling.row_costs import RowCosts, WaitingPlace, cheapest
 from jrl.train.host_slots import EpisodeSlots
 from jrl.types import Prompt
 
 
 class Rows:
-    """Stands in for ``EpisodeRows``."""
+    """Stands in for ``sampling.rows.Rows``."""
 
     def __init__(self, slots, parked):
-        self.slots, self.parked, self.costs, self.done = slots, parked, RowCosts(slots), []
+        self.slots, self.max_suspended = slots, parked
+        self.costs, self.done = RowCosts(slots), []
 
     def admit(self, starts):
         self.done += [("admit", row, start.tokens, start.member) for row, start in starts.items()]
@@ -25,8 +26,8 @@ class Rows:
     def extend(self, answers):
         self.done += [("extend", row, list(m.tokens), m.limit) for row, m in answers.items()]
 
-    def park(self, row):
-        self.done.append(("park", row))
+    def suspend(self, row):
+        self.done.append(("suspend", row))
         return f"row {row}"
 
     def resume(self, row, parked):
@@ -87,7 +88,7 @@ def test_a_row_leaves_and_returns(place):
     assert table.slots == [first]
     assert counts[place.value] == 2
     if place == WaitingPlace.PARKED:
-        assert rows.done == [("park", 0), ("resume", 0, "row 0"), ("extend", 0, [7, 8], 30)]
+        assert rows.done == [("suspend", 0), ("resume", 0, "row 0"), ("extend", 0, [7, 8], 30)]
         assert (counts["read_tokens"], counts["reread_tokens"]) == (2 + 2 + 2, 0)
     else:
         again = [3, 4, 7, 8]

@@ -19,7 +19,7 @@ from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.storage.metrics import read_jsonl
 from jrl.train import loop
 from jrl.train.build import setup
@@ -45,7 +45,7 @@ def params():
 
 @cache
 def rows(slots=5, chunk=3, parked=64):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -53,7 +53,7 @@ def rows(slots=5, chunk=3, parked=64):
         stop_tokens=(END, LINE),
         chunk=chunk,
         sampling={"temperature": 1.0},
-        parked=parked,
+        suspended=parked,
         measure=entropy,
     )
 

@@ -1,9 +1,9 @@
-"""Steps that continue paths of search trees, over decode slots; a path is never computed again.
+"""Steps of search trees on the row engine; a path is never computed again.
 
-A row holds the cache of its whole path. Where a step has ended the row is parked, and each step
-that is to follow begins with a copy of it. Prompts are computed once, too: all first steps begin
-with a copy of a row that has drawn nothing yet. What an environment said to a step is read once,
-before the steps that follow it begin.
+A row holds the cache of its whole path. When a step has ended the row is suspended, and each step
+that follows begins with a copy of it. Prompts are computed once, too: all first steps begin with a
+copy of a row that has sampled nothing yet. An environment's answer to a step is read once, before
+the steps that follow it begin.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jrl.sampling.slots import Slots
-from jrl.serving.episode_rows import EpisodeRows, More, RowStart
+from jrl.sampling.admission import RowStart
+from jrl.sampling.rows import More, Rows, SuspendedRow
 from jrl.types import StopReason
 
 
@@ -77,7 +77,7 @@ class StepRows:
 
     Args:
       rows: with weights; nobody else's meanwhile. They stop at the tokens that end a step, and
-        measure entropies. A node whose row has no room among the parked ones is read again.
+        measure entropies. A node whose row has no room among the suspended ones is read again.
       prompts: ids of each tree's prompt.
       seeds: below 2**64, of each tree's draws.
       ends: ids that end a completion.
@@ -90,7 +90,7 @@ class StepRows:
 
     def __init__(
         self,
-        rows: EpisodeRows,
+        rows: Rows,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         *,
@@ -99,7 +99,7 @@ class StepRows:
     ) -> None:
         self._rows, self._prompts, self._seeds = rows, prompts, seeds
         self._ends, self._step_tokens = set(ends), step_tokens
-        self._parked: dict[tuple[int, int], Slots] = {}
+        self._suspended: dict[tuple[int, int], SuspendedRow] = {}
         self._begun: set[int] = set()
         names = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens")
         self.counts = dict.fromkeys(names, 0.0)
@@ -136,15 +136,15 @@ class StepRows:
 
     def _read_answers(self, asks: Sequence[StepAsk]) -> None:
         """Continues the rows of nodes by what they were answered, as many at a time as slots."""
-        due = [ask for ask in asks if len(ask.answer) and (ask.tree, ask.node) in self._parked]
+        due = [ask for ask in asks if len(ask.answer) and (ask.tree, ask.node) in self._suspended]
         for begin in range(0, len(due), self._rows.slots):
             some = dict(enumerate(due[begin : begin + self._rows.slots]))
             for row, ask in some.items():
-                self._rows.resume(row, self._parked[ask.tree, ask.node])
+                self._rows.resume(row, self._suspended[ask.tree, ask.node])
             most = self._rows.max_new_tokens
             self._rows.extend({row: More(ask.answer.tolist(), most) for row, ask in some.items()})
             for row, ask in some.items():
-                self._parked[ask.tree, ask.node] = self._rows.park(row)
+                self._suspended[ask.tree, ask.node] = self._rows.suspend(row)
 
     def _begin(self, row: int, job: _Job, users: collections.Counter[tuple[int, int]]) -> None:
         """Puts a copy of the node's row into a slot."""
@@ -153,14 +153,15 @@ class StepRows:
         behind = len(ask.path) + len(ask.answer)
         limit = min(behind + self._step_tokens, self._rows.max_new_tokens)
         start = RowStart(tuple(self._prompts[ask.tree]), self._seeds[ask.tree], job.number, limit)
-        if key not in self._parked:
+        if key not in self._suspended:
             self._keep(key, self._read(row, start, ask), users)
-        self._rows.resume_branch(row, self._parked[key], start)
+        self._rows.resume(row, self._suspended[key], start)
         users[key] -= 1
         if not users[key] and ask.node:
-            del self._parked[key]  # a node is expanded once, but for a root whose paths all ended
+            # A node is expanded once, but for a root whose paths all ended.
+            del self._suspended[key]
 
-    def _read(self, row: int, start: RowStart, ask: StepAsk) -> Slots:
+    def _read(self, row: int, start: RowStart, ask: StepAsk) -> SuspendedRow:
         """The row of a node with its answer, computed; it takes the slot meanwhile."""
         past = [*ask.path.tolist(), *ask.answer.tolist()]
         read = self._rows.admit({row: start}) + len(ask.path)
@@ -169,7 +170,7 @@ class StepRows:
         self.counts["read_tokens"] += read
         self.counts["reread_tokens"] += read * (ask.tree in self._begun)
         self._begun.add(ask.tree)
-        return self._rows.park(row)
+        return self._rows.suspend(row)
 
     def _ended(
         self,
@@ -184,16 +185,16 @@ class StepRows:
         ended = stop == StopReason.STOP_TOKEN and int(step.tokens[-1]) in self._ends
         if ended or length >= self._rows.max_new_tokens:
             return step._replace(stop=StopReason.STOP_TOKEN if ended else StopReason.LENGTH)
-        self._keep((job.ask.tree, job.number), self._rows.park(row), users)
+        self._keep((job.ask.tree, job.number), self._rows.suspend(row), users)
         return step._replace(stop=StopReason.RUNNING)
 
     def _keep(
-        self, key: tuple[int, int], parked: Slots, users: collections.Counter[tuple[int, int]]
+        self, key: tuple[int, int], row: SuspendedRow, users: collections.Counter[tuple[int, int]]
     ) -> None:
         """Keeps a row; where there is no room, instead of the one that was kept the longest."""
-        self._parked[key] = parked
-        for other in list(self._parked):
-            if len(self._parked) <= max(self._rows.parked, 1):
+        self._suspended[key] = row
+        for other in list(self._suspended):
+            if len(self._suspended) <= max(self._rows.max_suspended, 1):
                 break
             if not users[other] and other != key:
-                del self._parked[other]
+                del self._suspended[other]

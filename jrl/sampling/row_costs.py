@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from jrl.serving.chunk_length import costs
+from jrl.sampling.chunk_length import costs
 
 _KEPT, _INTERVAL = 12, 16
 """Timings that count, the last ones; from half as many on, one of so many times is timed."""
