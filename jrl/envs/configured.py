@@ -19,9 +19,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.envs.host import HostEnv, check_env
+from jrl.envs.host import HostEnv
 from jrl.envs.process import process_env
 from jrl.envs.writer import configured_writer
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.own import GIVEN, check_options, load, made_by
 
@@ -52,15 +53,15 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     isolate = common.pop("isolate", False)
     if not isinstance(isolate, bool):
         raise UserError(f"data.isolate = {isolate!r}; must be true or false")
-    variables = common.pop("template_variables", env.variables)
+    variables = common.pop("template_variables", env.chat.variables)
     if not isinstance(variables, Mapping):
         raise UserError(
             f"data.template_variables = {variables!r:.60}; write a table, such as "
             "{enable_thinking = false}"
         )
-    write = configured_writer(common.pop("writer")) if "writer" in common else env.write
+    write = configured_writer(common.pop("writer")) if "writer" in common else env.extras.write
     unread = [name for name in ("summary", "summary_tokens") if name in common]
-    summary = common.pop("summary", env.summary)
+    summary = common.pop("summary", env.chat.summary)
     if not isinstance(summary, str) or not summary.strip():
         raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
     limits = env.limits._replace(**common).check("data")
@@ -69,7 +70,11 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.{unread[0]} is read where episodes have several contexts; set data.contexts to 2"
             " or more, or remove it"
         )
-    env = env._replace(limits=limits, variables=variables, summary=summary, write=write)
+    env = env._replace(
+        limits=limits,
+        chat=env.chat._replace(variables=variables, summary=summary),
+        extras=env.extras._replace(write=write),
+    )
     return _isolated(env, spec, own) if isolate else env
 
 
@@ -89,12 +94,17 @@ def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
             "file as FILE.py:function"
         )
     played = process_env(
-        spec, options, roles=env.roles, parts=env.parts, limits=env.limits, at_once=env.at_once
+        spec,
+        options,
+        roles=env.chat.roles,
+        parts=env.parts,
+        limits=env.limits,
+        at_once=env.lifecycle.at_once,
     )
     return env._replace(
         init=played.init,
         step=played.step,
         close=played.close,
-        shutdown=played.shutdown,
         fork=played.fork,
+        lifecycle=env.lifecycle._replace(shutdown=played.lifecycle.shutdown),
     )

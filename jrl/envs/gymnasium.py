@@ -65,7 +65,8 @@ def from_gymnasium(
         done = bool(terminated or truncated)
         messages = [{"role": "user", "content": seen}]
         reward = float(reward)
-        return episode, Feedback(messages, reward, done, done and reward > 0, seen)
+        won = done and reward > 0
+        return episode, Feedback(messages, reward, done=done, success=won, state_key=seen)
 
     def close(episode: _Episode) -> None:
         episode.env.close()

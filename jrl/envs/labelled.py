@@ -8,7 +8,7 @@ from typing import Any
 
 from jrl.envs.calls import run_either
 from jrl.envs.frames import Message
-from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.envs.host import EnvError, EnvExtras, Feedback, HostEnv, Limits, Reply
 from jrl.envs.named import EXACT, judge_of
 from jrl.errors import UserError
 from jrl.types import Prompt
@@ -59,7 +59,7 @@ def foretell(
 
     limits = Limits(turns=1, turn_tokens=turn_tokens)
     names = ("predicted_tokens", "predicted_passes")
-    return HostEnv(init, step, limits=limits, asks=2, labels=names)
+    return HostEnv(init, step, limits=limits, extras=EnvExtras(asks=2, labels=names))
 
 
 def _number(name: str, text: str) -> int:
@@ -108,7 +108,7 @@ def ranked_list(length: int = 10, *, turn_tokens: int = 0) -> HostEnv:
 
     parts = tuple(f"rank_{i + 1}" for i in range(length))
     limits = Limits(turns=1, turn_tokens=turn_tokens)
-    return HostEnv(init, step, parts=parts, limits=limits, token_labels=("item",))
+    return HostEnv(init, step, parts=parts, limits=limits, extras=EnvExtras(token_labels=("item",)))
 
 
 def _items_of(answer: Any) -> Sequence[str]:

@@ -122,10 +122,10 @@ class McpServer:
         """The environment, which ends the connection when the run ends."""
 
         async def shutdown() -> None:
-            await env.shutdown()
+            await env.lifecycle.shutdown()
             await asyncio.to_thread(self.close)
 
-        return env._replace(shutdown=shutdown)
+        return env._replace(lifecycle=env.lifecycle._replace(shutdown=shutdown))
 
     def close(self) -> None:
         """Ends the connection, the command and the thread."""

@@ -70,7 +70,8 @@ def from_openenv(
         points, done = float(result.reward or 0.0), bool(result.done)
         text = shown(result.observation)
         messages = [{"role": "user", "content": text or "..."}]
-        return session, Feedback(messages, points, done, done and points > 0, text)
+        won = done and points > 0
+        return session, Feedback(messages, points, done=done, success=won, state_key=text)
 
     async def close(session: _Session) -> None:
         await session.client.close()

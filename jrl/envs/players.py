@@ -463,4 +463,4 @@ def zero_search_env(
         session, feedback = await env.step(session, reply)
         return (session, rng), feedback
 
-    return env._replace(init=init, step=step, begin=begin)
+    return env._replace(init=init, step=step, lifecycle=env.lifecycle._replace(begin=begin))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.envs.gate import Gate
-from jrl.envs.host import EnvError, HostEnv, Limits, Reply
+from jrl.envs.host import ChatOptions, EnvError, HostEnv, Lifecycle, Limits, Reply
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
@@ -131,12 +131,11 @@ def process_env(
         init=pool.init,
         step=pool.step,
         close=pool.close,
-        roles=roles,
+        fork=None,  # the state is the process
         parts=parts,
         limits=limits,
-        at_once=at_once,
-        shutdown=pool.shutdown,
-        fork=None,  # the state is the process
+        chat=ChatOptions(roles=roles),
+        lifecycle=Lifecycle(shutdown=pool.shutdown, at_once=at_once),
     )
 
 

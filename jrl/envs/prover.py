@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 from jrl.envs.frames import Message
-from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.envs.host import EnvError, EnvExtras, Feedback, HostEnv, Limits, Reply
 from jrl.envs.propositions import FormulaError, parse
 from jrl.envs.tactics import Goals, TacticError, opened, run_tactic, show_goals
 from jrl.errors import UserError
@@ -80,7 +80,7 @@ def prover(
         return goals, Feedback([_user(show_goals(goals))], state_key=show_goals(goals))
 
     limits = Limits(turns=turns, turn_tokens=turn_tokens)
-    return HostEnv(init, step, limits=limits, fork=_same, verified=True)
+    return HostEnv(init, step, fork=_same, limits=limits, extras=EnvExtras(verified=True))
 
 
 def read_statement(text: str) -> Goals:

@@ -16,7 +16,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jrl.envs.frames import Message
-from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.envs.host import (
+    ChatOptions,
+    EnvError,
+    Feedback,
+    HostEnv,
+    Lifecycle,
+    Limits,
+    Reply,
+)
 from jrl.envs.parsers import Call, Malformed, Parser, get_parser
 from jrl.errors import UserError
 from jrl.extras import need
@@ -88,7 +96,9 @@ def from_verifiers(
             return episode, Feedback(messages)
         points, metrics = await episode.score()
         won = points >= success
-        return episode, Feedback((), points, True, won, metrics=metrics, cut=reply.cut and not won)
+        return episode, Feedback(
+            reward=points, done=True, success=won, metrics=metrics, cut=reply.cut and not won
+        )
 
     async def close(episode: _Episode) -> None:
         await episode.end()
@@ -97,15 +107,14 @@ def from_verifiers(
         init=init,
         step=step,
         close=close,
-        roles=(family.role,) if tools else ("user",),
-        tools=tools,
-        family=family.name if tools else "",
+        fork=None,  # what tools hold is known to the library alone
         limits=Limits(
             turns=made.max_turns if made.max_turns > 0 else _TURNS, turn_tokens=turn_tokens
         ),
-        begin=begin,
-        shutdown=made._teardown,
-        fork=None,  # what tools hold is known to the library alone
+        chat=ChatOptions(roles=(family.role,), tools=tools, family=family.name)
+        if tools
+        else ChatOptions(),
+        lifecycle=Lifecycle(begin=begin, shutdown=made._teardown),
     )
 
 

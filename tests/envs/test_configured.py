@@ -16,7 +16,7 @@ from jrl.types import Prompt
 
 OWN = """
 import os
-from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.envs.host import ChatOptions, Feedback, HostEnv, Limits
 
 
 def make(word="hey", turns=2):
@@ -33,11 +33,9 @@ def make(word="hey", turns=2):
     return HostEnv(
         init,
         step,
-        roles=("tool",),
         parts=("a", "b"),
-        tools=tools,
-        family="hermes",
         limits=Limits(turns=turns),
+        chat=ChatOptions(roles=("tool",), tools=tools, family="hermes"),
     )
 
 
@@ -58,7 +56,7 @@ def test_limits_and_variables_of_any_environment(own):
     env = configured_env(f"{own}:make", {**options, "template_variables": {"thinking": False}})
     limits = env.limits
     assert (limits.turns, limits.turn_tokens, limits.episode_seconds) == (2, 9, 5)
-    assert (limits.call_seconds, env.variables) == (2.5, {"thinking": False})
+    assert (limits.call_seconds, env.chat.variables) == (2.5, {"thinking": False})
     assert configured_env(f"{own}:slow", {"call_seconds": 3}).limits.call_seconds == 6
 
 
@@ -85,14 +83,14 @@ def test_options_that_do_not_fit_are_named(own, options, said):
 def test_episodes_in_processes_of_their_own(own):
     here = configured_env(f"{own}:make", {"word": "you"})
     env = configured_env(f"{own}:make", {"word": "you", "isolate": True})
-    same = ("roles", "parts", "tools", "family", "limits", "variables")
+    same = ("parts", "limits", "chat", "extras")
     assert all(getattr(env, name) == getattr(here, name) for name in same)
 
     async def play():
         state, messages = await env.init(PROMPT, 0)
         _, feedback = await env.step(state, Reply("a", "a", np.zeros(1, np.int32), 0, False))
         await env.close(state)
-        await env.shutdown()
+        await env.lifecycle.shutdown()
         return messages[0]["content"], feedback
 
     opening, feedback = asyncio.run(play())

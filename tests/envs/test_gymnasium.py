@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from jrl.envs.gymnasium import from_gymnasium
-from jrl.envs.host import Limits, Reply, check_env
+from jrl.envs.host import Limits, Reply
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 

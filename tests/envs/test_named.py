@@ -80,7 +80,7 @@ def play(env, *said):
             reply = Reply(text, text, np.zeros(1, np.int32), turn, False)
             state, feedback = await env.step(state, reply)
             feedbacks.append(feedback)
-        await env.shutdown()
+        await env.lifecycle.shutdown()
         return opening, feedbacks
 
     return asyncio.run(run())
@@ -122,7 +122,7 @@ def test_a_simulated_search(place):
     text = 'env = "zero_search"\nurl = "URL"\nmodel = "m"\nsteps = 10\nend = 1.0\ncall_seconds = 9'
     env = made(text, place)
     assert env.limits.call_seconds == 9
-    env.begin(10, "train")
+    env.lifecycle.begin(10, "train")
     call = get_parser("hermes").render(Call("search", {"query": "six"}))
     _, (found, ended) = play(env, call, "It is 42.")
     assert found.messages[0]["content"] == "It is 42."

@@ -11,8 +11,9 @@ import urllib.request
 import numpy as np
 import pytest
 
-from jrl.envs.host import EnvError, Reply, check_env
+from jrl.envs.host import EnvError, Reply
 from jrl.envs.openenv_client import from_openenv
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from jrl.envs.host import EnvError, Feedback, Limits, Reply, check_env, check_feedback
+from jrl.envs.host import EnvError, Feedback, Limits, Reply, check_feedback
 from jrl.envs.parsers import Call, get_parser
 from jrl.envs.players import (
     UNKNOWN,
@@ -22,6 +22,7 @@ from jrl.envs.players import (
     pair_env,
     zero_search_env,
 )
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 
@@ -228,7 +229,9 @@ def test_a_simulated_search_misleads_more_and_more():
         assert end.success
     assert sum("useless" in a for a in asked) == 0
     for step, split, noisy in ((40, "train", 20), (40, "eval", 0), (0, "train", 0)):
-        env.begin(step, split)  # the step says how far the training is, whatever was played before
+        env.lifecycle.begin(
+            step, split
+        )  # the step says how far the training is, whatever was played before
         for _ in range(20):
             talk(env, [text])
         assert sum("useless" in a for a in asked[-20:]) == noisy

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import strategies as st
 
 from jrl.envs.configured import configured_env
-from jrl.envs.host import EnvError, Limits, Reply, check_env, check_feedback, check_messages
+from jrl.envs.host import EnvError, Limits, Reply, check_feedback, check_messages
 from jrl.envs.propositions import parse, provable, show
 from jrl.envs.prover import INSTRUCTION, prover, tactic_of
 from jrl.envs.statements import MOST_TACTICS, main, proved, statements
 from jrl.envs.tactics import TACTICS
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 

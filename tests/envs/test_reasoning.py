@@ -5,8 +5,9 @@ import importlib.util
 import numpy as np
 import pytest
 
-from jrl.envs.host import Reply, check_env
+from jrl.envs.host import Reply
 from jrl.envs.reasoning import from_reasoning_gym
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from jrl.data import hops
-from jrl.envs.host import Reply, check_env
+from jrl.envs.host import Reply
 from jrl.envs.parsers import Call, get_parser
 from jrl.envs.search import Bm25
 from jrl.envs.shipped import answer_f1, last_answer, multi_hop, python_math
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 

@@ -30,7 +30,7 @@ async def play(env, moves, seed=3):
         await env.close(state)
         return seen, feedback
     finally:
-        await env.shutdown()
+        await env.lifecycle.shutdown()
 
 
 @needs_textarena

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from jrl.envs.calculator import calculator_tool
-from jrl.envs.host import EnvError, Limits, Reply, check_env, copied
+from jrl.envs.host import EnvError, Limits, Reply, copied
 from jrl.envs.parsers import PARSERS, Call, get_parser
 from jrl.envs.tools import Tool, ToolError, tool_env
+from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
@@ -149,7 +150,7 @@ def test_families_whose_results_are_users_words():
     (message,) = feedback.messages
     assert message["role"] == "user"
     assert message["content"] == "```tool_output\n42\n```\n```tool_output\naa\n```"
-    assert env.roles == ("user",)
+    assert env.chat.roles == ("user",)
 
 
 @pytest.mark.parametrize(

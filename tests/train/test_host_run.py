@@ -41,7 +41,7 @@ import zlib
 from pathlib import Path
 
 from jrl.envs.calculator import calculator_tool
-from jrl.envs.host import Feedback, HostEnv, Limits
+from jrl.envs.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.envs.parsers import PARSERS
 from jrl.envs.players import pair_env
 from jrl.envs.tools import tool_env
@@ -84,7 +84,8 @@ def gated():
         await asyncio.sleep(0.3 * bool(began[-1]))  # until what follows the step has begun
         return await inner.step(prompt, reply)
 
-    return inner._replace(step=step, begin=lambda step, split: began.append(step))
+    begin = Lifecycle(begin=lambda step, split: began.append(step))
+    return inner._replace(step=step, lifecycle=begin)
 
 
 def sums():
@@ -106,7 +107,7 @@ def closed():
     async def shutdown():
         Path(__file__).with_name("ended").touch()
 
-    return talk(1)._replace(at_once=3, shutdown=shutdown)
+    return talk(1)._replace(lifecycle=Lifecycle(at_once=3, shutdown=shutdown))
 
 
 def pair():
