@@ -281,9 +281,8 @@ def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
         return chat
     if env.chat.tools and not env.chat.family:
         raise UserError(f"the model has no chat template to write tools, and {_UNTOLD}")
-    return PlainFormat(
-        tokenizer, describe(env.chat.tools, env.chat.family) if env.chat.tools else None
-    )
+    described = describe(env.chat.tools, env.chat.family) if env.chat.tools else None
+    return PlainFormat(tokenizer, described)
 
 
 _UNTOLD = (

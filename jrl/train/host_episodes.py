@@ -411,8 +411,8 @@ def _check_fork(env: HostEnv) -> None:
     if env.fork is None:
         raise UserError(
             "objective.tree: episodes branch with a copy of the environment's state, and this"
-            " environment has none (HostEnv.fork is None: a process, a connection, a coroutine); use"
-            " another environment, or a method that draws members apart"
+            " environment has none (HostEnv.fork is None: a process, a connection, a coroutine);"
+            " use another environment, or a method that draws members apart"
         )
 
 

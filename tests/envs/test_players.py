@@ -229,9 +229,8 @@ def test_a_simulated_search_misleads_more_and_more():
         assert end.success
     assert sum("useless" in a for a in asked) == 0
     for step, split, noisy in ((40, "train", 20), (40, "eval", 0), (0, "train", 0)):
-        env.lifecycle.begin(
-            step, split
-        )  # the step says how far the training is, whatever was played before
+        # The step says how far the training is, whatever was played before.
+        env.lifecycle.begin(step, split)
         for _ in range(20):
             talk(env, [text])
         assert sum("useless" in a for a in asked[-20:]) == noisy
