@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,11 @@ def get_env(name: str, **options: Any) -> Env:
     if ":" not in name and name not in KNOWN:
         raise UserError(f"{choose('data.env', name, KNOWN)}, {FORMS}")
     make = load(name, "data.env") if ":" in name else KNOWN[name]
+    if inspect.iscoroutinefunction(make):
+        raise UserError(
+            f"data.env = {name!r} is an episode, which is played on the host about prompts; give"
+            " data.train (in Python, rows)"
+        )
     check_options(make, options, "data")
     env = made_by(make, f"data.env = {name!r}", **options)
     if not isinstance(env, Env):

@@ -1,10 +1,11 @@
 """The environment that ``[data]`` of a configuration names, with the options that all of them have.
 
-Beside the arguments of the function that ``data.env`` names, ``[data]`` may hold
+``data.env`` names a function that makes a ``HostEnv``, or an episode, ``async def episode(policy,
+prompt)`` (``jrl.episodes.coroutine``). Further keys of ``[data]`` are its arguments, and
 
-- limits that the engine keeps whatever the environment is: ``turn_tokens``, ``call_seconds``,
-  ``turn_seconds``, ``episode_seconds``, ``answer_chars``, ``contexts``, ``summary_tokens``
-  (``host.Limits``);
+- limits that the engine keeps whatever the environment is: the fields of ``host.Limits``. A
+  function that reads limits itself, as environments of tools do, takes them all as ``limits``, an
+  argument whose default is a ``Limits``; ``tool_calls`` is for these alone;
 - ``summary``, the message that asks for a summary;
 - ``writer``, what writes new problems (``writer.configured_writer``);
 - ``template_variables``, variables of the chat template, such as ``{enable_thinking = false}``;
@@ -15,23 +16,35 @@ An argument of the function of the same name comes first.
 
 from __future__ import annotations
 
-import inspect
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.envs.host import HostEnv
+from jrl.envs.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.envs.process import process_env
 from jrl.envs.writer import configured_writer
 from jrl.episodes.check_env import check_env
+from jrl.episodes.coroutine import check_episode, coroutine_env, is_episode
 from jrl.errors import UserError
-from jrl.own import GIVEN, check_options, load, made_by
+from jrl.own import GIVEN, check_options, load, made_by, parameters_of
 
-LIMITS = (
-    *("turn_tokens", "call_seconds", "turn_seconds", "episode_seconds", "answer_chars"),
-    *("contexts", "summary_tokens"),
-)
-"""Fields of ``Limits`` that no environment reads by itself."""
+LIMITS = Limits._fields
 COMMON = (*LIMITS, "template_variables", "isolate", "summary", "writer")
+"""Keys of ``[data]`` for every environment."""
+
+_RECORD_OF = {
+    name: f"{field}={record.__name__}({name}=...)"
+    for field, record in (("chat", ChatOptions), ("lifecycle", Lifecycle), ("extras", EnvExtras))
+    for name in record._fields
+}
+_RENAMED = {
+    **dict.fromkeys(("guided", "dialogue", "pair", "consultation"), "players"),
+    **{"zero_search": "zero_search", "mcp": "mcp_tools", "gymnasium": "gymnasium"},
+    **{"python_math": "tool_questions", "multi_hop": "tool_questions"},
+    **{"foretell": "foretell", "ranked_list": "ranked_list"},
+}
+"""Functions of the former modules ``named``, ``shipped`` and ``labelled``, and where they are."""
 
 
 def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
@@ -44,12 +57,12 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     Raises:
       UserError: there is no such function or option, or what it returns is no environment.
     """
+    # _check_renamed(spec)
     make = load(spec, "data.env")
-    common = {name: options[name] for name in _left_over(make) if name in options}
-    own = {name: value for name, value in options.items() if name not in common}
-    check_options(make, own, "data", others=_left_over(make))
-    said = f"data.env = {spec!r}"
-    env = check_env(made_by(make, said, **own), f"{said}: what it returns")
+    shared = _shared_keys(make)
+    common = {name: options[name] for name in shared if name in options}
+    arguments = {name: value for name, value in options.items() if name not in common}
+    env = _made(make, spec, arguments, common, shared)
     isolate = common.pop("isolate", False)
     if not isinstance(isolate, bool):
         raise UserError(f"data.isolate = {isolate!r}; must be true or false")
@@ -75,15 +88,60 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
         chat=env.chat._replace(variables=variables, summary=summary),
         extras=env.extras._replace(write=write),
     )
-    return _isolated(env, spec, own) if isolate else env
+    return _isolated(env, spec, arguments) if isolate else env
 
 
-def _left_over(make: Callable[..., Any]) -> tuple[str, ...]:
-    """The common options that a function does not take itself."""
-    parameters = inspect.signature(make).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return tuple(name for name in COMMON if name == "isolate")
-    return tuple(name for name in COMMON if name not in {p.name for p in parameters})
+def _made(
+    make: Callable[..., Any],
+    spec: str,
+    arguments: dict[str, Any],
+    common: Mapping[str, Any],
+    shared: tuple[str, ...],
+) -> HostEnv:
+    """What the function makes of its arguments, checked; adds ``limits`` to those that take it."""
+    where = f"data.env = {spec!r}"
+    if is_episode(make):
+        check_episode(make, where, options=True)
+        # The engine gives the seed, and policy and prompt by position.
+        given = {"seed": 0} if "seed" in parameters_of(make, where) else {}
+        check_options(make, arguments | given, "data", first=2, others=shared)
+        roles = getattr(make, "roles", ())
+        return check_env(coroutine_env(functools.partial(make, **arguments), roles=roles), where)
+    check_options(make, arguments, "data", others=shared)
+    if (limits := _limits_argument(make)) is not None:
+        own = {name: value for name, value in common.items() if name in LIMITS}
+        arguments["limits"] = limits._replace(**own).check("data")
+    try:
+        return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
+    except UserError as error:
+        moved = re.search(r"unexpected (?:keyword argument|field names:) \[?'(\w+)'", str(error))
+        if moved is None or moved[1] not in _RECORD_OF:
+            raise
+        raise UserError(
+            f"{error}; HostEnv takes {moved[1]} as {_RECORD_OF[moved[1]]} (jrl.envs.host)"
+        ) from None
+
+
+def _limits_argument(make: Callable[..., Any]) -> Limits | None:
+    """The default of a function's argument ``limits``, where that is a record of all limits."""
+    parameter = parameters_of(make, "data.env").get("limits")
+    default = None if parameter is None else parameter.default
+    return default if isinstance(default, Limits) else None
+
+
+def _shared_keys(make: Callable[..., Any]) -> tuple[str, ...]:
+    """The keys of ``COMMON`` that a function does not take by itself."""
+    parameters = parameters_of(make, "data.env")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return ("isolate",)
+    unread = () if _limits_argument(make) else ("tool_calls",)
+    return tuple(name for name in COMMON if name not in parameters and name not in unread)
+
+
+def _check_renamed(spec: str) -> None:
+    module, _, name = spec.rpartition(":")
+    if module in ("jrl.envs.named", "jrl.envs.shipped", "jrl.envs.labelled") and name in _RENAMED:
+        raise UserError(f"data.env = {spec!r} is now 'jrl.envs.{_RENAMED[name]}:{name}'")
 
 
 def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
