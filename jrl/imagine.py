@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
+from jrl.envs.endpoint import endpoint
 from jrl.envs.imagined import Task, UnreadableError, imagine_row, reason
-from jrl.envs.players import endpoint
 from jrl.errors import Mistakes, StorageError, UserError, choose
 
 PAUSES = (1.0, 5.0)

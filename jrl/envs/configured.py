@@ -57,7 +57,7 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     Raises:
       UserError: there is no such function or option, or what it returns is no environment.
     """
-    # _check_renamed(spec)
+    _check_renamed(spec, options)
     make = load(spec, "data.env")
     shared = _shared_keys(make)
     common = {name: options[name] for name in shared if name in options}
@@ -138,10 +138,13 @@ def _shared_keys(make: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in COMMON if name not in parameters and name not in unread)
 
 
-def _check_renamed(spec: str) -> None:
+def _check_renamed(spec: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError for former names of shipped environments and of their arguments."""
     module, _, name = spec.rpartition(":")
     if module in ("jrl.envs.named", "jrl.envs.shipped", "jrl.envs.labelled") and name in _RENAMED:
         raise UserError(f"data.env = {spec!r} is now 'jrl.envs.{_RENAMED[name]}:{name}'")
+    if name == "from_openenv" and "seconds" in options:
+        raise UserError("data.seconds of from_openenv is now data.call_seconds, as everywhere")
 
 
 def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:

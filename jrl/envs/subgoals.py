@@ -16,8 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jrl.envs.endpoint import Speaker
 from jrl.envs.host import EnvError
-from jrl.envs.players import Speaker
 from jrl.envs.propositions import Formula, FormulaError, parse, show
 from jrl.errors import UserError
 
@@ -142,7 +142,7 @@ def model_planner(speaker: Speaker) -> Planner:
     """A model that writes subgoals; lines that are no formulas are left out.
 
     Args:
-      speaker: sync, from messages to text, such as ``players.endpoint``.
+      speaker: sync, from messages to text, such as ``endpoint.endpoint``.
 
     Raises:
       EnvError: when asked, it returns no text.

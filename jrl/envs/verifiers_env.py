@@ -40,7 +40,6 @@ def from_verifiers(
     arguments: Mapping[str, Any] = NOTHING,
     parser: str = "hermes",
     turns: int = 0,
-    turn_tokens: int = 0,
     success: float = 1.0,
 ) -> HostEnv:
     """An environment of verifiers; needs the extra ``verifiers``.
@@ -57,7 +56,6 @@ def from_verifiers(
       parser: of the policy's family, by name, where the environment has tools.
       turns: the most of an episode, after which it is scored; 0 for the environment's own, or 16
         where it has none.
-      turn_tokens: the most of one turn; 0 for what is left.
       success: points from which on an episode has ended well.
 
     Returns:
@@ -108,9 +106,7 @@ def from_verifiers(
         step=step,
         close=close,
         fork=None,  # what tools hold is known to the library alone
-        limits=Limits(
-            turns=made.max_turns if made.max_turns > 0 else _TURNS, turn_tokens=turn_tokens
-        ),
+        limits=Limits(turns=made.max_turns if made.max_turns > 0 else _TURNS),
         chat=ChatOptions(roles=(family.role,), tools=tools, family=family.name)
         if tools
         else ChatOptions(),

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jrl.envs.endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.envs.host import Writer
-from jrl.envs.players import Speaker, keyed_endpoint, reply_of
 from jrl.errors import UserError
 from jrl.own import load
 
@@ -60,7 +60,7 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
     place = f" {about.strip()}" if about.strip() else ""
 
     async def say(text: str) -> str:
-        return await reply_of(speaker, [{"role": "user", "content": text}])
+        return await reply_of(speaker, [user_message(text)])
 
     async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
         rng, known, found = random.Random(seed), set(failed), list[str]()

@@ -106,6 +106,11 @@ class Policy:
         self._labels: dict[str, Any] = {}
         self._total = 0.0  # of the first role, for success
 
+    @property
+    def turns(self) -> int:
+        """How many turns have been taken, of all roles."""
+        return len(self._players)
+
     async def __call__(self, messages: Said, *, state_key: Any = None) -> Reply:
         """A turn of the first role.
 

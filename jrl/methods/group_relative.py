@@ -245,7 +245,7 @@ def zerosearch(base: Method) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
                                              - beta k3_t]
 
-    over drawn tokens: documents are read and not trained on. ``envs.named.zero_search`` is the
+    over drawn tokens: documents are read and not trained on. ``envs.zero_search.zero_search`` is the
     search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``), groups of 5
     and p from 0 to 0.5 are the released scripts'; the paper trains as well with
     ``reinforce_plus_plus`` and ``ppo`` in the same environment. Departures: a mean over the batch's
@@ -268,7 +268,7 @@ def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.28) A_i)
                                              + c H_t]
 
-    over drawn tokens, H_t the policy's entropy. ``envs.named.consultation`` is the environment; it
+    over drawn tokens, H_t the policy's entropy. ``envs.players.consultation`` is the environment; it
     draws each group's number of turns, 2 to 10, and tells the doctor. c (``entropy_coef``), the
     bounds, groups of 8 and no divergence from a reference are the released script's, which begins
     with supervised training. Departures: a mean over the batch's tokens, where the code takes that

@@ -7,8 +7,9 @@ import pytest
 
 from jrl.envs.chat import PlainFormat
 from jrl.envs.episode import call_step
+from jrl.envs.foretell import foretell
 from jrl.envs.host import EnvError, EnvExtras, Feedback, HostEnv, check_feedback
-from jrl.envs.labelled import foretell, ranked_list
+from jrl.envs.ranked_list import ranked_list
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.episodes.check_env import check_env
 from jrl.errors import UserError

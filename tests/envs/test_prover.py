@@ -16,7 +16,6 @@ from jrl.envs.propositions import parse, provable, show
 from jrl.envs.prover import INSTRUCTION, prover, tactic_of
 from jrl.envs.statements import MOST_TACTICS, main, proved, statements
 from jrl.envs.tactics import TACTICS
-from jrl.episodes.check_env import check_env
 from jrl.errors import UserError
 from jrl.types import Prompt
 
@@ -47,7 +46,7 @@ def play(env, statement, *turns, cut=False):
 
 
 def test_a_proof_is_played_turn_by_turn():
-    env = check_env(prover(turns=6, turn_tokens=30))
+    env = configured_env("jrl.envs.prover:prover", {"turns": 6, "turn_tokens": 30})
     assert (env.limits.turns, env.limits.turn_tokens) == (6, 30)
     proof = ["intros f g x", "apply g.", "\n  apply f  \nand so on", "exact x"]
     opening, told = play(env, BARBARA, *proof)
