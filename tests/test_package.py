@@ -41,7 +41,8 @@ MAY_IMPORT = {
     "models": {*BASE, "hub", "mesh"},
     "data": {*BASE, "extras", "hub", "memory", "mesh", "models", "own"},
     "sampling": {*BASE, "mesh", "models"},
-    "envs": {*BASE, "data", "extras", "mesh", "models", "own", "rewards", "sampling"},
+    "envs": {*BASE, "data", "episodes", "extras", "mesh", "models", "own", "rewards", "sampling"},
+    "episodes": {*BASE, "envs", "models"},
     "methods": {*BASE, "objectives", "own"},
 }
 """Area -> the other areas it may import. What is not here lies above and may import anything but

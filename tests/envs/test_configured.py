@@ -6,12 +6,14 @@ import os
 import numpy as np
 import pytest
 
+from jrl.envs.calls import run_either
 from jrl.envs.chat import PlainFormat
-from jrl.envs.configured import configured_env
+from jrl.envs.configured import _RENAMED, configured_env
 from jrl.envs.episode import call_init
-from jrl.envs.host import EnvError, HostEnv, Reply
+from jrl.envs.host import EnvError, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
+from jrl.own import load
 from jrl.types import Prompt
 
 OWN = """
@@ -108,3 +110,57 @@ def test_a_state_whose_opening_cannot_be_used_is_closed(opening, said):
     with pytest.raises(EnvError, match=said):
         asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
     assert closed == ["state"]
+
+
+LIMITED = """
+from jrl.envs.host import Feedback, HostEnv, Limits
+
+
+def make(limits: Limits = Limits(turns=3, tool_calls=5)):
+    def init(prompt, seed):
+        return None, [{"role": "user", "content": str(limits.call_seconds)}]
+
+    def step(state, reply):
+        return state, Feedback(done=True)
+
+    return HostEnv(init, step, limits=limits)
+"""
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    options = {"call_seconds": 9.5, "tool_calls": 2, "isolate": isolate}
+    env = configured_env(f"{tmp_path}/limited.py:make", options)
+    assert env.limits == Limits(turns=3, tool_calls=2, call_seconds=9.5)
+
+    async def opened():
+        calls = configured_env(f"{tmp_path}/limited.py:make", options)
+        state, messages = await run_either(calls.init, PROMPT, 0)
+        await run_either(calls.close, state)
+        await calls.lifecycle.shutdown()
+        return messages[0]["content"]
+
+    assert asyncio.run(opened()) == "9.5"
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "said"),
+    [
+        ("jrl.envs.named:guided", {}, "is now 'jrl.envs.players:guided'"),
+        ("jrl.envs.shipped:python_math", {}, "is now 'jrl.envs.tool_questions:python_math'"),
+        ("jrl.envs.labelled:foretell", {}, "is now 'jrl.envs.foretell:foretell'"),
+        ("jrl.envs.openenv_client:from_openenv", {"seconds": 1}, "is now data.call_seconds"),
+        ("jrl.envs.players:guided", {}, "data.other is missing: name a FILE.py:function, or give"),
+        ("jrl.envs.players:guided", {"modle": "m"}, "did you mean 'model'"),
+        ("jrl.envs.players:consultation", {}, "data.examiner is missing"),
+    ],
+)
+def test_former_names_and_missing_speakers_are_named(env, options, said):
+    with pytest.raises(UserError, match=said):
+        configured_env(env, options)
+
+
+def test_every_former_name_has_a_function_that_takes_its_place():
+    for name, module in _RENAMED.items():
+        assert callable(load(f"jrl.envs.{module}:{name}", "data.env"))
