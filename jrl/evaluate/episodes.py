@@ -157,13 +157,13 @@ def _opened(run: Run, params: Params, step: int) -> Iterator[EpisodeSearch]:
         sampling={"temperature": run.config.eval.temperature or 1.0},
     )
     rows.set_weights(params, step)
-    env.begin(step, "eval")
+    env.lifecycle.begin(step, "eval")
     with contextlib.closing(Calls()) as calls:
         try:
             yield EpisodeSearch(rows, calls, env, chat, run.tokenizer)
         finally:
             with contextlib.suppress(Exception):  # what was found must not be lost here
-                calls.run(env.shutdown, env.limits.call_seconds)
+                calls.run(env.lifecycle.shutdown, env.limits.call_seconds)
 
 
 def _rows(found: FoundEpisode) -> TreeRows:

@@ -245,9 +245,9 @@ def zerosearch(base: Method) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
                                              - beta k3_t]
 
-    over drawn tokens: documents are read and not trained on. ``zoo.envs.named.zero_search`` is the
-    search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``), groups of 5
-    and p from 0 to 0.5 are the released scripts'; the paper trains as well with
+    over drawn tokens: documents are read and not trained on. ``zoo.envs.zero_search.zero_search``
+    is the search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``),
+    groups of 5 and p from 0 to 0.5 are the released scripts'; the paper trains as well with
     ``reinforce_plus_plus`` and ``ppo`` in the same environment. Departures: a mean over the batch's
     tokens, where the code takes that of each microbatch.
     """
@@ -268,12 +268,13 @@ def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.28) A_i)
                                              + c H_t]
 
-    over drawn tokens, H_t the policy's entropy. ``zoo.envs.named.consultation`` is the environment;
-    it draws each group's number of turns, 2 to 10, and tells the doctor. c (``entropy_coef``), the
-    bounds, groups of 8 and no divergence from a reference are the released script's, which begins
-    with supervised training. Departures: a mean over the batch's tokens, where the code takes that
-    of each microbatch; the code clips twice, at 3 (``dual_clip``), and draws a number of turns for
-    each episode, where here the members of a group share one, as they are compared.
+    over drawn tokens, H_t the policy's entropy. ``zoo.envs.players.consultation`` is the
+    environment; it draws each group's number of turns, 2 to 10, and tells the doctor. c
+    (``entropy_coef``), the bounds, groups of 8 and no divergence from a reference are the released
+    script's, which begins with supervised training. Departures: a mean over the batch's tokens,
+    where the code takes that of each microbatch; the code clips twice, at 3 (``dual_clip``), and
+    draws a number of turns for each episode, where here the members of a group share one, as they
+    are compared.
     """
     bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
     return base.with_(aggregate=aggregates.token_mean).plus(*bonus)

@@ -130,7 +130,8 @@ class EpisodeSearch:
         if self.env.fork is None:
             raise UserError(
                 "--search: turns are tried on copies of the environment's state, and this one has"
-                " none (HostEnv.fork is None: a process, a connection); use another environment"
+                " none (HostEnv.fork is None: a process, a connection, a coroutine); use another"
+                " environment"
             )
         episodes = self.opened(prompts, seeds)
         there = [i for i, episode in enumerate(episodes) if episode.has_state]
@@ -145,13 +146,13 @@ class EpisodeSearch:
         budget = {"rounds": plan.rounds, "tokens": plan.tokens}
         with self.forest([episodes[i] for i in there], _by_path(score)) as forest:
             expand = lambda asked: forest.expand(asked, [plan.width] * len(asked))  # noqa: E731
-            select = _unless_won(plan.select) if self.env.verified else plan.select
+            select = _unless_won(plan.select) if self.env.extras.verified else plan.select
             costs = grow_all(forest.trees, select, expand, plan.backup, **budget)
         empty = np.zeros(0, np.int32)
         found = [FoundEpisode(empty, False, Tree(), 0, 0, 0, 1) for _ in prompts]
         for i, ids, tree, cost in zip(there, openings, forest.trees, costs, strict=True):
             errors = sum(bool(turn_of(tree, n).reason) for n in range(1, len(tree.nodes)))
-            won = _won(tree) if self.env.verified else _best_ends_well(tree)
+            won = _won(tree) if self.env.extras.verified else _best_ends_well(tree)
             found[i] = FoundEpisode(ids, won, tree, *cost, errors)
         return found
 

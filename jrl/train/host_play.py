@@ -116,7 +116,7 @@ def play_episodes(
 
 def summary_request(env: HostEnv, chat: Format, *, closed: bool, first: bool) -> list[int]:
     """The ids that ask for a summary; see ``Format.following``."""
-    asked: Message = {"role": "user", "content": env.summary}
+    asked: Message = {"role": "user", "content": env.chat.summary}
     return chat.following([asked], closed=closed, first=first)
 
 

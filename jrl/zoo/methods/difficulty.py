@@ -443,7 +443,7 @@ def masa(
     solutions and 16 predictions a problem, the clip 0.2 and 0.28 with a dual clip of 10, and the
     mean over tokens.
 
-    The environment (``zoo.envs.labelled.foretell``) asks each problem twice, and records the labels
+    The environment (``zoo.envs.foretell.foretell``) asks each problem twice, and records the labels
     "ask" (1 for predictions), "predicted_tokens" and "predicted_passes"; without them every
     completion is a solution. Notions are not judged there.
 

@@ -249,7 +249,7 @@ def rank_grpo(
 
     and ``length_shaping`` points taken from tokens of items past the wanted length N and from the
     stop token of a shorter list, and given to the stop token of a list of N items. The environment
-    (``zoo.envs.labelled.ranked_list``) records each token's item (the label "item"), and reward
+    (``zoo.envs.ranked_list.ranked_list``) records each token's item (the label "item"), and reward
     part k is the relevance at rank k; without the label a completion is one item and its score the
     relevance. Clip bounds, KL and "own" are those of the released run and checkpoints. Departures:
     the released code averages over all tokens of the batch (``average="batch"``), not over ranks as

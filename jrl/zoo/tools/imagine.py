@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
+from jrl.episodes.endpoint import endpoint
 from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 from jrl.zoo.envs.imagined import Task, UnreadableError, imagine_row, reason
-from jrl.zoo.envs.players import endpoint
 
 PAUSES = (1.0, 5.0)
 """Seconds before a request is sent again that a busy server refused."""
