@@ -19,6 +19,7 @@ from jrl.cli.arguments import (
 )
 from jrl.cli.complete import complete_method
 from jrl.cli.console import (
+    print_common_methods,
     print_method,
     print_methods,
     print_table,
@@ -35,6 +36,9 @@ def methods(
             autocompletion=complete_method,
         ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every method, not only those used most.")
+    ] = False,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[
         bool, typer.Option("--complete", help="Only methods that run as published.")
@@ -43,27 +47,33 @@ def methods(
 ) -> None:
     """List the training methods that `method = ...` can name, one a line.
 
-    "partly" marks those of which a run lacks something beside the objective. A method's details say
-    what, and give its paper, the parts of a step that it replaces (seams), those that keep state,
-    the per-token statistics it needs, and its coefficients.
+    Without options these are the two dozen used most, by kind; --all, --family, --complete and
+    --json choose from all. "partly" marks methods of which a run lacks something beside the
+    objective. A method's details say what, and give its paper, the parts of a step that it replaces
+    (seams), those that keep state, the per-token statistics it needs, and its coefficients.
 
     Example: jrl methods --family preference --complete
     """
     import jax
 
-    from jrl.methods import list_methods, show_method
+    from jrl.methods import COMMON, all_methods, list_methods, show_method
 
     # A list needs no accelerator, and one that is asked for and absent must not end it.
     jax.config.update("jax_platforms", "cpu")
     if name is not None:
-        if family is not None or complete:
-            unread = "--complete" if family is None else "--family"
+        options = {"--all": everything, "--family": family is not None, "--complete": complete}
+        unread = next((option for option, value in options.items() if value), None)
+        if unread is not None:
             raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
         shown = show_method(name)
         if as_json:
             typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
         else:
             print_method(shown)
+        return
+    if not (everything or family or complete or as_json):
+        kinds = {kind: [show_method(x) for x in names] for kind, names in COMMON.items()}
+        print_common_methods(kinds, len(all_methods()))
         return
     listed = list_methods()
     families = {item["family"] for item in listed}

@@ -89,12 +89,31 @@ def print_methods(listed: Sequence[Mapping[str, Any]]) -> None:
         runs = "partly" if item["unsupported"] else "yes"
         rows.append((item["name"], item["family"], runs, item["arxiv"] or "", item["summary"]))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    # Piped tables are read by programs and pagers: nothing is cut there.
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for *cells, summary in rows:
         line = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-        line = f"{line}  {summary}"
-        typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
+        _echo_cut(f"{line}  {summary}")
+
+
+def print_common_methods(kinds: Mapping[str, Sequence[Mapping[str, Any]]], every: int) -> None:
+    """The methods used most, by kind, and how to see the others.
+
+    Args:
+      kinds: kind -> descriptions of its methods, as ``show_method`` gives them.
+      every: the number of all methods.
+    """
+    width = max(len(item["name"]) for listed in kinds.values() for item in listed)
+    for kind, listed in kinds.items():
+        typer.echo(f"{kind}:")
+        for item in listed:
+            _echo_cut(f"  {item['name']:<{width}}  {item['summary']}")
+    typer.echo(f"`jrl methods --all` lists all {every}; `jrl methods NAME` shows one.")
+
+
+def _echo_cut(line: str) -> None:
+    """Prints a line, cut to the width of a terminal."""
+    # Piped tables are read by programs and pagers: nothing is cut there.
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def print_method(method: Mapping[str, Any]) -> None:

@@ -120,6 +120,13 @@ class Coefficient(NamedTuple):
         """True when there is no default."""
         return self.default is inspect.Parameter.empty
 
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The argument by keyword, annotated with the domain in words."""
+        kind = inspect.Parameter.KEYWORD_ONLY
+        words = f"{self.domain}{', or None' if self.optional else ''}"
+        return inspect.Parameter(self.name, kind, default=self.default, annotation=words)
+
     def check(self, method: str, value: Any) -> None:
         """Raises a UserError that names the domain when the value is outside it.
 

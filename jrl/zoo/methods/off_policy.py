@@ -30,8 +30,8 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.group_relative import grpo
+from jrl.methods.policy_gradient import reinforce
 from jrl.methods.ratios import CLIPS
-from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token

@@ -25,7 +25,7 @@ from jrl.methods.domains import (
     Range,
     is_zero,
 )
-from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo, reward_loss
+from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo
 from jrl.objectives import aggregates, comparisons, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, start_log_ratio, write
 from jrl.objectives.kl import estimator
@@ -37,7 +37,7 @@ from jrl.objectives.members import (
     over_sequence,
     spoilt,
 )
-from jrl.objectives.pairs import sigmoid, softplus
+from jrl.objectives.pairs import reward_loss, sigmoid, softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 

@@ -18,7 +18,7 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Ddof, Flag, Fraction, NonNegative, Positive
 from jrl.methods.group_relative import grpo
-from jrl.methods.reinforce import reinforce
+from jrl.methods.policy_gradient import reinforce
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.aggregates import token_mean

@@ -68,7 +68,7 @@ def made(text, place=None):
     """The environment of a [data] table."""
     root, url = (str(x) for x in place[:2]) if place else ("", "")
     table = tomllib.loads(text.replace("ROOT", root).replace("URL", url))
-    return configured_env(f"jrl.episodes.{table.pop('env')}", table)
+    return configured_env(table.pop("env").rpartition(":")[2], table)
 
 
 def play(env, *said):
