@@ -40,7 +40,7 @@ CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 @variant(grpo, clip_low=3e-4, clip_high=4e-4)
 def gspo(base: Method) -> Method:
-    """GRPO with one ratio a completion: the geometric mean of its tokens' ratios, clipped.
+    """GRPO with one ratio per completion: the geometric mean of its tokens' ratios, clipped.
 
     "Group Sequence Policy Optimization" (arXiv:2507.18071):
 
