@@ -222,8 +222,10 @@ class Checkpoints:
         if not steps:
             raise UserError(f"no checkpoint in {self.directory}")
         if step is not None and step not in steps:
-            there = ", ".join(map(str, steps))
-            raise UserError(f"no checkpoint of step {step} in {self.directory}; there are {there}")
+            available = ", ".join(map(str, steps))
+            raise UserError(
+                f"no checkpoint of step {step} in {self.directory}; there are {available}"
+            )
         tried = [step] if step is not None else steps[::-1]
         for candidate in tried:
             error: Exception | None = None

@@ -34,18 +34,18 @@ def hide_own(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
       tree: the tables.
       own: for ``data`` and ``optimizer`` the names of the keys that are options.
     """
-    found = dict(tree)
+    hidden = dict(tree)
     for table in ("rewards", "objective"):
-        found[table] = {
+        hidden[table] = {
             name: hide(value) if isinstance(value, Mapping) else hide({name: value})[name]
             for name, value in tree[table].items()
         }
     for table, names in own.items():
         options = {name: value for name, value in tree[table].items() if name in names}
-        found[table] = {**tree[table], **hide(options)}
+        hidden[table] = {**tree[table], **hide(options)}
     if tree["model"].get("config"):
-        found["model"] = {**tree["model"], "config": hide(tree["model"]["config"])}
-    return found
+        hidden["model"] = {**tree["model"], "config": hide(tree["model"]["config"])}
+    return hidden
 
 
 def hide(options: Mapping[str, Any]) -> dict[str, Any]:

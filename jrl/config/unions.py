@@ -271,10 +271,10 @@ def _data_kind(value: Any) -> str:
     for prefix, kind in zip((RECORDED, DIALOGUES), GIVEN_KINDS, strict=True):
         if isinstance(train, str) and train.startswith(prefix):
             return kind
-    given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
+    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in keys]:
         return " and ".join(kinds)
-    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
+    return " and ".join(f"data.{n}" for n in ("env", "train") if n in keys) or "data.train"
 
 
 Data = Annotated[

@@ -129,7 +129,7 @@ def build_judged(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
-    kept: list[Judged] = []
+    rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[bool, ...] = ()
     bad = BadRows(skip=invalid == "skip")
@@ -139,20 +139,20 @@ def build_judged(
             break
         with bad.row(index, where):
             row = source[index]
-            found = row_kind(row, where)
-            if kind not in ("", found):
-                raise UserError(f"{where}: {found} after {kind}; put them into separate files")
+            found_kind = row_kind(row, where)
+            if kind not in ("", found_kind):
+                raise UserError(f"{where}: {found_kind} after {kind}; put them into separate files")
             if in_tokens(row):
-                judged = _from_ids(index, row, where, found, tokenizer)
+                labelled = _from_ids(index, row, where, found_kind, tokenizer)
             else:
-                judged = _encode(index, row, where, found, tokenizer, system, template)
-            if form not in ((), _form(judged)):
+                labelled = _encode(index, row, where, found_kind, tokenizer, system, template)
+            if form not in ((), _form(labelled)):
                 raise UserError(
                     f"{where}: visits, or steps, are in some rows only; give them in all, or put"
                     " the rows into separate files"
                 )
-            kind, form = found, _form(judged)
-            p, t = len(judged.prompt), max(map(len, judged.completions))
+            kind, form = found_kind, _form(labelled)
+            p, t = len(labelled.prompt), max(map(len, labelled.completions))
             longest_p, longest_t = max(longest_p, p), max(longest_t, t)
             room = max_prompt_tokens
             if in_tokens(row):  # its prompt may hold the beginning of a completion
@@ -161,14 +161,14 @@ def build_judged(
                 if overlong == "error":
                     more = " with what is left of sampling.max_new_tokens" * in_tokens(row)
                     raise _too_long(where, p, t, room, max_completion_tokens, more)
-                judged = _cut(judged, room, max_completion_tokens)
-                if overlong == "drop" or _all_same(judged):
+                labelled = _cut(labelled, room, max_completion_tokens)
+                if overlong == "drop" or _all_same(labelled):
                     dropped += 1
                     continue
                 truncated += 1
-            kept.append(judged)
+            rows.append(labelled)
     left_out = bad.finish(len(source))
-    if not kept:
+    if not rows:
         raise UserError(
             f"no record of {len(source)} is left: the longest prompt has {longest_p} tokens and "
             f"data.max_prompt_tokens is {max_prompt_tokens}, the longest completion {longest_t} "
@@ -177,9 +177,9 @@ def build_judged(
             else "the data has no rows; give at least one with prompt, chosen and rejected"
         )
     counts = JudgedCounts(
-        kind, len(source), len(kept), dropped, truncated, longest_p, longest_t, left_out
+        kind, len(source), len(rows), dropped, truncated, longest_p, longest_t, left_out
     )
-    return kept, counts
+    return rows, counts
 
 
 def judged_batch(
@@ -243,8 +243,10 @@ def _of_a_search(
             if one.steps:
                 step[row, member, :size] = one.steps[member]
                 labels[row, member, :size] = one.step_values[member]
-    counted, stepped = _form(judged[0])
-    stats = ({"visits": visits} if counted else {}) | ({"step_labels": labels} if stepped else {})
+    has_visits, stepped = _form(judged[0])
+    stats = ({"visits": visits} if has_visits else {}) | (
+        {"step_labels": labels} if stepped else {}
+    )
     return stats, {"step": step} if stepped else {}
 
 
@@ -304,7 +306,7 @@ def _encode(
         if template == "chat":
             answer = as_template_writes(answer, messages, text, tokenizer)
         completions.append(until_stop(tokenizer.encode(answer), tokenizer))
-    judged = Judged(
+    labelled = Judged(
         id=index,
         text=text,
         prompt=np.array(prompt, np.int32),
@@ -312,9 +314,9 @@ def _encode(
         scores=record.scores,
         cut=(False,) * len(completions),
     )
-    if kind == "pairs" and _all_same(judged):
+    if kind == "pairs" and _all_same(labelled):
         raise UserError(f"{where}: chosen and rejected are the same tokens; remove the row")
-    return judged
+    return labelled
 
 
 def _from_ids(

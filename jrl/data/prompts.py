@@ -204,12 +204,12 @@ def _question(row: dict[str, Any], key: str, where: str) -> str:
 def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
     answer = _field(row, key, where, "data.fields.answer")
     if answers.pattern is not None:
-        found = answers.find(str(answer), where)
-        if found is None:
+        match = answers.find(str(answer), where)
+        if match is None:
             raise UserError(
                 f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
             )
-        answer = re.sub(r"(?<=\d),(?=\d{3})", "", found.strip())
+        answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
     if isinstance(answer, float) and not math.isfinite(answer):
         raise UserError(f"{where}: {key} is {answer}; a reference answer is finite, or text")
     if answer is None or (isinstance(answer, str) and not answer.strip()):

@@ -57,9 +57,9 @@ def tracked_baseline(slots: int, keep: float, prior: float = 0.5) -> Transform:
             return jnp.where(batch.members, values - prior, 0), batch, table
         before, _ = read(table, ids, blank)
         total, count = _sums(values, batch, ids)
-        kept = keep * before["weight"]
-        weight = kept + count
-        value = (kept * before["value"] + total) / jnp.where(weight > 0, weight, 1)
+        decayed = keep * before["weight"]
+        weight = decayed + count
+        value = (decayed * before["value"] + total) / jnp.where(weight > 0, weight, 1)
         after = {"value": value, "weight": weight}
         table = write(table, ids, after, batch.members.any(axis=1))
         centred = values - jnp.expand_dims(before["value"], 1)
@@ -338,9 +338,9 @@ def bundles(batch: Batch, size: int) -> Bundles:
     rank = jnp.argsort(jnp.argsort(jnp.min(tie_breaker, axis=1), stable=True), stable=True)
     paper = jnp.argsort(jnp.argsort(tie_breaker, axis=1, stable=True), axis=1, stable=True)
     bundle = jnp.broadcast_to(jnp.expand_dims(rank // size, 1), (n, g))
-    asked = batch.members.any(axis=1)
+    has_group = batch.members.any(axis=1)
     lowest = jnp.broadcast_to(jnp.expand_dims(rank % size == 0, 1), (n, g))
-    questions = seg.count(seg.segments(jnp.expand_dims(asked, 1), bundle[:, :1]))
+    questions = seg.count(seg.segments(jnp.expand_dims(has_group, 1), bundle[:, :1]))
     answered = seg.count(seg.segments(batch.members, bundle, paper))
     complete = batch.members & (answered == questions)
     return Bundles(bundle.astype(jnp.int32), paper.astype(jnp.int32), complete, complete & lowest)
@@ -354,11 +354,11 @@ def track_quantiles(
     everyone = seg.segments(live)
 
     def next_one(q: Array, level: float) -> Array:
-        own = jnp.max(jnp.where(live, seg.quantile(scores, everyone, level), -jnp.inf))
+        target = jnp.max(jnp.where(live, seg.quantile(scores, everyone, level), -jnp.inf))
         below = jnp.where(live, scores < q, False).sum() / jnp.maximum(count, 1)
-        moved = jnp.where(state.steps > 0, q + rate * (level - below), own)
-        broken = jnp.where(live, scores, 0).sum() * 0  # a NaN score is not compared away
-        return jnp.where(count > 0, moved, q) + broken
+        updated = jnp.where(state.steps > 0, q + rate * (level - below), target)
+        nan_guard = jnp.where(live, scores, 0).sum() * 0  # a NaN score is not compared away
+        return jnp.where(count > 0, updated, q) + nan_guard
 
     steps = state.steps + (count > 0).astype(jnp.int32)
     return Quantiles(next_one(state.low, levels[0]), next_one(state.high, levels[1]), steps)
@@ -471,8 +471,8 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    known = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
-    if known and level_low >= level_high:  # else they are traced, by vmap over runs
+    static = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
+    if static and level_low >= level_high:  # else they are traced, by vmap over runs
         raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
     levels = (level_low, level_high)
     advantage = bundled_risk(

@@ -198,7 +198,10 @@ def shape_by_certainty(
     eps: float = 1e-6,
     ddof: int = 1,
 ) -> Transform:
-    """``ucas``'s advantages: right completions are paid for doubt, all charged for sure tokens."""
+    """``ucas``'s advantages: a bonus for low confidence, a penalty on confident tokens.
+
+    Correct completions gain for low confidence; confident tokens of all completions are penalised.
+    """
 
     def apply(values: Array, batch: Batch, state: object) -> tuple[Array, Batch, object]:
         chex.assert_rank(values, 2)
@@ -263,9 +266,9 @@ def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Trans
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         right = batch.members & (batch.score() > above)
-        far = jnp.iinfo(jnp.int32).max
+        longest = jnp.iinfo(jnp.int32).max
         lengths = completion_tokens(batch)
-        shortest = jnp.where(right, lengths, far).min(axis=1, keepdims=True)
+        shortest = jnp.where(right, lengths, longest).min(axis=1, keepdims=True)
         chosen = right & (lengths == shortest) & (lengths > min_tokens)
         return values + bonus * chosen, batch
 
@@ -332,9 +335,9 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
         about = _solutions(values, batch, above)
         guess = batch.ids["predicted_tokens"]
         length = (guess > about.shortest) & (guess < about.longest)
-        said = batch.ids["predicted_passes"]
-        error = jnp.abs(said / passes - about.rate)
-        difficulty = jnp.where((said >= 0) & (about.solutions > 0), base**error, 0)
+        prediction = batch.ids["predicted_passes"]
+        error = jnp.abs(prediction / passes - about.rate)
+        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), base**error, 0)
         scored = (values + length + difficulty) / 3
         # A NaN among the solutions is what they were scored against.
         return jnp.where(meta, scored + 0 * about.rate, values), batch
@@ -368,11 +371,11 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
 
 def _predictions(batch: Batch, name: str) -> tuple[Array, Array]:
     """How many valid predictions each member's problem has, and their sum, [N, G] float32."""
-    said = batch.ids[name]
-    asked = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
-    valid = (asked & (said >= 0)).astype(jnp.float32)
+    prediction = batch.ids[name]
+    predicting = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
+    valid = (predicting & (prediction >= 0)).astype(jnp.float32)
     problem = seg.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
-    return seg.total(valid, problem), seg.total(valid * said, problem)
+    return seg.total(valid, problem), seg.total(valid * prediction, problem)
 
 
 def predicted_gate(passes: int) -> Transform:
@@ -461,9 +464,9 @@ def masa(
     if not efficient:
         return base
     # Demonstrations are compared with nobody and get advantage 0: they are only imitated.
-    own = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _own)
-    own = own._replace(needs=frozenset({"external"}))
-    steps = (prediction_rewards(passes, above), predicted_gate(passes), own)
+    normalised = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _own)
+    normalised = normalised._replace(needs=frozenset({"external"}))
+    steps = (prediction_rewards(passes, above), predicted_gate(passes), normalised)
     return base.with_(advantage=transforms.chain(*steps, predicted_cutoff(cutoff))).plus(
         imitation(imitation_coef)
     )

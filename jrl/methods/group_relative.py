@@ -66,11 +66,11 @@ def grpo(
     weight, and its least where not the name's own) and ``off_policy_limit`` are not in the paper;
     see ``objectives.ratios``.
     """
-    held = clip(clip_low, clip_high, dual_clip)
+    rule = clip(clip_low, clip_high, dual_clip)
     named = named_correction(correction, correction_cap, correction_low)
     return against_others(
         normalised(eps, ddof),
-        ratio_loss(token, held, named, off_policy_limit),
+        ratio_loss(token, rule, named, off_policy_limit),
         regularizers=kl_term(kl_kind, kl_coef),
         epochs=epochs,
     )
@@ -179,9 +179,9 @@ def reward_parts(
     return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
 
 
-def as_first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
+def as_first(score: np.ndarray, shape_source: np.ndarray) -> np.ndarray:
     """Parts [N, G, R]: the score, then zeros."""
-    return np.stack([score, *[np.zeros_like(score)] * (like.shape[2] - 1)], axis=2)
+    return np.stack([score, *[np.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
 
 
 @variant(grpo)

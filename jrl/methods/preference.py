@@ -335,16 +335,16 @@ def quantile_shift(paired: bool) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         best, worst = extremes(scores, batch)
-        here = best.any(axis=1) & worst.any(axis=1)
+        has_both = best.any(axis=1) & worst.any(axis=1)
 
         def gather(values: Array, at: Array) -> Array:
             return jnp.where(at, values, 0).sum(axis=1)
 
         def same_rank(values: Array, others: Array) -> Array:
             """[N, 1]: the others' value of each value's rank; groups without a pair sort last."""
-            order = jnp.argsort(jnp.argsort(jnp.where(here, values, jnp.inf)))
-            matched = jnp.sort(jnp.where(here, others, jnp.inf))[order]
-            return jnp.expand_dims(jnp.where(here, matched, 0), 1)
+            order = jnp.argsort(jnp.argsort(jnp.where(has_both, values, jnp.inf)))
+            matched = jnp.sort(jnp.where(has_both, others, jnp.inf))[order]
+            return jnp.expand_dims(jnp.where(has_both, matched, 0), 1)
 
         if paired:
             policy, ref = sums("proximal_logprobs", batch), sums("ref_logprobs", batch)

@@ -146,7 +146,7 @@ def running_shift(decay: float | None) -> Transform:
     """
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
-        mean, seen = state
+        mean, count_before = state
         live, ratio = comparable(batch), start_log_ratio(batch)
 
         def average(kind: Array) -> tuple[Array, Array]:
@@ -157,10 +157,10 @@ def running_shift(decay: float | None) -> Transform:
         low, some_low = average(live & ~(scores > 0))
         count = live.sum().astype(jnp.float32)
         now = (high + low) / jnp.maximum(some_high + some_low, 1)
-        share = count / jnp.maximum(seen + count, 1) if decay is None else 1 - decay
-        moved = mean + jnp.where(seen == 0, 1.0, share) * (now - mean)
-        mean = jnp.where(count > 0, moved, mean)
-        return scores, write(batch, "shift", mean), (mean, seen + count)
+        share = count / jnp.maximum(count_before + count, 1) if decay is None else 1 - decay
+        updated = mean + jnp.where(count_before == 0, 1.0, share) * (now - mean)
+        mean = jnp.where(count > 0, updated, mean)
+        return scores, write(batch, "shift", mean), (mean, count_before + count)
 
     zero = jnp.zeros((), jnp.float32)
     return Transform(init=lambda: (zero, zero), apply=apply, needs=START)
@@ -208,8 +208,8 @@ def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Arr
     match = (a[:, None] == b[None, :]) & live_a[:, None] & live_b[None, :]
 
     def row(below: Array, matches: Array) -> tuple[Array, Array]:
-        here = jnp.where(matches, below[1:] + 1, below[:-1])
-        best = jnp.flip(jax.lax.cummax(jnp.flip(here)))
+        length_here = jnp.where(matches, below[1:] + 1, below[:-1])
+        best = jnp.flip(jax.lax.cummax(jnp.flip(length_here)))
         best = jnp.concatenate([best, jnp.zeros(1, jnp.int32)])
         return best, best
 
@@ -220,18 +220,18 @@ def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Arr
     def walk(at: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple]:
         i, j = at
         inside = (i < size) & (j < size)
-        found = inside & match[jnp.minimum(i, size - 1), jnp.minimum(j, size - 1)]
+        matched = inside & match[jnp.minimum(i, size - 1), jnp.minimum(j, size - 1)]
         down, right = lengths[jnp.minimum(i + 1, size), j], lengths[i, jnp.minimum(j + 1, size)]
-        step_i = inside & (found | (down >= right))
-        step_j = inside & (found | ~(down >= right))
-        return (i + step_i, j + step_j), (i, j, found)
+        step_i = inside & (matched | (down >= right))
+        step_j = inside & (matched | ~(down >= right))
+        return (i + step_i, j + step_j), (i, j, matched)
 
     zero = jnp.zeros((), jnp.int32)
-    _, (at_a, at_b, found) = jax.lax.scan(walk, (zero, zero), None, length=2 * size)
+    _, (at_a, at_b, is_match) = jax.lax.scan(walk, (zero, zero), None, length=2 * size)
     drop = jnp.full_like(at_a, size)  # out of range, and dropped by the scatter
     none = jnp.zeros(size, bool)
-    in_a = none.at[jnp.where(found, at_a, drop)].set(True, mode="drop")
-    in_b = none.at[jnp.where(found, at_b, drop)].set(True, mode="drop")
+    in_a = none.at[jnp.where(is_match, at_a, drop)].set(True, mode="drop")
+    in_b = none.at[jnp.where(is_match, at_b, drop)].set(True, mode="drop")
     return in_a, in_b
 
 
@@ -527,10 +527,10 @@ def trpa(
             "pairs": wins.sum().astype(jnp.float32),
         }
 
-    held = () if is_zero(trust_coef) else (trust_region(trust_coef),)
+    regularizers = () if is_zero(trust_coef) else (trust_region(trust_coef),)
     surrogate = over_group(loss, (ref, "pair_share"))
     return Method(
-        Objective(pair_share(), surrogate, aggregates.sequence_sum, held),
+        Objective(pair_share(), surrogate, aggregates.sequence_sum, regularizers),
         schedule=Schedule(epochs),
         min_group=2,
     )

@@ -81,12 +81,12 @@ def win_rates(
         gap = scores[:, :, None] - scores[:, None, :]
         # sign() of NaN is NaN, so that neither model loses one.
         wins = sigmoid(gap) if model == "bradley_terry" else (jnp.sign(gap) + 1) / 2
-        seen = live[:, :, None] & live[:, None, :]
+        compared = live[:, :, None] & live[:, None, :]
         if against == "others":
-            seen = seen & ~jnp.eye(live.shape[1], dtype=bool)[None]
-        count = seen.sum(axis=2)
+            compared = compared & ~jnp.eye(live.shape[1], dtype=bool)[None]
+        count = compared.sum(axis=2)
         # Deviations from 1/2 are averaged, so that an even game gives exactly 1/2.
-        mean = jnp.where(seen, wins - 0.5, 0).sum(axis=2) / jnp.maximum(count, 1) + 0.5
+        mean = jnp.where(compared, wins - 0.5, 0).sum(axis=2) / jnp.maximum(count, 1) + 0.5
         return jnp.where(live, mean - less, 0), batch
 
     return stateless(apply)
@@ -151,9 +151,9 @@ def nash_md(
     ``ref_decay`` below 1 mu is a moving average of the policy, the direction of Nash-EMA.
     """
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
-    own = ratios.reinforce()._replace(on_policy=True)
+    surrogate = ratios.reinforce()._replace(on_policy=True)
     return Method(
-        Objective(transforms.chain(*steps), own, aggregates.sequence_sum),
+        Objective(transforms.chain(*steps), surrogate, aggregates.sequence_sum),
         schedule=Schedule(ref_decay=ref_decay),
         min_group=2,
         unsupported="opponents drawn from the geometric mixture of policy and reference; the "
@@ -209,18 +209,18 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         gap = jax.lax.stop_gradient(score[:, None] - score[None, :])
         rho = bounded_exp(log_rho)
         if joint:
-            moved = log_rho[:, None] - log_rho[None, :]
-            near = jnp.clip(moved, -clip, clip)
+            pair_ratio = log_rho[:, None] - log_rho[None, :]
+            near = jnp.clip(pair_ratio, -clip, clip)
             weight = bounded_exp(log_rho[:, None] + log_rho[None, :])
         else:
-            moved = jnp.broadcast_to(rho[:, None], gap.shape)
-            near, weight = jnp.clip(moved, 1 - clip, 1 + clip), rho[None, :]
+            pair_ratio = jnp.broadcast_to(rho[:, None], gap.shape)
+            near, weight = jnp.clip(pair_ratio, 1 - clip, 1 + clip), rho[None, :]
         push = -gap * jax.lax.stop_gradient(jnp.clip(weight, 1 / cap, cap))
-        each = jnp.maximum(push * moved, push * near) / (2 if joint else 1)
+        each = jnp.maximum(push * pair_ratio, push * near) / (2 if joint else 1)
         # Both orders of a pair: the joint loss is the same for them, the separate ones are its two
         # halves.
         both = group.live[:, None] & group.live[None, :] & ~jnp.eye(len(rho), dtype=bool)
-        clipped = mean_over_pairs((moved != near).astype(jnp.float32), both)
+        clipped = mean_over_pairs((pair_ratio != near).astype(jnp.float32), both)
         return spoilt(mean_over_pairs(each, both), group), {"clip_fraction": clipped}
 
     return of_group
@@ -447,8 +447,8 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-keys))
         sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
-        kept = sampled | ~paired | jnp.isnan(p).any(axis=1)
-        return scores, batch.replace(members=batch.members & kept[:, None])
+        usable = sampled | ~paired | jnp.isnan(p).any(axis=1)
+        return scores, batch.replace(members=batch.members & usable[:, None])
 
     return stateless(apply)
 

@@ -273,15 +273,15 @@ def smoothed_standard(slots: int, eps: float = 1e-6, ddof: int = 1) -> Transform
         if ids is None:
             return now, batch, table
         before, _ = prompt_table.read(table, ids, BLANK)
-        known = _with_these(values, batch.members, ids, before)
-        spread = jnp.sqrt(known["squares"] / jnp.maximum(known["count"] - ddof, 1))
-        ever = (values - known["mean"][:, None]) / (spread[:, None] + eps)
+        statistics = _with_these(values, batch.members, ids, before)
+        spread = jnp.sqrt(statistics["squares"] / jnp.maximum(statistics["count"] - ddof, 1))
+        ever = (values - statistics["mean"][:, None]) / (spread[:, None] + eps)
         ever = jnp.where(batch.members, ever, 0)
-        visit = jnp.maximum(known["visits"], 1)[:, None]
+        visit = jnp.maximum(statistics["visits"], 1)[:, None]
         mostly_now = ((visit - 1) * now + ever) / visit
         mostly_ever = (now + (visit - 1) * ever) / visit
         nearer = jnp.abs(mostly_now) < jnp.abs(mostly_ever)
-        table = prompt_table.write(table, ids, known, batch.members.any(axis=1))
+        table = prompt_table.write(table, ids, statistics, batch.members.any(axis=1))
         return jnp.where(nearer, mostly_now, mostly_ever), batch, table
 
     return Transform(init=lambda: prompt_table.empty(slots, BLANK), apply=apply)
@@ -300,14 +300,14 @@ def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict
         jnp.max(x, axis=1, where=members, initial=-jnp.inf)
         for x in (segments.count(seg), mean, squares)
     )
-    seen = members.any(axis=1)
-    count, mean, squares = (jnp.where(seen, x, 0) for x in (count, mean, squares))
+    visited = members.any(axis=1)
+    count, mean, squares = (jnp.where(visited, x, 0) for x in (count, mean, squares))
     total = before["count"] + count
     # The parallel form of Welford's update: exact when the two means are equal.
     step = mean - before["mean"]
     share = count / jnp.maximum(total, 1)
     return {
-        "visits": before["visits"] + seen,
+        "visits": before["visits"] + visited,
         "count": total,
         "mean": before["mean"] + step * share,
         "squares": before["squares"] + squares + jnp.square(step) * before["count"] * share,

@@ -48,8 +48,8 @@ def reinforce(baseline: Annotated[str, Choice(("none", "batch"))] = "none") -> M
     included, which scales the gradient by (B - 1) / B on average.
     """
     advantage = transforms.centre() if baseline == "batch" else transforms.identity()
-    own = score_function()._replace(on_policy=True)
-    return Method(Objective(advantage, own, aggregates.sequence_sum))
+    surrogate = score_function()._replace(on_policy=True)
+    return Method(Objective(advantage, surrogate, aggregates.sequence_sum))
 
 
 @variant(reinforce, without=("baseline",))
@@ -213,8 +213,8 @@ def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = transforms.trained(batch)
-        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
-        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
+        token_logprobs = jnp.where(live, batch.stats["proximal_logprobs"], 0)
+        energy = 1 - 2 * jnp.exp(jnp.minimum(token_logprobs, 0)) + batch.stats["collision"]
         returns = jax.vmap(jax.vmap(to_go))(transforms.token_rewards(values, batch), live)
         # Of rounding below 0 a weight could be made negative; a NaN stays one.
         return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch

@@ -248,8 +248,8 @@ def per_episode(inner: Transform) -> Transform:
         label = batch.ids.get("episode", column)
         seg = segments.segments(batch.members, jnp.arange(n)[:, None], label)
         first = batch.members & (segments.minimum(column * 1.0, seg) == column)
-        whole = jnp.where(first, segments.total(values, seg), 0)
-        shared, _, state = inner.apply(whole, batch.replace(members=first), state)
+        step_totals = jnp.where(first, segments.total(values, seg), 0)
+        shared, _, state = inner.apply(step_totals, batch.replace(members=first), state)
         shared = segments.total(jnp.where(first, shared, 0), seg)
         over = segments.total(batch.truncated * 1.0, seg) > 0
         return shared, batch.replace(mask=batch.mask & ~jnp.expand_dims(over, 2)), state
@@ -285,7 +285,7 @@ def supo(base: Method) -> Method:
 # ---------------------------------------------------------------- strata
 
 
-def stratified(whole: Transform, blend: float, eps: float, ddof: int) -> Transform:
+def stratified(group_transform: Transform, blend: float, eps: float, ddof: int) -> Transform:
     """``blend`` of the scores normalised inside strata, the rest from a transform of whole groups.
 
     Strata are the labels ``batch.ids["stratum"]`` ([N, G]); where nobody recorded any, a group is
@@ -301,10 +301,10 @@ def stratified(whole: Transform, blend: float, eps: float, ddof: int) -> Transfo
         row = jnp.arange(values.shape[0])[:, None]
         stratum = batch.ids.get("stratum", jnp.zeros(values.shape, jnp.int32))
         local = within(values, segments.segments(batch.members, row, stratum))
-        values, batch, state = whole.apply(values, batch, state)
+        values, batch, state = group_transform.apply(values, batch, state)
         return blend * local + (1 - blend) * values, batch, state
 
-    return whole._replace(apply=apply)
+    return group_transform._replace(apply=apply)
 
 
 @variant(grpo)

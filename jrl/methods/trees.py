@@ -92,8 +92,10 @@ def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         steps = jax.vmap(prefix_steps)(values, batch.tokens, batch.lengths, batch.members)
-        whole = by_branch(values, batch) if "node" in batch.ids else jnp.expand_dims(values, 2)
-        return whole + td_coef * steps, batch
+        branch_values = (
+            by_branch(values, batch) if "node" in batch.ids else jnp.expand_dims(values, 2)
+        )
+        return branch_values + td_coef * steps, batch
 
     return base.after(stateless(apply))
 
@@ -186,8 +188,8 @@ def treerl(
     """
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        apart = jnp.arange(1, scores.shape[1] + 1)[None, :, None]
-        node = batch.ids.get("node", jnp.broadcast_to(apart, batch.mask.shape))
+        distinct = jnp.arange(1, scores.shape[1] + 1)[None, :, None]
+        node = batch.ids.get("node", jnp.broadcast_to(distinct, batch.mask.shape))
         return jax.vmap(node_gains)(scores, node, batch.members), batch
 
     return base.with_(
@@ -221,11 +223,11 @@ def constrained_values(scores: Array, node: Array, members: Array, least: float 
     passes = through(node, members)
 
     def back_up(value: Array, leaf: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        points, share, here = leaf
-        added = value + share[None] * points
+        points, share, on_path = leaf
+        updated = value + share[None] * points
         replaced = jnp.where(points > 0, share[None] * points, value)
-        new = jnp.where(value * points >= 0, added, replaced)
-        return jnp.where(here, new, value), None
+        new = jnp.where(value * points >= 0, updated, replaced)
+        return jnp.where(on_path, new, value), None
 
     begin = jnp.zeros(node.shape, jnp.float32)
     leaves = jnp.where(members, scores, 0), share, jnp.swapaxes(passes, 0, 1)

@@ -190,7 +190,7 @@ def extend(
     x_sqd = embed(config, weights, tokens, divided=False)
     # Masks and rotations are the same in all layers of a kind, and made once.
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
-    found, rotation_ids = rotations(config, positions)
+    tables, rotation_ids = rotations(config, positions)
     attention = cached_attention(options.attention, config)
     put = cache_writer(options.attention, config)
     entries: list[tuple] = []
@@ -199,16 +199,16 @@ def extend(
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
             parts, pieces = [], []
             for view in views:
-                held = view.arrays(cache, i)
+                entries = view.arrays(cache, i)
                 if view.columns is not None:
                     # Written before it is read, so that a token sees itself.
-                    held = put(held, {"k": k, "v": v}, view.columns, live, column=view.column)
-                    held = {
-                        n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
+                    entries = put(entries, {"k": k, "v": v}, view.columns, live, column=view.column)
+                    entries = {
+                        n: constrain(a, "batch", "kv_heads", None, None) for n, a in entries.items()
                     }
-                    pieces.append(held)
-                scales = held.get("k_scale"), held.get("v_scale")
-                parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
+                    pieces.append(entries)
+                scales = entries.get("k_scale"), entries.get("v_scale")
+                parts.append(Part(entries["k"], entries["v"], view.mask, view.reached, *scales))
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
             same = views[0].column is not None
@@ -218,7 +218,7 @@ def extend(
 
     # Unrolled: a scan over layers would copy the cache of each out of a stack and back.
     for i, window in enumerate(config.windows):
-        mix, rotation = bind_cache(i, views[window]), found[rotation_ids[i]]
+        mix, rotation = bind_cache(i, views[window]), tables[rotation_ids[i]]
         x_sqd, new, routing = block(
             config, weights["layers"][i], x_sqd, live, rotation, mix, None, options
         )
@@ -354,9 +354,9 @@ def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array
         return write
     from jrl.models.attention.cache_write import takes, write_columns  # Pallas is slow to import
 
-    def kernel(held: dict[str, Array], new: dict[str, Array], columns: Array) -> dict[str, Array]:
-        entries = entries_of(held, new)
-        return write_columns(held, entries, columns, axes=AXES, interpret=platform() != "tpu")
+    def kernel(stored: dict[str, Array], new: dict[str, Array], columns: Array) -> dict[str, Array]:
+        entries = entries_of(stored, new)
+        return write_columns(stored, entries, columns, axes=AXES, interpret=platform() != "tpu")
 
     def put(
         old: dict[str, Array], new: dict[str, Array], columns: Array, live: Array, **where: Any
@@ -366,9 +366,9 @@ def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array
         if several or not takes(old):
             return write(old, new, columns, live, **where)
         spec = PartitionSpec(batch, mesh_axes("kv_heads", config.kv_heads))
-        kept = {name: x for name, x in old.items() if x.ndim == 4}
-        specs = dict.fromkeys(kept, spec), dict.fromkeys(new, spec), PartitionSpec(batch)
-        return by_device(kernel, specs, kept, new, jnp.where(live, columns, -1)[:, 0])
+        stored = {name: x for name, x in old.items() if x.ndim == 4}
+        specs = dict.fromkeys(stored, spec), dict.fromkeys(new, spec), PartitionSpec(batch)
+        return by_device(kernel, specs, stored, new, jnp.where(live, columns, -1)[:, 0])
 
     return put
 

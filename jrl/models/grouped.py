@@ -40,7 +40,7 @@ class Gather(NamedTuple):
     dim: int
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """Static; the platform is that of the mesh while the product is traced."""
 
     kernel: str
@@ -81,32 +81,32 @@ def grouped_matmul(
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
     if kernel not in KERNELS:
         raise unknown_choice("model.grouped_matmul", kernel, KERNELS)
-    how = _How(kernel, platform(), gather, one_of)
-    return checkpoint_name(_grouped(how, x_md, w_edf, rows_e), PRODUCT)
+    options = _Options(kernel, platform(), gather, one_of)
+    return checkpoint_name(_grouped(options, x_md, w_edf, rows_e), PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
-    return _rows_times(how, x_md, _whole(how, w_edf, x_md), rows_e).astype(x_md.dtype)
+def _grouped(options: _Options, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    return _rows_times(options, x_md, _whole(options, w_edf, x_md), rows_e).astype(x_md.dtype)
 
 
 def _forward(
-    how: _How, x_md: Array, w_edf: Array, rows_e: Array
+    options: _Options, x_md: Array, w_edf: Array, rows_e: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped(how, x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
+    return _grouped(options, x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
 
 
 def _backward(
-    how: _How, kept: tuple[Array, Array, Array], g_mf: Array
+    options: _Options, residuals: tuple[Array, Array, Array], g_mf: Array
 ) -> tuple[Array, Array, None]:
     # Written out because the derivative JAX makes multiplies float32 cotangents by bfloat16
     # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
-    x_md, w_edf, rows_e = kept
-    w_efd = _whole(how, w_edf, x_md).transpose(0, 2, 1)
-    dx_md = _rows_times(how, g_mf, w_efd, rows_e)
-    dw_edf = _by_group(how, x_md, g_mf, rows_e)
-    if how.gather is not None:
-        axis, dim = how.gather
+    x_md, w_edf, rows_e = residuals
+    w_efd = _whole(options, w_edf, x_md).transpose(0, 2, 1)
+    dx_md = _rows_times(options, g_mf, w_efd, rows_e)
+    dw_edf = _by_group(options, x_md, g_mf, rows_e)
+    if options.gather is not None:
+        axis, dim = options.gather
         dw_edf = sum_scattered(dw_edf, axis, dim)
     return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
 
@@ -114,36 +114,36 @@ def _backward(
 _grouped.defvjp(_forward, _backward)
 
 
-def _whole(how: _How, w_edf: Array, like: Array) -> Array:
+def _whole(options: _Options, w_edf: Array, x: Array) -> Array:
     """The matrices in the dtype of the rows, put together after that so that less is moved."""
-    w_edf = w_edf.astype(like.dtype)
-    if how.gather is None:
+    w_edf = w_edf.astype(x.dtype)
+    if options.gather is None:
         return w_edf
-    return gathered(w_edf, *how.gather)
+    return gathered(w_edf, *options.gather)
 
 
-def _rows_times(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+def _rows_times(options: _Options, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
     """[M, F] float32."""
-    y_mf = _choose(how, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    y_mf = _choose(options, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
     return jnp.where((jnp.arange(x_md.shape[0]) < rows_e.sum())[:, None], y_mf, 0)
 
 
-def _by_group(how: _How, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+def _by_group(options: _Options, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     """[E, D, F] float32: the sum over each group's rows of their outer products."""
-    return _choose(how, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
+    return _choose(options, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
 
 
-def _choose(how: _How, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
-    kernel, where = how.kernel, how.platform
+def _choose(options: _Options, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
+    kernel, where = options.kernel, options.platform
     if kernel == "auto":
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
         kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
     run = kernels[kernel]
     if kernel == "megablox":
         run = functools.partial(run, interpret=where != "tpu")
-    if how.one_of == 1:
+    if options.one_of == 1:
         return run(*args)
-    with jax.named_scope(f"one_of_{how.one_of}"):  # read by plan.costs
+    with jax.named_scope(f"one_of_{options.one_of}"):  # read by plan.costs
         return run(*args)
 
 

@@ -103,8 +103,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def rotations(config: ModelConfig, positions: Array) -> tuple[list[Rotation], list[int]]:
     """The distinct rotations of the model at these positions, and which one each layer uses."""
     distinct = list(dict.fromkeys(config.ropes))
-    found = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
-    return found, [distinct.index(rope) for rope in config.ropes]
+    tables = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
+    return tables, [distinct.index(rope) for rope in config.ropes]
 
 
 # ---------------------------------------------------------------- embedding and norms
@@ -238,8 +238,8 @@ def _attention(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix
 ) -> tuple[Array, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
-    made = _projected_at_once if "qkv" in w else _projected
-    q_bqhd, k_bkqd, v_bkqd = made(config, w, x_bqd, rotation)
+    projection = _projected_at_once if "qkv" in w else _projected
+    q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
@@ -346,7 +346,7 @@ def hidden(
     chex.assert_equal_shape([tokens, positions, segments])
     x_bld, live = embed(config, params, tokens), segments != 0
     attention = row_attention(options.attention, config, positions, segments)
-    found, rotation_ids = _stacked_rotations(config, positions)
+    tables, rotation_ids = _stacked_rotations(config, positions)
 
     def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
         w, rotation_id, window, _ = layer
@@ -354,7 +354,7 @@ def hidden(
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return attention(q, k, v, window), None
 
-        rotation = _pick(found, rotation_id)
+        rotation = _pick(tables, rotation_id)
         x_bld, _, routing = block(config, w, x_bld, live, rotation, mix, None, options)
         return x_bld, dict(routing.sums)
 
@@ -445,8 +445,8 @@ def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
 
 def _stacked_rotations(config: ModelConfig, positions: Array) -> tuple[Rotation, np.ndarray]:
     """All distinct rotations, cosines and sines stacked; which one each layer uses."""
-    found, rotation_ids = rotations(config, positions)
-    cos, sin = (jnp.stack(part) for part in zip(*found, strict=True))
+    tables, rotation_ids = rotations(config, positions)
+    cos, sin = (jnp.stack(part) for part in zip(*tables, strict=True))
     return (cos, sin), np.array(rotation_ids, np.int32)
 
 
@@ -468,10 +468,10 @@ def _through_layers(
     Its second results are stacked. The record, if any, has a leading axis of sparse layers.
     """
     if remat in _KEPT:
-        kept = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+        policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
         if SEEN in _KEPT[remat]:
-            kept = jax.checkpoint_policies.save_from_both_policies(kept, is_cudnn)
-        body = jax.checkpoint(body, policy=kept, prevent_cse=False)
+            policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
         xs = (layers, jnp.asarray(rotation_ids), jnp.asarray(windows), recorded)

@@ -100,8 +100,8 @@ def matmul(spec: str, x: Array, w: Array, dtype: Any = None, axes: Axes | None =
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _matmul(spec: str, x: Array, w: Array, dtype: Any, axes: Axes | None) -> Array:
-    short = summed_short(spec, w.shape, axes) == "inputs"
-    out = einsum(spec, x, w.astype(x.dtype), x.dtype if short else jnp.float32)
+    narrow = summed_short(spec, w.shape, axes) == "inputs"
+    out = einsum(spec, x, w.astype(x.dtype), x.dtype if narrow else jnp.float32)
     return out.astype(dtype or x.dtype)
 
 
@@ -112,10 +112,10 @@ def _forward(
 
 
 def _backward(
-    spec: str, dtype: Any, axes: Axes | None, kept: tuple[Array, Array], g: Array
+    spec: str, dtype: Any, axes: Axes | None, operands: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     del dtype
-    return gradients(spec, *kept, g, axes)
+    return gradients(spec, *operands, g, axes)
 
 
 _matmul.defvjp(_forward, _backward)
@@ -129,9 +129,9 @@ def gradients(
     left, right = operands.split(",")
     g = g.astype(x.dtype)
     # Weights first: XLA's CPU backend cannot sum bfloat16 in float32 for every other order.
-    short = summed_short(spec, w.shape, axes) == "outputs"
-    sent = x.dtype if short else jnp.float32
-    dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, sent)
+    narrow = summed_short(spec, w.shape, axes) == "outputs"
+    accumulator = x.dtype if narrow else jnp.float32
+    dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, accumulator)
     dw = weight_gradient(f"{left},{out}->{right}", x, g, axes)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
@@ -175,15 +175,15 @@ def whole_width(w: Array, axes: Axes) -> Array:
       w: divided as ``axes`` say.
       axes: its logical axes, "embed" among them.
     """
-    whole = tuple("act_embed" if name == "embed" else name for name in axes)
+    unsharded = tuple("act_embed" if name == "embed" else name for name in axes)
     mesh = jax.sharding.get_abstract_mesh()
     if free_axes().get("fsdp", 1) == 1 or mesh.manual_axes:
-        return constrain(w, *whole)
+        return constrain(w, *unsharded)
     sizes = zip(axes, w.shape, strict=True)
     if not all(name is None or divides(mesh, name, size) for name, size in sizes):
-        return constrain(w, *whole)
+        return constrain(w, *unsharded)
     gather = functools.partial(gathered, axis="fsdp", dim=axes.index("embed"))
-    ins, out = partition(axes), partition(whole)
+    ins, out = partition(axes), partition(unsharded)
     return jax.shard_map(gather, in_specs=ins, out_specs=out, check_vma=False)(w)
 
 

@@ -59,15 +59,15 @@ def route(
     chex.assert_rank(logits, 2)
     chex.assert_type(logits, jnp.float32)
     probs = jax.nn.softmax(logits, axis=-1)
-    weights, own = jax.lax.top_k(probs, experts_per_token)
-    experts = own
+    weights, top_k = jax.lax.top_k(probs, experts_per_token)
+    experts = top_k
     if recorded is not None:
-        chex.assert_equal_shape([recorded, own])
-        experts = jnp.where(recorded < 0, own, recorded.astype(jnp.int32))
+        chex.assert_equal_shape([recorded, top_k])
+        experts = jnp.where(recorded < 0, top_k, recorded.astype(jnp.int32))
         weights = jnp.take_along_axis(probs, experts, axis=1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return Routing(weights, experts, probs, own)
+    return Routing(weights, experts, probs, top_k)
 
 
 # ---------------------------------------------------------------- numbers of a router
@@ -89,19 +89,19 @@ def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array
       "router_moved" [] (visits of experts that the scores alone would not have chosen).
     """
     chex.assert_rank([logits, live], [2, 1])
-    counted, probs = live.astype(jnp.float32), routing.probs
+    weight, probs = live.astype(jnp.float32), routing.probs
     zeros = jnp.zeros(probs.shape[1], jnp.float32)
-    visits = zeros.at[routing.experts].add(counted[:, None], mode="drop")
+    visits = zeros.at[routing.experts].add(weight[:, None], mode="drop")
     entropy = -(probs * jnp.log(jnp.maximum(probs, 1e-30))).sum(axis=-1)
     stays = (routing.experts[:, :, None] == routing.own[:, None, :]).any(-1)
     sums = {
-        "router_tokens": counted.sum(),
-        "router_asked": counted.sum() * routing.experts.shape[1],
+        "router_tokens": weight.sum(),
+        "router_asked": weight.sum() * routing.experts.shape[1],
         "router_visits": visits,
-        "router_probs": (probs * counted[:, None]).sum(0),
-        "router_entropy": (jax.lax.stop_gradient(entropy) * counted).sum(),
-        "router_z": (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted).sum(),
-        "router_moved": (~stays * counted[:, None]).sum(),
+        "router_probs": (probs * weight[:, None]).sum(0),
+        "router_entropy": (jax.lax.stop_gradient(entropy) * weight).sum(),
+        "router_z": (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weight).sum(),
+        "router_moved": (~stays * weight[:, None]).sum(),
     }
     return sums
 
@@ -190,12 +190,12 @@ def routed(
     """
     chex.assert_rank([x_md, weights_mk, live_m, experts.gate], [2, 2, 1, 3])
     chex.assert_equal_shape([weights_mk, experts_mk])
-    (m, k), here = experts_mk.shape, experts.gate.shape[0]
-    visits = jnp.where(live_m[:, None], experts_mk - first, here).reshape(m * k)
-    visits = jnp.where((visits >= 0) & (visits < here), visits, here)  # elsewhere: sorted last
+    (m, k), local = experts_mk.shape, experts.gate.shape[0]
+    visits = jnp.where(live_m[:, None], experts_mk - first, local).reshape(m * k)
+    visits = jnp.where((visits >= 0) & (visits < local), visits, local)  # elsewhere: sorted last
     order = jnp.argsort(visits, stable=True)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(m * k), unique_indices=True)
-    rows_e = jnp.bincount(visits, length=here + 1)[:here].astype(jnp.int32)
+    rows_e = jnp.bincount(visits, length=local + 1)[:local].astype(jnp.int32)
     sorted_x = _spread(x_md, order, back, k)
 
     def times(x: Array, w: Array, dim: int) -> Array:

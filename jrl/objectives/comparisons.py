@@ -56,8 +56,8 @@ def best_and_worst(min_gap: float = 0.0) -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
         best, worst = extremes(scores, batch)
-        kept = _apart(scores, batch, min_gap) & (best | worst | _broken(scores, batch))
-        return scores, batch.replace(members=comparable(batch) & kept)
+        selected = _apart(scores, batch, min_gap) & (best | worst | _broken(scores, batch))
+        return scores, batch.replace(members=comparable(batch) & selected)
 
     return stateless(apply)
 
@@ -77,8 +77,8 @@ def within_gap(max_gap: float) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
-        far = _apart(scores, batch, max_gap) & ~_broken(scores, batch)
-        return scores, batch.replace(members=batch.members & ~far)
+        too_far = _apart(scores, batch, max_gap) & ~_broken(scores, batch)
+        return scores, batch.replace(members=batch.members & ~too_far)
 
     return stateless(apply)
 
@@ -119,8 +119,8 @@ def own_only(inner: Transform) -> Transform:
 
     def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
         outside = given(batch)
-        own = batch.replace(members=batch.members & ~outside)
-        values, _, state = inner.apply(scores, own, state)
+        inside = batch.replace(members=batch.members & ~outside)
+        values, _, state = inner.apply(scores, inside, state)
         return jnp.where(outside, scores, values), batch, state
 
     return inner._replace(apply=apply, needs=inner.needs | {"external"})

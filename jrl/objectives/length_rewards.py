@@ -39,8 +39,8 @@ def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int =
         differ = most > least
         reward = 0.5 - (lengths - least) / jnp.where(differ, most - least, 1)
         reward = jnp.where(values >= correct, reward, jnp.minimum(reward, 0))
-        given = differ & batch.members & (steps >= start_steps)
-        return values + jnp.where(given, scale * reward, 0), batch, steps + 1
+        applies = differ & batch.members & (steps >= start_steps)
+        return values + jnp.where(applies, scale * reward, 0), batch, steps + 1
 
     return Transform(init=lambda: jnp.zeros((), jnp.int32), apply=apply)
 

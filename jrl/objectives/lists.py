@@ -74,12 +74,14 @@ def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
     0.6931
     """
     below = jnp.broadcast_to(rewards[None, :], pairs.shape)
-    own = rewards
+    scaled = rewards
     if scale is not None:
         below = below * jnp.where(pairs, scale, 0)
-        own = rewards * jnp.where(pairs, scale, 0).max(axis=1)
+        scaled = rewards * jnp.where(pairs, scale, 0).max(axis=1)
     some = pairs.any(axis=1)
     # Minus a large finite number, not infinity, whose differences would be NaN.
-    rest = jnp.where(pairs, below - own[:, None], -1e30)
-    terms = jax.nn.logsumexp(jnp.concatenate([jnp.zeros_like(own)[:, None], rest], axis=1), axis=1)
+    rest = jnp.where(pairs, below - scaled[:, None], -1e30)
+    terms = jax.nn.logsumexp(
+        jnp.concatenate([jnp.zeros_like(scaled)[:, None], rest], axis=1), axis=1
+    )
     return jnp.where(some, terms, 0).sum()

@@ -65,14 +65,14 @@ def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
     """
     chex.assert_rank(ids, 1)
     slots = ids % table.ids.shape[0]
-    known = table.ids[slots] == ids
+    in_table = table.ids[slots] == ids
 
-    def one(stored: Array, start: Any) -> Array:
-        here = stored[slots]
-        flags = known.reshape(-1, *(1,) * (here.ndim - 1))
-        return jnp.where(flags, here, jnp.asarray(start, here.dtype)[None])
+    def one(column: Array, start: Any) -> Array:
+        rows = column[slots]
+        flags = in_table.reshape(-1, *(1,) * (rows.ndim - 1))
+        return jnp.where(flags, rows, jnp.asarray(start, rows.dtype)[None])
 
-    return jax.tree.map(one, table.values, blank), known
+    return jax.tree.map(one, table.values, blank), in_table
 
 
 def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTable:
@@ -93,8 +93,8 @@ def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTab
     # Losers are sent past the end, where writes are dropped.
     target = jnp.where(live & (winner[slot] == ids), slot, slots)
 
-    def one(stored: Array, new: Array) -> Array:
-        return stored.at[target].set(new.astype(stored.dtype), mode="drop")
+    def one(column: Array, new: Array) -> Array:
+        return column.at[target].set(new.astype(column.dtype), mode="drop")
 
     return PromptTable(one(table.ids, ids), jax.tree.map(one, table.values, values))
 

@@ -72,13 +72,15 @@ def _sequence(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) ->
 
 def _sequence_token(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
     logprobs = stats["logprobs"]
-    own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token alone
-    return jax.lax.stop_gradient(live_mean(log_ratio, mask)) + own, {}
+    straight_through = logprobs - jax.lax.stop_gradient(
+        logprobs
+    )  # 0, with the gradient of the token alone
+    return jax.lax.stop_gradient(live_mean(log_ratio, mask)) + straight_through, {}
 
 
 def _product(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-    held = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return jnp.broadcast_to(jnp.where(mask, held, 0).sum(), mask.shape), {}
+    bounded = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return jnp.broadcast_to(jnp.where(mask, bounded, 0).sum(), mask.shape), {}
 
 
 token = Ratio(_token)
@@ -116,8 +118,8 @@ def geometric_clipped(clip_low: float, clip_high: float) -> Ratio:
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
         below = (advantages < 0) & (log_ratio < -clip_low)
         above = (advantages > 0) & (log_ratio > clip_high)
-        kept = jnp.where(below, -clip_low, jnp.where(above, clip_high, log_ratio))
-        mean = jnp.broadcast_to(live_mean(kept, mask), mask.shape)
+        clipped = jnp.where(below, -clip_low, jnp.where(above, clip_high, log_ratio))
+        mean = jnp.broadcast_to(live_mean(clipped, mask), mask.shape)
         return mean, {"clip_fraction_low": below, "clip_fraction_high": above}
 
     return Ratio(apply)
@@ -131,8 +133,10 @@ def held(limit: float) -> Ratio:
     """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        bound = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
-        return jnp.clip(log_ratio, -bound, bound), {"preclip_fraction": jnp.abs(log_ratio) > bound}
+        log_limit = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
+        return jnp.clip(log_ratio, -log_limit, log_limit), {
+            "preclip_fraction": jnp.abs(log_ratio) > log_limit
+        }
 
     return Ratio(apply)
 
@@ -161,13 +165,13 @@ def clip_between(
         least, greatest = bounds(stats)
         below = (advantages < 0) & (ratio < least)
         above = (advantages > 0) & (ratio > greatest)
-        kept = jnp.where(below, least, jnp.where(above, greatest, ratio))
+        clipped = jnp.where(below, least, jnp.where(above, greatest, ratio))
         metrics = {"ratio": ratio, "clip_fraction_low": below, "clip_fraction_high": above}
         if dual_clip is not None:
             beyond = (advantages < 0) & (ratio > dual_clip)
-            kept = jnp.where(beyond, dual_clip, kept)
+            clipped = jnp.where(beyond, dual_clip, clipped)
             metrics["clip_fraction_dual"] = beyond
-        return -kept * advantages, metrics
+        return -clipped * advantages, metrics
 
     return Rule(apply, needs)
 
@@ -236,10 +240,10 @@ def tapered(low: float = 0.0, high: float = 1.0) -> Rule:
 
     def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
         ratio = bounded_exp(log_ratio)
-        kept = jnp.where(advantages < 0, jnp.clip(ratio, low, high), 1)
+        weight = jnp.where(advantages < 0, jnp.clip(ratio, low, high), 1)
         # A NaN ratio stays visible also where its weight is not read.
-        kept = jnp.where(jnp.isnan(ratio), ratio, kept)
-        return kept, {"ratio": ratio, "weight": kept, "negative": advantages < 0}
+        weight = jnp.where(jnp.isnan(ratio), ratio, weight)
+        return weight, {"ratio": ratio, "weight": weight, "negative": advantages < 0}
 
     return weight(function)
 
@@ -294,8 +298,8 @@ def near(kind: str, limit_low: float, limit_high: float, cap: float) -> Rule:
             divergence = -then * log_ratio + (1 - then) * rest
         up = (advantages > 0) & (now > then) & (divergence > limit_high)
         down = (advantages <= 0) & (now < then) & (divergence > limit_low)
-        kept = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
-        return kept, {"dropped_high": up, "dropped_low": down}
+        weight = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
+        return weight, {"dropped_high": up, "dropped_low": down}
 
     return weight(function)
 
@@ -333,8 +337,8 @@ def free_but(mark: str, coef: float) -> Rule:
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
         losses, metrics = _free(log_ratio, advantages)
         # On-policy the penalty's slope is 0 by choice: JAX would take that of one side.
-        moved = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
-        return losses + coef * stats[mark] * moved, {**metrics, "marked": stats[mark]}
+        distance = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
+        return losses + coef * stats[mark] * distance, {**metrics, "marked": stats[mark]}
 
     return Rule(apply, frozenset({mark}))
 
@@ -388,14 +392,17 @@ def ratio_loss(
         if off_policy_limit is not None:
             # The off-policy sequence mask of "DeepSeek-V3.2: Pushing the Frontier of Open Large
             # Language Models" (arXiv:2512.02556).
-            moved = jax.lax.stop_gradient(stats["sampler_logprobs"] - stats["logprobs"])
-            dropped = (advantages < 0) & (live_mean(moved, mask) > off_policy_limit)
-            losses, metrics = jnp.where(dropped, 0, losses), {**metrics, "off_policy": dropped}
+            divergence = jax.lax.stop_gradient(stats["sampler_logprobs"] - stats["logprobs"])
+            off_policy = (advantages < 0) & (live_mean(divergence, mask) > off_policy_limit)
+            losses, metrics = (
+                jnp.where(off_policy, 0, losses),
+                {**metrics, "off_policy": off_policy},
+            )
         return losses, {name: value.astype(jnp.float32) for name, value in metrics.items()}
 
-    read = frozenset({"sampler_logprobs", against}) | ratio.needs | rule.needs
+    needs = frozenset({"sampler_logprobs", against}) | ratio.needs | rule.needs
     parts = RatioParts(ratio, rule, correction, off_policy_limit)
-    return Surrogate(checked(apply), read, labels=ratio.labels, parts=parts)
+    return Surrogate(checked(apply), needs, labels=ratio.labels, parts=parts)
 
 
 def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:
@@ -477,8 +484,8 @@ def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
         weights = correction.weight(stats, mask)
         return losses * weights, {**metrics, "correction_weight": weights}
 
-    read = frozenset({"sampler_logprobs", "proximal_logprobs"})
-    return surrogate._replace(apply=checked(apply), needs=surrogate.needs | read)
+    needs = frozenset({"sampler_logprobs", "proximal_logprobs"})
+    return surrogate._replace(apply=checked(apply), needs=surrogate.needs | needs)
 
 
 # ---------------------------------------------------------------- helpers

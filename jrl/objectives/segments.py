@@ -206,14 +206,14 @@ def _latest(flags: Array) -> Array:
 def _sum(values: Array, seg: Segments) -> Array:
     """[items] by segment index."""
     size = values.size
-    kept = jnp.where(seg.live, values, 0).astype(jnp.float32).reshape(size)
-    return jax.ops.segment_sum(kept, seg.number.reshape(size), num_segments=size)
+    live_values = jnp.where(seg.live, values, 0).astype(jnp.float32).reshape(size)
+    return jax.ops.segment_sum(live_values, seg.number.reshape(size), num_segments=size)
 
 
 def _least(values: Array, seg: Segments) -> Array:
     size = values.size
-    kept = jnp.where(seg.live, values, jnp.inf).astype(jnp.float32).reshape(size)
-    least = jax.ops.segment_min(kept, seg.number.reshape(size), num_segments=size)
+    live_values = jnp.where(seg.live, values, jnp.inf).astype(jnp.float32).reshape(size)
+    least = jax.ops.segment_min(live_values, seg.number.reshape(size), num_segments=size)
     return jnp.where(least == jnp.inf, 0, least)
 
 

@@ -205,9 +205,9 @@ def kl_in_reward(
 
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         live = trained(batch)
-        here = jnp.where(live, batch.stats[policy], 0)
-        there = jnp.where(live, batch.stats["ref_logprobs"], 0)
-        kl = jnp.where(live, divergence(here, there), 0)
+        policy_logprobs = jnp.where(live, batch.stats[policy], 0)
+        ref_logprobs = jnp.where(live, batch.stats["ref_logprobs"], 0)
+        kl = jnp.where(live, divergence(policy_logprobs, ref_logprobs), 0)
         if level == "sequence":
             if values.ndim == 3:
                 raise UserError("kl_in_reward.level = 'sequence' after per-token rewards")
@@ -259,10 +259,10 @@ def gae(
     """
 
     def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
-        own: float | Array = decay
+        gae_lambda: float | Array = decay
         if length_scale is not None:
-            own = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
-        advantages, returns = group.gae(rewards, estimates, mask, discount, own)
+            gae_lambda = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
+        advantages, returns = group.gae(rewards, estimates, mask, discount, gae_lambda)
         if value_decay is not None:
             _, returns = group.gae(rewards, estimates, mask, discount, value_decay)
         return advantages, returns

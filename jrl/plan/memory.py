@@ -144,22 +144,24 @@ def roomier(topology: Topology, factor: float) -> list[str]:
     alone is divided, or another chip.
     """
     slices = topology.slices
-    own = topology.name.rpartition("*")[2]
+    slice_name = topology.name.rpartition("*")[2]
     bigger = larger(topology, topology.chips / slices * factor)
-    if bigger is not None and bigger != own:
+    if bigger is not None and bigger != slice_name:
         several = f"{slices}*" if slices > 1 else ""
         return [f"or take {several}{bigger}, with mesh.fsdp over the chips that it has more"]
     more = 2 ** math.ceil(math.log2(max(slices * factor, 2)))
-    lines = [f"or take {more}*{own}, with mesh.data = {more}, which divides the batch further"]
+    lines = [
+        f"or take {more}*{slice_name}, with mesh.data = {more}, which divides the batch further"
+    ]
     return lines + other_chips(topology, factor)
 
 
 def other_chips(topology: Topology, factor: float) -> list[str]:
     """A line with the chips that have ``factor`` times as much memory, or else the most."""
-    needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
-    found = [
+    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
+    names = [
         f"{name} ({chip.hbm_bytes / GIB:.0f} GiB)"
         for name, chip in CHIPS.items()
-        if chip.hbm_bytes >= needed and name != topology.family
+        if chip.hbm_bytes >= hbm_needed and name != topology.family
     ]
-    return [f"or take a chip with more memory: {', '.join(found)}"] if found else []
+    return [f"or take a chip with more memory: {', '.join(names)}"] if names else []

@@ -51,13 +51,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _numbers(program: Program) -> dict[str, Any]:
     """A program's numbers by name, totals with their parts."""
-    sent, parts, numbers = program.collective_bytes, dict(program.bytes_per_chip), program._asdict()
+    traffic, parts, numbers = (
+        program.collective_bytes,
+        dict(program.bytes_per_chip),
+        program._asdict(),
+    )
     return numbers | {
         "extrapolated_from_layers": list(numbers.pop("layers")),
         "bytes_per_chip": parts.pop("total"),
         "bytes_by_part": parts,
-        "collective_bytes": None if sent is None else sum(sent.values()),
-        "collective_bytes_by_kind": sent,
+        "collective_bytes": None if traffic is None else sum(traffic.values()),
+        "collective_bytes_by_kind": traffic,
     }
 
 
@@ -170,10 +174,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def search_text(found: Sequence[Mapping[str, Any]]) -> str:
+def search_text(results: Sequence[Mapping[str, Any]]) -> str:
     """The candidates of a search as a table, best first, and how far the estimates were off."""
     rows = [("", "predicted step", "estimated before", "GiB a chip", "changes")]
-    for i, item in enumerate(found, 1):
+    for i, item in enumerate(results, 1):
         seconds, bytes_ = item["step_seconds"], item["bytes_per_chip"]
         time = "-" if seconds is None else _seconds(seconds)
         size = "-" if bytes_ is None else f"{bytes_ / GIB:.1f}"
@@ -188,6 +192,6 @@ def search_text(found: Sequence[Mapping[str, Any]]) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
     ]
-    if found and (ratio := found[0]["estimate_ratio"]) is not None:
+    if results and (ratio := results[0]["estimate_ratio"]) is not None:
         lines.append(f"compiled times are {ratio:.2g} times the estimates (median of what fits)")
     return "\n".join(lines)

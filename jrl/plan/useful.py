@@ -69,8 +69,8 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
 
     prompts = -(-sizes.prompts // batch_shards(mesh))
-    rows, whole = prompts * sizes.group, gathers(config, model, mesh)
-    live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, whole) or rows)
+    rows, gathered = prompts * sizes.group, gathers(config, model, mesh)
+    live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, gathered) or rows)
     rounds = -(-rows // live)
     shared = -(-live // sizes.group) if rounds > 1 else prompts
     each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
@@ -80,10 +80,10 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
 
-    short = "weights" in config.sampling.int8
-    size = sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
+    int8_weights = "weights" in config.sampling.int8
+    size = sampler_bytes(model, mesh.shape, gathered=gathered, int8=int8_weights)
     # Of the embedding only the rows of some tokens are read.
-    over = mesh.shape["tensor"] * (1 if whole else mesh.shape["fsdp"])
+    over = mesh.shape["tensor"] * (1 if gathered else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
     kernels = {"read_cache": cache_read.block_columns(columns)}
     kernels["splash"] = splash_cache.block_columns(columns)
@@ -100,5 +100,7 @@ def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> 
     compute = model_flops(run, name) / topology.chips / topology.chip.flops
     if name != "sampler":
         return compute
-    found = decoding(run, mesh)
-    return max(compute, found.steps * (found.weights + found.cache) / topology.chip.hbm_bandwidth)
+    decode = decoding(run, mesh)
+    return max(
+        compute, decode.steps * (decode.weights + decode.cache) / topology.chip.hbm_bandwidth
+    )

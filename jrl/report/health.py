@@ -47,7 +47,7 @@ def findings(
     """
     ends = {curve.name: _Ends.of(curve) for curve in curves if curve.values}
     solved = "eval/accuracy" in ends and ends["eval/accuracy"].last > SOLVED
-    found = []
+    results = []
     for curve in curves:
         name = curve.name
         judge = NOTES.get("reward" if name.startswith("reward/") else name)
@@ -61,8 +61,8 @@ def findings(
             note, level = "as where nearly everything is solved", ""
         elif fixed_length and name == "truncated" and note:
             note = "many are cut: they do not end where the answer does"
-        found.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
-    return found
+        results.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
+    return results
 
 
 class _Ends(NamedTuple):
@@ -76,8 +76,8 @@ class _Ends(NamedTuple):
     def of(cls, curve: Any) -> _Ends:
         values = curve.values
         if curve.low:  # its own intervals, which do not overlap
-            apart = curve.low[-1] > curve.high[0] or curve.high[-1] < curve.low[0]
-            return cls(values[0], values[-1], apart)
+            separated = curve.low[-1] > curve.high[0] or curve.high[-1] < curve.low[0]
+            return cls(values[0], values[-1], separated)
         size = max(1, len(values) // 10)
         head, tail = values[:size], values[-size:]
         first, last = statistics.fmean(head), statistics.fmean(tail)

@@ -98,15 +98,15 @@ def write_report(run_dir: str | Path) -> Path:
       UserError: there is no run, or the report cannot be written.
     """
     run = Path(run_dir)
-    found = read_run(run)
+    files = read_run(run)
     out = run / "report"
     try:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
         if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
-            _draw_plots(out, found.main)
-        write_atomic(out / "index.html", _page(run, found))
+            _draw_plots(out, files.main)
+        write_atomic(out / "index.html", _page(run, files))
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error}") from None
     return out / "index.html"
@@ -170,8 +170,8 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
                 quiet.append(curve._replace(title=f"{panel.title}: only rounding, or none"))
             else:
                 main.append(curve)
-            for bound in (f"{panel.name}_low", f"{panel.name}_high"):
-                curves.pop(bound, None)
+            for bound_name in (f"{panel.name}_low", f"{panel.name}_high"):
+                curves.pop(bound_name, None)
     return main, [*quiet, *curves.values()]
 
 
@@ -270,22 +270,22 @@ def _draw(axis: Any, curve: Curve) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def _page(run: Path, found: RunFiles) -> str:
+def _page(run: Path, files: RunFiles) -> str:
     samples = read_jsonl(run / "samples.jsonl")
-    curves = [*found.main, *found.others]
+    curves = [*files.main, *files.others]
     return as_page(
         {
             "name": run.resolve().name,
-            "header": found.header,
+            "header": files.header,
             "config": _read_text(run / "config.toml"),
-            "summary": {k: v for k, v in found.summary.items() if not isinstance(v, dict)},
+            "summary": {k: v for k, v in files.summary.items() if not isinstance(v, dict)},
             "finished": (run / "summary.json").exists(),
             "health": [
                 finding._asdict()
-                for finding in findings(curves, found.quiet, fixed_length=_fixed_length(run))
+                for finding in findings(curves, files.quiet, fixed_length=_fixed_length(run))
             ],
             "curves": [thin_curve(curve)._asdict() for curve in curves],
-            "main": len(found.main),
+            "main": len(files.main),
             "samples": thin_samples(samples),
             "samples_total": len(samples),
         }

@@ -37,8 +37,8 @@ def thin_samples(samples: Sequence[Sample], most: int = MAX_SAMPLES) -> list[dic
         if over <= 0:
             break
         count -= max(1, over * count // sum(map(len, picked)))
-    kept = [groups[i] for i in spread(len(groups), count)]
-    return [sample for group in _lighter(kept) for sample in group]
+    groups_shown = [groups[i] for i in spread(len(groups), count)]
+    return [sample for group in _lighter(groups_shown) for sample in group]
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -97,8 +97,8 @@ def _group(text: str, start: int) -> str:
             if depth == 0:
                 return text[start : i + 1]
         return text[start:]
-    found = re.match(r"[+-]?\s*(?:\\[a-zA-Z]+(?:\s*\{[^{}]*\})*|\d+|.)", text[start:], re.DOTALL)
-    return found.group() if found else ""
+    match = re.match(r"[+-]?\s*(?:\\[a-zA-Z]+(?:\s*\{[^{}]*\})*|\d+|.)", text[start:], re.DOTALL)
+    return match.group() if match else ""
 
 
 def _bracket_before(text: str, end: int) -> str:

@@ -81,8 +81,8 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
     points = []
     for value in values:
         # Not np.number: a complex number would lose a part of it, and a time its unit.
-        known = isinstance(value, int | float | np.integer | np.floating | np.bool_)
-        if not known or isinstance(value, np.timedelta64):
+        is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+        if not is_number or isinstance(value, np.timedelta64):
             kind = class_name(value)
             return Failure(f"returned {kind} {value!r:.60} instead of a number")
         if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float

@@ -47,8 +47,8 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
     if first is None or first.kind is first.VAR_KEYWORD or first.name in _ONE_AT_A_TIME:
-        shown = f"({', '.join(str(p) for p in parameters)})"
-        raise UserError(f"{key}: the function takes {shown}; write {SIGNATURE}")
+        signature = f"({', '.join(str(p) for p in parameters)})"
+        raise UserError(f"{key}: the function takes {signature}; write {SIGNATURE}")
     return "samples"
 
 
@@ -69,18 +69,18 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
     """
     if form_of(function, key) == "samples":
         return
-    known = [*OWN_COLUMNS, "answer", *columns]
-    missing = [
+    names = [*OWN_COLUMNS, "answer", *columns]
+    absent = [
         p.name
         for p in _parameters(function)
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in known
+        and p.name not in names
     ]
-    if missing:
+    if absent:
         raise UserError(
-            f"{key}: the function takes {', '.join(missing)}, and the data has no such column;"
-            f" there are {', '.join(dict.fromkeys(known))}"
+            f"{key}: the function takes {', '.join(absent)}, and the data has no such column;"
+            f" there are {', '.join(dict.fromkeys(names))}"
         )
 
 

@@ -34,8 +34,8 @@ def last_values(values: Array, mask: Array) -> Array:
     """
     t = values.shape[-1]
     last = t - 1 - jnp.argmax(mask[..., ::-1], axis=-1)
-    found = jnp.take_along_axis(values, last[..., None], axis=-1)[..., 0]
-    return jnp.where(mask.any(-1), found, 0).astype(jnp.float32)
+    last_value = jnp.take_along_axis(values, last[..., None], axis=-1)[..., 0]
+    return jnp.where(mask.any(-1), last_value, 0).astype(jnp.float32)
 
 
 class ModelReward:
@@ -54,8 +54,8 @@ class ModelReward:
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
         """[N, G] float32, points, on the host."""
-        found: np.ndarray = np.asarray(self._points(self._params, rollout))
-        return found
+        points: np.ndarray = np.asarray(self._points(self._params, rollout))
+        return points
 
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
         """[N, G, T] float32, points behind each token, on the host."""

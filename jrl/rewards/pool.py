@@ -123,11 +123,11 @@ class RewardPool:
         ]
         points = np.zeros((len(samples), len(self.functions)), np.float32)
         counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
-        ended: list[str] = []
+        finished: list[str] = []
 
         def left() -> str:
             loading = "" if self._workers is None else self._workers.loading()
-            return f"{len(calls) - len(ended)} of {len(calls)} calls left{loading}"
+            return f"{len(calls) - len(finished)} of {len(calls)} calls left{loading}"
 
         with (
             self._turn,
@@ -135,7 +135,7 @@ class RewardPool:
             contextlib.closing(self._results(calls, samples)) as results,
         ):
             for (column, name, members, _), result in results:
-                ended.append(name)
+                finished.append(name)
                 if not isinstance(result, Failure):
                     points[members, column] = result
                     continue
@@ -282,10 +282,10 @@ class _Workers:
                 self._hand_out(waiting)
                 self._wait()
                 for worker in list(self._living):
-                    ended = self._look_at(worker)
-                    if ended is not None:
+                    finished = self._look_at(worker)
+                    if finished is not None:
                         left -= 1
-                        yield ended
+                        yield finished
         finally:
             for worker in list(self._living):
                 # One that still works on a call that nobody waits for, and those started in excess.
@@ -297,8 +297,8 @@ class _Workers:
         half = self._limits.timeout_seconds / 2
         busy = [worker for worker in self._living if worker.call is not None]
         slow = sum(worker.seconds() > half for worker in busy)
-        wanted = min(self._count, left) + min(slow, waiting)
-        while len(self._living) < wanted:
+        target = min(self._count, left) + min(slow, waiting)
+        while len(self._living) < target:
             try:
                 worker = RewardWorker(self._functions)
             except OSError as error:
@@ -344,8 +344,8 @@ class _Workers:
                 raise UserError(f"rewards: {reply.reason}")
             worker.ready, self._failed_starts = True, 0
         elif reply is not None:
-            ended, worker.call = worker.call, None
-            return ended, reply
+            call, worker.call = worker.call, None
+            return call, reply
         elif worker.exit_code() is not None:
             return self._lost(worker)
         return self._beyond_limits(worker)
@@ -359,8 +359,8 @@ class _Workers:
                 "what waits in the file of the reward function, or set reward_pool.workers = 0"
             )
         if worker.call is not None and worker.seconds() > limits.timeout_seconds:
-            said = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
-            failure = Failure(said, timed_out=True)
+            reason = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
+            failure = Failure(reason, timed_out=True)
         elif self._measure and math.isfinite(limits.memory_gib):
             most = int(limits.memory_gib * 2**30)
             used = worker.memory_bytes(above=most)
@@ -373,24 +373,24 @@ class _Workers:
                     raise UserError(f"rewards: loading them in a worker {failure.reason}")
         if failure is None:
             return None
-        ended = worker.call
+        call = worker.call
         self._end(worker, its_files=not failure.timed_out)
-        return None if ended is None else (ended, failure)
+        return None if call is None else (call, failure)
 
     def _lost(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
         """The Failure of a worker that died, if it had a call."""
         # It may have closed its pipe a moment before its end.
-        ended, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
+        call, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
         self._end(worker)
         if not ready:
             self._failed_starts += 1
             if self._failed_starts > 1:  # one may have been killed by accident
                 raise UserError(_NOT_STARTED.format(code=code))
-        if ended is None:
+        if call is None:
             return None
         if code is None:
-            return ended, Failure("its process stopped in the middle of an answer")
-        return ended, Failure(f"its process died (exit code {code})")
+            return call, Failure("its process stopped in the middle of an answer")
+        return call, Failure(f"its process died (exit code {code})")
 
     def _show(self, printed: bytes) -> None:
         """Passes on what a worker printed, up to a limit a batch."""
@@ -399,9 +399,9 @@ class _Workers:
         if self._printed > _PRINTED:
             time.sleep(0.001)  # or a flood would keep this thread at work
             return
-        shown = printed[: _PRINTED - self._printed]
+        visible = printed[: _PRINTED - self._printed]
         self._printed += len(printed)
-        sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
+        sys.stderr.write(visible.decode("utf-8", "backslashreplace"))
         if self._printed > _PRINTED:
             sys.stderr.write(
                 f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"

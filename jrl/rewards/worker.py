@@ -164,10 +164,10 @@ def _reply(pipe: connection.Connection, answer: list[float] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # it is the reward's to replace
             stream.flush()
-    said: Any = answer
+    message: Any = answer
     if isinstance(answer, Failure):
-        said = {"reason": answer.reason, "trace": answer.trace}
-    pipe.send_bytes(json.dumps(said).encode())
+        message = {"reason": answer.reason, "trace": answer.trace}
+    pipe.send_bytes(json.dumps(message).encode())
 
 
 def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[float] | Failure:

@@ -91,23 +91,23 @@ class Packer:
         self.used = {PackedShape(*shape) for shape in notes["shapes"]}
         self.wasted = notes["wasted"]
 
-    def _chosen(self, deal: _Deal, needed: PackedShape) -> PackedShape:
+    def _chosen(self, deal: _Deal, shape_needed: PackedShape) -> PackedShape:
         """The shape to use for this batch; it stays for later ones."""
         # The smallest existing shape that fits costs no compilation.
         for shape in sorted(self.used, key=math.prod):
             rows = deal.rows(shape.columns)
             if 0 < rows <= shape.rows:
-                self.wasted += max(0.0, 1 - math.prod(needed) / math.prod(shape))
+                self.wasted += max(0.0, 1 - math.prod(shape_needed) / math.prod(shape))
                 if self.wasted <= self.patience or len(self.used) >= SHAPES:
                     return shape
                 break
         else:
             # Nothing fits: leave headroom, or the next slightly longer batch compiles again.
-            wider = -(-int(needed.columns * (1 + self.headroom)) // 8) * 8
-            needed = needed._replace(columns=wider)
+            wider = -(-int(shape_needed.columns * (1 + self.headroom)) // 8) * 8
+            shape_needed = shape_needed._replace(columns=wider)
         self.wasted = 0.0
-        self.used.add(needed)
-        return needed
+        self.used.add(shape_needed)
+        return shape_needed
 
 
 def pack(
@@ -185,7 +185,7 @@ def _begins(
     lengths: np.ndarray, mask: np.ndarray, node: np.ndarray, tokens: np.ndarray
 ) -> list[tuple[int, int]]:
     """(which member each of ONE group leaves, at which token); (-1, 0) for none."""
-    found = [(-1, 0)] * len(lengths)
+    begins = [(-1, 0)] * len(lengths)
     for g in range(len(lengths)):
         for other in range(g):
             most = min(lengths[g], lengths[other])
@@ -193,9 +193,9 @@ def _begins(
             shared = (node[g] == node[other]) & (node[g] > 0) & (tokens[g] == tokens[other])
             shared &= ~mask[g]
             same = int(np.argmin(np.append(shared[:most], False)))
-            if same > found[g][1]:
-                found[g] = other, same
-    return found
+            if same > begins[g][1]:
+                begins[g] = other, same
+    return begins
 
 
 def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> Tree:
@@ -204,17 +204,17 @@ def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> 
     ends: list[int] = []
 
     def grow(g: int, start: int) -> None:
-        own: list[int] = []
-        leaving = sorted((at, other) for other, (past, at) in enumerate(begins) if past == g)
+        owned: list[int] = []
+        leaving = sorted((at, other) for other, (parent, at) in enumerate(begins) if parent == g)
         for stop in [*dict.fromkeys(at for at, _ in leaving), int(lengths[g])]:
-            own.append(len(ends))
+            owned.append(len(ends))
             ends.append(0)
-            cells.extend((g, step, own[-1]) for step in range(start, stop))
+            cells.extend((g, step, owned[-1]) for step in range(start, stop))
             for other in (other for at, other in leaving if at == stop):
                 grow(other, stop)
             start = stop
         # All that follows continues each of these stretches; what was grown between does not.
-        for segment in own:
+        for segment in owned:
             ends[segment] = len(ends)
 
     grow(root, 0)
@@ -247,7 +247,8 @@ class _Deal:
         self.lengths = [lengths[part::parts] for part in range(parts)]
         # Blocks of about equal load: the block with most rows decides the shape of all.
         self.orders = [
-            _balance(own.sum(1), np.arange(each), each // block, block) for own in self.lengths
+            _balance(lengths_of_part.sum(1), np.arange(each), each // block, block)
+            for lengths_of_part in self.lengths
         ]
         self._filled: dict[int, list[list[list[list[int]]]]] = {}
         # Empty completions take no room, so they do not count in the mean either.
@@ -263,22 +264,22 @@ class _Deal:
 
     def rows(self, columns: int) -> int:
         """Rows of this many columns that a block needs at most; 0 if a completion is longer."""
-        if columns < max(int(own.max()) for own in self.lengths):
+        if columns < max(int(lengths_of_part.max()) for lengths_of_part in self.lengths):
             return 0
         if columns not in self._filled:
             self._filled[columns] = [
-                [_fill(own, block, columns) for block in order]
-                for own, order in zip(self.lengths, self.orders, strict=True)
+                [_fill(lengths_of_part, block, columns) for block in order]
+                for lengths_of_part, order in zip(self.lengths, self.orders, strict=True)
             ]
         return max(1, *(len(rows) for part in self._filled[columns] for rows in part))
 
     def packed(self, shape: PackedShape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
         assert 0 < self.rows(shape.columns) <= shape.rows
-        filled, group = self._filled[shape.columns], self.lengths[0].shape[1]
+        rows_of_parts, group = self._filled[shape.columns], self.lengths[0].shape[1]
         parts = [
             _lay(self._cells(part), np.array(order, np.int32), rows, shape, group)
-            for part, (order, rows) in enumerate(zip(self.orders, filled, strict=True))
+            for part, (order, rows) in enumerate(zip(self.orders, rows_of_parts, strict=True))
         ]
         arrays: Any = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
         return Packing(*(arrays if self._trees is not None else arrays[:4]))
@@ -324,26 +325,26 @@ def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[lis
 def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list[list[int]]:
     """Names assigned to bins of at most ``most``, the largest first, to the emptiest bin."""
     loads, counts = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    filled: list[list[int]] = [[] for _ in range(bins)]
+    contents: list[list[int]] = [[] for _ in range(bins)]
     for i in np.argsort(-sizes, kind="stable"):
         chosen = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
         loads[chosen] += sizes[i]
         counts[chosen] += 1
-        filled[chosen].append(int(names[i]))
-    return filled
+        contents[chosen].append(int(names[i]))
+    return contents
 
 
 def _lay(
     cells: Callable[[int], Tree],
     order: np.ndarray,
-    filled: Sequence[Sequence[Sequence[int]]],
+    rows_of_blocks: Sequence[Sequence[Sequence[int]]],
     shape: PackedShape,
     group: int,
 ) -> tuple[np.ndarray, ...]:
     """The arrays of ``Packing`` for one part."""
     members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
     steps, owners, segments, ends = np.zeros((4, *members.shape), np.int32)
-    for block, rows in enumerate(filled):
+    for block, rows in enumerate(rows_of_blocks):
         number = {int(prompt): i for i, prompt in enumerate(order[block])}
         for r, row in enumerate(rows, start=block * shape.rows):
             start = used = 0

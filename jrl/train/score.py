@@ -183,7 +183,7 @@ def head_statistics(
       in the backward pass. Where only log-probabilities and the entropy are read, logits exist for
       a part of the vocabulary at a time.
     """
-    read = {policy for statistic in statistics for policy in statistic.policies}
+    policies = {policy for statistic in statistics for policy in statistic.policies}
     # Greedy draws are scored by the distribution of temperature 1, as in ``token_logprobs``.
     warm = sampling_params.replace(
         temperature=jnp.where(sampling_params.temperature > 0, sampling_params.temperature, 1.0)
@@ -192,22 +192,22 @@ def head_statistics(
     # statistic over the vocabulary cannot read them.
     fused: Stats = {}
     for policy in (
-        [] if sampling_params.truncates or sampling_params.floors else sorted({*hidden} - read)
+        [] if sampling_params.truncates or sampling_params.floors else sorted({*hidden} - policies)
     ):
         if (head := networks[policy].extras.head) is None:
             continue
-        own = policy == "policy"
+        is_policy = policy == "policy"
         devices = parts_of("batch", tokens.shape[0]), parts_of("vocab", networks[policy].vocab_size)
-        found = fused_logprobs(
+        outputs = fused_logprobs(
             hidden[policy],
             head(params[policy]),
             tokens,
             warm.temperature,
-            entropy=own and "entropy" in want,
+            entropy=is_policy and "entropy" in want,
             devices=devices,
             at_once=_LOGITS_AT_ONCE,
         )
-        fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
+        fused |= outputs if is_policy else {f"{policy}_logprobs": outputs["logprobs"]}
         hidden = {name: x for name, x in hidden.items() if name != policy}
     fused = {name: x for name, x in fused.items() if name in want}
     if not hidden:
@@ -238,29 +238,29 @@ def _of_logits(
 ) -> Stats:
     """``head_statistics`` from complete logits; ``distributions``: drawn from, and warm."""
     flat = tokens.reshape(-1)
-    read = {policy for statistic in statistics for policy in statistic.policies}
+    policies = {policy for statistic in statistics for policy in statistic.policies}
     stats: Stats = {}
-    seen: Stats = {}
+    by_policy: Stats = {}
     besides: Stats = {}
     for policy, states in hidden.items():
         logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
-        own = policy == "policy"
-        name = "logprobs" if own else f"{policy}_logprobs"
-        entropy = own and "entropy" in want
+        is_policy = policy == "policy"
+        name = "logprobs" if is_policy else f"{policy}_logprobs"
+        entropy = is_policy and "entropy" in want
         if name in want or entropy:
-            found = token_logprobs(logits, flat, distributions[0], entropy=entropy)
-            stats[name] = found["logprobs"]
-            stats |= {"entropy": found["entropy"]} if entropy else {}
-        if policy in read:
-            seen[policy] = sampling_logprobs(logits, distributions[1])
-            seen |= {"logits": logits} if own else {}
-        if own and policy in read and (more := networks[policy].extras.shown) is not None:
-            axes, found = tokens.ndim, more(params[policy], states)
-            besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in found.items()}
+            outputs = token_logprobs(logits, flat, distributions[0], entropy=entropy)
+            stats[name] = outputs["logprobs"]
+            stats |= {"entropy": outputs["entropy"]} if entropy else {}
+        if policy in policies:
+            by_policy[policy] = sampling_logprobs(logits, distributions[1])
+            by_policy |= {"logits": logits} if is_policy else {}
+        if is_policy and policy in policies and (more := networks[policy].extras.shown) is not None:
+            axes, outputs = tokens.ndim, more(params[policy], states)
+            besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in outputs.items()}
     for statistic in statistics:
-        shown = {n: seen[n] for n in statistic.policies}
-        shown |= {"logits": seen["logits"], **besides} if "policy" in shown else {}
-        stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
+        inputs = {n: by_policy[n] for n in statistic.policies}
+        inputs |= {"logits": by_policy["logits"], **besides} if "policy" in inputs else {}
+        stats[statistic.name] = jax.vmap(statistic.apply)(inputs, flat)
     names = want | {statistic.name for statistic in statistics}
     stats = {name: x for name, x in stats.items() if name in names}
     return {n: x.astype(jnp.float32).reshape(tokens.shape) for n, x in stats.items()}
@@ -299,9 +299,13 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
 
     The limit is a device's, and so are the rows counted, since a batch is divided over devices.
     """
-    own = rows // parts_of("batch", rows)
-    parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= limit or d == own))
-    return parts, max(1, min(columns, limit // (own // parts)))
+    local_rows = rows // parts_of("batch", rows)
+    parts = next(
+        d
+        for d in range(1, local_rows + 1)
+        if local_rows % d == 0 and (local_rows // d <= limit or d == local_rows)
+    )
+    return parts, max(1, min(columns, limit // (local_rows // parts)))
 
 
 def policy_of(state: TrainState, network: Network) -> Params:
@@ -382,8 +386,10 @@ def score(
         routed = shared_rows(batch)
         plain = routed._replace(routing=None)
         for name, net in nets.items():
-            own = routed if name == "policy" else plain  # other policies have routers of their own
-            states[name], sums = net.extras.hidden_shared(params[name], own)  # type: ignore[misc]
+            rows_of_policy = (
+                routed if name == "policy" else plain
+            )  # other policies have routers of their own
+            states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
             router = sums if name == "policy" else router
         if value is not None:
             stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
@@ -416,9 +422,9 @@ def score(
     unpack = _unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
     stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
-    wanted = want | {statistic.name for statistic in statistics}
-    found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
-    return found | router if "router" in want else found
+    names = want | {statistic.name for statistic in statistics}
+    extra = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
+    return extra | router if "router" in want else extra
 
 
 def _shares_prompts(
@@ -454,15 +460,15 @@ def _of_sequences(
 ) -> Stats:
     """[B, T]: the statistics of hidden states, policy -> [B, T, D], and of attention."""
     n, g, t = batch.tokens.shape
-    found: Stats = {}
+    extra: Stats = {}
     for statistic in statistics:
         name = statistic.policies[0]
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            found[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
+            extra[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
         if statistic.over == "attention":
-            found[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
-    return found
+            extra[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
+    return extra
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
@@ -495,8 +501,8 @@ def _readers(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The policies whose distributions are read, and those whose hidden states are."""
     names = want - {"values", "router"}
-    own = {"policy"} if names & {"logprobs", "entropy"} else set()
-    heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
+    basics = {"policy"} if names & {"logprobs", "entropy"} else set()
+    heads = basics | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
         if statistic.over not in ("vocabulary", "hidden", "attention"):
             raise unknown_choice(

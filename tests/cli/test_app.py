@@ -263,7 +263,7 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
-    assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
+    assert "--out rows: only a search writes rows; add --search mcts" in result.stderr
     for flag, value in (("--by", "model"), ("--reduce", "min")):
         result = jrl("eval", run_dir, flag, value)
         assert result.exit_code != 0
@@ -283,7 +283,7 @@ def test_eval_under_a_budget(replace, run_dir):
     result = jrl(*asked, "--out", "rows")
     assert result.exit_code != 0
     assert (
-        "--search compute_optimal leaves no rows; name one search, or leave --out" in result.stderr
+        "--search compute_optimal writes no rows; name one search, or remove --out" in result.stderr
     )
 
 

@@ -85,8 +85,8 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
     queries = jax.tree.map(lambda x: _cut(x, 1, sizes[0]), place.queries)
     keys = jax.tree.map(lambda x: _cut(x, 1, sizes[1]), place.keys)
     # Shapes are fixed, so the list has room for all pairs; loops end after those that count.
-    needed = _may_see(queries, keys, window)
-    (pairs,) = jnp.nonzero(needed.reshape(-1), size=needed.size, fill_value=0)
+    visible = _may_see(queries, keys, window)
+    (pairs,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
     return _Blocks(
         _cut(q.reshape(b, k, h // k, n, d), 3, sizes[0]),
         _cut(place.k_bkcd, 2, sizes[1]),
@@ -94,7 +94,7 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
         queries,
         keys,
         pairs.astype(jnp.int32),
-        needed.sum(),
+        visible.sum(),
     )
 
 
@@ -183,7 +183,7 @@ def _blocks_backward(
     q: Array,
     place: Place,
     window: Array,
-    seen: Array,
+    outputs: Array,
     log_sums: Array,
     g: Array,
     *,
@@ -196,7 +196,7 @@ def _blocks_backward(
     k, c = place.k_bkcd.shape[1:3]
     size = blocks.q.shape[4]
     by_block = lambda x: _cut(x.reshape(b, k, h // k, n, -1), 3, size)  # noqa: E731
-    inner = (seen.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+    inner = (outputs.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
     gs, inners, sums = by_block(g), by_block(inner)[..., 0], by_block(log_sums)[..., 0]
 
     def meet(at: Array, met: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:

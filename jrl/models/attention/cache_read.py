@@ -195,7 +195,7 @@ def _visited(mask_mnc: Array, r: int, bk: int) -> tuple[Array, Array, Array]:
 def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: float | None) -> None:
     """One block of columns of some rows: a turn of a running softmax for each row and head."""
     del last
-    held = dict(zip(names, refs, strict=False))
+    blocks = dict(zip(names, refs, strict=False))
     out, log_sum, peaks, totals, values = refs[len(names) :]
     i, j = pl.program_id(0), pl.program_id(1)
 
@@ -205,26 +205,26 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
         totals[...] = jnp.zeros(totals.shape, jnp.float32)
         values[...] = jnp.zeros(values.shape, jnp.float32)
 
-    rows, heads = held["q"].shape[:2]
+    rows, heads = blocks["q"].shape[:2]
 
     @pl.when(visited[i, j] != 0)
     def _() -> None:
         for r, head in itertools.product(range(rows), range(heads)):
-            q, at = held["q"][r, head], (r, head)
-            scores = _product(q, held["k"][at].astype(q.dtype), along=1)
-            if "k_scale" in held:
-                scores = scores * held["k_scale"][at]
+            q, at = blocks["q"][r, head], (r, head)
+            scores = _product(q, blocks["k"][at].astype(q.dtype), along=1)
+            if "k_scale" in blocks:
+                scores = scores * blocks["k_scale"][at]
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            scores = _masked(scores, held["mask"][r] != 0)
+            scores = _masked(scores, blocks["mask"][r] != 0)
             peak = jnp.maximum(peaks[at][:, :1], scores.max(-1, keepdims=True))
             weights, old = jnp.exp(scores - peak), jnp.exp(peaks[at][:, :1] - peak)
             total = totals[at][:, :1] * old + weights.sum(-1, keepdims=True)
             # The scale of a value is a factor of its weight, of which there are fewer.
-            if "v_scale" in held:
-                weights = weights * held["v_scale"][at]
-            seen = _product(weights.astype(q.dtype), held["v"][at].astype(q.dtype))
-            values[at] = values[at] * old + seen
+            if "v_scale" in blocks:
+                weights = weights * blocks["v_scale"][at]
+            read = _product(weights.astype(q.dtype), blocks["v"][at].astype(q.dtype))
+            values[at] = values[at] * old + read
             peaks[at] = jnp.broadcast_to(peak, peaks.shape[2:])
             totals[at] = jnp.broadcast_to(total, totals.shape[2:])
 
@@ -241,8 +241,8 @@ def _product(a: Array, b: Array, along: int = 0) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _masked(scores: Array, seen: Array) -> Array:
+def _masked(scores: Array, mask: Array) -> Array:
     """[g * n, c] scores where [n, c] says so, of every g."""
-    n, c = seen.shape
+    n, c = mask.shape
     wide = scores.reshape(-1, n, c) if n > 1 else scores
-    return jnp.where(seen[None] if n > 1 else seen, wide, MASKED).reshape(scores.shape)
+    return jnp.where(mask[None] if n > 1 else mask, wide, MASKED).reshape(scores.shape)

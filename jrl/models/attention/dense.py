@@ -130,7 +130,7 @@ class Past(NamedTuple):
 
 def attend_shared(
     q_rqhd: Array,
-    past: Past,
+    prefix: Past,
     k_rkcd: Array,
     v_rkcd: Array,
     mask_rqc: Array,
@@ -145,7 +145,7 @@ def attend_shared(
 
     Args:
       q_rqhd: [R, Q, H, h].
-      past: the prompts'.
+      prefix: the prompts'.
       k_rkcd: [R, K, C, h], the rows' own.
       v_rkcd: [R, K, C, h].
       mask_rqc: [R, Q, C] bool, True where visible.
@@ -156,25 +156,25 @@ def attend_shared(
       [R, Q, H, h] in the dtype of ``v_rkcd``. A query that sees nothing gets a mean of the values.
     """
     r, q, h, d = q_rqhd.shape
-    n, k, p = past.k_nkpd.shape[:3]
+    n, k, p = prefix.k_nkpd.shape[:3]
     m, g, c = r // n, h // k, k_rkcd.shape[2]
-    chex.assert_shape(past.mask_rqp, (r, q, p))
+    chex.assert_shape(prefix.mask_rqp, (r, q, p))
     chex.assert_shape(mask_rqc, (r, q, c))
     # Rows of one prompt next to each other, so that they are the rows of one matrix product.
     q_nkmgqd = q_rqhd.reshape(n, m, q, k, g, d).transpose(0, 3, 1, 4, 2, 5)
     k_nmkcd, v_nmkcd = (x.reshape(n, m, k, c, d) for x in (k_rkcd, v_rkcd))
 
     def scores(spec: str, keys: Array, mask_rqx: Array) -> Array:
-        found = matmul(spec, q_nkmgqd, keys, jnp.float32) * scale
+        products = matmul(spec, q_nkmgqd, keys, jnp.float32) * scale
         if softcap is not None:
-            found = softcap * jnp.tanh(found / softcap)
-        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, MASKED)
+            products = softcap * jnp.tanh(products / softcap)
+        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), products, MASKED)
 
     # Two products and one softmax: joined keys would be a copy of the prompt's for each row.
-    before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
-    own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
+    before = scores("nkmgqd,nkpd->nkmgqp", prefix.k_nkpd, prefix.mask_rqp)
+    own_scores = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
     specs = "nkpd,nkmgqp->nkmgqd", "nmkcd,nkmgqc->nkmgqd"
-    return _read(_Reading(specs, "nmqkgd"), (before, own), (past.v_nkpd, v_nmkcd))
+    return _read(_Reading(specs, "nmqkgd"), (before, own_scores), (prefix.v_nkpd, v_nmkcd))
 
 
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -225,8 +225,8 @@ def _read_forward(
     # Named, so that rematerialisation can keep them and make no scores again.
     weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(scores))
     parts = zip(way.specs, values, weights, strict=True)
-    seen = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
-    out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, seen))
+    reads = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
+    out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, reads))
     *rows, q, k, g, d = out.shape
     out = out.reshape(math.prod(rows), q, k * g, d).astype(values[0].dtype)
     out = checkpoint_name(out, SEEN)
@@ -234,9 +234,9 @@ def _read_forward(
 
 
 def _read_backward(
-    way: _Reading, kept: tuple, g_rqhd: Array
+    way: _Reading, residuals: tuple, g_rqhd: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    weights, values, out_rqhd = kept
+    weights, values, out_rqhd = residuals
     size = dict(zip(way.queries, weights[0].shape, strict=False))
     shape = [size.get(axis, out_rqhd.shape[-1]) for axis in way.rows]
     # In float32: for a query that sees one key the two terms below cancel.
@@ -323,11 +323,11 @@ def attend_parts(
         # Parts that are always read have one softmax: merging costs more than a longer row.
         always = [part for part in parts if part.reached is None]
         sometimes = [part for part in parts if part.reached is not None]
-        seen = [_attend_together(q_sqhd, always, scale, softcap)]
-        seen += [attend_part(q_sqhd, part, scale, softcap) for part in sometimes]
+        reads = [_attend_together(q_sqhd, always, scale, softcap)]
+        reads += [attend_part(q_sqhd, part, scale, softcap) for part in sometimes]
     else:
-        seen = [attend_one(q_sqhd, part, scale, softcap) for part in parts]
-    merged = _merged(seen)
+        reads = [attend_one(q_sqhd, part, scale, softcap) for part in parts]
+    merged = _merged(reads)
     out_skgqd = merged.values / merged.total
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
@@ -351,13 +351,13 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
     return jax.lax.cond(part.reached, attend, nothing, q_sqhd, part)
 
 
-def _merged(seen: Sequence[Seen]) -> Seen:
-    if len(seen) == 1:
-        return seen[0]
-    peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
-    shares = [jnp.exp(x.peak - peak) for x in seen]
-    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
-    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
+def _merged(reads: Sequence[Seen]) -> Seen:
+    if len(reads) == 1:
+        return reads[0]
+    peak = functools.reduce(jnp.maximum, [x.peak for x in reads])
+    shares = [jnp.exp(x.peak - peak) for x in reads]
+    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(reads, shares, strict=True)])
+    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(reads, shares, strict=True)])
     return Seen(peak, total, values)
 
 

@@ -196,7 +196,7 @@ def _backward(
     q: Array,
     place: Place,
     window: Array,
-    seen: Array,
+    outputs: Array,
     log_sums: Array,
     g: Array,
     *,
@@ -209,7 +209,7 @@ def _backward(
     inputs = _inputs(q, place, scale, past)
     n, c = q.shape[2], place.k_bkcd.shape[2]
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
-    results = [_filled(x, 2, shape[1]) for x in (seen, log_sums, g.astype(seen.dtype))]
+    results = [_filled(x, 2, shape[1]) for x in (outputs, log_sums, g.astype(outputs.dtype))]
 
     def run(w: int) -> tuple[Array, Array, Array]:
         def one(*row: Any) -> tuple[Array, Array, Array]:
@@ -221,8 +221,8 @@ def _backward(
             infos = kernel.dq_mask_info, kernel.dkv_mask_info
             residuals = (q, k, v, segments, None, out, log_sum, *infos)
             kwargs = kernel.kwargs | {"save_residuals": False, "res": residuals, "do": g}
-            found = splash._splash_attention_bwd(**kwargs)
-            return found[3], found[4], found[5]
+            gradients = splash._splash_attention_bwd(**kwargs)
+            return gradients[3], gradients[4], gradients[5]
 
         return jax.vmap(one)(*inputs, *results)
 
