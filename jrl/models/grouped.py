@@ -102,11 +102,14 @@ def _backward(
     # Written out because the derivative JAX makes multiplies float32 cotangents by bfloat16
     # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
     x_md, w_edf, rows_e = residuals
+    # Gathered again instead of kept: kept, the whole matrices of every layer would stay in memory
+    # until the backward pass.
     w_efd = _whole(options, w_edf, x_md).transpose(0, 2, 1)
     dx_md = _rows_times(options, g_mf, w_efd, rows_e)
     dw_edf = _by_group(options, x_md, g_mf, rows_e)
     if options.gather is not None:
         axis, dim = options.gather
+        # Each device returns the gradient of the part that it stores, summed over all.
         dw_edf = sum_scattered(dw_edf, axis, dim)
     return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
 
@@ -116,6 +119,7 @@ _grouped.defvjp(_forward, _backward)
 
 def _whole(options: _Options, w_edf: Array, x: Array) -> Array:
     """The matrices in the dtype of the rows, put together after that so that less is moved."""
+    # Convert before the gather: bfloat16 halves what is sent.
     w_edf = w_edf.astype(x.dtype)
     if options.gather is None:
         return w_edf
@@ -125,6 +129,7 @@ def _whole(options: _Options, w_edf: Array, x: Array) -> Array:
 def _rows_times(options: _Options, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
     """[M, F] float32."""
     y_mf = _choose(options, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    # Kernels may leave the rows past the last group uninitialised, and NaN times 0 is NaN.
     return jnp.where((jnp.arange(x_md.shape[0]) < rows_e.sum())[:, None], y_mf, 0)
 
 
@@ -136,6 +141,7 @@ def _by_group(options: _Options, x_md: Array, g_mf: Array, rows_e: Array) -> Arr
 def _choose(options: _Options, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
     kernel, where = options.kernel, options.platform
     if kernel == "auto":
+        # XLA's ragged products on TPUs are fast for rows times matrices only; see ``KERNELS``.
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
         kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
     run = kernels[kernel]
@@ -180,12 +186,15 @@ class Block(NamedTuple):
 
 def _height(rows: int, groups: int) -> int:
     """Rows of a block: a power of two near the mean run, so that half a block is lost to each."""
+    # A block reads one matrix: lower blocks read matrices more often, higher ones pad more rows.
     mean = max(rows // groups, 1)
     return min(max(1 << (mean.bit_length() - 1), _LEAST), _TILE)
 
 
 def blocks(rows_e: Array, height: int) -> tuple[Array, Callable[[Array], Block]]:
     """How many blocks there are, [] int32, and the one of each number, in the order of the rows."""
+    # Shapes are static but run lengths are not: the list of blocks exists only as this function of
+    # i, and the loop runs to the actual count.
     count_e = (rows_e + height - 1) // height
     last_e, end_e = jnp.cumsum(count_e), jnp.cumsum(rows_e)
 
@@ -217,6 +226,8 @@ def _blocks_rows(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
         y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(y_mf, y, at.start, 0)
 
+    # ``height`` rows of slack, so that the last block's slice stays inside: XLA would clamp its
+    # start and multiply the wrong rows.
     y_mf = jnp.zeros((m + height, f), jnp.float32)
     return jax.lax.fori_loop(0, count, visit, y_mf)[:m]
 
@@ -231,6 +242,8 @@ def _blocks_groups(x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     def visit(i: Array, dw_edf: Array) -> Array:
         at = block(i)
         x, g = (jax.lax.dynamic_slice_in_dim(a, at.start, height) for a in (x_md, g_mf))
+        # A block reaches into the next group's rows; here they would be summed into the wrong
+        # matrix, while the forward pass just overwrites them.
         g = jnp.where((row < at.rows)[:, None], g, 0)
         dw = jnp.matmul(x.T, g, preferred_element_type=jnp.float32)
         old = jax.lax.dynamic_index_in_dim(dw_edf, at.group, keepdims=False)
@@ -254,6 +267,8 @@ def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiles = _tiles(x_md.shape[0], *w_edf.shape[1:])
+    # The kernel's grid is in whole tiles of rows; the padding belongs to no group and is cut off
+    # below.
     padded = _whole_tiles(x_md)
     y_mf = gmm(padded, w_edf, rows_e, jnp.float32, tiles, interpret=interpret)
     return y_mf[: x_md.shape[0]]

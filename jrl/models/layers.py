@@ -58,8 +58,12 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     >>> frequencies(Rope(100.0), 4).round(4).tolist()
     [1.0, 0.10000000149011612]
     """
+    # Layers without rotary embedding (NoPE) go through the same code with angle 0, so the scan
+    # stays uniform.
     if rope.theta == 0:
         return np.zeros(head_dim // 2, np.float32)
+    # NumPy float32, as in the checkpoints' original code: float64 gives other last bits at large
+    # positions.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.scaling == "none":
@@ -68,6 +72,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         return (base / np.float32(rope.factor)).astype(np.float32)
     wavelengths = 2 * math.pi / base
     low, high = rope.low_freq_factor, rope.high_freq_factor
+    # Short wavelengths are kept, long ones divided by the factor, with a linear blend between.
     keep = np.clip((rope.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
     return ((1 - keep) * base / rope.factor + keep * base).astype(np.float32)
 
@@ -95,6 +100,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
       cos: [..., h / 2] float32, broadcast against ``x`` by the caller's axes of size 1.
       sin: the same shape.
     """
+    # Halves, not interleaved pairs: the layout of Hugging Face checkpoints.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     both = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return both.astype(x.dtype)
@@ -102,6 +108,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def rotations(config: ModelConfig, positions: Array) -> tuple[list[Rotation], list[int]]:
     """The distinct rotations of the model at these positions, and which one each layer uses."""
+    # Most models have one or two: computing cosines once each keeps them out of the layer loop.
     distinct = list(dict.fromkeys(config.ropes))
     tables = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
     return tables, [distinct.index(rope) for rope in config.ropes]
@@ -119,6 +126,7 @@ def embed(config: ModelConfig, params: Params, tokens: Array, *, divided: bool =
     """
     dtype = jnp.dtype(config.dtype)
     if divided:
+        # Both constraints together make XLA exchange activations in place of gathering the table.
         tokens = constrain(tokens, "lookup", "length")
     x_bld = params["embed"][tokens].astype(dtype)
     if divided:
@@ -135,6 +143,7 @@ def _row(x: Array, ndim: int) -> Array:
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     """``x`` over the root of its mean square, times the weight; float32, then as ``x``."""
+    # A bfloat16 sum of D squares keeps 8 bits: most of its terms would be rounded away.
     x32, w = x.astype(jnp.float32), _row(weight.astype(jnp.float32), x.ndim)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
     return (x32 * scale * (1.0 + w if config.norm_plus_one else w)).astype(x.dtype)
@@ -146,6 +155,7 @@ def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
 def layer_weights(config: ModelConfig, stacked: Params, i: int) -> Params:
     """Layer i's weights out of the stacks; the two feed-forward stacks skip each other's layers."""
     sparse = config.sparse
+    # Dense and sparse layers have stacks of their own, so layer i is at its rank among its kind.
     position = sum(s == sparse[i] for s in sparse[:i])
     absent = "mlp" if sparse[i] else "experts"
     return {
@@ -204,6 +214,7 @@ def _projected(
         v_bqkd = v_bqkd + _row(w["v_bias"], 4).astype(x_bqd.dtype)
     if config.qk_norm:
         q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
+        # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
         k_bqkd = rms_norm(k_bqkd, w["k_norm"], config)
     q_bqhd, k_bqkd = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q_bqhd, k_bqkd))
     # Transposed last: before the rotation, XLA would fold this into the product and transpose x.
@@ -219,6 +230,8 @@ def _projected_at_once(
     """
     cos, sin = (x[:, :, None, None] for x in rotation)
     queries = config.heads // config.kv_heads
+    # One product of a decode step in place of three: each reads its weights at memory speed, and
+    # the fixed cost of an operation is what is saved.
     all_bqkgh = project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
     if config.qkv_bias:
         of_queries = w["q_bias"].reshape(config.kv_heads, queries, -1)
@@ -242,6 +255,7 @@ def _attention(
     q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
+    # Left to itself XLA may divide keys by length and then gather them inside the scores.
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
     v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
@@ -278,6 +292,8 @@ def _experts(
 ) -> tuple[Array, Routed]:
     """The feed-forward part of a sparse layer, and where its router sent the tokens."""
     b, q, _ = x_bqd.shape
+    # float32 scores: between bfloat16 ones near ties are common, and sampling and training would
+    # send such tokens to different experts.
     logits = project("bqd,de->bqe", x_bqd, w["router"], jnp.float32)
     logits_me = constrain(logits, "batch", "length", None).reshape(b * q, -1)
     routing = moe.route(
@@ -344,6 +360,7 @@ def hidden(
     """The normalised output of the last layer for whole sequences; see ``types.Network.hidden``."""
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segments])
+    # Only live tokens may visit experts: padding would change balance statistics and take time.
     x_bld, live = embed(config, params, tokens), segments != 0
     attention = row_attention(options.attention, config, positions, segments)
     tables, rotation_ids = _stacked_rotations(config, positions)
@@ -471,10 +488,13 @@ def _through_layers(
         policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
         if SEEN in _KEPT[remat]:
             policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
+        # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
+        # would only block fusions.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
         xs = (layers, jnp.asarray(rotation_ids), jnp.asarray(windows), recorded)
+        # The body is compiled once, whatever the depth.
         return jax.lax.scan(body, carry, xs)
     per_layer: list[dict[str, Array]] = []  # layers of two shapes cannot be stacked
     for i in range(config.layers):
@@ -490,6 +510,8 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
     """[..., V] float32 scores of the next token; soft cap applied, no temperature."""
     lead = "abcdefg"[: hidden.ndim - 1]
     with jax.named_scope("logits"):
+        # A head prepared for sampling is a copy in another layout, so its presence decides, not the
+        # configuration.
         tied = "head" not in params  # and not prepared for sampling, which brings a head
         head = params["embed" if tied else "head"]
         spec = f"{lead}x,vx->{lead}v" if tied else f"{lead}x,xv->{lead}v"

@@ -79,6 +79,7 @@ def fused_logprobs(
     shards, local_tokens = devices[1], max(tokens.size // devices[0], 1)
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
+    # 2**22 float32 scores are 16 MiB: they stay in a CPU's last-level cache.
     room = room or 2 ** (22 if platform() == "cpu" else 24)
     width = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
     if size % -(-size // width) == 0:  # parts of one length, of which none overlap
@@ -86,6 +87,8 @@ def fused_logprobs(
     walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
     temperature = jax.lax.stop_gradient(temperature)
     early = head.softcap is None and hidden.dtype == jnp.float32
+    # Dividing D numbers a token in place of V; in bfloat16, or under a cap, the result would
+    # differ.
     if early:  # as exact as dividing the scores, of which there are V / D times as many
         hidden = hidden / temperature
     over = None if early else temperature
@@ -233,6 +236,8 @@ def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tu
             at = _start(walk, i)
             if walk.size % walk.width:  # where the part overlaps what is there, it adds 0
                 part += jax.lax.dynamic_slice_in_dim(slopes, at, walk.width, along)
+            # Written in place: a stack of parts, as scan would collect them, needs a second copy of
+            # the weight's gradient.
             slopes = jax.lax.dynamic_update_slice_in_dim(slopes, part, at, along)
             return (back + more, slopes), None
 

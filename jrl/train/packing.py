@@ -1,11 +1,11 @@
-"""Completions of different lengths packed into rows of one width, so that little padding is read.
+"""Packing: completions of different lengths in rows of one width, with little padding.
 
 A batch holds completions as ``[N, G, T]``, most of it padding when they end by themselves. The
 network reads them packed end to end into fewer rows. Prompts are assigned to blocks of at most
 ``LARGEST_BLOCK``, and the completions of a block to its rows: the longest first, into the first row
 with room. Rows of a block attend to the block's prompts, each of which is computed once.
 
-Completions that branch off one another lie in one row, and what they share lies there once.
+Completions that branch off one another share a row, with their common tokens stored once.
 
 Rows are about as wide as the longest completion, or tree, because attention scores a whole row. The
 number of rows and their width decide which program runs: widths are rounded and shapes are reused.
@@ -44,7 +44,7 @@ class PackedShape(NamedTuple):
 
 
 class Packer:
-    """Packs the batches of a run; for a step whose prompts are not dealt to minibatches.
+    """Packs the batches of a run; for steps without minibatches.
 
     Every shape is a program to compile. An existing one is used as long as a batch fits into it,
     until the columns it left empty add up to ``patience`` whole batches: then a smaller one is
@@ -73,6 +73,8 @@ class Packer:
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its packing, on the host; as it is where packing does not pay."""
         lengths, mask = jax.device_get((batch.lengths, batch.mask))
+        # A completion without trained tokens needs no columns, unless another member branches from
+        # it.
         lengths, trees = np.where(mask.any(-1), lengths, 0), None
         if "node" in batch.ids:
             node, tokens = jax.device_get((batch.ids["node"], batch.tokens))
@@ -83,11 +85,11 @@ class Packer:
         return batch.replace(packing=deal.packed(self._chosen(deal, deal.needed)))
 
     def notes(self) -> dict[str, Any]:
-        """What it goes by, as JSON can hold it; ``resume`` reads it."""
+        """The shapes in use and the waste, as JSON; ``resume`` reads it."""
         return {"shapes": sorted(map(list, self.used)), "wasted": self.wasted}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """Packs from here on as the packer that gave these notes would have."""
+        """Continues as the packer that returned these notes."""
         self.used = {PackedShape(*shape) for shape in notes["shapes"]}
         self.wasted = notes["wasted"]
 
@@ -97,6 +99,8 @@ class Packer:
         for shape in sorted(self.used, key=math.prod):
             rows = deal.rows(shape.columns)
             if 0 < rows <= shape.rows:
+                # Rent or buy: after ``patience`` batches' worth of empty columns a smaller shape
+                # is worth its compilation.
                 self.wasted += max(0.0, 1 - math.prod(shape_needed) / math.prod(shape))
                 if self.wasted <= self.patience or len(self.used) >= SHAPES:
                     return shape
@@ -113,7 +117,7 @@ class Packer:
 def pack(
     lengths: np.ndarray, width: int, *, parts: int = 1, shards: int = 1, worth: float = 0.9
 ) -> Packing | None:
-    """Where in which row each completion goes.
+    """The row and columns of each completion.
 
     Args:
       lengths: [N, G] int, tokens of each completion; 0 for one that is not trained on.
@@ -184,7 +188,7 @@ def grown_together(
 def _begins(
     lengths: np.ndarray, mask: np.ndarray, node: np.ndarray, tokens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """(which member each of ONE group leaves, at which token); (-1, 0) for none."""
+    """(parent, token at which it branches) of each member of ONE group; (-1, 0) for none."""
     begins = [(-1, 0)] * len(lengths)
     for g in range(len(lengths)):
         for other in range(g):
@@ -199,7 +203,7 @@ def _begins(
 
 
 def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> Tree:
-    """The tree that begins with a member; a stretch between two branches is a segment."""
+    """The tree rooted at a member; the tokens between two branch points are a segment."""
     cells: list[tuple[int, int, int]] = []
     ends: list[int] = []
 
@@ -213,7 +217,7 @@ def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> 
             for other in (other for at, other in leaving if at == stop):
                 grow(other, stop)
             start = stop
-        # All that follows continues each of these stretches; what was grown between does not.
+        # Later segments of the tree see these ones; those of branches grown in between do not.
         for segment in owned:
             ends[segment] = len(ends)
 
@@ -223,10 +227,10 @@ def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> 
 
 
 class _Deal:
-    """The prompts of each part dealt to blocks, and what shape their completions need.
+    """The prompts of each part assigned to blocks, and the shape their completions need.
 
     Attributes:
-      needed: the shape that suits them; None where packing does not pay.
+      needed: the cheapest shape; None if packing does not pay.
     """
 
     def __init__(
@@ -242,6 +246,7 @@ class _Deal:
         n, g = lengths.shape
         each = n // parts
         per_device = each // shards
+        # Blocks divide a device's prompts evenly, so no block crosses devices.
         block = next(b for b in range(min(LARGEST_BLOCK, per_device), 0, -1) if per_device % b == 0)
         # The same strides as ``score.split``: microbatch i holds prompts i, i + parts, ...
         self.lengths = [lengths[part::parts] for part in range(parts)]
@@ -251,14 +256,17 @@ class _Deal:
             for lengths_of_part in self.lengths
         ]
         self._filled: dict[int, list[list[list[list[int]]]]] = {}
-        # Empty completions take no room, so they do not count in the mean either.
+        # Empty completions take no columns, so they do not count in the mean either.
         longest, mean = int(lengths.max()), lengths.sum() / max(np.count_nonzero(lengths), 1)
         step = max(8, -(-width // WIDTHS // 8) * 8)
+        # Wider rows leave less padding at their ends, but attention computes scores of whole rows.
         most = max(longest, min(math.ceil(COMPLETIONS_PER_ROW * mean), width)) * 5 // 4
         widths = range(-(-max(longest, 1) // step) * step, most + step, step)
         shapes = [PackedShape(self.rows(columns), columns) for columns in widths]
+        # By cells, rows times columns: products over tokens dominate, and attention is bounded by
+        # ``most``.
         best = min(shapes, key=math.prod)
-        # Rows have gathers and masks to pay for; a tenth fewer columns must be left at least.
+        # Packing costs gathers and masks, so it must save at least a tenth of the columns.
         pays = math.prod(best) * (each // block) < worth * each * g * width
         self.needed = best if pays else None
 
@@ -285,7 +293,7 @@ class _Deal:
         return Packing(*(arrays if self._trees is not None else arrays[:4]))
 
     def _cells(self, part: int) -> Callable[[int], Tree]:
-        """(n * G + g, counted in a part) -> what lies in a row for it, members counted so, too."""
+        """(n * G + g within a part) -> the tree of that member, members numbered the same way."""
         lengths, parts, trees = self.lengths[part], len(self.lengths), self._trees
         g = lengths.shape[1]
 
@@ -312,6 +320,7 @@ def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[lis
     for i in np.argsort(-sizes, kind="stable"):
         if not sizes[i]:
             break
+        # Only rows in use: ``room`` has a slot for every possible row.
         fits = np.flatnonzero(room[: len(rows)] >= sizes[i])
         row = int(fits[0]) if fits.size else len(rows)
         if row == len(rows):
@@ -324,6 +333,8 @@ def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[lis
 
 def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list[list[int]]:
     """Names assigned to bins of at most ``most``, the largest first, to the emptiest bin."""
+    # Longest-processing-time scheduling; the fixed number of prompts per bin keeps array shapes
+    # static.
     loads, counts = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     contents: list[list[int]] = [[] for _ in range(bins)]
     for i in np.argsort(-sizes, kind="stable"):
@@ -345,6 +356,8 @@ def _lay(
     members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
     steps, owners, segments, ends = np.zeros((4, *members.shape), np.int32)
     for block, rows in enumerate(rows_of_blocks):
+        # Members count prompts within the part, ``owners`` within the block: attention sees one
+        # block.
         number = {int(prompt): i for i, prompt in enumerate(order[block])}
         for r, row in enumerate(rows, start=block * shape.rows):
             start = used = 0
@@ -355,5 +368,7 @@ def _lay(
                 members[at], steps[at] = tree.members, tree.steps
                 owners[at] = number[first // group]
                 segments[at], ends[at] = tree.segments + 1 + used, tree.ends + 1 + used
+                # Segments of one row are numbered on, so that no tree sees its neighbour; 0 stays
+                # padding.
                 start, used = at[1].stop, int(ends[at].max())
     return order, members, steps, owners, segments, ends

@@ -1,8 +1,8 @@
-"""Scoring: the per-token statistics of given completions, under given parameters.
+"""Scoring: per-token statistics of completions under given parameters.
 
-One forward pass, in which a prompt is read once for all completions of its group where the network
-can; logits exist for completion tokens only, and where they are many for a chunk of them at a time,
-forward and backward.
+One forward pass, in which a prompt is read once for all completions of its group if the network
+supports it; logits exist for completion tokens only, and for a chunk of them at a time if they are
+many, forward and backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jrl.types import (
 )
 
 _LOGITS_AT_ONCE = 2**24
-"""Most logits that a device holds at a time, in numbers (64 MiB of float32)."""
+"""Maximum logits of a device at a time, in numbers (64 MiB of float32)."""
 _SHOWN = 4
 """Arrays of the size of logits that a network shows besides (``NetworkExtras.shown``)."""
 
@@ -59,6 +59,7 @@ def rows(batch: Batch) -> SequenceRows:
     """A batch as complete sequences, for networks that cannot share prompts; B = N * G."""
     n, g, t = batch.tokens.shape
     p = batch.prompt_tokens.shape[1]
+    # A copy of the prompt for every member: the cost that ``shared_rows`` avoids.
     prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
     prompt_lengths = jnp.repeat(batch.prompt_lengths, g)[:, None]
     lengths = batch.lengths.reshape(n * g, 1)
@@ -67,6 +68,7 @@ def rows(batch: Batch) -> SequenceRows:
     before = jnp.where(step == 0, prompt_lengths - 1, p + step - 1)
     return SequenceRows(
         tokens=jnp.concatenate([prompt, batch.tokens.reshape(n * g, t)], axis=1),
+        # Positions continue at the prompt's true length; the columns between it and P are padding.
         positions=jnp.concatenate(
             [jnp.broadcast_to(column, prompt.shape), prompt_lengths + step], axis=1
         ),
@@ -89,6 +91,7 @@ def shared_rows(batch: Batch) -> SharedRows:
     last = jnp.take_along_axis(batch.prompt_tokens, batch.prompt_lengths[:, None] - 1, axis=1)
     last = jnp.broadcast_to(last[:, :, None], (n, g, 1))
     step = jnp.arange(t, dtype=jnp.int32)[None]
+    # Position of a row's first column: it holds the prompt's last token again.
     start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
     tokens = jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)
     segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
@@ -119,6 +122,7 @@ def shared_rows(batch: Batch) -> SharedRows:
     # segment is 0, which nothing attends to.
     at, order = (jnp.maximum(packing.members, 0), packing.steps), packing.order.reshape(-1)
     if (experts := shared.routing) is not None:
+        # The record follows its tokens, or training would route a token by another one's experts.
         prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
         experts = RoutingRecord(prompts, experts.tokens[at])
     if packing.segments is not None:
@@ -140,8 +144,9 @@ def shared_rows(batch: Batch) -> SharedRows:
 
 
 def _unpacked(packing: Packing | None, rows: int, columns: int) -> Callable[[Array], Array]:
-    """What brings an array [R, C, ...] that follows the packing back to [rows, columns, ...]."""
+    """The inverse of the packing, for arrays: [R, C, ...] -> [rows, columns, ...]."""
     if packing is None:
+        # Not packed: rows are in batch order already.
         return lambda x: x
     # Invert the gather once: for each completion token, where its statistic stands in the packing.
     # Empty columns write to index ``size``, which "drop" leaves out.
@@ -184,16 +189,15 @@ def head_statistics(
       a part of the vocabulary at a time.
     """
     policies = {policy for statistic in statistics for policy in statistic.policies}
-    # Greedy draws are scored by the distribution of temperature 1, as in ``token_logprobs``.
+    # Greedy samples are scored by the distribution of temperature 1, as in ``token_logprobs``.
     warm = sampling_params.replace(
         temperature=jnp.where(sampling_params.temperature > 0, sampling_params.temperature, 1.0)
     )
     # The fused head never sees a whole row of logits, so it cannot truncate or floor them, and a
     # statistic over the vocabulary cannot read them.
     fused: Stats = {}
-    for policy in (
-        [] if sampling_params.truncates or sampling_params.floors else sorted({*hidden} - policies)
-    ):
+    truncated = sampling_params.truncates or sampling_params.floors
+    for policy in [] if truncated else sorted({*hidden} - policies):
         if (head := networks[policy].extras.head) is None:
             continue
         is_policy = policy == "policy"
@@ -208,6 +212,8 @@ def head_statistics(
             at_once=_LOGITS_AT_ONCE,
         )
         fused |= outputs if is_policy else {f"{policy}_logprobs": outputs["logprobs"]}
+        # Done by the fused head, so its states must not reach ``_of_logits``, where they would be
+        # scored twice.
         hidden = {name: x for name, x in hidden.items() if name != policy}
     fused = {name: x for name, x in fused.items() if name in want}
     if not hidden:
@@ -221,6 +227,7 @@ def head_statistics(
         want=want,
         statistics=statistics,
     )
+    # A chunk holds the distributions of all policies at once, so they share the limit.
     shows = sum(networks[policy].extras.shown is not None for policy in hidden)
     size = max(networks[policy].vocab_size for policy in hidden) * (len(hidden) + _SHOWN * shows)
     return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
@@ -236,13 +243,14 @@ def _of_logits(
     want: frozenset[str],
     statistics: tuple[Statistic, ...],
 ) -> Stats:
-    """``head_statistics`` from complete logits; ``distributions``: drawn from, and warm."""
+    """``head_statistics`` from complete logits; ``distributions``: the sampler's, and warm."""
     flat = tokens.reshape(-1)
     policies = {policy for statistic in statistics for policy in statistic.policies}
     stats: Stats = {}
     by_policy: Stats = {}
     besides: Stats = {}
     for policy, states in hidden.items():
+        # Flat tokens: vmap over one axis, whatever the shape of the chunk.
         logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
         is_policy = policy == "policy"
         name = "logprobs" if is_policy else f"{policy}_logprobs"
@@ -279,6 +287,8 @@ def _in_chunks(
         return run(hidden, tokens)
 
     def tiles(x: Array) -> Array:
+        # Chunks of one size, for one compiled body; the padding's results are cut off by
+        # ``untiled``.
         x = jnp.pad(x, ((0, 0), (0, -t % chunk), *((0, 0),) * (x.ndim - 2)))
         # Strided, so that every device walks over rows of its own.
         x = x.reshape(b // parts, parts, -1, chunk, *x.shape[2:])
@@ -305,6 +315,7 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
         for d in range(1, local_rows + 1)
         if local_rows % d == 0 and (local_rows // d <= limit or d == local_rows)
     )
+    # Rows first, then columns: a part of whole rows keeps its columns contiguous.
     return parts, max(1, min(columns, limit // (local_rows // parts)))
 
 
@@ -316,7 +327,7 @@ def policy_of(state: TrainState, network: Network) -> Params:
 
 
 def drawing_policy(state: TrainState, network: Network) -> Params:
-    """The tree that completions to train on are drawn with: the round's expert, if there is one."""
+    """The parameters that sample training completions: the round's expert, if there is one."""
     return state.frozen["expert"] if "expert" in state.frozen else policy_of(state, network)
 
 
@@ -336,6 +347,7 @@ def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) 
         return params | dict(frozen)
     base = frozen["base"]
     others = {name: tree for name, tree in frozen.items() if name != "base"}
+    # With adapters the base is stored once and joined here; a reference policy is then free.
     policy = network.extras.split.join(params["policy"], base)
     return {"ref": base} | params | others | {"policy": policy}
 
@@ -386,9 +398,8 @@ def score(
         routed = shared_rows(batch)
         plain = routed._replace(routing=None)
         for name, net in nets.items():
-            rows_of_policy = (
-                routed if name == "policy" else plain
-            )  # other policies have routers of their own
+            # Other policies have their own routers, for which nothing is on record.
+            rows_of_policy = routed if name == "policy" else plain
             states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
             router = sums if name == "policy" else router
         if value is not None:
@@ -400,11 +411,14 @@ def score(
         for name, net in nets.items():
             hidden, sums = net.hidden(params[name], tokens, *where)
             router = sums if name == "policy" else router
+            # Only states that predict completion tokens: logits of prompt tokens are never
+            # computed.
             states[name] = jnp.take_along_axis(hidden, before, axis=1)
             if name == "policy" and value is not None:
                 values = value.apply(params["value"], hidden, tokens, *where)
                 stats["values"] = jnp.take_along_axis(values, sequences.before, axis=1)
 
+    # States are D numbers a token, ids one: moving the ids is cheaper.
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
     targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
     if packing is not None:
@@ -423,8 +437,8 @@ def score(
     stats = {name: unpack(x) for name, x in stats.items()}
     stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
     names = want | {statistic.name for statistic in statistics}
-    extra = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
-    return extra | router if "router" in want else extra
+    selected = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
+    return selected | router if "router" in want else selected
 
 
 def _shares_prompts(
@@ -460,15 +474,15 @@ def _of_sequences(
 ) -> Stats:
     """[B, T]: the statistics of hidden states, policy -> [B, T, D], and of attention."""
     n, g, t = batch.tokens.shape
-    extra: Stats = {}
+    stats: Stats = {}
     for statistic in statistics:
         name = statistic.policies[0]
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            extra[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
+            stats[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
         if statistic.over == "attention":
-            extra[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
-    return extra
+            stats[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
+    return stats
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
@@ -488,6 +502,7 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
 
     def one(row: tuple[Array, ...]) -> Array:
         tokens, positions, segments, mask = row
+        # [H, T, L] of one sequence; of the whole batch it may not fit in memory.
         weights = attention(params, tokens[None], positions[None], segments[None])[0, :, -t:]
         lags = positions[-t:, None] - positions[None]
         return statistic.apply(weights, jnp.where((segments != 0)[None], lags, -1), mask)
@@ -525,6 +540,7 @@ def split(batch: Batch, parts: int) -> Batch:
     def rows_of(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
+    # Reward weights have no prompt axis, so every part gets a copy.
     weights = jnp.broadcast_to(batch.reward_weights, (parts, *batch.reward_weights.shape))
     bare = jax.tree.map(rows_of, batch.replace(reward_weights=None, packing=None))
     return bare.replace(reward_weights=weights, packing=batch.packing)

@@ -125,19 +125,23 @@ def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: boo
     """
     where = platform()
     check_attention(config, requested, where)
+    # Splash measures windows in columns; with gaps in positions it would hide the wrong keys.
     exact = steady or config.window is None
     if requested == "splash" and not exact:
         return "blockwise"
     if requested != "auto":
         return requested
+    # Shorter rows would be padded to a tile of 128 columns.
     if where == "tpu" and exact and shape.keys >= SHORTEST:
         return "splash"
     # A device's own part decides, since that is what its kernel is given.
     context = parts_of("length", shape.queries)
     cells = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
+    # cuDNN gets whole rows, so the context axis must be 1, and a mask of 2 bytes a cell must fit.
     if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * cells <= MASK_BYTES:
         return "cudnn"
     scores = 4 * cells * config.heads // parts_of("heads", config.kv_heads)
+    # Both must be long: with few queries the scores are small however many keys there are.
     several = where == "cpu" and min(shape.queries, shape.keys) >= CPU_BLOCKWISE
     return "blockwise" if several or scores > DENSE_BYTES else "xla"
 
@@ -158,6 +162,7 @@ def by_device(function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) 
     axes = free_axes()
     if all(size == 1 for size in axes.values()):
         return function(*args)
+    # A Pallas or cuDNN call is opaque to the partitioner, which would replicate its operands.
     return jax.shard_map(
         function, in_specs=specs, out_specs=specs[0], axis_names=set(axes), check_vma=False
     )(*args)
@@ -279,6 +284,8 @@ def shared_attention(
         row_marks = Marks(rows.segments, rows.positions)
         own_keys = row_marks._replace(ends=rows.ends)
         # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
+        # Ids tell prompts of a block apart inside one row of keys, which kernels compare for
+        # equality.
         keys = Marks(
             jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], (m, b * p))
         )
@@ -295,6 +302,7 @@ def shared_attention(
 
         return by_places
     prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
+    # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
     if b > 1:
         prefix_mask &= rows.owners[:, :, None] == slots[None, None]
     back = rows.positions[:, :, None] - columns[None, None]
@@ -396,6 +404,8 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
             firsts = {id(part) for part in parts[:own]}
 
             def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+                # The rows' own pieces fill up while decoding; only for those a plan can know how
+                # much is read.
                 if id(part) not in firsts:
                     return look(q, part, scale, softcap, False)
                 with jax.named_scope("own_cache"):  # of which plan.costs knows how much is filled

@@ -48,6 +48,7 @@ def visible(
     """
     chex.assert_equal_shape([positions, segments])
     chex.assert_equal_shape([key_positions, key_segments])
+    # Distances by position, not by column: packed rows and caches have gaps between neighbours.
     distance_bqc = positions[:, :, None] - key_positions[:, None, :]
     same_bqc = segments[:, :, None] == key_segments[:, None, :]
     if key_ends is not None:
@@ -106,6 +107,7 @@ def _scores(
     """[B, K, H / K, Q, C] float32."""
     b, q, h, d = q_bqhd.shape
     k = k_bkcd.shape[1]
+    # The group is an axis of the queries; repeating keys for each head would read them H / K times.
     q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
     scores = matmul("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
@@ -182,6 +184,7 @@ def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
     # A softmax does not depend on the peak, so neither does its gradient.
     weights = [jnp.exp(x - jax.lax.stop_gradient(peak)) for x in parts]
+    # One division a query in place of one a key.
     share = 1 / functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
     return tuple(w * share for w in weights)
 
@@ -246,6 +249,7 @@ def _read_backward(
     of_scores, of_values = [], []
     for spec, v, w in zip(way.specs, values, weights, strict=True):
         of_v, of_w = gradients(spec, v, w.astype(v.dtype), g)
+        # The derivative of a softmax, w (dw - sum w dw), with the sum already known as ``mean``.
         of_scores.append(w * (of_w.astype(jnp.float32) - mean))
         of_values.append(of_v)
     return tuple(of_scores), tuple(of_values)
@@ -342,6 +346,7 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
 
     def nothing(q_sqhd: Array, part: Part) -> Seen:
         lead = (s, k, h // k, q)
+        # Peak MASKED with total 0 merges as weight exp(MASKED - peak) = 0, without a special case.
         zero = jnp.zeros((*lead, 1), jnp.float32)
         return Seen(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
 
@@ -354,6 +359,7 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
 def _merged(reads: Sequence[Seen]) -> Seen:
     if len(reads) == 1:
         return reads[0]
+    # Sums are relative to the peak of their part, so they are rescaled to one peak before adding.
     peak = functools.reduce(jnp.maximum, [x.peak for x in reads])
     shares = [jnp.exp(x.peak - peak) for x in reads]
     total = functools.reduce(jnp.add, [x.total * w for x, w in zip(reads, shares, strict=True)])
@@ -399,6 +405,7 @@ def _attend_together(
         values = matmul("mkrc,mkcd->mkrd", rows.astype(q_sqhd.dtype), part.v_mkcd, jnp.float32)
         return values.reshape(*weights.shape[:-1], d)
 
+    # All scores before any exponential: with the joint peak no part has to be rescaled.
     each = [(part, scores_of(part)) for part in parts]
     peak = functools.reduce(jnp.maximum, [by_row(x.max(-1, keepdims=True)) for _, x in each])
     total, values = [], []

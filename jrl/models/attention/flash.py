@@ -102,15 +102,18 @@ def _forward(
 ) -> tuple[Array, tuple]:
     outputs, log_sums = [], []
     for kernel, place in zip(kernels, places, strict=True):
+        # Rows that share a place are queries of one row, so its keys are read once for all of them.
         out, log_sum = kernel.forward(*_together(q, place), window)
         outputs.append(_split(out, q.shape[0]))
         log_sums.append(_split(log_sum[..., None], q.shape[0])[..., 0])
     # Each place divided by its own sum; its share of the sum of all puts that right.
     merged = functools.reduce(jnp.logaddexp, log_sums)
     if len(outputs) > 1:
+        # exp of a difference of log sums is at most 1, so nothing overflows.
         shares = [jnp.exp(x - merged)[..., None] for x in log_sums]
         parts = [x.astype(jnp.float32) * w for x, w in zip(outputs, shares, strict=True)]
         outputs = [functools.reduce(jnp.add, parts)]
+    # Named with the log sums: rematerialisation that keeps both never runs the kernels again.
     out = checkpoint_name(outputs[0].astype(places[0].v_bkcd.dtype), SEEN)
     merged = checkpoint_name(merged, SEEN)
     return out, (q, places, window, out, merged)
@@ -125,8 +128,10 @@ def _backward(kernels: tuple[Kernel, ...], residuals: tuple, g: Array) -> tuple:
         # The merged result and sums are all a place needs of the others: not their scores.
         rest = [_join(x, n) for x in (out, log_sum[..., None], g)]
         part, dk, dv = kernel.backward(queries, place, window, rest[0], rest[1][..., 0], rest[2])
+        # Each place contributes to the same queries; float32 until all are added.
         dq = dq + _split(part, q.shape[0]).astype(jnp.float32)
         key_gradients.append(Place(dk, dv, Marks(None, None), Marks(None, None)))  # type: ignore[arg-type]
+    # Marks are integers and the window is no weight: they have no gradient.
     return dq.astype(q.dtype), tuple(key_gradients), None
 
 

@@ -96,6 +96,7 @@ def _made(
     """
     heads, q, c = shape
     bq, bk = block_of(q), block_of(c)
+    # The same blocks forward and backward, so that one padding of the inputs serves both.
     sizes = splash.BlockSizes(
         block_q=bq,
         block_kv=bk,
@@ -106,6 +107,7 @@ def _made(
     )
     # Blocks above the diagonal, or behind a window, are then not even in the kernel's grid.
     if past is None and sequence is None:
+        # A static mask: the kernel's grid is built from it at trace time.
         mask: masks.Mask = masks.CausalMask((q, c))
         if window < NO_WINDOW:
             mask = masks.LocalMask((q, c), (window - 1, 0), 0)
@@ -141,6 +143,8 @@ def _each_window(
     """``run`` for the window that it is; the windows are fixed when the kernel is compiled."""
     if len(windows) == 1:
         return run(windows[0])
+    # The window is a traced number inside the scan over layers, so the kernel is chosen by a
+    # switch.
     index = sum((window > w).astype(jnp.int32) for w in windows[:-1])
     return jax.lax.switch(index, [functools.partial(run, w) for w in windows])
 
@@ -188,6 +192,7 @@ def _forward(
         return jax.vmap(one)(*inputs)
 
     out, log_sum = _each_window(run, windows, window)
+    # Cut the padding off again before shapes meet the caller's.
     n = q.shape[2]
     return out[:, :, :n], log_sum[:, :, :n]
 
@@ -227,5 +232,6 @@ def _backward(
         return jax.vmap(one)(*inputs, *results)
 
     dq, dk, dv = _each_window(run, windows, window)
+    # Queries were scaled outside of the kernel, so its dq is that of scaled queries.
     dq = (dq[:, :, :n].astype(jnp.float32) * scale).astype(q.dtype)
     return dq, dk[:, :, :c], dv[:, :, :c]
