@@ -288,7 +288,7 @@ class Checkpoints:
         return self._writer
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """Which steps stay, as orbax asks before it deletes the others; oldest first."""
+        """The steps to keep, for orbax's deletion of the others; oldest first."""
         newest = len(checkpoints) - self.keep
         return [
             place >= newest
@@ -322,7 +322,7 @@ class Checkpoints:
         )
 
     def _remedy(self, error: Exception) -> str:
-        """What would make a save succeed that did not."""
+        """A remedy for a failed save."""
         path = pathlib.Path(self.directory)
         if "://" not in self.directory and path.exists() and not path.is_dir():
             return f"{path} is a file; move it away"

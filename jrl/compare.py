@@ -204,7 +204,7 @@ def _runs(
 
 
 def coefficient_readers(config: Config, methods: Sequence[str]) -> dict[str, list[str]]:
-    """Which of the methods read each coefficient of ``config.objective``.
+    """The methods that read each coefficient of ``config.objective``.
 
     All of them where none does, each of which then says so.
     """

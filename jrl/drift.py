@@ -1,4 +1,4 @@
-"""How far a policy's results move with what should not matter: batch, mesh and dtype.
+"""Dependence of a policy's results on batch, mesh and dtype.
 
 Floating-point sums depend on their order, and that on shapes and on how devices divide them, so
 that the same prompts can get other completions. The measures are those of "Give Me FP32 or Give Me
@@ -81,7 +81,7 @@ def first_difference(rows: Sequence[np.ndarray]) -> int | None:
 
 
 def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
-    """How far the completions of the same problems are apart under several settings.
+    """Differences between the completions of the same problems under several settings.
 
     Args:
       runs: at least two settings, each with one completion of every problem.
@@ -274,7 +274,7 @@ def _sampling(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _engine(policy: ServedPolicy, batch: int, prompt_tokens: int) -> Engine:
-    """What decodes ``batch`` completions at once."""
+    """An engine that decodes ``batch`` completions at once."""
     with jax.set_mesh(policy.mesh):
         return Engine(
             policy.network,
@@ -325,7 +325,7 @@ class _Problems:
             raise UserError("data.eval is missing; name a file of held-out prompts")
 
     def points(self, completions: Sequence[tuple[Completion, Any]], pool: Any) -> np.ndarray:
-        """[M] points of the part that accuracy is measured by."""
+        """[M] the rewards of the part that defines accuracy."""
         task, tokenizer = self._run.task, self._run.tokenizer
         if isinstance(task, Task):
             tokens = np.zeros((len(completions), task.completion_tokens), np.int32)

@@ -16,7 +16,7 @@ from typing import Any
 from jrl.errors import UserError
 
 DISTRIBUTION = "jrl-lm"
-"""What the package index would call this library; the import is ``jrl``."""
+"""Name of this library on the package index; the import is ``jrl``."""
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 
@@ -67,7 +67,7 @@ def extras() -> dict[str, list[str]]:
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """Those of some requirements of which no version is installed, also by way of their extras."""
+    """The missing requirements, including those of their extras."""
     absent = []
     for each in requirements:
         match = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?", each)
@@ -105,7 +105,7 @@ def _installed(name: str) -> bool:
 
 
 def _short(path: Path) -> str:
-    """A path relative to the working directory where it lies below it."""
+    """A path, relative to the working directory if below it."""
     try:
         relative = path.relative_to(Path.cwd())
     except ValueError:

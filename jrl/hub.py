@@ -56,7 +56,7 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
 class HubName(NamedTuple):
-    """What a name of the Hub says.
+    """A parsed Hub name.
 
     Attributes:
       repo: ORG/NAME.
@@ -82,7 +82,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(spec: str) -> HubName | None:
-    """What a name says, or None for one of a file or directory.
+    """The parsed Hub name, or None for a file or directory.
 
     >>> hub_name("openai/gsm8k/main:test")
     HubName(repo='openai/gsm8k', config='main', split='test', revision=None)
@@ -116,7 +116,7 @@ def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Pa
 
 
 def near_models(directory: Path) -> str:
-    """Where a checkpoint was looked for, and the nearest names there and in the Hub's cache."""
+    """The searched directory, and the nearest names there and in the Hub's cache."""
     place = directory.absolute().parent
     siblings = (
         [path.name for path in place.glob("*") if path.is_dir() and path.name != directory.name]
@@ -178,7 +178,7 @@ def pinned_name(spec: str, kind: Kind, key: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
+    """The cache directory of huggingface_hub."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()

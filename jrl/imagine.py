@@ -1,4 +1,4 @@
-"""``jrl imagine``: a file of dialogues that a model behind an endpoint imagines.
+"""``jrl imagine``: a file of synthetic dialogues written by a model behind an endpoint.
 
 ``envs.imagined`` has what it is asked and how its replies are read. Each dialogue is one line,
 written as soon as it is judged; the same command adds those that are missing.
@@ -57,7 +57,7 @@ class Model:
             raise UserError(f"--url {self.url}: write an address such as http://localhost:8000/v1")
 
     def ask(self, prompt: str, seed: int) -> Any:
-        """What it replies to a prompt.
+        """The model's reply to a prompt.
 
         Raises:
           EndpointError: it does not answer, or with something else than a reply.
@@ -91,7 +91,7 @@ class Model:
 
 
 def _status(error: urllib.error.HTTPError) -> str:
-    """What a server says that refuses a request."""
+    """The text of an HTTP error."""
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(300)
@@ -104,7 +104,7 @@ class EndpointError(Exception):
 
 
 class Imagined(NamedTuple):
-    """What a call of ``imagine`` leaves.
+    """Result of a call of ``imagine``.
 
     Attributes:
       rows: dialogues in the file.
@@ -224,7 +224,7 @@ class _File:
         self._file.close()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes a row."""
+        """Appends a row."""
         row = {**row, "task": self._task}
         try:
             self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
@@ -318,7 +318,7 @@ def _mean(rows: Sequence[dict[str, Any]]) -> float:
 def _each(
     work: Callable[[int], dict[str, Any]], numbers: Sequence[int], threads: int
 ) -> Iterator[dict[str, Any] | None]:
-    """What ``work`` makes of each number, in the order they are done; None for the unreadable.
+    """The results of ``work`` for each number, in order of completion; None for unreadable ones.
 
     Threads are daemons, so that a request that hangs does not keep a process that was interrupted.
     What is done is handed over before an error is raised.

@@ -1,4 +1,4 @@
-"""How much memory this machine has, and sizes that cannot fit into it refused in one line.
+"""Memory of this machine, and one-line errors for sizes that cannot fit.
 
 Free of JAX, because readers of data import it.
 """
@@ -13,7 +13,7 @@ from jrl.errors import UserError
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container is given, in the second and the first version of cgroups."""
+"""Memory limit of a container, in cgroups v2 and v1."""
 
 
 def host_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Device meshes, and the one table that says which array axis lies on which mesh axis.
+"""Device meshes, and the one table from array axes to mesh axes.
 
 Models name the axes of weights and activations ("heads", "batch", ...); ``RULES`` maps those
 names to mesh axes. Nothing else in the library mentions a mesh axis, so another placement is
@@ -139,7 +139,7 @@ def spec(axes: Axes, rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionS
 
 
 def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
-    """Where an array of this shape and these logical axes lies.
+    """The sharding of an array of this shape and these logical axes.
 
     Raises:
       UserError: an axis that its mesh axes do not divide.
@@ -171,7 +171,7 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """The sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 

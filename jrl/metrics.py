@@ -44,7 +44,7 @@ _PACKAGES = (
 _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 
 LOG_SECONDS = 20.0
-"""How long the files of a run may refuse what is written before the run ends."""
+"""How long writes of the run's files are retried before the run ends."""
 
 CLOCKS = frozenset(
     {
@@ -213,7 +213,7 @@ class RunWriter:
             self._append("metrics.jsonl", [self._header])
 
     def truncate_after(self, step: int, unwritten: Mapping[str, str] | None = None) -> None:
-        """Removes records logged after a step, before those steps run again.
+        """Removes records after a step, before those steps run again.
 
         Call it once when resuming from a checkpoint, with the checkpoint's step; -1 removes all
         records. The header stays and gets an entry in ``resumed``.
@@ -253,7 +253,7 @@ class RunWriter:
             ) from error
 
     def last_evaluation(self, step: int) -> dict[str, Any]:
-        """The evaluation with which a run ended at a step, as a record; only the step of none.
+        """The final evaluation of a run at a step, as a record; only the step if there is none.
 
         Call it before ``truncate_after``, which removes ``summary.json``.
 
@@ -458,7 +458,7 @@ def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a file ends in the middle of a line."""
+    """Whether a file ends within a line."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Functions of one's own, named in a configuration as FILE.py:function or module:function.
+"""User code: functions named in a configuration as FILE.py:function or module:function.
 
 Values that a Python program passes (rows, a reward function) are named too, as python:NAME, and
 found while that program is inside ``given``.
@@ -36,7 +36,7 @@ IMPORT_SECONDS = 120.0
 """Time for a file or module to be imported."""
 
 GIVEN = "python:"
-"""What the name of a value passed in Python begins with."""
+"""Prefix of the name of a value passed in Python."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
@@ -170,7 +170,7 @@ def load(spec: str, key: str) -> Callable[..., Any]:
 
 
 def parameters_of(function: Callable[..., Any], setting: str) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a function of one's own, by name.
+    """The parameters of a user function, by name.
 
     Args:
       function: it.
@@ -265,7 +265,7 @@ def check_takes(function: Callable[..., Any], names: Sequence[str], setting: str
 
 
 def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: Any) -> Any:
-    """What a function of one's own returns, which makes a part of the run.
+    """The result of a user function that makes a part of the run.
 
     Args:
       function: it.
@@ -285,7 +285,7 @@ def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: A
 
 
 class SlowImport(UserError):
-    """A file or module of one's own takes too long to import; trying again would take as long."""
+    """A user's file or module takes too long to import; a retry would take as long."""
 
 
 class _TooLongError(BaseException):

@@ -1,4 +1,4 @@
-"""What a checkpoint step holds: arrays by name, their layouts and checksums, values of the host.
+"""Contents of a checkpoint step: named arrays, layouts, checksums, and host values.
 
 Leaves of a state have the names of their paths, such as ``params.policy.layers.wq``. Arrays among
 the host's values are stored like leaves; a name stands in their place.
@@ -25,7 +25,7 @@ FORMAT = 2  # 1 had no checksums
 def contents(
     state: Any, extra: Mapping[str, Any], *, what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a step by name, and what is written beside them, which is JSON.
+    """The named arrays of a step, and its JSON metadata.
 
     Args:
       state: any pytree of arrays, typed PRNG keys and Python numbers.
@@ -84,7 +84,7 @@ def read_contents(
 
 
 def _read_meta(path: str) -> dict[str, Any]:
-    """What was written beside the arrays."""
+    """The JSON metadata of a step."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
@@ -129,7 +129,7 @@ def drop_late_callbacks() -> None:
 
 
 _hook: Any = None
-"""What was set last; another may have been set since."""
+"""The last hook set here; other code may have set another since."""
 
 
 def _verify(arrays: Mapping[str, Any], expected: Mapping[str, int]) -> None:
@@ -203,7 +203,7 @@ def _layout(leaf: Any) -> dict[str, Any]:
 
 
 def _stored(leaf: Any) -> Any:
-    """What is stored of a leaf; a copy where the device's memory could be donated under it."""
+    """The stored form of a leaf; a copy if the device's memory could be donated meanwhile."""
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     if isinstance(data, jax.Array):
         # Every process has all of an uncommitted array, so it is stored like a host array.

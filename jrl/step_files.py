@@ -98,7 +98,7 @@ def _read_record(root: Any) -> Mapping[str, Any]:
 
 
 def _fault(file: Any, entry: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file, or None.
+    """The defect of a file, or None.
 
     The array readers would notice a truncated one too, but with tracebacks of their threads on the
     terminal.

@@ -1,4 +1,4 @@
-"""What the ``jrl`` command prints: tables, results, methods and configuration keys."""
+"""Output of the ``jrl`` command: tables, results, methods and configuration keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
 
 
 def print_drift(result: Mapping[str, Any]) -> None:
-    """What ``drift.measure_drift`` found, as two tables."""
+    """Prints the result of ``drift.measure_drift`` as two tables."""
     for kind in ("greedy", "sampled"):
         typer.echo(f"{kind} completions of {result['problems']} problems, step {result['step']}")
         header = [name.replace("_", " ") for name in result[kind][0]]

@@ -1,4 +1,4 @@
-"""What this machine has. What a configuration lacks on it is in ``jrl.train.lacks``."""
+"""Facts about this machine; ``jrl.train.lacks`` lists what a configuration is missing on it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _compile_cache() -> str:
 
 
 def _held(directory: Path) -> str:
-    """How much a directory holds; files that several names share count once."""
+    """Size of a directory; hard links count once."""
     if not directory.is_dir():
         return "empty"
     files = [p for p in directory.rglob("*") if p.is_file() and not p.is_symlink()]

@@ -1,4 +1,4 @@
-"""How the ``jrl`` command reports errors, and lists the configuration keys."""
+"""Error reporting of the ``jrl`` command, and its list of configuration keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a configuration does not go together, where several tables are involved."""
+"""Conflicts between keys of several tables."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
 
 
 def _placement_conflicts(config: Config) -> Iterator[str]:
-    """What does not go with devices of its own for rollout."""
+    """Conflicts with separate rollout devices."""
     if config.train.mode == "compiled":
         yield (
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
@@ -144,7 +144,7 @@ def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
 
 
 def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
-    """What does not go with a mesh of the sampler's own over the devices of training."""
+    """Conflicts with a sampling mesh over the devices of training."""
     mine, theirs = config.mesh_axes, config.sampling.mesh_axes
     if config.train.mode == "compiled":
         yield (

@@ -110,7 +110,7 @@ def explain(item: Mapping[str, Any]) -> str:
 
 
 def _wrong_kind(key: Key, value: object, chosen: str) -> str:
-    """What to say of a key that other kinds of its table have, and not the one that is given."""
+    """The error for a key of another kind of its table."""
     if key.name in key.only:
         return f"{key.name} = {value!r} and {chosen} are both given; remove one"
     *most, last = key.single or key.only
@@ -140,7 +140,7 @@ def _near(table: str, name: str, inside: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str, value: Any, chosen: str) -> str:
-    """What to write instead of a key that is not there, or not in this kind of its table."""
+    """The error for an unknown key, or one of another kind of table, with the nearest valid one."""
     keys = describe()
     names = [each.name for each in keys]
     for each in keys:

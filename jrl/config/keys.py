@@ -53,7 +53,7 @@ def describe() -> list[Key]:
 
 
 def table_note(name: str) -> str:
-    """What to know of a table before its keys: which kinds there are, whether it may be absent."""
+    """Facts about a table that precede its keys: its kinds, and whether it may be absent."""
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
         first = [kind for kind in kinds if " and " not in kind and kind not in GIVEN_KINDS]

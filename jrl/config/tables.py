@@ -38,12 +38,12 @@ DType = Literal["float32", "bfloat16"]
 
 
 def _listed(value: object) -> object:
-    """A text as the list that holds it, so that a command line may say ``KEY=word``."""
+    """Wraps a text in a list, so that a command line may use ``KEY=word``."""
     return (value,) if isinstance(value, str) else value
 
 
 class RunTable(Table):
-    """Where the run lives."""
+    """Location of the run, and when to resume it."""
 
     dir: str | None = key(None, "run directory; made when missing, default runs/NAME-TIME")
     resume: Literal["auto", "never", "must"] = key(
@@ -133,7 +133,7 @@ class ValueTable(Table):
 
 
 Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1, strict=False)]
-"""A directory, or several, of which the weights are averaged."""
+"""A directory, or several whose weights are averaged."""
 
 
 # ---------------------------------------------------------------- sampling and rewards
@@ -500,7 +500,7 @@ class Config(Table):
 
     @property
     def text(self) -> TextTable | None:
-        """How prompts in text are made, or None with a procedural task."""
+        """Encoding of text prompts, or None with a procedural task."""
         return self.data if isinstance(self.data, TextTable) else None
 
     @property
@@ -515,7 +515,7 @@ class Config(Table):
 
     @property
     def given_completions(self) -> str | None:
-        """The key that holds the completions of a run; None where the policy draws them."""
+        """The key of precomputed completions; None if the policy samples them."""
         if self.recorded is not None:
             return self.recorded.kind
         return None if self.pairs is None else "data.pairs"
@@ -527,7 +527,7 @@ class Config(Table):
 
     @property
     def order_seed(self) -> int | None:
-        """What the order of records is drawn with; None visits them as they stand."""
+        """Seed of the order of records; None visits them in file order."""
         return self.seed if isinstance(self.data, FileTable) and self.data.shuffle else None
 
     @model_validator(mode="after")

@@ -48,7 +48,7 @@ class BadRows:
         return bool(self._found) and not self._skip and index > self._last
 
     def finish(self, rows: int) -> str:
-        """What was left out, for a log; "" for nothing.
+        """The skipped rows, for a log; "" if none.
 
         Args:
           rows: read, usable or not.

@@ -232,7 +232,7 @@ def judged_batch(
 def _of_a_search(
     judged: Sequence[Judged], shape: tuple[int, int, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Statistics and ids [N, G, T] that the records of a search have besides."""
+    """Further statistics and ids [N, G, T] of the records of a search."""
     visits, labels = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     step = np.zeros(shape, np.int32)
     for row, one in enumerate(judged):
@@ -339,7 +339,7 @@ def _from_ids(
 
 
 def _form(judged: Judged) -> tuple[bool, bool]:
-    """Whether a record has visits, and steps: the arrays of a batch, which all batches have."""
+    """Whether a record has visits, and steps; all records of a batch must agree."""
     return bool(judged.visits), bool(judged.steps)
 
 

@@ -51,7 +51,7 @@ class Record(NamedTuple):
 
 
 def row_kind(row: Mapping[str, Any], where: str) -> str:
-    """Which of ``KINDS`` a row is.
+    """The kind of a row, one of ``KINDS``.
 
     Args:
       row: the fields.
@@ -194,7 +194,7 @@ def _steps(row: Mapping[str, Any], responses: list[list[int]], where: str) -> An
 
 
 def _length(value: Any) -> int:
-    """How many things a list or an array holds; -1 for anything else."""
+    """The length of a list or an array; -1 for anything else."""
     return -1 if value is None or isinstance(value, str | Mapping | int | float) else len(value)
 
 
@@ -235,7 +235,7 @@ def read_messages(value: Any, name: str, where: str) -> Messages:
 
 
 def answer_text(value: Any, name: str, where: str) -> str:
-    """The text of a completion, given as text or as one message of the assistant."""
+    """The text of a completion, from text or one assistant message."""
     if isinstance(value, str):
         text = value
     else:

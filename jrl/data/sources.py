@@ -89,7 +89,7 @@ def _suffix(path: Path) -> str | None:
 
 
 def _looked(path: Path) -> str:
-    """Where a file was looked for, and the one there whose name is nearest."""
+    """The searched directory, and its file with the nearest name."""
     directory = path.parent.resolve()
     names = (
         [each.name for each in directory.glob("*") if _suffix(each)] if directory.exists() else []
@@ -177,7 +177,7 @@ class JsonlSource:
         return row
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._lines[index]}"
 
 

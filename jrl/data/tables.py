@@ -83,7 +83,7 @@ class CsvSource:
         return dict(zip(self._names, values, strict=True))
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._rows[index][0]}"
 
 
@@ -175,12 +175,12 @@ class GzipSource:
         return row
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._rows[index][0]}"
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether a .json file is of one object a line: the first line is one, and more follow."""
+    """Whether a .json file has one object per line: the first line is one, and more follow."""
     with path.open("rb") as file:
         first, second = next((line for line in file if line.strip()), b""), b""
         if first.removeprefix(codecs.BOM_UTF8).strip().startswith(b"{"):

@@ -183,7 +183,7 @@ def a2c(base: Method) -> Method:
 
 @variant(ppo, without=RATIO, value_clip=None)
 def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) -> Method:
-    """Likelihood of the drawn tokens, weighted by the exponential of their advantages.
+    """Likelihood of the sampled tokens, weighted by the exponential of their advantages.
 
     "Advantage-Weighted Regression: Simple and Scalable Off-Policy Reinforcement Learning"
     (arXiv:1910.00177):
@@ -221,7 +221,7 @@ def in_nucleus(logprobs: Array, top_p: float, min_tokens: int = 1) -> Array:
 def nucleus_statistics(
     top_p: float, mask_policy: str, min_tokens: int = 1
 ) -> tuple[Statistic, ...]:
-    """What ``keep_nucleus`` and ``on_nucleus`` read.
+    """Statistics read by ``keep_nucleus`` and ``on_nucleus``.
 
     Returns:
       "in_nucleus" 1 or 0 and "rollout_nucleus_logprob", both at the start of the step, and
@@ -371,7 +371,7 @@ def retool(base: Method, correct: Positive = 1.0) -> Method:
 
 @variant(ppo, discount=0.99, kl_coef=0.005, kl_target=0.5, value_clip=None, epochs=5)
 def dsp(base: Method) -> Method:
-    """PPO on a hint that another model reads: the points are those of the other model's answer.
+    """PPO on a hint for another model: the reward is that of the other model's answer.
 
     "Guiding Large Language Models via Directional Stimulus Prompting" (arXiv:2302.11520), z being a
     hint, written by a small policy and put into the prompt of a model that is not trained:

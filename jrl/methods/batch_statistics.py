@@ -161,7 +161,7 @@ def centre_in_group_scale_by_batch(eps: float = 1e-6, ddof: int = 1) -> Transfor
 
 
 def by_prompt(surrogate: Surrogate) -> Surrogate:
-    """The same per-token losses, with a prompt's whole group as one row of the aggregate.
+    """The same per-token losses, with all members of a prompt as one row of the aggregate.
 
     With ``sequence_mean`` every prompt then weighs the same and every token of it shares that
     weight. Regularizers without an aggregate of their own keep sequences as rows.
@@ -245,7 +245,7 @@ def against_a_member(most_skew: float = 0.6) -> Transform:
 
 @variant(grpo, without=("eps", "ddof"))
 def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Method:
-    """Each completion against one of the group, drawn at random: 1 for a win, -1 for a loss.
+    """Each completion against a random one of the group: 1 for a win, -1 for a loss.
 
     Bootstrapped Relative Policy Optimization of "Writing-Zero: Bridge the Gap Between
     Non-verifiable Problems and Verifiable Rewards" (arXiv:2506.00103):
@@ -302,7 +302,7 @@ def concise_r(
 
 
 class Bundles(NamedTuple):
-    """Which completions form which paper, and which papers one bundle: [N, G] each.
+    """The paper of each completion, and the bundle of each paper: [N, G] each.
 
     Attributes:
       bundle: int32, the bundle that each completion's question is in.
@@ -349,7 +349,7 @@ def bundles(batch: Batch, size: int) -> Bundles:
 def track_quantiles(
     state: Quantiles, scores: Array, live: Array, levels: tuple[float, float], rate: float
 ) -> Quantiles:
-    """The estimates after a batch of scores, of which those live count; its own at first."""
+    """The estimates after a batch of scores and the count of live ones; at first its own."""
     count = live.sum()
     everyone = seg.segments(live)
 

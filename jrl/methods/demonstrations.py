@@ -1,4 +1,4 @@
-"""Completions from outside, alone or beside the policy's own: imitate, prefer, or reinforce.
+"""External completions, alone or with the policy's own: imitate, prefer, or reinforce.
 
 Demonstrations are the group's last members; the statistic "external" is 1 on their tokens. All
 float32.
@@ -72,7 +72,7 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
 
 
 def imitated(stats: Stats, advantages: Array) -> Array:
-    """-A log pi, with A what a transform made the demonstration worth."""
+    """-A log pi, with the demonstration's advantage A from a transform."""
     return -advantages * stats["logprobs"]
 
 
@@ -162,7 +162,7 @@ class Balance(NamedTuple):
 
 
 class BalanceState(NamedTuple):
-    """What the controller remembers: mu, its last move, the last U, the target and the steps done.
+    """State of the controller: mu, its last change, the last U, the target and the step count.
 
     All are [] float32.
     """
@@ -407,7 +407,7 @@ def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.
 
 
 def expert_weights(temperature: float) -> Transform:
-    """How often a sample is expected among its group and as many draws from it.
+    """Expected number of occurrences of a sample among its group and as many further samples.
 
     A draw's probability is in proportion to exp(score / temperature), the temperature in points.
 
@@ -434,7 +434,7 @@ def expert_weights(temperature: float) -> Transform:
 def auto_cei(
     temperature: Positive = 0.6, depth: NonNegative = 13.0, slope: Positive = 0.4
 ) -> Method:
-    """Expert iteration in which "I don't know" is worth more the longer the reasoning before it.
+    """Expert iteration that rewards "I don't know" more after longer reasoning.
 
     "Automatic Curriculum Expert Iteration for Reliable LLM Reasoning" (arXiv:2410.07627). Rewards
     are 1 for a right answer, -1 for a wrong one and for a refusal after d reasoning steps

@@ -262,7 +262,7 @@ def ucas(
 
 
 def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Transform:
-    """Adds points to the shortest right answer of each group that is longer than ``min_tokens``."""
+    """A bonus for the shortest correct answer of each group longer than ``min_tokens``."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         right = batch.members & (batch.score() > above)
@@ -346,7 +346,7 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
 
 
 class _About(NamedTuple):
-    """What the solutions of each member's problem are like, each [N, G] float32."""
+    """Solution statistics of each member's problem, each [N, G] float32."""
 
     rate: Array
     solutions: Array
@@ -370,7 +370,7 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
 
 
 def _predictions(batch: Batch, name: str) -> tuple[Array, Array]:
-    """How many valid predictions each member's problem has, and their sum, [N, G] float32."""
+    """Count and sum of the valid predictions of each member's problem, [N, G] float32."""
     prediction = batch.ids[name]
     predicting = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
     valid = (predicting & (prediction >= 0)).astype(jnp.float32)
@@ -432,7 +432,7 @@ def masa(
     imitation_coef: NonNegative = 0.1,
     cutoff: Positive = 2.0,
 ) -> Method:
-    """GRPO on solutions and, beside them, on predictions of how the solutions will turn out.
+    """GRPO on solutions, and on predictions of the solve rate in separate groups.
 
     MASA of "Meta-Awareness Enhances Reasoning Models: Self-Alignment Reinforcement Learning"
     (arXiv:2510.03259). A problem stands in a batch twice, once to be solved and once to be

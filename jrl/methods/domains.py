@@ -1,4 +1,4 @@
-"""What a method's coefficients may be: write the domain in the signature.
+"""Domains of a method's coefficients, written in its signature.
 
     def my_method(clip: NonNegative = 0.2, rounds: Count = 1, kl_kind: KlInLoss = "k2") -> Method:
 

@@ -43,7 +43,7 @@ TINY = 1e-8
 
 
 def hardness_weighted(correct: float, hardness: float) -> Transform:
-    """(R - m) (1 + hardness (1 - m)), R being 1 from ``correct`` points on, else -1; m its mean."""
+    """(R - m) (1 + hardness (1 - m)), with R = 1 from ``correct`` on, else -1, and m its mean."""
 
     def one(scores: Array, members: Array) -> Array:
         signs = jnp.where(scores >= correct, 1.0, jnp.where(jnp.isnan(scores), scores, -1.0))
@@ -174,7 +174,7 @@ def aepo(
     rows: Tokens = 60,
     threshold: NonNegative = 0.05,
 ) -> Method:
-    """GRPO with good completions drawn at another temperature, which pull the entropy to a target.
+    """GRPO with correct completions sampled at another temperature, which steer the entropy.
 
     "Arbitrary Entropy Policy Optimization: Entropy Is Controllable in Reinforcement Fine-tuning"
     (arXiv:2510.08141). While the policy's entropy is at or below ``target``, a second pass over a

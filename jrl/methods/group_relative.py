@@ -256,7 +256,7 @@ def zerosearch(base: Method) -> Method:
 
 @variant(grpo, clip_high=0.28)
 def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
-    """GRPO of whole consultations, each worth what its turns were paid, with an entropy bonus.
+    """GRPO of complete consultations, scored by the rewards of their turns, with an entropy bonus.
 
     "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System for Multi-Turn
     Clinical Dialogue" (arXiv:2505.19630). A doctor asks a patient, another model, and a turn earns

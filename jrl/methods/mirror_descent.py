@@ -1,4 +1,4 @@
-"""Squared errors along whole completions: mirror descent, contrast, balance, Bellman equations.
+"""Squared errors over complete sequences: mirror descent, contrast, balance, Bellman equations.
 
 Each function says its paper's formula with r the reward of a completion y, pi the policy being
 trained, and l(y) = log(pi(y) / pi_ref(y)), summed over the completion's trained tokens. Log-ratios
@@ -154,7 +154,7 @@ def for_flow(beta: Positive = 1.0, floor: Positive = 1e-3) -> Method:
 # ---------------------------------------------------------------- soft Bellman equations
 
 LEVELS = ("token", "step", "response")
-"""What one action of ``oreo``'s equation for the policy is."""
+"""The action unit of ``oreo``'s policy equation."""
 
 PAPERS_ALPHA = {"token": 0.01, "step": 0.1, "response": 0.3}
 
@@ -217,7 +217,7 @@ def soft_value_loss(beta: float, coef: float = 1.0) -> Regularizer:
 
 
 def reference_divergence(coef: float) -> Regularizer:
-    """``coef`` times KL(pi || pi_ref) of the distribution at each token, over the whole vocabulary.
+    """``coef`` times KL(pi || pi_ref) of each token's distribution, over the full vocabulary.
 
     Log-ratios are held within 20 nats: a token that truncation took from the reference would cost
     infinitely much.

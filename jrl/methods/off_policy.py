@@ -39,7 +39,7 @@ from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 
 MASKS = ("none", "one_side", "two_side", "ring")
-"""Which ratios keep their gradient; see ``rec``."""
+"""The ratios that keep their gradient; see ``rec``."""
 
 
 def far_dropped(
@@ -276,7 +276,7 @@ def remix(
     kl_kind: KlInLoss,
     reincarnation_steps: Tokens = 50,
 ) -> Method:
-    """Fresh and replayed completions in one loss, the clip centred on where the policy stands.
+    """Fresh and replayed completions in one loss, the clip centred on the current policy.
 
     ReMix of "Squeeze the Soaked Sponge: Efficient Off-policy Reinforcement Finetuning for Large
     Language Model" (arXiv:2507.06892), its form on GRPO:

@@ -65,7 +65,7 @@ def _values_learner(
     values: TokenValues,
     epochs: int,
 ) -> Method:
-    """A method whose loss reads points by token, ``points`` of (rewards [T], mask [T])."""
+    """A method whose loss reads rewards by token, ``points`` of (rewards [T], mask [T])."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         rewards = transforms.token_rewards(transforms.paid_rewards(scores, batch), batch)
@@ -282,7 +282,7 @@ def blended_steps(blend: float) -> Transform:
 
 
 def between(low: float, high: float) -> Transform:
-    """Leaves out replayed steps unless the policy draws their tokens with a chance in (low, high].
+    """Masks replayed steps unless the policy's probability of their tokens is in (low, high].
 
     The chance of a step is the geometric mean of its tokens', the inverse of its perplexity, by the
     policy at the start of the training step.

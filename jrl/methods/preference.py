@@ -364,7 +364,7 @@ def aot(
     beta: Positive,
     pairing: Annotated[str, Choice(("paired", "unpaired"))] = "paired",
 ) -> Method:
-    """DPO on quantiles: log-ratios of the whole batch are sorted before they are compared.
+    """DPO on quantiles: log-ratios of the batch are sorted before they are compared.
 
     AOT of "Distributional Preference Alignment of LLMs via Optimal Transport" (arXiv:2406.05882)
     with the logistic loss, sums over the n pairs of the batch, x_(i) the i-th smallest:

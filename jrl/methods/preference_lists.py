@@ -191,7 +191,7 @@ def bco(beta: Positive = 0.1, decay: Decay | None = None, threshold: Points = 0.
 
 
 def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Array, Array]:
-    """Which tokens of two sequences belong to their longest common subsequence.
+    """Membership of each token of two sequences in their longest common subsequence.
 
     The sequences are [T] int32; tokens that are not live [T] match nothing.
 
@@ -302,7 +302,7 @@ def ddpo(
 
 @published
 def pro(sft_coef: NonNegative = 0.05, gap_temperature: Flag = True) -> Method:
-    """The likelihood of a whole ranking under mean log-probabilities, plus imitation of the best.
+    """Likelihood of a complete ranking under mean log-probabilities, plus imitation of its best.
 
     "Preference Ranking Optimization for Human Alignment" (arXiv:2306.17492), for y_1 > ... > y_n
     with p(y) = log pi(y) / |y| and rewards r:
@@ -384,7 +384,7 @@ RATIONALE = 1
 
 
 def with_rationale(base: Method, gamma: float, form: str) -> Method:
-    """A method of pairs that also learns the rationales that stand beside them.
+    """A method of pairs that also learns their rationales.
 
     A rationale is a member whose ``ids["stratum"]`` is ``RATIONALE``. A group whose answers are
     left out is left out whole. "pair_weight" becomes 1 on answers, 0 on rationales.

@@ -41,7 +41,7 @@ WinModel = Annotated[str, Choice(("bradley_terry", "comparison"))]
 
 @variant(dpo)
 def online_dpo(base: Method) -> Method:
-    """A direct alignment loss on pairs that the current policy draws and a judge orders.
+    """A direct alignment loss on pairs sampled from the current policy and ranked by a judge.
 
     OAIF of "Direct Language Model Alignment from Online AI Feedback" (arXiv:2402.04792), with
     (y_w, y_l) the best and the worst of the group and a, b = beta h(y_w), beta h(y_l):
@@ -234,7 +234,7 @@ def p3o(
     ratio_cap: AtLeastOne = 10.0,
     epochs: Count = 1,
 ) -> Method:
-    """The policy gradient of reward differences, with clipped ratios of whole completions.
+    """The policy gradient of reward differences, with clipped ratios of complete sequences.
 
     P3O of "Pairwise Proximal Policy Optimization: Harnessing Relative Feedback for LLM Alignment"
     (arXiv:2310.00212). With rho_i = pi(y_i) / pi_old(y_i) of whole completions, and without
@@ -394,7 +394,7 @@ def rlaif_v(base: Method) -> Method:
 
 
 def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
-    """The reward by which RLAIF-V picks the best of several answers: the mean log-ratio of a token.
+    """RLAIF-V's reward for selecting one of several answers: the mean token log-ratio.
 
     Returns:
       [] float32, nats. 0 where nothing is live.
@@ -455,7 +455,7 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
 
 @variant(dpo, refresh_ref=100)
 def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> Method:
-    """Iterated DPO on pairs drawn by how far an estimator's stochastic passes agree on them.
+    """Iterated DPO on pairs selected by the agreement of an estimator's stochastic passes.
 
     "Self-Evolutionary Large Language Models through Uncertainty-Enhanced Preference Optimization"
     (arXiv:2409.11212): pairs drawn from the policy and ranked by a reward model are judged again by

@@ -59,7 +59,7 @@ def ranked(perturbed: Array, live: Array) -> Array:
 
 
 def utility_gains(kind: str, relevance: Array, live: Array, cutoff: int) -> Array:
-    """What each rank adds to the utility of a ranking.
+    """The gain of each rank in the utility of a ranking.
 
     "dcg": relevance / log2(rank + 1); "ndcg": that over its greatest possible sum; "mrr": 1 / rank
     at the first member of positive relevance. ``relevance`` and ``live`` are [G], in the order of
@@ -139,7 +139,7 @@ def pg_rank(
     per_rank: Flag = False,
     epochs: Count = 1,
 ) -> Method:
-    """REINFORCE over rankings of a group, drawn from the scores' Plackett-Luce distribution.
+    """REINFORCE over rankings of a group, sampled from the scores' Plackett-Luce distribution.
 
     Neural PG-RANK of "Policy-Gradient Training of Language Models for Ranking" (arXiv:2310.04407):
 
@@ -168,10 +168,10 @@ def pg_rank(
 # ---------------------------------------------------------------- items of a completion
 
 GAINS = ("own", "tail")
-"""What a rank is credited with: its own relevance, or the discounted gain from it on."""
+"""Credit of a rank: its own relevance, or the discounted gain from it on."""
 
 AVERAGES = ("ranks", "tokens", "batch")
-"""What weighs the same: a completion's ranks, its tokens, or all tokens of the batch."""
+"""Unit of equal weight: a completion's ranks, its tokens, or all tokens of the batch."""
 
 
 def rank_advantages(
@@ -182,7 +182,7 @@ def rank_advantages(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> Transform:
-    """Normalised advantages of each rank, for the tokens of the item that stands there.
+    """Normalised advantages of each rank, for the tokens of the item at that rank.
 
     With the label "item" (a token's item from 0 on; below 0 for tokens of none, which are not
     trained), reward part k is the relevance of the item of rank k, and the number of parts is the

@@ -170,7 +170,7 @@ def vespo(
     power_negative: NonNegative = 3.0,
     rate_negative: Positive = 2.0,
 ) -> Method:
-    """REINFORCE weighted by a smooth kernel of the whole completion's importance weight.
+    """REINFORCE weighted by a smooth kernel of the completion's importance weight.
 
     "VESPO: Variational Sequence-level Soft Policy Optimization for Off-Policy LLM Training"
     (arXiv:2602.10693):
@@ -213,7 +213,7 @@ def dppo_tv(
 def dppo_kl(
     base: Method, limit_low: NonNegative, limit_high: NonNegative, weight_cap: AtLeastOne
 ) -> Method:
-    """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the drawn token, in nats.
+    """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the sampled token, in nats.
 
     DPPO-Binary-KL, of the paper of ``dppo_tv``, with its departures.
     """
@@ -288,7 +288,7 @@ def smoothed_standard(slots: int, eps: float = 1e-6, ddof: int = 1) -> Transform
 
 
 def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict:
-    """What is known of each prompt once the batch's scores are counted; [N] each.
+    """The running statistics of each prompt, updated with the batch's scores; [N] each.
 
     Rows of one prompt are counted together and get the same numbers.
     """

@@ -54,7 +54,7 @@ def reinforce(baseline: Annotated[str, Choice(("none", "batch"))] = "none") -> M
 
 @variant(reinforce, without=("baseline",))
 def rloo(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
-    """REINFORCE on whole completions, each against the mean of the group's others.
+    """REINFORCE on complete sequences, each against the mean of the group's others.
 
     "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in
     LLMs" (arXiv:2402.14740):
@@ -103,7 +103,7 @@ def reinforce_plus_plus(
     correction_low: Positive | None = None,
     epochs: Count = 1,
 ) -> Method:
-    """PPO's clipped loss without a critic: rewards to go, normalised over the whole batch.
+    """PPO's clipped loss without a critic: rewards to go, normalised over the batch.
 
     "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization"
     (arXiv:2501.03262), the form for one or more samples a prompt:
@@ -131,7 +131,7 @@ def reinforce_plus_plus(
 
 @variant(grpo, without=("eps", "ddof"), kl_kind="k2")
 def reinforce_plus_plus_baseline(base: Method) -> Method:
-    """REINFORCE++ against the mean of the prompt's completions, normalised over the whole batch.
+    """REINFORCE++ against the mean of the prompt's completions, normalised over the batch.
 
     The form for several samples a prompt, of the paper of ``reinforce_plus_plus``:
 
@@ -189,7 +189,7 @@ def _collision(distributions: Stats, token: Array) -> Array:
 
 
 COLLISION = Statistic("collision", _collision, start=True)
-"""The probability that two draws from the policy's distribution agree, at the start of the step."""
+"""Collision probability of two samples from the policy's distribution, at the start of the step."""
 
 
 def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
@@ -303,7 +303,7 @@ def own_steps() -> Transform:
 
 @variant(reinforce_plus_plus, without=("kl_coef", "kl_kind", "discount"))
 def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
-    """REINFORCE++ on messages: each is worth what the discussion itself found it worth.
+    """REINFORCE++ on messages, each scored by the discussion itself.
 
     "CoMAS: Co-Evolving Multi-Agent Systems via Interaction Rewards" (arXiv:2510.08529). A solution
     is proposed, evaluated and given a score s of 1, 2 or 3:

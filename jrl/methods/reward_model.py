@@ -25,7 +25,7 @@ from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
 
 
 def last_value(group: Members) -> Array:
-    """[G] points: the value at each member's last trained token."""
+    """[G] the value at each member's last trained token."""
     return group.last("values")
 
 
@@ -61,7 +61,7 @@ def bradley_terry(
 
 @published
 def plackett_luce() -> Method:
-    """The likelihood of a whole ranking: each completion drawn before all those below it.
+    """The likelihood of a complete ranking: each completion is chosen before all those below it.
 
     "The Analysis of Permutations" (Plackett, 1975; not on arXiv):
 
@@ -176,7 +176,7 @@ def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
 
 
 def step_qualities() -> Transform:
-    """``step_ends``, with the labels r turned into ``quality_values`` of 2 r - 1."""
+    """``step_ends``, with the labels r mapped to ``quality_values`` of 2 r - 1."""
     ends = step_ends()
 
     def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:

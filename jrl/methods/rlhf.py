@@ -62,7 +62,7 @@ def salsa(base: Method) -> Method:
 
 
 def stop_cost(points: float) -> Transform:
-    """Takes ``points`` from the score of a completion that was cut at the length limit."""
+    """Subtracts ``points`` from the score of a truncated completion."""
     return stateless(lambda scores, batch: (scores - points * batch.truncated, batch))
 
 
@@ -199,7 +199,7 @@ def equivalent_group(members: Members, beta: float, spread_coef: float) -> tuple
 
 
 def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: float) -> Surrogate:
-    """``inner`` on the policy's own draws plus ``coef`` times ``equivalent_group`` on the rest.
+    """``inner`` on the policy's own samples plus ``coef`` times ``equivalent_group`` on the rest.
 
     Use it with ``sequence_sum``, the mean over groups: the own draws' losses are divided by their
     tokens and by the number of own draws.

@@ -38,7 +38,7 @@ from jrl.types import Array, Batch, Transform
 def step_returns(
     rewards: Array, steps: Array, mask: Array, discount: float, joined: Array | None = None
 ) -> Array:
-    """[T] points: the discounted reward from each token's step to the end of ONE sequence.
+    """[T] the discounted reward from each token's step to the end of ONE sequence.
 
         R_k = sum over later steps l >= k of discount^(l - k) r_l
 
@@ -231,7 +231,7 @@ def epo_strategy(base: Method, discount: Fraction = 0.99, normalise: Flag = True
 
 
 def per_episode(inner: Transform) -> Transform:
-    """A transform of whole groups, with the rows of one episode as one member.
+    """A group transform with the rows of one episode as one member.
 
     Rows of a group belong together where ``ids["episode"]`` is equal. The episode's score is the
     sum over its rows, and all of them get its advantage; an episode of which a limit ended a row is
@@ -286,7 +286,7 @@ def supo(base: Method) -> Method:
 
 
 def stratified(group_transform: Transform, blend: float, eps: float, ddof: int) -> Transform:
-    """``blend`` of the scores normalised inside strata, the rest from a transform of whole groups.
+    """``blend`` of the scores normalised inside strata, the rest from a group transform.
 
     Strata are the labels ``batch.ids["stratum"]`` ([N, G]); where nobody recorded any, a group is
     one stratum. A completion alone in its stratum has 0 for the first part.

@@ -207,7 +207,7 @@ RULES = ("local", "global", "coupled")
 
 
 def head_spans(weights: Array, lags: Array, mask: Array) -> Array:
-    """How far back each attention head looks on average: the short are local, the long global.
+    """Mean attention distance of each head: heads with a short one are local, others global.
 
     Returns:
       [H] float32, tokens.
@@ -269,7 +269,7 @@ def rhythm_factors(
     reach: int = 3,
     shared: float = 0.5,
 ) -> Array:
-    """What ``preplan_anchor`` multiplies the advantages of ONE completion by: gamma_t, [T] float32.
+    """Advantage multipliers of ONE completion: gamma_t, [T] float32.
 
     ``distance`` [T] is from ``attention_distance``, ``influence`` [T] from ``attention_influence``;
     tokens outside the mask [T] are stepped over. ``fraction`` is of the live tokens, rounded up,

@@ -44,7 +44,7 @@ def shared_lengths(tokens: Array, lengths: Array) -> Array:
 
 
 def prefix_steps(scores: Array, tokens: Array, lengths: Array, members: Array) -> Array:
-    """What each token of ONE group changes in the mean score of the completions that go through.
+    """Change of the mean score of completions through each token of ONE group, from its parent.
 
     See ``tempo``; scores, lengths (tool output included) and members are [G], tokens [G, T]. The
     tree of prefixes is never built: completions are at one node as long as they agree.
@@ -111,7 +111,7 @@ def arpo(
     tree_rounds: Count = 1,
     tree_above: NonNegative = 0.0,
 ) -> Method:
-    """GRPO on episodes that branch behind a tool's answers where the policy grows uncertain.
+    """GRPO on episodes that branch after a tool's answers where the policy grows uncertain.
 
     ARPO of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849), with its hard attribution
     of advantages, where d members go through a token:
@@ -138,7 +138,7 @@ def arpo(
 
 
 def node_gains(scores: Array, node: Array, members: Array) -> Array:
-    """What each token's node adds to the value of the prompt and of the node before; ``treerl``.
+    """Advantage of each token's node over the root and over its parent node; ``treerl``.
 
     Args:
       scores: [G] float, points; their mean over members is taken out of them.

@@ -32,13 +32,13 @@ MOST_ITEMS = 100_000
 """Of a list, as Jinja's own range allows."""
 
 MOST_WORKED = 1_000_000
-"""Characters of a text that a filter takes apart or rewrites letter by letter."""
+"""Maximum characters of a text for filters that process it letter by letter."""
 
 MOST_INDENT = 16
 """Characters that tojson puts before each level."""
 
 MOST_SECONDS = 5.0
-"""Of one conversation; usual ones take a thousandth of a second."""
+"""Time limit of one conversation; typical ones take a millisecond."""
 
 
 class _Beyond(Exception):
@@ -174,7 +174,7 @@ def _size(value: Any) -> int:
 
 
 def _flat(value: Any) -> list[Any]:
-    """What a value holds, at any depth; of a table its values."""
+    """All values nested in a value, at any depth; of a mapping its values."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

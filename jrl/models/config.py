@@ -21,7 +21,7 @@ ROPE_SCALINGS = ("linear", "llama3", "none")
 
 
 class Rope(NamedTuple):
-    """How one layer rotates its queries and keys; ``theta`` 0 means that it does not.
+    """Rotary embedding of one layer; ``theta`` 0 means none.
 
     Attributes:
       theta: base of the wavelengths.
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @functools.cached_property
     def sparse(self) -> tuple[bool, ...]:
-        """Which layers route their tokens to experts."""
+        """Whether each layer routes its tokens to experts."""
         if not self.experts:
             return (False,) * self.layers
         return _cycle(self.expert_pattern, self.layers)

@@ -34,9 +34,9 @@ VERY_FEW = 8
 """Rows up to which such a product is left to YNNPACK, if the weights are ``MANY`` numbers."""
 MANY = 2**16
 LARGE = 2**24
-"""Multiplications from which a product of many rows is worth the choice."""
+"""Multiplications from which choosing the operand order of a product pays."""
 REORDERED = 2**18
-"""Numbers in an operand of a gradient that make the order of the operands worth the choice."""
+"""Numbers in an operand of a gradient from which choosing the order pays."""
 WIDE = 2**12
 """Columns from which a matrix is better the first operand of a sum over rows."""
 
@@ -228,7 +228,7 @@ def _sum_over_rows(spec: str, a: Array, b: Array) -> Array | None:
 
 
 def _transposed(spec: str, size: Mapping[str, int]) -> tuple[int, str]:
-    """How many numbers a product in this order of operands transposes, and its own result's axes.
+    """The number of elements transposed in this order of operands, and the axes of its result.
 
     XLA's products want the summed axes last in the first operand and first in the second, and give
     the free axes of the first one before those of the second.

@@ -51,7 +51,7 @@ from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Params
 
 AXES = {"k": 2, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
-"""Which axis of a cache's arrays its columns are."""
+"""The column axis of a cache's arrays."""
 
 
 def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
@@ -239,7 +239,7 @@ def fill(
     config: ModelConfig,
     options: Options = PLAIN,
 ) -> Cache:
-    """``extend`` of an empty cache by whole rows; see ``types.NetworkExtras.fill``."""
+    """``extend`` of an empty cache by complete rows; see ``types.NetworkExtras.fill``."""
     n, p = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < lengths[:, None]
@@ -294,7 +294,7 @@ def init_cache(
 
 
 class View(NamedTuple):
-    """How queries look at one piece of a cache: the same in all layers with one window.
+    """View of one piece of a cache, shared by all layers with the same window.
 
     Attributes:
       piece: which piece of the rows' own arrays; None for the prefix.
@@ -316,7 +316,7 @@ class View(NamedTuple):
 
 
 def cache_views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[View]:
-    """How queries at these positions [S, Q] look at each piece, and at the prefix, last."""
+    """The views of queries at these positions [S, Q] on each piece, and on the prefix, last."""
     reach = NO_WINDOW if window is None else np.int32(window)
     offsets = cache.offsets()[:, None]
     together = cache.column if positions.shape[1] == 1 else None

@@ -154,7 +154,7 @@ def network_of(functions: Functions, vocab_size: int, max_length: int) -> Networ
 
 
 def value_of(functions: Functions) -> ValueNetwork:
-    """A value network of its own, from functions that return [B, L], points."""
+    """A separate value network, from functions that return [B, L] values."""
     init, axes, run = functions
 
     def apply(

@@ -1,4 +1,4 @@
-"""Products of runs of rows with a matrix each: what routed experts are made of.
+"""Grouped matrix products, the core of routed experts: each run of rows has its own matrix.
 
 Rows are sorted by group, and each group multiplies its own run, so the work is that of the rows
 there are, whatever the balance between groups, and no row is left out.
@@ -22,7 +22,7 @@ from jrl.models.matmul import PRODUCT
 from jrl.types import Array
 
 KERNELS = ("auto", "blocks", "megablox", "ragged")
-"""How grouped products are made: ``ragged`` by XLA's own operation, ``megablox`` by the Pallas
+"""Kernels of grouped products: ``ragged`` is XLA's own operation, ``megablox`` the Pallas
 kernels for TPUs, ``blocks`` by a loop over runs of equal height. ``auto`` takes blocks on the CPU,
 where XLA multiplies every row by every matrix; on TPUs ragged, but megablox for the gradients of
 matrices, for which XLA multiplies so there, too (E times the work, as compiled); else ragged."""
@@ -34,7 +34,7 @@ _LEAST = 8
 
 
 class Gather(NamedTuple):
-    """Where matrices are divided when a product begins: parts along ``dim`` over a mesh axis."""
+    """Sharding of the matrices before a product: parts along ``dim`` over a mesh axis."""
 
     axis: str
     dim: int
@@ -192,7 +192,7 @@ def _height(rows: int, groups: int) -> int:
 
 
 def blocks(rows_e: Array, height: int) -> tuple[Array, Callable[[Array], Block]]:
-    """How many blocks there are, [] int32, and the one of each number, in the order of the rows."""
+    """The number of blocks, [] int32, and the block of each index, in row order."""
     # Shapes are static but run lengths are not: the list of blocks exists only as this function of
     # i, and the loop runs to the actual count.
     count_e = (rows_e + height - 1) // height

@@ -1,4 +1,4 @@
-"""Networks that end in one number a token: value estimates and scalar rewards."""
+"""Networks with one output per token: value estimates and scalar rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jrl.types import Array, Network, Params, SharedRows, ValueNetwork
 
 
 class RewardNetwork(NamedTuple):
-    """Scores whole sequences.
+    """Scores complete sequences.
 
     Attributes:
       init: (key) -> params.

@@ -1,4 +1,4 @@
-"""One layer of the decoder, and the pass of whole sequences through all of them.
+"""One layer of the decoder, and the forward pass of complete sequences.
 
 The pass of decoding (``decode.extend``) is made of the same layers. The two differ in ``mix``: what
 the queries of a layer attend to. The weights of all layers are stacked on a leading "layers" axis.
@@ -171,7 +171,7 @@ Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 class Options(NamedTuple):
-    """How attention and routed experts are computed.
+    """Kernels of attention and routed experts.
 
     Attributes:
       attention: of ``attention.choice.ATTENTION``.
@@ -188,7 +188,7 @@ PLAIN = Options()
 
 
 class Routed(NamedTuple):
-    """Where a layer's router sent tokens; of a dense layer, nothing.
+    """The routing of a layer's tokens; empty for a dense layer.
 
     Attributes:
       experts: [B, Q, k] int32.
@@ -357,7 +357,7 @@ def hidden(
     remat: str = "none",
     options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
-    """The normalised output of the last layer for whole sequences; see ``types.Network.hidden``."""
+    """The normalised last-layer output for complete sequences; see ``types.Network.hidden``."""
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segments])
     # Only live tokens may visit experts: padding would change balance statistics and take time.
@@ -522,7 +522,7 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
 
 
 def head(params: Params, *, config: ModelConfig) -> Head:
-    """The product behind ``logits``; see ``types.NetworkExtras.head``."""
+    """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
     return Head(weight, axis, config.logit_softcap)
 

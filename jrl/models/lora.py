@@ -42,11 +42,11 @@ ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 TARGETS = (*ATTENTION, *FEED_FORWARD)
 """The projections that may have adapters."""
 BASES = ("float", "int8")
-"""How the frozen matrices may be kept."""
+"""Storage formats of the frozen matrices."""
 
 
 class Lora(NamedTuple):
-    """Which projections have adapters, and of what size.
+    """The projections with adapters, and their size.
 
     Attributes:
       rank: of the product of the two thin matrices.
@@ -62,7 +62,7 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
+        """The scale of the adapters' product."""
         return self.alpha / self.rank
 
     def check(self, config: ModelConfig) -> Lora:
@@ -171,7 +171,7 @@ def split(params: Any) -> tuple[Any, Any]:
 
 
 def join(trained: Any, base: Any, *, scale: float) -> Any:
-    """The tree that ``split`` took apart."""
+    """The joined tree, the inverse of ``split``."""
     tree = dict(base)
     for name, node in trained.items():
         if set(node) == {"a", "b"}:
@@ -238,7 +238,7 @@ def merge(params: Params, *, config: ModelConfig) -> Params:
 
 
 def count_trained(config: ModelConfig, lora: Lora) -> int:
-    """How many numbers the adapters hold."""
+    """The number of elements in the adapters."""
     shapes = jax.eval_shape(partial(init_adapters, config=config, lora=lora), jax.random.key(0))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
@@ -313,7 +313,7 @@ def _factored(params: Params) -> bool:
 
 
 def _prepare_separate(params: Params, config: ModelConfig, axes: Any, gather: bool) -> Any:
-    """What ``prepare`` gives with every matrix by itself, adapters and integers as they are.
+    """``prepare`` with every matrix separate, adapters and integers unchanged.
 
     Args:
       params: of the network.

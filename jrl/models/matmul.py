@@ -46,7 +46,7 @@ def project(
 
 
 def summed_short(spec: str, shape: tuple[int, ...], axes: Axes | None) -> str | None:
-    """Which sum with a weight devices share: over its "inputs", its "outputs" (backward), or none.
+    """The sum with a weight that devices share: over "inputs", "outputs" (backward), or None.
 
     Such sums are sent in the dtype of the activations. A device sums its own part in float32 and
     rounds it once, which halves what tensor parallelism sends; the parts are few, so that this is
@@ -174,7 +174,7 @@ def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
 
 
 def whole_width(w: Array, axes: Axes) -> Array:
-    """A weight, or a part of one, of which every device has all of its width (an all-gather).
+    """A weight, or a part of one, with its full width on every device (an all-gather).
 
     Asked for by a constraint alone, XLA may sum parts that are zero elsewhere over all devices,
     which sends twice as much, as compiled for TPUs.
@@ -202,7 +202,7 @@ def whole_width(w: Array, axes: Axes) -> Array:
 def _scattered(
     spec: str, x: Array, g: Array, axes: Axes
 ) -> tuple[tuple[PartitionSpec, PartitionSpec], PartitionSpec, int, tuple[str, ...]] | None:
-    """How ``weight_gradient`` divides its operands and its result; None where it does not.
+    """Partitions of ``weight_gradient``'s operands and result; None if it is not sharded.
 
     Returns:
       Partitions of the operands and of the result, the result's axis that ``fsdp`` divides, and the

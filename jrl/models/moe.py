@@ -20,7 +20,7 @@ from jrl.types import Array
 
 
 class Routing(NamedTuple):
-    """Where M tokens go.
+    """Destinations of M tokens.
 
     Attributes:
       weights: [M, k] float32, what each expert's output is multiplied by; carries gradient.
@@ -42,7 +42,7 @@ def route(
     norm_topk_prob: bool,
     recorded: Array | None = None,
 ) -> Routing:
-    """Which experts each token visits, and with what weight.
+    """The experts of each token, and their weights.
 
     With ``recorded`` experts it is the replay of "Stabilizing MoE Reinforcement Learning by
     Aligning Training and Inference Routers" (arXiv:2510.11370): the experts are those on record,
@@ -77,7 +77,7 @@ def route(
 
 
 def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array]:
-    """What live tokens did in one layer, as sums; those of several parts of a batch add up.
+    """Router statistics of live tokens in one layer, as sums that add up over parts of a batch.
 
     Args:
       logits: [M, E] float32.
@@ -113,7 +113,7 @@ def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array
 
 
 def balance_loss(sums: dict[str, Array]) -> Array:
-    """How unevenly tokens are sent to experts, times the number of tokens, averaged over layers.
+    """The load-balance loss, times the number of tokens, averaged over layers.
 
     The auxiliary loss of "Switch Transformers: Scaling to Trillion Parameter Models with Simple and
     Efficient Sparsity" (arXiv:2101.03961), eq. 4, with the share of visits in place of the share of

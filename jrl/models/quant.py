@@ -183,7 +183,7 @@ def layer_axes(config: ModelConfig, axes: Any) -> Any:
 
 
 def dequantise(params: Params, dtype: Any) -> Params:
-    """The parameters with every ``Int8`` as the floats that it stands for."""
+    """The parameters with every ``Int8`` dequantised."""
     turn = lambda x: x.whole(dtype) if is_int8(x) else x  # noqa: E731
     return jax.tree.map(turn, params, is_leaf=is_int8)
 

@@ -42,7 +42,7 @@ def recording(network: Network, config: ModelConfig) -> Network:
 
 
 def record_dtype(config: ModelConfig) -> Any:
-    """What the experts of a record are kept in; the numbers go from -1 to experts - 1."""
+    """Dtype of recorded experts; numbers go from -1 to experts - 1."""
     return jnp.int8 if config.experts <= 128 else jnp.int16
 
 

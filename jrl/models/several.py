@@ -24,7 +24,7 @@ from jrl.types import Array, Cache, Network, NetworkExtras, Params, Several
 
 
 class Prepared(struct.PyTreeNode):
-    """What the policies' ``prepare`` returned: of all, or of the first alone."""
+    """The results of the policies' ``prepare``: of all, or of the first only."""
 
     weights: tuple[Any, ...]
 

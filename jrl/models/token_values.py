@@ -127,7 +127,7 @@ def _axes_head(outputs: str | None) -> Any:
 
 
 def _head(params: Params, hidden: Array) -> Array:
-    """[..., outputs] float32, points."""
+    """[..., outputs] float32 values."""
     with jax.named_scope("token_values"):
         inner = _affine(hidden.astype(jnp.float32), params["inner"], params["inner_bias"])
         return _affine(jax.nn.relu(inner), params["outer"], params["outer_bias"])

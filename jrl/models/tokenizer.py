@@ -28,7 +28,7 @@ ALPHABET = "0123456789+-*=>,:;? abcdefghijklmnopqrstuvwxyz"
 
 
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer.
+    """The tokenizer interface of the library.
 
     Attributes:
       vocab_size: the number of ids, special tokens included; every id is below it.
@@ -285,7 +285,7 @@ class FileTokenizer:
         return ids
 
     def encode_framed(self, text: str, outside: Sequence[tuple[int, int]]) -> list[int]:
-        """Token ids of a text parts of which come from outside, which are never control tokens.
+        """Token ids of a text; parts from outside never become control tokens.
 
         The ids are those of ``encode`` unless a part would be read as a control token; then parts
         and frames are encoded apart.
@@ -478,7 +478,7 @@ def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 def _stop_ids(
     directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
-    """The ids that end a completion, that of ``eos_token`` first."""
+    """The token ids that end a completion, ``eos_token`` first."""
     ids: list[int] = []
     if eos_token is not None:
         eos_id = backend.token_to_id(eos_token)

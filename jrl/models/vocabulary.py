@@ -22,7 +22,7 @@ _LOWEST = -1e30  # finite, so that nothing times it is 0
 
 
 class _Walk(NamedTuple):
-    """How the vocabulary is walked over; static."""
+    """Partition of the vocabulary into shards and parts; static."""
 
     axis: int
     softcap: float | None

@@ -73,7 +73,7 @@ def with_gap() -> Transform:
 
 
 def within_gap(max_gap: float) -> Transform:
-    """Leaves out groups whose best and worst scores differ by more than ``max_gap`` points."""
+    """Removes groups whose best and worst scores differ by more than ``max_gap``."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
@@ -111,7 +111,7 @@ def demonstrations_first() -> Transform:
 
 
 def own_only(inner: Transform) -> Transform:
-    """Applies a transform to the policy's own draws; demonstrations keep their scores.
+    """Applies a transform to the policy's own samples; demonstrations keep their scores.
 
     Args:
       inner: [N, G] -> [N, G], such as a group's normalisation; it may not edit the batch.
@@ -129,7 +129,7 @@ def own_only(inner: Transform) -> Transform:
 # ---------------------------------------------------------------- whole completions
 
 START = frozenset({"proximal_logprobs", "ref_logprobs"})
-"""What ``start_log_ratio`` reads."""
+"""Statistics read by ``start_log_ratio``."""
 
 
 def sums(name: str, batch: Batch) -> Array:

@@ -1,4 +1,4 @@
-"""Losses over all pairs of a group, and over a whole ranking.
+"""Losses over all pairs of a group, and over complete rankings.
 
 "Pairs" are the ordered pairs (i, j) of live members with a higher score at i than at j; equal
 scores make none. All float32.
@@ -57,7 +57,7 @@ def ranking_metrics(rewards: Array, pairs: Array) -> Stats:
 
 
 def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
-    """Minus the log-likelihood of a ranking: each member is drawn before all those below it.
+    """Negative Plackett-Luce log-likelihood: each member is chosen before all those below it.
 
         sum over k of -log[ exp(r_k s_k) / (exp(r_k s_k) + sum over i below k of exp(r_i s_ki)) ]
 

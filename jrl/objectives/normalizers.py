@@ -1,4 +1,4 @@
-"""Transforms that scale advantages by what the whole batch, or a reward part, looks like."""
+"""Transforms that scale advantages by statistics of the batch, or of a reward part."""
 
 from __future__ import annotations
 

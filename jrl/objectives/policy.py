@@ -196,7 +196,7 @@ def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array])
 
 
 def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
-    """What a part is given: the log-probabilities, what it needs and what it brings along."""
+    """The statistics passed to a part: log-probabilities, its needs and its labels."""
     names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
     return {name: stats[name] for name in sorted(names)}
 

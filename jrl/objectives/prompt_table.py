@@ -25,7 +25,7 @@ NOBODY = jnp.iinfo(jnp.int32).min
 
 
 class PromptTable(NamedTuple):
-    """What is known about the prompts seen lately.
+    """Running values of recently seen prompts.
 
     Attributes:
       ids: [slots] int32, whose place it is; ``NOBODY`` where nobody's.
@@ -100,7 +100,7 @@ def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTab
 
 
 def prompt_ids(batch: Batch) -> Array | None:
-    """[N] int32, the identities of the batch's problems; None when nobody recorded them.
+    """[N] int32, the ids of the batch's problems; None if not recorded.
 
     A transform that finds None takes every prompt for a new one and stores nothing.
     """

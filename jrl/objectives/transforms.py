@@ -68,7 +68,7 @@ def identity() -> Transform:
 
 
 def read_members(batch: Batch) -> tuple[Array, ...]:
-    """The arrays [N, G] that most group functions read beside the rewards: ``members``."""
+    """The arrays [N, G] that most group functions read in addition to the rewards: ``members``."""
     return (batch.members,)
 
 

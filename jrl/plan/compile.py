@@ -1,4 +1,4 @@
-"""What a run needs on a TPU slice, found by compiling its programs for it.
+"""Memory and time of a run on a TPU slice, from its compiled programs.
 
 XLA compiles the real sampler and the real training step for the slice, without weights and without
 a TPU. The compiled programs give bytes per chip, operations, collectives by kind and mesh axis, and
@@ -345,7 +345,7 @@ def _patterns(model: ModelConfig) -> tuple[tuple[bool, ...], ...]:
 def _out_of_memory(
     error: str, run: build.Run, name: str, state: Mapping[str, float], seconds: float
 ) -> Program:
-    """What is known of a program for which XLA finds too little memory."""
+    """The partial result of a program that does not fit into memory."""
     arguments = _arguments(run, name, state)
     resident = {k: v for k, v in state.items() if k not in arguments}
     temporaries = temporaries_in_error(error, sum(arguments.values()))
@@ -482,7 +482,7 @@ def each_alone(costs: list[Cost], topology: Topology, devices: np.ndarray) -> di
 
 
 def by_operation(costs: list[Cost], topology: Topology, devices: np.ndarray) -> dict[str, float]:
-    """Seconds that the operations of each kind would take if nothing else ran beside them."""
+    """Seconds of each kind of operation by itself."""
     chip, seconds = topology.chip, dict.fromkeys(KINDS, 0.0)
     for cost in costs:
         for kind, (flops, traffic) in cost.kinds.items():

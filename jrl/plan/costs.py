@@ -1,4 +1,4 @@
-"""What one chip does in a compiled program: operations, bytes moved, collectives."""
+"""Cost of a compiled program on one chip: FLOPs, bytes moved, collectives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one chip does in one run of a computation, without the computations that it calls.
+    """Cost of one run of a computation, without the computations it calls.
 
     Attributes:
       runs: of the computation in the program.
@@ -111,7 +111,7 @@ def program_costs(
 
 
 def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
-    """Which of ``KINDS`` an operation is, by the operations within it."""
+    """The kind of an operation, of ``KINDS``, by its inner operations."""
     kinds = {each.kind.removesuffix("-start") for each in inside}
     if operation.kind == "custom-call":
         if operation.name.startswith("read_cache") or _SPLASH.match(operation.name):
@@ -164,7 +164,7 @@ def _flops(
 
 
 def _one_of(operation: Operation) -> int:
-    """How many devices share the rows that a grouped product is given.
+    """The number of devices that share the rows of a grouped product.
 
     The kernel visits the rows of this device's experts alone (``models.grouped``), but reports all.
     Experts are taken to be visited equally often.
@@ -397,7 +397,7 @@ def _passes(operation: Operation) -> bool:
 
 
 def _roots(inner: dict[str, Operation]) -> list[Operation]:
-    """The operation behind each output of a fusion."""
+    """The producer of each output of a fusion."""
     last = inner[result_of(inner)]
     return [inner[n] for n in last.operands if n in inner] if last.kind == "tuple" else [last]
 

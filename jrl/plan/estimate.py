@@ -33,7 +33,7 @@ _forward_flops = functools.cache(forward_flops)
 
 
 class Training(NamedTuple):
-    """How a training step runs.
+    """Settings of a training step.
 
     Attributes:
       mesh: devices along each axis.

@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs.
+"""Trip counts of the computations in a compiled program.
 
 XLA's own analysis counts the body of a loop once. Here it counts as often as it runs: the loop's
 counter is followed from its start, by its step, to the bound that its condition compares it with.
@@ -60,7 +60,7 @@ class Scope:
         self._below: dict[str, tuple[Scope, str] | None] = {}
 
     def inside(self, operation: Operation) -> tuple[Scope, str] | None:
-        """What a fusion or call runs, and the name of its result there."""
+        """The computation of a fusion or call, and the name of its result there."""
         if operation.name not in self._below:
             names = [n for n in called_computations(operation) if n in self.program.computations]
             inner = None
@@ -173,7 +173,7 @@ def _direction(operation: Operation) -> str:
 
 
 def computation_runs(program: HloProgram) -> dict[str, float]:
-    """How often each computation runs, the entry and the bodies of loops, by name."""
+    """The run count of each computation, the entry and the bodies of loops, by name."""
     runs: dict[str, float] = defaultdict(float)
     _count_runs(Scope(program, program.computations[program.entry]), program.entry, 1.0, runs)
     return runs
@@ -248,7 +248,7 @@ def read_loop(scope: Scope, loop: Operation) -> Loop:
 def _turn(
     program: HloProgram, body: str, start: tuple[Value, ...]
 ) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """What a loop carries after one turn and after two."""
+    """A loop's carried values after one iteration and after two."""
     operations, states = program.computations[body], [start]
     result = result_of(operations)
     for _ in range(2):

@@ -55,7 +55,7 @@ def cache_bytes(run: build.Run) -> float:
 def remedies(
     run: build.Run, topology: Topology, name: str, sizes: Mapping[str, float]
 ) -> list[str]:
-    """What to change, most effective first; empty for a program that fits.
+    """Suggested changes, most effective first; empty for a program that fits.
 
     Args:
       run: the run, on its mesh.
@@ -117,7 +117,7 @@ def remedies(
 
 
 def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> list[str]:
-    """What makes room for the sampler's copy of the weights beside the state of training.
+    """Ways to fit the sampler's copy of the weights beside the training state.
 
     Args:
       run: the run, on its mesh.

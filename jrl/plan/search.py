@@ -1,4 +1,4 @@
-"""Which mesh, rematerialisation, microbatches and placement a run should have on a topology.
+"""Search for the mesh, rematerialisation, microbatches and placement of a run.
 
 The search of "ReaL: Efficient RLHF Training of Large Language Models with Parameter Reallocation"
 (arXiv:2406.14088): candidates for the placement and sharding of each program are costed without
@@ -36,7 +36,7 @@ from jrl.train.gather import slots_on_chip
 Sizes = tuple[tuple[str, int], ...]
 
 SLOWER = 3
-"""How many times as long a program compiles with effort 0 as with -1, observed at most."""
+"""Ratio of compile times with effort 0 and -1, the maximum observed."""
 
 SAMPLERS = 3
 """Meshes of the sampler's own that are tried with each mesh of training."""
@@ -179,7 +179,7 @@ def search(
 
 
 def _order(result: Mapping[str, Any]) -> tuple[bool, float]:
-    """What fits first, then by time."""
+    """Sort key: candidates that fit first, then by time."""
     return not result["fits"], result["step_seconds"] or np.inf
 
 
@@ -249,7 +249,7 @@ def _slots(config: Config, mesh: Sizes) -> list[int | None]:
 
 
 def _formats(config: Config) -> list[tuple[str, ...] | None]:
-    """What of ``sampling.int8`` is kept; nothing is rounded that the configuration does not."""
+    """Subsets of ``sampling.int8``; nothing is rounded that the configuration does not round."""
     formats = tuple(config.sampling.int8)
     fewer = [x for n in range(len(formats)) for x in itertools.combinations(formats, n)]
     return [None, *fewer]

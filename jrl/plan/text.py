@@ -126,7 +126,7 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
 
 
 def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str]:
-    """What a program's time goes to, and how far it is from the least that it could be."""
+    """Breakdown of a program's time, and its distance from the lower bound."""
     seconds = max(program.roofline_seconds or 0.0, 1e-12)
     if program.alone is not None:
         each = ", ".join(f"{k} {_seconds(v)}" for k, v in program.alone.items())

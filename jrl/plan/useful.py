@@ -1,4 +1,4 @@
-"""What a run's programs must do at least: model FLOPs, and bytes that decoding has to read.
+"""Lower bounds of a run's programs: model FLOPs, and bytes that decoding must read.
 
 Model FLOPs are those of ``models.flops``; a backward pass counts twice its forward pass.
 """
@@ -47,7 +47,7 @@ def model_flops(run: build.Run, name: str) -> float:
 
 
 class Decoding(NamedTuple):
-    """What one chip reads while it draws the completions of a step.
+    """Reads of one chip while it samples the completions of a step.
 
     Attributes:
       steps: of the loop over tokens.
@@ -64,7 +64,7 @@ class Decoding(NamedTuple):
 
 
 def decoding(run: build.Run, mesh: Mesh) -> Decoding:
-    """What one chip of the sampler's mesh reads."""
+    """Reads of one chip of the sampler's mesh."""
     config, model, sizes = run.config, run.shape, lengths_of(run)
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
 

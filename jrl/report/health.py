@@ -1,4 +1,4 @@
-"""What a run's curves say about its health, in a line for each."""
+"""Health checks of a run's curves, one line each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOLVED = 0.9
 
 
 class Finding(NamedTuple):
-    """What a metric did from the first tenth of a run to the last.
+    """Change of a metric from the first tenth of a run to the last.
 
     Attributes:
       name: the metric.

@@ -101,7 +101,7 @@ def _series(paths: Sequence[Path]) -> list[Series]:
 
 
 def _label(settings: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> str:
-    """The first few settings that set a series apart."""
+    """The first few settings that distinguish a series."""
     keys = [key for key in _keys(every) if _differs(key, every)]
     parts = [f"{key.rpartition('.')[2]} {settings.get(key)}" for key in keys if key in settings]
     return ", ".join(parts[:3])

@@ -19,7 +19,7 @@ from jrl.report.health import findings
 from jrl.report.samples import spread, thin_samples
 
 MAX_POINTS = 1500
-"""The most points of a curve in the page; longer curves are thinned evenly, ends kept."""
+"""Maximum points of a curve in the page; longer curves are thinned evenly, ends kept."""
 
 
 class Panel(NamedTuple):
@@ -113,7 +113,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 class RunFiles(NamedTuple):
-    """What a report reads of a run directory.
+    """Contents of a run directory for a report.
 
     Attributes:
       header: the first record of metrics.jsonl; {} without one.

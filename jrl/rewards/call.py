@@ -16,7 +16,7 @@ _TEXT = 500
 
 
 class Failure(NamedTuple):
-    """Why a call gave no points.
+    """Reason why a call returned no rewards.
 
     Attributes:
       reason: what to say after the function's name.
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
-    """The points of one call, each finite in float32, or why there are none.
+    """The rewards of one call, each finite in float32, or a Failure.
 
     Args:
       function: what to call.
@@ -48,7 +48,7 @@ def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
 
 
 def error_text(error: BaseException) -> str:
-    """What an exception says, cut short; one whose own text raises has none."""
+    """The text of an exception, shortened; a note if ``str`` of it raises."""
     try:
         # Without lone surrogates, which no terminal takes.
         return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""The two forms of a reward function of one's own, told apart by the names of its arguments.
+"""The two forms of reward functions, distinguished by their argument names.
 
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
@@ -18,7 +18,7 @@ from jrl.errors import UserError
 from jrl.rewards.base import Sample
 
 SIGNATURE = "reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL"
-"""How a reward function is called, for messages and help."""
+"""Call convention of a reward function, for messages and help."""
 
 OWN_COLUMNS = ("prompts", "completions", "completion_ids")
 _ONE_AT_A_TIME = ("answer", "completion", "prompt", "response", "sample", "text")

@@ -71,7 +71,7 @@ def boxed(text: str) -> str | None:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""The number that a text stands for, or None if it is more than a number.
+    r"""The number that a text represents, or None if it is more than a number.
 
     Commas between digits, dollar signs, ``\$``, percent signs, ``\text{...}``, units of letters
     after the number, spaces and a full stop at the end are ignored: "$1,200.50" is 1200.5, and

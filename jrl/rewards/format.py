@@ -1,4 +1,4 @@
-r"""Rewards for the form of a completion: a boxed answer, tags, a pattern; a stated confidence."""
+r"""Rewards for the format of a completion: a boxed answer, tags, a pattern; a stated confidence."""
 
 from __future__ import annotations
 

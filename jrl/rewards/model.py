@@ -15,7 +15,7 @@ import numpy as np
 from jrl.types import Array, Params, Rollout
 
 Values = Callable[[Params, Rollout], Array]
-"""(params, rollout) -> [N, G, T] float32, points: the value of each token."""
+"""(params, rollout) -> [N, G, T] float32, the value of each token."""
 
 
 def last_values(values: Array, mask: Array) -> Array:
@@ -53,15 +53,15 @@ class ModelReward:
         self._params, self._points, self._values = params, jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
-        """[N, G] float32, points, on the host."""
+        """[N, G] float32 rewards, on the host."""
         points: np.ndarray = np.asarray(self._points(self._params, rollout))
         return points
 
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
-        """[N, G, T] float32, points behind each token, on the host."""
+        """[N, G, T] float32 values after each token, on the host."""
         return np.asarray(self._values(self._params, rollout))
 
 
 def insert_part(rewards: Array | np.ndarray, points: np.ndarray, column: int) -> np.ndarray:
-    """Reward parts [N, G, R] with the points [N, G] as one more part at index ``column``."""
+    """Reward parts [N, G, R] with the rewards [N, G] inserted at index ``column``."""
     return np.insert(np.asarray(rewards), column, points, axis=-1).astype(np.float32)

@@ -36,7 +36,7 @@ class WrittenFiles:
         self._paths: dict[int, str] = {}  # of files in /dev/shm, by inode
 
     def bytes(self, pids: Iterable[int]) -> int:
-        """What they take now.
+        """Current size of the files, bytes.
 
         Args:
           pids: of the tree's processes.

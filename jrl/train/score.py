@@ -305,7 +305,7 @@ def _in_chunks(
 
 
 def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
-    """How many parts the rows are cut into, and the columns of a chunk, for ``limit`` tokens.
+    """The parts of the rows, and columns of a chunk, for ``limit`` tokens.
 
     The limit is a device's, and so are the rows counted, since a batch is divided over devices.
     """
@@ -320,7 +320,7 @@ def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
 
 
 def policy_of(state: TrainState, network: Network) -> Params:
-    """The policy's whole tree, as the network's functions take it; no array is copied."""
+    """The policy's joined parameters, for the network's functions; no array is copied."""
     if network.extras.split is None:
         return state.params["policy"]
     return network.extras.split.join(state.params["policy"], state.frozen["base"])

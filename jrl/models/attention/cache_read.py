@@ -79,7 +79,7 @@ def look(
     together: bool = False,
     interpret: bool = False,
 ) -> Seen:
-    """What queries see of one part of a cache, to be merged as in ``dense.attend_parts``.
+    """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
       q_sqhd: [S, Q, H, h].
@@ -152,7 +152,7 @@ def look(
 
 
 def in_main_memory(x: Array) -> Array:
-    """A kernel's input that stays in the chip's main memory, of which the kernel takes blocks.
+    """A kernel input that stays in main memory and is read in blocks.
 
     Where the faster memory has room, as on v6e, XLA would first copy all of it there with every
     token, and back where the kernel wrote to it.
@@ -161,7 +161,7 @@ def in_main_memory(x: Array) -> Array:
 
 
 def _rows_at_once(part: Part, queries: int, bk: int) -> int:
-    """Rows of a step: as many as have ``_STEP_BYTES`` of keys and values, and of sums."""
+    """Rows per grid step: as many as have ``_STEP_BYTES`` of keys, values and sums."""
     m, k, _, d = part.v_mkcd.shape
     each = k * max(2 * bk * part.v_mkcd.dtype.itemsize, 4 * queries)
     room = each * -(-d // LANES) * LANES
@@ -171,7 +171,7 @@ def _rows_at_once(part: Part, queries: int, bk: int) -> int:
 
 
 def _visited(mask_mnc: Array, r: int, bk: int) -> tuple[Array, Array, Array]:
-    """Which blocks are read, and what is in memory when a block is not.
+    """The blocks to read, and the block in memory while one is skipped.
 
     Args:
       mask_mnc: [M, n, C] bool.

@@ -1,4 +1,4 @@
-"""Attention by the kernel that is chosen for it: of rows, behind prompts, and to a cache.
+"""Attention by the best kernel: within rows, to shared prompts, and to a cache.
 
 "xla" makes all scores of a layer at once and suits short rows; "blockwise" keeps memory linear in
 the length on any platform; "splash" is JAX's kernel for TPUs, "cudnn" NVIDIA's, through JAX. All
@@ -56,7 +56,7 @@ SHORTEST = 128
 
 
 class Shape(NamedTuple):
-    """The size of a layer's attention: rows, queries of a row, and keys that each looks at."""
+    """Size of a layer's attention: rows, queries per row, and keys per query."""
 
     rows: int
     queries: int
@@ -188,7 +188,7 @@ def caches_in_tiles(kernel: str) -> bool:
 
 
 def scale_of(config: ModelConfig) -> float:
-    """What the scores of a model are multiplied by."""
+    """Scale of a model's attention scores."""
     return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
 
 
@@ -246,7 +246,7 @@ def row_attention(
 
 
 class Owners(NamedTuple):
-    """Which prompt each token of some rows continues, and the prompts, side by side in blocks.
+    """The prompt that each token continues, and prompts side by side in blocks.
 
     Attributes:
       positions: [R, C] int32, tokens.

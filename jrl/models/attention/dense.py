@@ -33,7 +33,7 @@ def visible(
     key_segments: Array,
     key_ends: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Which keys each query may see, windows aside, and how far back each key is.
+    """The visibility mask of keys, windows aside, and their distance.
 
     Args:
       positions: [B, Q] int32, tokens; the queries'.
@@ -190,7 +190,7 @@ def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
 
 
 class _Reading(NamedTuple):
-    """How values are read; static.
+    """Einsum specs for reading values; static.
 
     Attributes:
       specs: "<values>,<weights>-><out>" for each part. Values first: XLA's CPU backend cannot sum
@@ -287,7 +287,7 @@ class Part(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What queries saw of a part: enough to merge it with other parts under one softmax.
+    """Partial attention of a part: mergeable with other parts under one softmax.
 
     Attributes:
       peak: [S, K, H / K, Q, 1] float32, the largest score.
@@ -337,7 +337,7 @@ def attend_parts(
 
 
 def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
-    """What the queries see of one part, nothing when none of them reaches it."""
+    """The partial attention to one part, empty if no query reaches it."""
     s, q, h, d = q_sqhd.shape
     k = part.v_mkcd.shape[1]
 
@@ -370,7 +370,7 @@ def _merged(reads: Sequence[Seen]) -> Seen:
 def _attend_together(
     q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float | None
 ) -> Seen:
-    """What the queries see of some parts, all of which are read, under one softmax."""
+    """The partial attention to several parts that are all read, under one softmax."""
     s, q, h, d = q_sqhd.shape
 
     def scores_of(part: Part) -> Array:

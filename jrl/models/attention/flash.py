@@ -24,7 +24,7 @@ from jrl.types import Array
 
 
 class Marks(NamedTuple):
-    """Who sees whom: a query sees the keys of its own id, at distances from 0 to the window.
+    """Visibility: a query sees the keys of its own id, at distances from 0 to the window.
 
     Attributes:
       ids: [B, L] int32; 0 is padding, which sees nothing and is not seen.
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """How one place is looked at; both functions take queries of as many rows as the place has.
+    """Forward and backward functions of one place, for queries of as many rows as the place has.
 
     Attributes:
       forward: (q, place, window) -> (values seen [B, H, Q, h], log of the sum of the exponentials

@@ -23,7 +23,7 @@ from jrl.models.attention.flash import Kernel, Place
 from jrl.types import Array
 
 LANES = 128
-"""What lengths are filled up to a multiple of."""
+"""Lengths are padded to a multiple of this."""
 
 _BLOCKS = (512, 384, 256, 128)
 """Queries, and keys, of a block, the best first."""
@@ -150,7 +150,7 @@ def _each_window(
 
 
 def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any, ...]:
-    """Queries scaled, keys, values, ids of queries and keys, columns: filled up to whole blocks."""
+    """Scaled queries, keys, values, ids of queries and keys, columns: padded to whole blocks."""
     # The kernel has no scale of its own.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])

@@ -23,7 +23,7 @@ _LARGEST = 512
 """Most keys of a block. Of a row's last block all is read, and each block costs time of its own."""
 
 _SUBLANES = 16
-"""What the queries of a block are filled up to a multiple of."""
+"""The queries of a block are padded to a multiple of this."""
 
 _QUERIES = 256
 """Most queries of a block."""
@@ -51,7 +51,7 @@ def fits(q_sqhd: Array, part: Part, tables: int) -> bool:
 def splash_look(
     q_sqhd: Array, part: Part, scale: float, softcap: float | None, *, interpret: bool = False
 ) -> Seen:
-    """What queries see of one part of a cache, to be merged as in ``dense.attend_parts``.
+    """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
       q_sqhd: [S, Q, H, h].
@@ -98,7 +98,7 @@ def splash_look(
 
 
 def _visited(mask_mrc: Array, rows: int, heads: int, block: tuple[int, int]) -> MaskInfo:
-    """Which blocks are read and which of those are masked, the same for all heads of a part.
+    """The blocks to read and those to mask, the same for all heads of a part.
 
     Args:
       mask_mrc: [M, rows and what fills up their blocks, C] bool.

@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 
 class Family(NamedTuple):
-    """What one ``model_type`` means beyond its numbers.
+    """Properties of a ``model_type`` that its config.json does not state.
 
     Attributes:
       architecture: the class name in ``architectures``.

@@ -24,7 +24,7 @@ from jrl.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
-"""What the adapters here are, and a value that another directory must share to be read."""
+"""Adapter settings, and the value that another directory must have for each."""
 
 
 def _modules(config: ModelConfig, lora: Lora) -> dict[str, tuple[tuple[str, ...], int]]:

@@ -57,7 +57,7 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return int(np.prod(self.shape))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -127,7 +127,7 @@ class _Axes:
 
 
 def _axes_of(size: int, sizes: Sequence[int]) -> int:
-    """How many of the first axes have this size together."""
+    """The number of leading axes whose sizes multiply to this size."""
     count, product = 1, sizes[0]
     while product < size:
         product *= sizes[count]
