@@ -57,7 +57,7 @@ def methods(
     if name is not None:
         if family is not None or complete:
             unread = "--complete" if family is None else "--family"
-            raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
+            raise UserError(f"{unread} filters the list, and {name!r} names one method; remove one")
         details = show_method(name)
         if as_json:
             typer.echo(json.dumps(details, indent=2, ensure_ascii=False))
@@ -132,7 +132,7 @@ def doctor(
     else:
         print_table("this machine", machine)
         if config is not None:
-            typer.echo("\n".join([f"{config} lacks:", *(f"  {line}" for line in lacking)]))
+            typer.echo("\n".join([f"{config} is missing:", *(f"  {line}" for line in lacking)]))
             if not lacking:
                 typer.echo("  nothing")
     if lacking:

@@ -361,8 +361,8 @@ class WatchTable(Table):
             raise ValueError("needs above, below, grows or falls")
         if self.action == "skip" and (self.steps > 1 or {*relative} != {None}):
             raise ValueError(
-                'action = "skip" looks at each step alone, inside the training step: it takes above'
-                " and below; leave steps, grows and falls out"
+                'action = "skip" acts inside the training step, on each step by itself: it takes'
+                " above and below; remove steps, grows and falls"
             )
         if self.above is not None and self.below is not None and self.above < self.below:
             raise ValueError(

@@ -37,15 +37,15 @@ class Panel(NamedTuple):
 
 
 PANELS = (  # first what tells a run's health
-    Panel("reward", "Reward, points", "reward"),
+    Panel("reward", "Reward", "reward"),
     Panel("accuracy", "Held-out accuracy", "eval/accuracy"),
-    Panel("zero_std_groups", "Groups of equal rewards, fraction", "zero_std_groups"),
-    Panel("truncated", "Completions cut at the limit, fraction", "truncated"),
+    Panel("zero_std_groups", "Zero-advantage groups, fraction", "zero_std_groups"),
+    Panel("truncated", "Truncated completions, fraction", "truncated"),
     Panel("length", "Completion length, tokens", "length"),
     Panel("entropy", "Entropy, nats", "entropy"),
     Panel("clip_fraction_high", "Tokens clipped above, fraction", "clip_fraction_high"),
     Panel("clip_fraction_low", "Tokens clipped below, fraction", "clip_fraction_low"),
-    Panel("logprob_diff", "Sampler to trainer, nats", "logprob_diff"),
+    Panel("logprob_diff", "Sampler-trainer difference, nats", "logprob_diff"),
     Panel("kl", "KL, nats", "kl"),
     Panel("grad_norm", "Gradient norm", "grad_norm"),
     Panel("loss", "Loss", "loss"),
@@ -53,14 +53,14 @@ PANELS = (  # first what tells a run's health
 )
 
 TITLES = {
-    "skipped_updates": "Updates left out, fraction",
-    "reward_failures": "Reward calls that failed, fraction",
+    "skipped_updates": "Skipped updates, fraction",
+    "reward_failures": "Failed reward calls, fraction",
 }
-"""Of curves that are no panels, but that the health names."""
+"""Titles of curves without a panel that the health checks name."""
 
 ROUNDING = {"logprob_diff": 1e-5, "kl": 1e-6, "loss": 1e-6, "clip_fraction_high": 1e-9}
 ROUNDING["clip_fraction_low"] = ROUNDING["truncated"] = 1e-9
-"""Panels whose values never exceed this hold nothing but rounding, and are folded away."""
+"""Panels whose values never exceed this show only rounding noise, and are collapsed."""
 
 
 class Curve(NamedTuple):
@@ -129,7 +129,7 @@ class RunFiles(NamedTuple):
 
     @property
     def quiet(self) -> frozenset[str]:
-        """The metrics of panels that hold rounding alone."""
+        """The metrics of panels that show only rounding noise."""
         names = {panel.name for panel in PANELS}
         return frozenset(curve.name for curve in self.others if curve.name in names)
 
@@ -161,13 +161,13 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
     """
     names = sorted({n for record in records for n in record if n not in ("step", "versions")})
     curves = {name: curve for name in names if (curve := _curve(records, name)).values}
-    parts = [Panel(_file(name), f"Reward part {name[7:]}, points", name) for name in _parts(curves)]
+    parts = [Panel(_file(name), f"Reward part {name[7:]}", name) for name in _parts(curves)]
     main, quiet = [], []
     for panel in (PANELS[0], *(parts if len(parts) > 1 else ()), *PANELS[1:]):
         if panel.name in curves:
             curve = curves.pop(panel.name)._replace(title=panel.title)
             if max(map(abs, curve.values)) <= ROUNDING.get(panel.name, -1.0):
-                quiet.append(curve._replace(title=f"{panel.title}: only rounding, or none"))
+                quiet.append(curve._replace(title=f"{panel.title}: only rounding noise"))
             else:
                 main.append(curve)
             for bound_name in (f"{panel.name}_low", f"{panel.name}_high"):

@@ -86,11 +86,11 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
             kind = class_name(value)
             return Failure(f"returned {kind} {value!r:.60} instead of a number")
         if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
-            return Failure("returned a whole number beyond float32; points must be finite there")
+            return Failure("returned an integer beyond float32; rewards must be finite there")
         point = float(value)
         if not math.isfinite(point):
-            return Failure(f"returned {point}; points must be finite")
+            return Failure(f"returned {point}; rewards must be finite")
         if abs(point) > _LARGEST:
-            return Failure(f"returned {point:g}, infinite in float32; points must be finite there")
+            return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
         points.append(point)
     return points

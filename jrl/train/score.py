@@ -494,8 +494,8 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
         )
     if "context" in batch.ids:
         raise UserError(
-            f"{statistic.name} is read from attention over whole rows, and data.contexts divides "
-            "them; set it to 1"
+            f"{statistic.name} is read from attention over complete rows, and data.contexts "
+            "divides them; set it to 1"
         )
     n, g, t = batch.tokens.shape
     sequences, attention = rows(batch), network.extras.attention

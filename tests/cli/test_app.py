@@ -364,7 +364,7 @@ def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
     for unread in (["--family", "preference"], ["--complete"]):
         both = jrl("methods", "grpo", *unread)
-        assert (both.exit_code, f"error: {unread[0]} chooses from the list" in both.stderr) == (
+        assert (both.exit_code, f"error: {unread[0]} filters the list" in both.stderr) == (
             2,
             True,
         )

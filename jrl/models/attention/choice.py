@@ -69,7 +69,7 @@ def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, kernel: str) -> Non
     context = math.prod(mesh.shape[axis] for axis in RULES["length"])
     if kernel == "cudnn" and context > 1:
         raise UserError(
-            f"model.attention = 'cudnn' takes whole rows, and mesh.context = {context} divides "
+            f"model.attention = 'cudnn' needs complete rows, and mesh.context = {context} divides "
             "them; set mesh.context to 1, or model.attention to 'auto', 'xla' or 'blockwise'"
         )
 
