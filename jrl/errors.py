@@ -65,11 +65,11 @@ def nearest(value: object, choices: Iterable[str]) -> str:
     """
     names = sorted(choices)
     if len(names) > _FEW:
-        near = difflib.get_close_matches(str(value), names, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it;"
+        close = difflib.get_close_matches(str(value), names, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "none is like it;"
         return f"{hint} there are {len(names)}"
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}choose from {', '.join(names)}"
 
 

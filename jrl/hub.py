@@ -123,10 +123,10 @@ def near_models(directory: Path) -> str:
         if place.is_dir()
         else []
     )
-    near = [f"{directory.parent / each}" for each in _nearest(directory.name, siblings)]
+    nearest = [f"{directory.parent / each}" for each in _nearest(directory.name, siblings)]
     of_hub = {name.rpartition("/")[2]: name for name in _in_cache("model")}
-    near += [of_hub[each] for each in _nearest(directory.name, of_hub)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    nearest += [of_hub[each] for each in _nearest(directory.name, of_hub)]
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return f"(looked in {place}{'' if place.is_dir() else ', which is not there'}){hint}"
 
 
@@ -160,8 +160,8 @@ def data_files(name: HubName, key: str) -> list[Path]:
         commit, names = listing
         name = name._replace(revision=commit)
         card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
-        chosen = chosen_files(names, _card(card), name, key)
-        return [_fetched(name, "dataset", key, tuple(chosen)) / file for file in chosen]
+        selected = chosen_files(names, _card(card), name, key)
+        return [_fetched(name, "dataset", key, tuple(selected)) / file for file in selected]
     directory = _fetched(name, "dataset", key, tuple(patterns))
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
     return [directory / file for file in chosen_files(names, _card(directory), name, key)]
@@ -402,10 +402,10 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
 
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
-    near = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
-    hint = f"; did you mean {name._replace(repo=near[0])}, which is there?" if near else ""
-    what = "directory" if kind == "model" else "file"
+    nearest = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
+    hint = f"; did you mean {name._replace(repo=nearest[0])}, which is there?" if nearest else ""
+    kind_text = "directory" if kind == "model" else "file"
     return UserError(
-        f"{key} = {str(name)!r}: there is no such {what} in {Path.cwd()}, {why}, and its cache"
+        f"{key} = {str(name)!r}: there is no such {kind_text} in {Path.cwd()}, {why}, and its cache"
         f" {cache_directory()} does not hold it{hint}"
     )

@@ -342,8 +342,8 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 def _nearest(name: str, names: Iterable[str]) -> str:
     choices = sorted(names)
-    near = difflib.get_close_matches(name, choices, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    nearest = difflib.get_close_matches(name, choices, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
     return f"{hint}choose from {', '.join(choices)}" if choices else "there is none to choose from"
 
 
@@ -351,9 +351,11 @@ def _existing(path: Path, setting: str) -> Path:
     full = path.expanduser().resolve()
     if full.is_file():
         return full
-    near = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
+    nearest = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
     hint = (
-        f"did you mean {path.parent / near[0]}?" if near else f"files are relative to {Path.cwd()}"
+        f"did you mean {path.parent / nearest[0]}?"
+        if nearest
+        else f"files are relative to {Path.cwd()}"
     )
     raise UserError(f"{setting}: there is no file {path}; {hint}")
 

@@ -85,11 +85,11 @@ def explain(item: Mapping[str, Any]) -> str:
     """One pydantic error as a line (or the lines that a check of several keys wrote)."""
     path = [part for part in item["loc"] if isinstance(part, str) and part[:5] != "dict["]
     kinds = variants(path[0]) if path else {}
-    chosen = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
+    kind_name = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
     key, kind, value = ".".join(path), item["type"], item["input"]
     context = item.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(key, value, chosen)
+        return _unknown_key(key, value, kind_name)
     if kind == "missing":
         return f"{key} is missing: {_text_of(key)}"
     if kind == "value_error":
@@ -109,13 +109,13 @@ def explain(item: Mapping[str, Any]) -> str:
     return f"{key} = {value!r}; {problem.format(**context)}"
 
 
-def _wrong_kind(key: Key, value: object, chosen: str) -> str:
+def _wrong_kind(key: Key, value: object, kind_name: str) -> str:
     """The error for a key of another kind of its table."""
     if key.name in key.only:
-        return f"{key.name} = {value!r} and {chosen} are both given; remove one"
+        return f"{key.name} = {value!r} and {kind_name} are both given; remove one"
     *most, last = key.single or key.only
     kinds = f"{', '.join(most)} or {last}" if most else last
-    return f"{key.name} = {value!r} goes with {kinds}, not with {chosen}; remove it"
+    return f"{key.name} = {value!r} goes with {kinds}, not with {kind_name}; remove it"
 
 
 def of_other_kinds(config: Config) -> list[str]:
@@ -134,18 +134,18 @@ def _text_of(key: str) -> str:
 
 def _near(table: str, name: str, inside: Sequence[str]) -> str:
     """Names the nearest key of a table, or all of them."""
-    if near := difflib.get_close_matches(name, inside, n=1):
-        return f"did you mean {table}.{near[0]}?"
+    if nearest := difflib.get_close_matches(name, inside, n=1):
+        return f"did you mean {table}.{nearest[0]}?"
     return f"keys of [{table}] are {', '.join(inside)}"
 
 
-def _unknown_key(key: str, value: Any, chosen: str) -> str:
+def _unknown_key(key: str, value: Any, kind_name: str) -> str:
     """The error for an unknown key, or one of another kind of table, with the nearest valid one."""
     keys = describe()
     names = [each.name for each in keys]
     for each in keys:
         if each.name == key:
-            return _wrong_kind(each, value, chosen)
+            return _wrong_kind(each, value, kind_name)
     tables = {
         "frozen",
         "objective",
@@ -155,7 +155,7 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
     }
     table, _, last = key.rpartition(".")
     siblings = [
-        k for k in keys if k.name.startswith(f"{table}.") and (not k.only or chosen in k.only)
+        k for k in keys if k.name.startswith(f"{table}.") and (not k.only or kind_name in k.only)
     ]
     inside = [each.name.rpartition(".")[2] for each in siblings]
     if table.startswith("watch."):
@@ -165,8 +165,8 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
         hint = _near(table, last, inside)
     elif elsewhere:  # the right name in the wrong table is a common slip
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"
-    elif near := difflib.get_close_matches(key, {*names, *tables}, n=1):
-        hint = f"did you mean {near[0]}?"
+    elif nearest := difflib.get_close_matches(key, {*names, *tables}, n=1):
+        hint = f"did you mean {nearest[0]}?"
     else:
         hint = f"tables are {', '.join(sorted(tables))}"
     assignment = "" if isinstance(value, dict) else f" = {value!r}"

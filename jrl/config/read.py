@@ -105,8 +105,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         places = (path.parent, path.parent / "configs", Path("configs"))
         files = {p.name: p for place in reversed(places) for p in place.glob("*.toml")}
-        near = difflib.get_close_matches(path.name, files, n=1)
-        hint = f"; did you mean {files[near[0]]}?" if near else ""
+        nearest = difflib.get_close_matches(path.name, files, n=1)
+        hint = f"; did you mean {files[nearest[0]]}?" if nearest else ""
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
@@ -192,8 +192,12 @@ def from_table(table: str, make: type[T], values: Mapping[str, Any]) -> T:
     lines = []
     for name, value in values.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {table}.{near[0]}?" if near else f"keys are {', '.join(fields)}"
+            nearest = difflib.get_close_matches(name, fields, n=1)
+            hint = (
+                f"did you mean {table}.{nearest[0]}?"
+                if nearest
+                else f"keys are {', '.join(fields)}"
+            )
             lines.append(f"unknown key {table}.{name} = {value!r}; {hint}")
     for name, field in fields.items():
         required = field.default is field.default_factory is dataclasses.MISSING

@@ -132,12 +132,12 @@ def build_judged(
     rows: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[bool, ...] = ()
-    bad = BadRows(skip=invalid == "skip")
+    bad_rows = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
         where = source.where(index)
-        if bad.enough(index):
+        if bad_rows.enough(index):
             break
-        with bad.row(index, where):
+        with bad_rows.row(index, where):
             row = source[index]
             found_kind = row_kind(row, where)
             if kind not in ("", found_kind):
@@ -167,7 +167,7 @@ def build_judged(
                     continue
                 truncated += 1
             rows.append(labelled)
-    left_out = bad.finish(len(source))
+    left_out = bad_rows.finish(len(source))
     if not rows:
         raise UserError(
             f"no record of {len(source)} is left: the longest prompt has {longest_p} tokens and "
@@ -183,12 +183,12 @@ def build_judged(
 
 
 def judged_batch(
-    judged: Sequence[Judged], *, prompt_tokens: int, group: int, completion_tokens: int
+    rows: Sequence[Judged], *, prompt_tokens: int, group: int, completion_tokens: int
 ) -> Batch:
     """Groups as one batch, on the host.
 
     Args:
-      judged: N groups.
+      rows: N groups.
       prompt_tokens: P.
       group: G, the size of the largest group; smaller ones are padded with absent members.
       completion_tokens: T.
@@ -199,11 +199,11 @@ def judged_batch(
       and "step_labels", and the id "step". No policy sampled the tokens, so there are no
       sampler_logprobs.
     """
-    n, g, t = len(judged), group, completion_tokens
+    n, g, t = len(rows), group, completion_tokens
     prompts, tokens = np.zeros((n, prompt_tokens), np.int32), np.zeros((n, g, t), np.int32)
     lengths, scores = np.zeros((n, g), np.int32), np.zeros((n, g, 1), np.float32)
     members, cut = np.zeros((n, g), bool), np.zeros((n, g), bool)
-    for row, one in enumerate(judged):
+    for row, one in enumerate(rows):
         size = len(one.completions)
         prompts[row, : len(one.prompt)] = one.prompt
         for member, completion in enumerate(one.completions):
@@ -211,10 +211,10 @@ def judged_batch(
             lengths[row, member] = len(completion)
         scores[row, :size, 0], members[row, :size], cut[row, :size] = one.scores, True, one.cut
     mask = np.arange(t) < lengths[:, :, None]
-    stats, ids = _of_a_search(judged, (n, g, t))
+    stats, ids = _of_a_search(rows, (n, g, t))
     fields: dict[str, Any] = {
         "prompt_tokens": prompts,
-        "prompt_lengths": np.array([len(one.prompt) for one in judged], np.int32),
+        "prompt_lengths": np.array([len(one.prompt) for one in rows], np.int32),
         "tokens": tokens,
         "lengths": lengths,
         "mask": mask,
@@ -224,18 +224,18 @@ def judged_batch(
         "baseline": np.zeros((n, g), bool),
         "truncated": cut,
         "stats": {"external": mask.astype(np.float32), **stats},
-        "ids": {"prompt": np.array([one.id for one in judged], np.int32), **ids},
+        "ids": {"prompt": np.array([one.id for one in rows], np.int32), **ids},
     }
     return Batch(**fields)
 
 
 def _of_a_search(
-    judged: Sequence[Judged], shape: tuple[int, int, int]
+    rows: Sequence[Judged], shape: tuple[int, int, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Further statistics and ids [N, G, T] of the records of a search."""
     visits, labels = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     step = np.zeros(shape, np.int32)
-    for row, one in enumerate(judged):
+    for row, one in enumerate(rows):
         for member, completion in enumerate(one.completions):
             size = len(completion)
             if one.visits:
@@ -243,7 +243,7 @@ def _of_a_search(
             if one.steps:
                 step[row, member, :size] = one.steps[member]
                 labels[row, member, :size] = one.step_values[member]
-    has_visits, stepped = _form(judged[0])
+    has_visits, stepped = _form(rows[0])
     stats = ({"visits": visits} if has_visits else {}) | (
         {"step_labels": labels} if stepped else {}
     )
@@ -338,9 +338,9 @@ def _from_ids(
     )
 
 
-def _form(judged: Judged) -> tuple[bool, bool]:
+def _form(row: Judged) -> tuple[bool, bool]:
     """Whether a record has visits, and steps; all records of a batch must agree."""
-    return bool(judged.visits), bool(judged.steps)
+    return bool(row.visits), bool(row.steps)
 
 
 def _prompt_messages(prompt: Any, where: str, system: str | None, template: str) -> Messages:
@@ -390,19 +390,19 @@ def until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     return [*ids, tokenizer.eos_id]
 
 
-def _all_same(judged: Judged) -> bool:
+def _all_same(row: Judged) -> bool:
     """Whether there are several completions and all have the same tokens."""
-    first, *others = judged.completions
+    first, *others = row.completions
     return bool(others) and all(np.array_equal(first, other) for other in others)
 
 
-def _cut(judged: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
-    return judged._replace(
-        prompt=judged.prompt[-prompt_tokens:],
-        completions=tuple(c[:completion_tokens] for c in judged.completions),
-        cut=tuple(len(c) > completion_tokens for c in judged.completions),
-        steps=tuple(x[:completion_tokens] for x in judged.steps),
-        step_values=tuple(x[:completion_tokens] for x in judged.step_values),
+def _cut(row: Judged, prompt_tokens: int, completion_tokens: int) -> Judged:
+    return row._replace(
+        prompt=row.prompt[-prompt_tokens:],
+        completions=tuple(c[:completion_tokens] for c in row.completions),
+        cut=tuple(len(c) > completion_tokens for c in row.completions),
+        steps=tuple(x[:completion_tokens] for x in row.steps),
+        step_values=tuple(x[:completion_tokens] for x in row.step_values),
     )
 
 

@@ -95,13 +95,13 @@ def build_prompts(
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ
-    bad = BadRows(skip=invalid == "skip")
+    bad_rows = BadRows(skip=invalid == "skip")
     with AnswerFinder(answer_pattern) as answers:
         for index in range(len(source)):
             where = source.where(index)
-            if bad.enough(index):
+            if bad_rows.enough(index):
                 break
-            with bad.row(index, where):
+            with bad_rows.row(index, where):
                 row = source[index]
                 question = _question(row, question_key, where)
                 if len(questions) < 2:
@@ -126,7 +126,7 @@ def build_prompts(
                 if solution_key is not None:
                     solution = _solution(row, solution_key, where, tokenizer)
                 prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
-    left_out = bad.finish(len(source))
+    left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)
     if template == "chat" and len(questions) > 1:

@@ -66,8 +66,8 @@ def row_kind(row: Mapping[str, Any], where: str) -> str:
     fields_present = {field for field in row if row[field] is not None} - {
         "prompt"
     }  # all have a prompt
-    near = max(KINDS, key=lambda kind: len(fields_present & set(KINDS[kind])))
-    missing = " and no ".join(field for field in KINDS[near] if row.get(field) is None)
+    nearest = max(KINDS, key=lambda kind: len(fields_present & set(KINDS[kind])))
+    missing = " and no ".join(field for field in KINDS[nearest] if row.get(field) is None)
     forms = "; or ".join(", ".join(fields) for fields in KINDS.values())
     raise UserError(
         f"{where}: there is no {missing}, only {', '.join(row) or 'an empty row'}; a record holds "

@@ -94,8 +94,8 @@ def _looked(path: Path) -> str:
     names = (
         [each.name for each in directory.glob("*") if _suffix(each)] if directory.exists() else []
     )
-    near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
     return f"(looked in {directory}{'' if directory.exists() else ', which is not there'}){hint}"
 
 
@@ -284,8 +284,8 @@ def _tfds_rows(spec: str, tfds_dir: str | None, key: str) -> Any:
         raise
     except Exception as error:  # TFDS raises many kinds, most of them its own
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        near = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
-        hint = f"; did you mean tfds:{near[0]}?" if near else ""
+        nearest = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
+        hint = f"; did you mean tfds:{nearest[0]}?" if nearest else ""
         raise UserError(
             f"{key} = {spec!r}, looked for in {root}: {type(error).__name__}: {first}{hint};"
             " name a prepared dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its"

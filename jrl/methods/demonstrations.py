@@ -325,9 +325,12 @@ def rl_plus(
     """
 
     def mixture(stats: Stats, advantages: Array) -> Array:
-        now, old = bounded_exp(stats["logprobs"]), bounded_exp(stats["proximal_logprobs"])
-        ratio = 2 * now / (1.5 * old + stats["uniform_probability"] / 2)
-        rarity = jnp.maximum(1 - jax.lax.stop_gradient(now), 0) ** focus
+        ratio_now, ratio_start = (
+            bounded_exp(stats["logprobs"]),
+            bounded_exp(stats["proximal_logprobs"]),
+        )
+        ratio = 2 * ratio_now / (1.5 * ratio_start + stats["uniform_probability"] / 2)
+        rarity = jnp.maximum(1 - jax.lax.stop_gradient(ratio_now), 0) ** focus
         return -ratio * rarity * advantages
 
     uniform = uniform_probability(outside == "one")
@@ -397,8 +400,8 @@ def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.
         scored = np.where(np.isnan(right), right, np.where(right > 0, 1.0, -1.0))
         if parts.shape[-1] > 1:
             steps = parts[..., 2] if parts.shape[-1] > 2 else np.asarray(rollout.mask).sum(-1)
-            refused = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
-            scored = np.where(parts[..., 1] > 0, refused, scored)
+            abstention = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
+            scored = np.where(parts[..., 1] > 0, abstention, scored)
         out = np.zeros_like(parts)
         out[..., 0] = scored
         return out

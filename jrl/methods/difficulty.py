@@ -269,8 +269,8 @@ def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Trans
         longest = jnp.iinfo(jnp.int32).max
         lengths = completion_tokens(batch)
         shortest = jnp.where(right, lengths, longest).min(axis=1, keepdims=True)
-        chosen = right & (lengths == shortest) & (lengths > min_tokens)
-        return values + bonus * chosen, batch
+        is_shortest = right & (lengths == shortest) & (lengths > min_tokens)
+        return values + bonus * is_shortest, batch
 
     return stateless(apply)
 

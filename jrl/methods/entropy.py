@@ -245,7 +245,7 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
         by_turn = partial(jax.ops.segment_sum, segment_ids=turn.reshape(-1), num_segments=turns)
         number = by_turn(live.reshape(-1).astype(jnp.float32))
         entropy = by_turn(jnp.where(live, batch.stats["rollout_entropy"], 0).reshape(-1))
-        now = entropy / jnp.maximum(number, 1)
+        turn_entropy = entropy / jnp.maximum(number, 1)
 
         part = history.steps / total_steps
         early = 1 - 0.2 * (1 - jnp.exp(-2 * part))
@@ -258,7 +258,7 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
             "entropy_smoothing": smoothing[turn],
         }
         count = history.times + (number > 0)
-        step = jnp.where(number > 0, now - history.mean, 0) / jnp.maximum(count, 1)
+        step = jnp.where(number > 0, turn_entropy - history.mean, 0) / jnp.maximum(count, 1)
         history = TurnHistory(history.mean + step, count, history.steps + 1)
         return values, batch.replace(stats={**batch.stats, **stats}), history
 
@@ -518,8 +518,8 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         chex.assert_rank(values, 2)
         live = trained(batch)
         ranks = jnp.where(live, batch.stats["running_rank"], 0)
-        measured = jax.vmap(jax.vmap(lambda x, m: rank_changes(x, m, stride)))(ranks, live)
-        gap = measured - state.means[None, None]
+        changes = jax.vmap(jax.vmap(lambda x, m: rank_changes(x, m, stride)))(ranks, live)
+        gap = changes - state.means[None, None]
         gap = jnp.clip(gap / (jnp.abs(state.means) + TINY)[None, None], -5, 5)
         rank, velocity, acceleration = jnp.moveaxis(gap, 2, 0)
         tendency = jax.nn.sigmoid(gain * acceleration)
@@ -532,9 +532,9 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         # Completions without a token do not count in the running means.
         sequences = live.any(axis=2)
         count = sequences.sum()
-        sequence_mean = jnp.where(sequences[:, :, None], measured, 0).sum(
-            axis=(0, 1)
-        ) / jnp.maximum(count, 1)
+        sequence_mean = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1)) / jnp.maximum(
+            count, 1
+        )
         score = jnp.where(sequences, batch.score(), 0).sum() / jnp.maximum(count, 1)
         step = jnp.where(state.steps > 0, rate, 1.0) * (count > 0)
         after = RankState(

@@ -223,9 +223,10 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
 
     def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
         form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
-        good = np.where(score > 0, score + bonus * (used > 0), score * 0)
+        correct_scores = np.where(score > 0, score + bonus * (used > 0), score * 0)
         return as_first(
-            np.where(form > 0, good, np.where(np.isnan(form + score), np.nan, -1)), rewards
+            np.where(form > 0, correct_scores, np.where(np.isnan(form + score), np.nan, -1)),
+            rewards,
         )
 
     return base.with_(rewards=ordered)

@@ -224,8 +224,8 @@ def better_steps(decay: float, keep: float, threshold: float) -> Transform:
         surprise = batch.stats["returns"][:, :, 0] - first
         members = live.any(axis=2)
         surprise_bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
-        chosen = (gain > threshold) & jnp.expand_dims(members & (surprise >= surprise_bound), 2)
-        return jnp.where(jnp.isnan(gain), gain, chosen), batch
+        selected = (gain > threshold) & jnp.expand_dims(members & (surprise >= surprise_bound), 2)
+        return jnp.where(jnp.isnan(gain), gain, selected), batch
 
     return transforms.stateless(apply, frozenset({"rollout_values"}))
 

@@ -111,8 +111,8 @@ class WeightFirst(struct.PyTreeNode, Factored):
         w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
         if 1 < x_mk.shape[0] <= FEW and tuned(x.dtype):
             # Without the barriers XLA would fold the transposes into the product.
-            still = jax.lax.optimization_barrier
-            out = still(_weight_first(w_nk, still(x_mk.T))).T
+            barrier = jax.lax.optimization_barrier
+            out = barrier(_weight_first(w_nk, barrier(x_mk.T))).T
         else:
             out = _plain("mk,nk->mn", x_mk, w_nk)
         return out.reshape(*rows, *outputs).astype(dtype or x.dtype)
@@ -214,8 +214,8 @@ def _sum_over_rows(spec: str, a: Array, b: Array) -> Array | None:
         return None
     rows, columns = left.removeprefix(lead), right.removeprefix(lead)
     size = dict(zip(left + right, a.shape + b.shape, strict=True))
-    many, count = (math.prod(size[x] for x in axes) for axes in (batch, summed))
-    a_srm, b_srn = (x.reshape(many, count, -1).astype(jnp.float32) for x in (a, b))
+    batches, count = (math.prod(size[x] for x in axes) for axes in (batch, summed))
+    a_srm, b_srn = (x.reshape(batches, count, -1).astype(jnp.float32) for x in (a, b))
     m, n = a_srm.shape[2], b_srn.shape[2]
     # The narrower one first takes up to a third less time; where one is very wide, a tenth more.
     if (m <= n) == (max(m, n) < WIDE):

@@ -277,8 +277,8 @@ def init_cache(
         length = tiles * SHORTEST
         # The kernel that reads finds what is in use by itself, so that one piece does, unless the
         # rows are too many for its tables.
-        alone = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
-        pieces = 1 if alone else max(n for n in range(1, pieces + 1) if tiles % n == 0)
+        one_piece = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
+        pieces = 1 if one_piece else max(n for n in range(1, pieces + 1) if tiles % n == 0)
 
     def empty(*shape: int) -> Array:
         zeros = jnp.zeros((rows, config.kv_heads, *shape), jnp.dtype(config.dtype))
@@ -343,14 +343,14 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
 # ---------------------------------------------------------------- writing
 
 
-def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array]]:
+def cache_writer(attention: str, config: ModelConfig) -> Callable[..., dict[str, Array]]:
     """``write`` as a model does it, by the kernel for TPUs where there is one.
 
     Args:
-      how: one of ``choice.ATTENTION``.
+      attention: one of ``choice.ATTENTION``.
       config: the model.
     """
-    if not caches_in_tiles(how):
+    if not caches_in_tiles(attention):
         return write
     from jrl.models.attention.cache_write import takes, write_columns  # Pallas is slow to import
 

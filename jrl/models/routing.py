@@ -83,15 +83,15 @@ def record(
     """
     rows = jnp.arange(experts.shape[0])[:, None]
     columns = [view.columns for view in views if view.columns is not None]
-    written = []
+    pieces = []
     for before, after, at in zip(old, new, columns, strict=True):
         recorded_experts = before["experts"]
         at = jnp.where(live & (at >= 0), at, recorded_experts.shape[1])
         recorded_experts = recorded_experts.at[rows, at].set(
             experts.astype(recorded_experts.dtype), mode="drop"
         )
-        written.append(after | {"experts": recorded_experts})
-    return tuple(written)
+        pieces.append(after | {"experts": recorded_experts})
+    return tuple(pieces)
 
 
 def recorded(own_pieces: Sequence[Sequence[dict[str, Array]]]) -> Array:

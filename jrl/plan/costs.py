@@ -303,14 +303,14 @@ def _fusion_bytes(
         if a.main and not (len(roots) == len(fusion.outputs) and _passes(roots[i]))
     )
     if updated:
-        changed = [
+        updated_bytes = [
             inner_operations[o.operands[1 if o.kind == "dynamic-update-slice" else -1]]
             .outputs[0]
             .bytes
             for o, inner_operations in fused_operations(program, fusion, {})
             if o.kind in _UPDATES
         ]
-        writes = max(writes - updated, 0.0) + 2 * sum(changed)
+        writes = max(writes - updated, 0.0) + 2 * sum(updated_bytes)
     return total + writes
 
 

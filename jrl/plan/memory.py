@@ -107,9 +107,9 @@ def remedies(
     batch *= config.sampling.group
     if batch >= 2 * factor:
         each = max(batch // factor, 1)
-        alone = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
-        where = "on a chip" if alone else f"on all chips together, {each} on one"
-        slots = each if alone else each * shards
+        one_chip = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
+        where = "on a chip" if one_chip else f"on all chips together, {each} on one"
+        slots = each if one_chip else each * shards
         lines.append(f"sampling.slots = {slots} completions at once {where}")
     key = "sampling.mesh" if config.sampling.mesh else "mesh"
     lines.append(f"raise {key}.tensor, which shards weights and the cache")

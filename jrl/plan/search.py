@@ -143,7 +143,7 @@ def search(
     estimate = Estimates(config, model, topology)
     ranked = sorted(candidates, key=estimate)
     results: list[dict[str, Any]] = []
-    chosen: dict[str, Candidate] = {}
+    compiled_candidates: dict[str, Candidate] = {}
     hopeless: set[Sizes | None] = set()
     began, longest, compiled = time.monotonic(), 0.0, Compiled(config, topology, effort)
     with contextlib.closing(compiled.isolated):
@@ -161,7 +161,7 @@ def search(
             echo(f"{len(results) + 1} of {limit}: {candidate.text()}")
             result, samples = _judge(compiled, candidate)
             result["estimated_seconds"] = estimate(candidate)
-            chosen[result["changes"]] = candidate
+            compiled_candidates[result["changes"]] = candidate
             longest = max(longest, time.monotonic() - start)
             if candidate.rollout is not None and not samples:
                 hopeless.add(candidate.rollout)  # on any mesh of training
@@ -171,7 +171,7 @@ def search(
         if effort and results[0]["fits"] and left > SLOWER * longest:
             echo(f"compiling the best with effort 0, as in a run: {results[0]['changes']}")
             as_run = Compiled(config, topology, 0.0, compiled.isolated)
-            again, _ = _judge(as_run, chosen[results[0]["changes"]])
+            again, _ = _judge(as_run, compiled_candidates[results[0]["changes"]])
             if again["error"] is None:
                 results[0] |= again | {"ranked_seconds": results[0]["ranked_seconds"]}
     ratio = estimate_ratio(results)
@@ -314,9 +314,9 @@ class Estimates:
         overrides = {"slots": slots, "int8": int8}
         changes = {name: value for name, value in overrides.items() if value is not None}
         sampling = self.config.sampling.model_copy(update=changes)
-        chosen = self.config.model_copy(update={"sampling": sampling})
+        changed = self.config.model_copy(update={"sampling": sampling})
         topology = self.half if separate else self.topology
-        return sampling_seconds(chosen, self.model, topology, dict(mesh), state_bytes)
+        return sampling_seconds(changed, self.model, topology, dict(mesh), state_bytes)
 
 
 def estimate_ratio(results: Sequence[Mapping[str, Any]]) -> float | None:
@@ -352,9 +352,9 @@ class Compiled:
         Raises:
           CannotError: it cannot be compiled.
         """
-        chosen = candidate.applied(self.config)
+        changed = candidate.applied(self.config)
         if candidate.rollout is not None:
-            planner = plan_disjoint, chosen, self.topology, quick_plan
+            planner = plan_disjoint, changed, self.topology, quick_plan
             return self._made(*planner, effort=self.effort)
         training = candidate.mesh, candidate.remat, candidate.microbatches
         sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.int8
@@ -363,7 +363,7 @@ class Compiled:
             if key not in self._halves:
                 options: dict[str, Any] = {"placement": placement, "effort": self.effort}
                 try:
-                    self._halves[key] = self._made(quick_plan, chosen, self.topology, **options)
+                    self._halves[key] = self._made(quick_plan, changed, self.topology, **options)
                 except CannotError as error:
                     self._halves[key] = error
             half = self._halves[key]
@@ -413,7 +413,7 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
     sampler_mesh, config = candidate.sampler, compiled.config
     shared = sampler_mesh is None and candidate.rollout is None
     without = " sampling.mesh={}" if config.sampling.mesh and shared else ""
-    chosen = candidate.applied(config).sampling
+    sampling = candidate.applied(config).sampling
     result: dict[str, Any] = {
         "changes": candidate.text() + without,
         "mesh": dict(candidate.mesh),
@@ -421,8 +421,8 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
         "sampling_mesh": None if sampler_mesh is None else dict(sampler_mesh),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
-        "slots": chosen.slots,
-        "int8": list(chosen.int8),
+        "slots": sampling.slots,
+        "int8": list(sampling.int8),
         "placement": "colocated" if candidate.rollout is None else "disjoint",
         "effort": compiled.effort,
     }

@@ -132,8 +132,8 @@ def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str
         each = ", ".join(f"{k} {_seconds(v)}" for k, v in program.alone.items())
         yield f"  each by itself: {each}; {max(program.alone, key=program.alone.__getitem__)} leads"
     if program.operations is not None:
-        spent = sorted(program.operations.items(), key=lambda item: -item[1])
-        yield f"  by operation: {', '.join(f'{k} {_seconds(v)}' for k, v in spent if v)}"
+        by_operation = sorted(program.operations.items(), key=lambda item: -item[1])
+        yield f"  by operation: {', '.join(f'{k} {_seconds(v)}' for k, v in by_operation if v)}"
     if program.full_seconds is not None:
         yield (
             "  the cache is read as far as it is filled; read whole for every token: "

@@ -302,8 +302,8 @@ class _Deal:
             if trees is not None:
                 tree = trees[part + n * parts, root]
                 return tree._replace(members=tree.members + n * g)
-            alone = np.zeros(lengths[n, root], np.int32)
-            return Tree(alone + first, np.arange(len(alone)), alone, alone + 1)
+            zeros = np.zeros(lengths[n, root], np.int32)
+            return Tree(zeros + first, np.arange(len(zeros)), zeros, zeros + 1)
 
         return cells
 
@@ -338,10 +338,10 @@ def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list
     loads, counts = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
     contents: list[list[int]] = [[] for _ in range(bins)]
     for i in np.argsort(-sizes, kind="stable"):
-        chosen = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
-        loads[chosen] += sizes[i]
-        counts[chosen] += 1
-        contents[chosen].append(int(names[i]))
+        emptiest = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
+        loads[emptiest] += sizes[i]
+        counts[emptiest] += 1
+        contents[emptiest].append(int(names[i]))
     return contents
 
 

@@ -34,9 +34,10 @@ def blockwise(*, scale: float, softcap: float | None, block: int = BLOCK) -> Ker
       softcap: scores become cap * tanh(score / cap).
       block: most queries, and keys, of a block.
     """
-    chosen: dict[str, Any] = {"scale": scale, "softcap": softcap, "block": block}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "block": block}
     return Kernel(
-        functools.partial(_blocks_forward, **chosen), functools.partial(_blocks_backward, **chosen)
+        functools.partial(_blocks_forward, **options),
+        functools.partial(_blocks_backward, **options),
     )
 
 
@@ -109,12 +110,12 @@ def _may_see(queries: Marks, keys: Marks, window: Array) -> Array:
     (q_first, q_last), (k_first, k_last) = (ends(m, m.ids) for m in (queries, keys))
     if keys.ends is not None:
         k_last = ends(keys, keys.ends - 1)[1]
-    alike = (q_first[:, None] <= k_last[None]) & (k_first[None] <= q_last[:, None])
+    same_segment = (q_first[:, None] <= k_last[None]) & (k_first[None] <= q_last[:, None])
     (q_first, q_last), (k_first, k_last) = (ends(m, m.positions) for m in (queries, keys))
     before = q_last[:, None] >= k_first[None]
-    near = q_first[:, None] - k_last[None] < window
+    in_window = q_first[:, None] - k_last[None] < window
     # Any row of the batch: rows share the list of pairs, since a loop has one trip count.
-    return (alike & before & near).any(-1)
+    return (same_segment & before & in_window).any(-1)
 
 
 class _Pair(NamedTuple):
@@ -140,10 +141,10 @@ def _pair(blocks: _Blocks, at: Array, window: Array, scale: float, softcap: floa
         scores = softcap * bent
     ids, key_ids = blocks.queries.ids[i][:, :, None], blocks.keys.ids[j][:, None]
     distance = blocks.queries.positions[i][:, :, None] - blocks.keys.positions[j][:, None]
-    alike = ids == key_ids
+    same_segment = ids == key_ids
     if blocks.keys.ends is not None:
-        alike = (ids >= key_ids) & (ids < blocks.keys.ends[j][:, None]) & (key_ids != 0)
-    mask = alike & (ids != 0) & (distance >= 0) & (distance < window)
+        same_segment = (ids >= key_ids) & (ids < blocks.keys.ends[j][:, None]) & (key_ids != 0)
+    mask = same_segment & (ids != 0) & (distance >= 0) & (distance < window)
     return _Pair(i, j, scores, mask[:, None, None], bent)
 
 
@@ -176,9 +177,9 @@ def _blocks_forward(
     peaks, totals, values = jax.lax.fori_loop(0, blocks.needed, meet, start)
     # Queries that see nothing: log(0) would be -inf, and -inf - -inf NaN in the merge with other
     # places.
-    some = totals > 0
-    log_sums = jnp.where(some, peaks + jnp.log(jnp.where(some, totals, 1.0)), MASKED)
-    values = values / jnp.where(some, totals, 1.0)[..., None]
+    nonempty = totals > 0
+    log_sums = jnp.where(nonempty, peaks + jnp.log(jnp.where(nonempty, totals, 1.0)), MASKED)
+    values = values / jnp.where(nonempty, totals, 1.0)[..., None]
     b, h, n, _ = q.shape
     out = _joined(values, 3, n).reshape(q.shape).astype(place.v_bkcd.dtype)
     return out, _joined(log_sums, 3, n).reshape(b, h, n)

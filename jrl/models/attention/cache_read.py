@@ -183,13 +183,13 @@ def _visited(mask_mnc: Array, r: int, bk: int) -> tuple[Array, Array, Array]:
       blocks of a row up to the last that any row reads, 1 at least: those beyond take no step.
     """
     m, n, c = mask_mnc.shape
-    some = mask_mnc.reshape(m // r, r, n, c // bk, bk).any((1, 2, 4))
+    visible = mask_mnc.reshape(m // r, r, n, c // bk, bk).any((1, 2, 4))
     # The first block is always read, so that every query has something to see.
-    some = some.at[:, 0].set(True)
+    visible = visible.at[:, 0].set(True)
     j = jnp.arange(c // bk, dtype=jnp.int32)[None]
     # What is not read repeats what was read last, and so is not sent again.
-    last = jax.lax.cummax(jnp.where(some, j, 0), axis=1)
-    return some.astype(jnp.int32), last, last.max() + 1
+    last = jax.lax.cummax(jnp.where(visible, j, 0), axis=1)
+    return visible.astype(jnp.int32), last, last.max() + 1
 
 
 def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: float | None) -> None:

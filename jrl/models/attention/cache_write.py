@@ -55,7 +55,7 @@ def write_columns(
     entry_blocks = [
         pl.BlockSpec((1, *entries[n].shape[1:]), lambda i, at: (i, 0, 0, 0)) for n in names
     ]
-    written = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_kernel, axes=[axes[name] for name in names]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(s,), in_specs=[*entry_blocks, *blocks], out_specs=blocks
@@ -69,7 +69,7 @@ def write_columns(
         interpret=interpret,
         name="write_columns",
     )(at, *(entries[n].astype(x.dtype) for n, x in zip(names, arrays, strict=True)), *arrays)
-    return dict(zip(names, written, strict=True))
+    return dict(zip(names, outputs, strict=True))
 
 
 def _tiles_around(x: Array, axis: int) -> tuple[pl.BlockSpec, int]:
@@ -92,6 +92,6 @@ def _kernel(at: Any, *refs: Any, axes: list[int]) -> None:
         new, old, out = refs[i], refs[count + i], refs[2 * count + i]
         x = new[...].astype(jnp.float32)  # exact, and the type that all chips compute in
         index = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
-        chosen = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
-        x = jnp.where(chosen, x, old[...].astype(jnp.float32))
+        at_column = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
+        x = jnp.where(at_column, x, old[...].astype(jnp.float32))
         out[...] = x.astype(out.dtype)

@@ -237,10 +237,10 @@ def row_attention(
     mask, distance = visible(positions, segments, positions, segments)
 
     def by_mask(q: Array, k: Array, v: Array, window: Array | int) -> Array:
-        near = mask if config.window is None else mask & (distance < window)
+        visible_keys = mask if config.window is None else mask & (distance < window)
         if kind == "cudnn":
-            return cudnn(q, k, v, scale=scale, mask=near)
-        return attend(q, k, v, near, scale=scale, softcap=cap)
+            return cudnn(q, k, v, scale=scale, mask=visible_keys)
+        return attend(q, k, v, visible_keys, scale=scale, softcap=cap)
 
     return by_mask
 
@@ -312,17 +312,17 @@ def shared_attention(
     def by_mask(
         q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
     ) -> Array:
-        near, near_before = mask, prefix_mask
+        own_mask, shared_mask = mask, prefix_mask
         if config.window is not None:
-            near, near_before = mask & (distance < window), prefix_mask & (back < window)
+            own_mask, shared_mask = mask & (distance < window), prefix_mask & (back < window)
         if kind == "cudnn":
             # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
             both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
             k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
-            both_masks = jnp.concatenate([near_before, near], axis=2)
+            both_masks = jnp.concatenate([shared_mask, own_mask], axis=2)
             return cudnn(q, k, v, scale=scale, mask=both_masks)
-        prefix = Past(before_k, before_v, near_before)
-        return attend_shared(q, prefix, k, v, near, scale=scale, softcap=cap)
+        prefix = Past(before_k, before_v, shared_mask)
+        return attend_shared(q, prefix, k, v, own_mask, scale=scale, softcap=cap)
 
     return by_mask
 

@@ -51,14 +51,14 @@ def splash_kernel(
         1 + the prompt's number.
       interpret: runs the kernel's steps as plain JAX, slowly, for tests on other platforms.
     """
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
         "windows": tuple(sorted({NO_WINDOW if w is None else int(w) for w in windows})),
         "past": past,
         "interpret": interpret,
     }
-    return Kernel(functools.partial(_forward, **chosen), functools.partial(_backward, **chosen))
+    return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
 
 
 def block_of(length: int) -> int:

@@ -307,10 +307,10 @@ def _ropes(raw: Json, get: Any, family: Family) -> Json:
         return _rope(rope, key, theta, raw)
     nested = raw.get("rope_parameters") or {}
     global_rope = {**(nested.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
-    near = nested.get(SLIDING) or {}
+    sliding = nested.get(SLIDING) or {}
     where = key if key == "rope_scaling" else f"{key}.{FULL}"
     values = _rope(global_rope, where, theta, raw)
-    local = _rope(near, f"rope_parameters.{SLIDING}", get("rope_local_base_freq"), raw)
+    local = _rope(sliding, f"rope_parameters.{SLIDING}", get("rope_local_base_freq"), raw)
     if local["rope_scaling"] == "llama3":
         key = f"rope_parameters.{SLIDING}.rope_type"
         raise UserError(f"config.json: {key} = 'llama3' is not supported; choose default or linear")

@@ -117,11 +117,11 @@ def _render_ropes(config: ModelConfig, family: Family) -> Json:
     if not family.two_ropes:
         return out | {"rope_parameters": global_rope}
     near_theta = c.rope_theta if c.rope_local_theta is None else c.rope_local_theta
-    near: Json = {"rope_type": "default", "rope_theta": near_theta}
+    sliding: Json = {"rope_type": "default", "rope_theta": near_theta}
     if c.rope_local_factor != 1.0:
-        near |= {"rope_type": "linear", "factor": c.rope_local_factor}
+        sliding |= {"rope_type": "linear", "factor": c.rope_local_factor}
     out["rope_local_base_freq"] = near_theta
-    return out | {"rope_parameters": {FULL: global_rope, SLIDING: near}}
+    return out | {"rope_parameters": {FULL: global_rope, SLIDING: sliding}}
 
 
 _LAYERWISE = {

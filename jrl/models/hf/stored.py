@@ -145,9 +145,9 @@ def is_finite(value: np.ndarray) -> bool:
         return bool(np.isfinite(value).all())
     kind = np.uint32 if value.itemsize == 4 else np.uint16
     bits: Any = np.ascontiguousarray(value).view(kind).reshape(-1)
-    some = 1 << 24  # numbers at a time, so that little memory is needed
+    chunk = 1 << 24  # numbers at a time, so that little memory is needed
     return not any(
-        ((bits[i : i + some] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, some)
+        ((bits[i : i + chunk] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, chunk)
     )
 
 
