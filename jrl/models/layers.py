@@ -131,6 +131,7 @@ def embed(config: ModelConfig, params: Params, tokens: Array, *, divided: bool =
     x_bld = params["embed"][tokens].astype(dtype)
     if divided:
         x_bld = constrain(x_bld, "lookup", "length", "embed")
+    # In the activations' dtype, as Gemma was trained: a float32 factor would round differently.
     if config.embed_scale != 1.0:
         x_bld = x_bld * jnp.asarray(config.embed_scale, dtype)
     return constrain(x_bld, "batch", "length", "act_embed")
@@ -273,11 +274,13 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
 
     if "gate_up" in w:  # prepared for sampling
         both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
+        # One product with both matrices: few rows wait for weights, not for arithmetic.
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
         wide = "embed", "mlp"
         gate, up = (project("bqd,df->bqf", x_bqd, w[name], axes=wide) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
+    # Divided along F before the second product, whose sum over F is then the only communication.
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
     return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"], axes=("mlp", "embed")))
 
@@ -454,6 +457,7 @@ def _by_layer(routing: RoutingRecord) -> tuple[Array, Array]:
 def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
     """[M, K, b * P, h]: keys or values of the prompts of a block one after the other."""
     n, k, p, d = x_nkpd.shape
+    # One prompt a block is the layout already; a transpose would copy all keys of the prompts.
     if n == blocks:
         return x_nkpd
     x_mkbpd = x_nkpd.reshape(blocks, n // blocks, k, p, d).transpose(0, 2, 1, 3, 4)
@@ -491,6 +495,7 @@ def _through_layers(
         # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
         # would only block fusions.
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    # Numbers, so that layers with and without a window share one compiled body.
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
         xs = (layers, jnp.asarray(rotation_ids), jnp.asarray(windows), recorded)
@@ -516,6 +521,7 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
         head = params["embed" if tied else "head"]
         spec = f"{lead}x,vx->{lead}v" if tied else f"{lead}x,xv->{lead}v"
         out = project(spec, hidden.astype(jnp.dtype(config.dtype)), head, jnp.float32)
+        # The cap before any temperature, as Gemma applies it to scores.
         if config.logit_softcap is not None:
             out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
         return out

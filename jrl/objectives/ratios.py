@@ -66,6 +66,7 @@ def _token(log_ratio: Array, *_: Any) -> tuple[Array, Stats]:
 
 
 def _sequence(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+    # Length-normalised, so that long and short sequences share one clip range.
     return jnp.broadcast_to(live_mean(log_ratio, mask), mask.shape), {}
 
 
@@ -102,6 +103,7 @@ def segment(label: str) -> Ratio:
     """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        # The label arrives as a statistic, since a surrogate sees one sequence and no batch.
         seg = segments.segments(mask, stats[label])
         return segments.total(log_ratio, seg) / jnp.maximum(segments.count(seg), 1), {}
 
@@ -261,6 +263,7 @@ def gamma(
     """
 
     def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        # TRL's bounds, so that both libraries give the same weights at the extremes.
         log_weight = jnp.clip(log_ratio, jnp.log(1e-8), LOG_RATIO_LIMIT)
         power = jnp.where(advantages < 0, power_negative, power_positive)
         rate = jnp.where(advantages < 0, rate_negative, rate_positive)
@@ -317,6 +320,8 @@ def gate(temperature_positive: float, temperature_negative: float) -> Rule:
     """
 
     def apply(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        # Negative advantages push probability mass to all other tokens, so they usually get a
+        # steeper gate.
         tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
         ratio = bounded_exp(log_ratio)
         # sigmoid'(0) = 1/4, hence the factor 4 / tau for slope 1 at ratio 1.
@@ -387,6 +392,7 @@ def ratio_loss(
     against = "sampler_logprobs" if correction is None else "proximal_logprobs"
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        # The difference of log-probabilities is taken here once, whatever the ratio and rule.
         log_ratio, of_ratio = ratio.apply(
             stats["logprobs"] - stats[against], advantages, mask, stats
         )
@@ -421,6 +427,7 @@ def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:
     # A closure cannot be edited, so the surrogate is built again from its parts.
     if isinstance(surrogate.parts, RatioParts):
         return ratio_loss(**surrogate.parts._replace(**changes)._asdict())
+    # A surrogate without ratios has no clip to move, so a correction can only weigh its losses.
     correction = changes.pop("correction", None)
     if changes or surrogate.over != "sequence":
         raise UserError(f"the surrogate has no {', '.join(changes) or 'correction'} to change")
@@ -510,6 +517,7 @@ def checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Call
 
     def check_then_apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask, stats["logprobs"]], 1)
+        # A statistic of another shape would broadcast silently under vmap.
         chex.assert_equal_shape([advantages, mask, *stats.values()])
         chex.assert_type([advantages, mask, stats["logprobs"]], [float, bool, float])
         return apply(stats, advantages, mask)

@@ -105,6 +105,7 @@ def leave_one_out(values: Array, seg: Segments) -> Array:
     others = count(seg) - 1
     # One subtraction an item in place of a mask per pair; NaN stays, so that it is found.
     rest = (total(values, seg) - values) / jnp.maximum(others, 1)
+    # A segment of one has no baseline: 0, unless a NaN must stay visible.
     return jnp.where(seg.live & (others > 0), rest, jnp.where(jnp.isnan(rest), rest, 0))
 
 

@@ -230,6 +230,7 @@ def _over(function: RewardFn) -> str:
 
 def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
     """Indices of the samples of each prompt."""
+    # Given, groups are counted: two groups of one prompt may be adjacent.
     if group is not None:
         if len(samples) % group:
             raise UserError(f"{len(samples)} samples cannot be split into groups of {group}")
@@ -285,6 +286,8 @@ class _Workers:
         try:
             while left:
                 if self.closed:
+                    # ``close`` may come from another thread, for which this generator would
+                    # otherwise wait forever.
                     raise RuntimeError("the pool of reward functions is closed")
                 self._start_enough(len(waiting), left)
                 self._hand_out(waiting)
@@ -302,6 +305,7 @@ class _Workers:
 
     def _start_enough(self, waiting: int, left: int) -> None:
         """Starts processes for the remaining calls, and a spare for each that may time out."""
+        # A spare gets half of the limit to start, so that it is ready when the call is killed.
         half = self._limits.timeout_seconds / 2
         busy = [worker for worker in self._living if worker.call is not None]
         slow = sum(worker.seconds() > half for worker in busy)
@@ -338,6 +342,8 @@ class _Workers:
         pipes = [pipe for worker in self._living for pipe in (worker.connection, worker.output)]
         # At most a tenth of a second, since memory grows without any message.
         connection.wait(pipes, timeout=max(min(rest, _LOOK_SECONDS), 0.001))
+        # Memory is measured on a clock of its own: messages may wake this loop thousands of times a
+        # second.
         self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
         if self._measure:
             self._measured = time.monotonic()

@@ -62,6 +62,8 @@ def rows(batch: Batch) -> SequenceRows:
     # A copy of the prompt for every member: the cost that ``shared_rows`` avoids.
     prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
     prompt_lengths = jnp.repeat(batch.prompt_lengths, g)[:, None]
+    # Lengths, not the mask: untrained tokens, such as an environment's replies, are read as
+    # context.
     lengths = batch.lengths.reshape(n * g, 1)
     column, step = jnp.arange(p)[None], jnp.arange(t)[None]
     # The first token follows the prompt's own end, which is not the prompt's last column.
@@ -98,6 +100,8 @@ def shared_rows(batch: Batch) -> SharedRows:
     if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
         context = batch.ids["context"]
         live = step[None] < batch.lengths[:, :, None]
+        # A new context starts from the prompt again, so its first token is predicted by the
+        # prompt's last.
         first = live & (jnp.diff(context, axis=2, prepend=-1) != 0)
         tokens = jnp.where(first, last, tokens)
         began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)

@@ -277,6 +277,7 @@ def shared_attention(
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
     kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True)
     scale, cap = scale_of(config), config.attention_softcap
+    # Numbers of the prompts by column of a block, to compare with ``owners``.
     slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)
     columns = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
     inside, live = columns[None] < jnp.repeat(rows.lengths, p, axis=1), rows.segments != 0
@@ -350,6 +351,7 @@ def _places(
     def look(q: Array, places: tuple[Place, ...], window: Array) -> Array:
         return attend_places(q, places, kernels, window)
 
+    # The place with the fewest rows limits how far the batch can be divided.
     n, c = min(place.k_bkcd.shape[0] for place in places), q.shape[1]
     batch, heads = mesh_axes("batch", n), mesh_axes("kv_heads", places[0].k_bkcd.shape[1])
     length = mesh_axes("length", c)
@@ -401,6 +403,7 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
 
     def attend(q: Array, parts: Sequence[Part], own: int = 0, together: bool = False) -> Array:
         def by_kernel(q: Array, parts: list[Part]) -> Array:
+            # By identity: parts of equal shape cannot be distinguished otherwise.
             firsts = {id(part) for part in parts[:own]}
 
             def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
@@ -419,6 +422,7 @@ def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
             return dense(q, parts)
 
         def spec(x: Array) -> PartitionSpec:
+            # Keys, values and scales have rank 4, masks 3, flags 0.
             by_rank = {4: (batch, heads), 3: (batch,), 1: (), 0: ()}
             return PartitionSpec(*by_rank[x.ndim])
 

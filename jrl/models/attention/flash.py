@@ -143,6 +143,7 @@ def _join(x: Array, n: int) -> Array:
     r, h, q, d = x.shape
     if r == n:
         return x
+    # Heads stay the outer axis, so a kernel sees one long row of queries per head.
     return x.reshape(n, r // n, h, q, d).transpose(0, 2, 1, 3, 4).reshape(n, h, -1, d)
 
 

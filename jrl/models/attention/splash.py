@@ -95,6 +95,7 @@ def _made(
     the kernel leave out the blocks above the diagonal.
     """
     heads, q, c = shape
+    # Blocks of the padded lengths: the kernel requires them to divide evenly.
     bq, bk = block_of(q), block_of(c)
     # The same blocks forward and backward, so that one padding of the inputs serves both.
     sizes = splash.BlockSizes(
@@ -121,6 +122,8 @@ def _made(
             interpret=interpret,
         )
     hides = _hides(window, past is None)
+    # Without a static mask the kernel visits every block and asks ``mask_function``; ids do the
+    # rest.
     info = MaskInfo(None, None, None, None, sequence if hides else None)  # type: ignore[arg-type]
     return splash.SplashAttentionKernel(
         info,
