@@ -66,11 +66,11 @@ def grpo(
     weight, and its least where not the name's own) and ``off_policy_limit`` are not in the paper;
     see ``objectives.ratios``.
     """
-    held = clip(clip_low, clip_high, dual_clip)
+    rule = clip(clip_low, clip_high, dual_clip)
     named = named_correction(correction, correction_cap, correction_low)
     return against_others(
         normalised(eps, ddof),
-        ratio_loss(token, held, named, off_policy_limit),
+        ratio_loss(token, rule, named, off_policy_limit),
         regularizers=kl_term(kl_kind, kl_coef),
         epochs=epochs,
     )
@@ -179,9 +179,9 @@ def reward_parts(
     return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
 
 
-def as_first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
+def as_first(score: np.ndarray, shape_source: np.ndarray) -> np.ndarray:
     """Parts [N, G, R]: the score, then zeros."""
-    return np.stack([score, *[np.zeros_like(score)] * (like.shape[2] - 1)], axis=2)
+    return np.stack([score, *[np.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
 
 
 @variant(grpo)
@@ -223,9 +223,10 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
 
     def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
         form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
-        good = np.where(score > 0, score + bonus * (used > 0), score * 0)
+        correct_scores = np.where(score > 0, score + bonus * (used > 0), score * 0)
         return as_first(
-            np.where(form > 0, good, np.where(np.isnan(form + score), np.nan, -1)), rewards
+            np.where(form > 0, correct_scores, np.where(np.isnan(form + score), np.nan, -1)),
+            rewards,
         )
 
     return base.with_(rewards=ordered)
@@ -256,7 +257,7 @@ def zerosearch(base: Method) -> Method:
 
 @variant(grpo, clip_high=0.28)
 def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
-    """GRPO of whole consultations, each worth what its turns were paid, with an entropy bonus.
+    """GRPO of complete consultations, scored by the rewards of their turns, with an entropy bonus.
 
     "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System for Multi-Turn
     Clinical Dialogue" (arXiv:2505.19630). A doctor asks a patient, another model, and a turn earns

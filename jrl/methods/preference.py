@@ -299,16 +299,16 @@ def quantile_shift(paired: bool) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         best, worst = extremes(scores, batch)
-        here = best.any(axis=1) & worst.any(axis=1)
+        has_both = best.any(axis=1) & worst.any(axis=1)
 
         def gather(values: Array, at: Array) -> Array:
             return jnp.where(at, values, 0).sum(axis=1)
 
         def same_rank(values: Array, others: Array) -> Array:
             """[N, 1]: the others' value of each value's rank; groups without a pair sort last."""
-            order = jnp.argsort(jnp.argsort(jnp.where(here, values, jnp.inf)))
-            matched = jnp.sort(jnp.where(here, others, jnp.inf))[order]
-            return jnp.expand_dims(jnp.where(here, matched, 0), 1)
+            order = jnp.argsort(jnp.argsort(jnp.where(has_both, values, jnp.inf)))
+            matched = jnp.sort(jnp.where(has_both, others, jnp.inf))[order]
+            return jnp.expand_dims(jnp.where(has_both, matched, 0), 1)
 
         if paired:
             policy, ref = sums("proximal_logprobs", batch), sums("ref_logprobs", batch)
@@ -328,7 +328,7 @@ def aot(
     beta: Positive,
     pairing: Annotated[str, Choice(("paired", "unpaired"))] = "paired",
 ) -> Method:
-    """DPO on quantiles: log-ratios of the whole batch are sorted before they are compared.
+    """DPO on quantiles: log-ratios of the batch are sorted before they are compared.
 
     AOT of "Distributional Preference Alignment of LLMs via Optimal Transport" (arXiv:2406.05882)
     with the logistic loss, sums over the n pairs of the batch, x_(i) the i-th smallest:

@@ -91,7 +91,7 @@ def preference_metrics(chosen: Array, rejected: Array) -> Stats:
 
 
 def _sides(group: Members, needs: frozenset[str]) -> tuple[Side, Side, Array]:
-    """The chosen side, the rejected side and the gap between their scores, points."""
+    """The chosen side, the rejected side and their score gap."""
     zero = jnp.zeros_like(group.tokens)
 
     def known(name: str, read: Callable[[str], Array]) -> Array:

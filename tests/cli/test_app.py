@@ -263,7 +263,7 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
-    assert "--out rows: only a search leaves rows to write; add --search mcts" in result.stderr
+    assert "--out rows: only a search writes rows; add --search mcts" in result.stderr
     for flag, value in (("--by", "model"), ("--reduce", "min")):
         result = jrl("eval", run_dir, flag, value)
         assert result.exit_code != 0
@@ -283,7 +283,7 @@ def test_eval_under_a_budget(replace, run_dir):
     result = jrl(*asked, "--out", "rows")
     assert result.exit_code != 0
     assert (
-        "--search compute_optimal leaves no rows; name one search, or leave --out" in result.stderr
+        "--search compute_optimal writes no rows; name one search, or remove --out" in result.stderr
     )
 
 
@@ -378,7 +378,7 @@ def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
     for unread in (["--family", "preference"], ["--complete"], ["--all"]):
         both = jrl("methods", "grpo", *unread)
-        assert (both.exit_code, f"error: {unread[0]} chooses from the list" in both.stderr) == (
+        assert (both.exit_code, f"error: {unread[0]} filters the list" in both.stderr) == (
             2,
             True,
         )
