@@ -41,7 +41,7 @@ _FORMS = re.compile(
 )
 """Texts that are secrets whatever their name: headers, keys of well-known services, addresses with
 a password in them."""
-_ASSIGNED = re.compile(r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s*(\S+)$")
+_ASSIGNED = re.compile(r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$")
 """A name with its value inside a text: of a query, a connection string, an option, a header."""
 _FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
 """An option of a command, and what follows it."""
@@ -89,7 +89,8 @@ def _hidden(value: Any, inside: bool) -> Any:
         return {name: _hidden(each, inside or _names_one(name)) for name, each in value.items()}
     if isinstance(value, list | tuple):
         flags = [False, *map(_is_secret_flag, value)]
-        return [_hidden(x, inside or (flag and not _is_number(x))) for x, flag in zip(value, flags)]
+        pairs = zip(value, flags[:-1], strict=True)
+        return [_hidden(x, inside or (flag and not _is_number(x))) for x, flag in pairs]
     return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
 
 

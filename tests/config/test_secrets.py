@@ -158,7 +158,7 @@ SECRETS = {
     "database": "Server=x;User=u;Password=abcd1234;",
 }
 HARMLESS = {
-    "max_tokens": "5",
+    "max_tokens": 5,
     "monkey": "bananas",
     "keyboard": "qwerty",
     "tokenizer": "bytes",
