@@ -5,8 +5,8 @@
 
 A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
 or nothing but ``**columns``. Columns are lists of one length: ``prompts``, ``completions`` (texts),
-``completion_ids`` (lists of token ids), ``answer`` (the reference answer) and the further columns of
-the data by their names.
+``completion_ids`` (lists of token ids), ``answer`` (the reference answer) and the further columns
+of the data by their names.
 """
 
 from __future__ import annotations
