@@ -24,8 +24,8 @@ from typing import Any
 from jrl.envs.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.envs.process import process_env
 from jrl.envs.writer import configured_writer
-from jrl.episodes.check_env import check_env
-from jrl.episodes.coroutine import check_episode, coroutine_env, is_episode
+from jrl.episodes.check_env import check_env, check_episode, is_episode
+from jrl.episodes.coroutine import coroutine_env
 from jrl.errors import UserError
 from jrl.own import GIVEN, check_options, load, made_by, parameters_of
 
@@ -103,14 +103,14 @@ def _made(
     if is_episode(make):
         check_episode(make, where, options=True)
         # The engine gives the seed, and policy and prompt by position.
-        given = {"seed": 0} if "seed" in parameters_of(make, where) else {}
-        check_options(make, arguments | given, "data", first=2, others=shared)
+        seed = {"seed": 0} if "seed" in parameters_of(make, where) else {}
+        check_options(make, arguments | seed, "data", first=2, others=shared)
         roles = getattr(make, "roles", ())
         return check_env(coroutine_env(functools.partial(make, **arguments), roles=roles), where)
     check_options(make, arguments, "data", others=shared)
     if (limits := _limits_argument(make)) is not None:
-        own = {name: value for name, value in common.items() if name in LIMITS}
-        arguments["limits"] = limits._replace(**own).check("data")
+        changes = {name: value for name, value in common.items() if name in LIMITS}
+        arguments["limits"] = limits._replace(**changes).check("data")
     try:
         return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
     except UserError as error:

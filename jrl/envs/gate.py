@@ -129,7 +129,7 @@ class Gate:
                 while not turn.done():
                     left = max(came, self._moved) + self._seconds - time.monotonic()
                     if left <= 0:
-                        said = f"waited {self._seconds:g} seconds in a queue that did not move"
+                        reason = f"waited {self._seconds:g} seconds in a queue that did not move"
                         raise EnvError(f"{said}, for {self._what}")
                     await asyncio.wait({turn}, timeout=left)
             except BaseException:

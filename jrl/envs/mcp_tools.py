@@ -91,11 +91,11 @@ class McpServer:
         self._connect = lambda: server
         if not isinstance(server, str):
             stdio = need("mcp.client.stdio", "mcp", "an MCP server")
-            told = mcp.StdioServerParameters(
+            parameters = mcp.StdioServerParameters(
                 command=server[0], args=list(server[1:]), env=dict(variables or {}) or None
             )
             # What it writes to its standard error is not the run's.
-            self._connect = lambda: stdio.stdio_client(told, errlog=subprocess.DEVNULL)
+            self._connect = lambda: stdio.stdio_client(parameters, errlog=subprocess.DEVNULL)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jrl-mcp", daemon=True)
         self._thread.start()
@@ -123,7 +123,7 @@ class McpServer:
         offered = {tool.name: tool for tool in self._listed}
         for name in names:
             if name not in offered:
-                said = ", ".join(sorted(offered))
+                names_offered = ", ".join(sorted(offered))
                 raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {said}")
         made: dict[str, Tool] = {}
         for name in names or offered:

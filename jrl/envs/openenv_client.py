@@ -46,7 +46,7 @@ def from_openenv(
         if not observation:
             return json.dumps(seen, ensure_ascii=False, default=str)
         if observation not in seen:
-            said = ", ".join(map(str, seen)) or "none"
+            fields = ", ".join(map(str, seen)) or "none"
             raise EnvError(f"an observation without {observation!r}; it has {said}")
         return str(seen[observation])
 

@@ -60,7 +60,9 @@ def guided_env(
     judge = judge_of(reward)
 
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages: list[Message] = []
+        if system is not None:
+            messages.append({"role": "system", "content": system})
         messages.append(user_message(prompt.text))
         conversation: list[Message] = []
         points = 0.0

@@ -50,8 +50,8 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
 
     async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:
         goals = read_statement(prompt.text)
-        told = [] if system is None else [{"role": "system", "content": system}]
-        return goals, [*told, _user(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return goals, [*opening, _user(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
 
     async def step(goals: Goals, reply: Reply) -> tuple[Goals, Feedback]:
         try:

@@ -155,10 +155,10 @@ def model_planner(speaker: Speaker) -> Planner:
                 "\n".join(f"`{x}`" for x in some) for some in (stuck.plan, stuck.failed)
             )
             told = f"These lemmas were tried:\n{tried}\nand this could not be proved:\n{failed}\n"
-        asked = _PLAN.format(statement=stuck.statement, told=told)
-        said = speaker([{"role": "user", "content": asked}])
-        if not isinstance(said, str):
+        request = _PLAN.format(statement=stuck.statement, told=told)
+        text = speaker([{"role": "user", "content": request}])
+        if not isinstance(text, str):
             raise EnvError(f"the planner said {said!r:.60}, not text")
-        return re.findall(r"`([^`\n]+)`", said)
+        return re.findall(r"`([^`\n]+)`", text)
 
     return plan

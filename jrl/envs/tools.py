@@ -101,19 +101,19 @@ def tool_env(
         return _Session(prompt), [*messages, {"role": "user", "content": prompt.text}]
 
     async def step(state: _Session, reply: Reply) -> tuple[_Session, Feedback]:
-        found = parser.parse(reply.raw, schemas)
-        broken = [c for c in found if isinstance(c, Malformed)]
+        calls = parser.parse(reply.raw, schemas)
+        broken = [c for c in calls if isinstance(c, Malformed)]
         metrics = {"tool_structure_errors": float(len(broken))}
-        if not found or (broken and malformed == "end"):
+        if not calls or (broken and malformed == "end"):
             return state, await _judged(reward, state.prompt, reply, metrics)
-        left = limits.tool_calls - state.calls if limits.tool_calls else len(found)
+        left = limits.tool_calls - state.calls if limits.tool_calls else len(calls)
         answers = [
-            _answer(by_name, schemas, call, i < left, metrics) for i, call in enumerate(found)
+            _answer(by_name, schemas, call, i < left, metrics) for i, call in enumerate(calls)
         ]
         texts = await asyncio.gather(*answers)
-        metrics["tool_calls"] = float(min(len(found), max(left, 0)))
-        messages = _messages(parser, found, texts, state.calls)
-        return state._replace(calls=state.calls + len(found)), Feedback(messages, metrics=metrics)
+        metrics["tool_calls"] = float(min(len(calls), max(left, 0)))
+        messages = _messages(parser, calls, texts, state.calls)
+        return state._replace(calls=state.calls + len(calls)), Feedback(messages, metrics=metrics)
 
     return HostEnv(
         init=_async(init),
@@ -222,7 +222,7 @@ def _call_id(call: Call | Malformed, number: int) -> str:
     return given if re.fullmatch(r"[A-Za-z0-9]{9}", given) else f"call{number % 100_000:05d}"
 
 
-def check_tool(tool: Tool, said: str) -> None:
+def check_tool(tool: Tool, where: str) -> None:
     """Raises a UserError for a tool that cannot be called.
 
     Args:
@@ -231,7 +231,7 @@ def check_tool(tool: Tool, said: str) -> None:
     """
     if not re.fullmatch(r"[A-Za-z][\w-]{0,63}", tool.name, re.ASCII):
         raise UserError(f"{said}: a name is up to 64 letters, digits, _ and -, first a letter")
-    check_schema(tool.parameters, said)
+    check_schema(tool.parameters, where)
     if not tool.seconds > 0:
         raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
 
@@ -241,8 +241,8 @@ def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
     if not tools:
         raise UserError("tools = []; give at least one tool")
     for i, tool in enumerate(tools):
-        said = f"tools[{i}], {tool.name!r}"
-        check_tool(tool, said)
+        where = f"tools[{i}], {tool.name!r}"
+        check_tool(tool, where)
         if any(other.name == tool.name for other in tools[:i]):
             raise UserError(f"{said}: another tool has this name")
     return {tool.name: tool for tool in tools}

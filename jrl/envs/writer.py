@@ -113,6 +113,6 @@ def configured_writer(value: Any) -> Writer:
             raise UserError(f"data.writer.{name} = {number!r:.40}; write a number of at least 0")
     if not isinstance(given.get("check", True), bool):
         raise UserError(f"data.writer.check = {given['check']!r:.20}; must be true or false")
-    own = {name: given.pop(name) for name in ("about", "check") if name in given}
+    writer_options = {name: given.pop(name) for name in ("about", "check") if name in given}
     speaker = keyed_endpoint(**given, key="data.writer.key_variable")
-    return task_writer(speaker, **own)
+    return task_writer(speaker, **writer_options)

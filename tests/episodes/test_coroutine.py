@@ -16,7 +16,7 @@ from jrl.envs.configured import configured_env
 from jrl.envs.gate import Gate
 from jrl.envs.host import EnvError, Feedback, HostEnv, Limits, Reply, check_feedback
 from jrl.episodes.check_env import check_env
-from jrl.episodes.coroutine import Outcome, Policy, coroutine_env, roles
+from jrl.episodes.coroutine import Outcome, coroutine_env, roles
 from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
@@ -617,10 +617,6 @@ def test_an_object_with_an_async_call_is_an_episode():
             await policy(self.question)
 
     assert play(coroutine_env(Asks("why?")))[0] == user("why?")
-
-
-def test_a_policy_knows_its_roles():
-    assert Policy(("a", "b"), 1).roles == ("a", "b")
 
 
 # ---------------------------------------------------------------- environments of functions
