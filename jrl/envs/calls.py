@@ -21,7 +21,7 @@ from jrl.envs.host import EnvError
 
 
 class Answer(NamedTuple):
-    """What came of a call.
+    """The answer to a call.
 
     Attributes:
       number: of the call.

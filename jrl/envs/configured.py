@@ -38,13 +38,21 @@ _RECORD_OF = {
     for field, record in (("chat", ChatOptions), ("lifecycle", Lifecycle), ("extras", EnvExtras))
     for name in record._fields
 }
+_FORMER = ("named", "shipped", "labelled")
 _RENAMED = {
-    **dict.fromkeys(("guided", "dialogue", "pair", "consultation"), "players"),
-    **{"zero_search": "zero_search", "mcp": "mcp_tools", "gymnasium": "gymnasium"},
-    **{"python_math": "tool_questions", "multi_hop": "tool_questions"},
-    **{"foretell": "foretell", "ranked_list": "ranked_list"},
+    "guided": "jrl.envs.players:guided",
+    "dialogue": "jrl.envs.players:dialogue",
+    "pair": "jrl.envs.players:pair",
+    "consultation": "jrl.envs.players:consultation",
+    "zero_search": "jrl.envs.zero_search:zero_search",
+    "mcp": "jrl.envs.mcp_tools:mcp",
+    "gymnasium": "jrl.envs.gymnasium:gymnasium",
+    "python_math": "jrl.envs.tool_questions:python_math",
+    "multi_hop": "jrl.envs.tool_questions:multi_hop",
+    "foretell": "jrl.envs.foretell:foretell",
+    "ranked_list": "jrl.envs.ranked_list:ranked_list",
 }
-"""Functions of the former modules ``named``, ``shipped`` and ``labelled``, and where they are."""
+"""Functions of the modules ``_FORMER``, and where they are now."""
 
 
 def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
@@ -141,8 +149,9 @@ def _shared_keys(make: Callable[..., Any]) -> tuple[str, ...]:
 def _check_renamed(spec: str, options: Mapping[str, Any]) -> None:
     """Raises UserError for former names of shipped environments and of their arguments."""
     module, _, name = spec.rpartition(":")
-    if module in ("jrl.envs.named", "jrl.envs.shipped", "jrl.envs.labelled") and name in _RENAMED:
-        raise UserError(f"data.env = {spec!r} is now 'jrl.envs.{_RENAMED[name]}:{name}'")
+    former = module.startswith("jrl.") and module.rpartition(".")[2] in _FORMER
+    if former and name in _RENAMED:
+        raise UserError(f"data.env = {spec!r} is now {_RENAMED[name]!r}")
     if name == "from_openenv" and "seconds" in options:
         raise UserError("data.seconds of from_openenv is now data.call_seconds, as everywhere")
 

@@ -47,7 +47,7 @@ def from_openenv(
             return json.dumps(seen, ensure_ascii=False, default=str)
         if observation not in seen:
             fields = ", ".join(map(str, seen)) or "none"
-            raise EnvError(f"an observation without {observation!r}; it has {said}")
+            raise EnvError(f"an observation without {observation!r}; it has {fields}")
         return str(seen[observation])
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:

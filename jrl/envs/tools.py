@@ -2,9 +2,9 @@
 
     env = tool_env([calculator_tool(), python_tool(sandbox)], get_parser("hermes"), reward, limits)
 
-What the policy gets wrong is told to it: an unknown tool, arguments that break the schema, a tool
-that raises ``ToolError`` or runs out of time. What nobody can read as a call ends the episode, by
-default. A tool that fails in any other way is no fault of the policy's and fails the member.
+The policy reads its mistakes: an unknown tool, arguments that break the schema, a tool that raises
+``ToolError`` or runs out of time. A call that cannot be parsed ends the episode, by default. A tool
+that fails in any other way is no fault of the policy's and fails the member.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MALFORMED = ("end", "tell")
 
 
 class ToolError(Exception):
-    """What went wrong in a tool, for the policy to read."""
+    """An error of a tool, for the policy to read."""
 
 
 class Tool(NamedTuple):
@@ -153,7 +153,7 @@ async def _answer(
     allowed: bool,
     metrics: dict[str, float],
 ) -> str:
-    """What the policy reads of one call."""
+    """The result of one call, as the policy reads it."""
     checked = check_call(call, schemas) if isinstance(call, Call) else call
     if isinstance(checked, Malformed):
         metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
@@ -218,8 +218,8 @@ def _call_id(call: Call | Malformed, number: int) -> str:
 
     Nine letters or digits, because Mistral's templates refuse other ids.
     """
-    given = call.id if isinstance(call, Call) else ""
-    return given if re.fullmatch(r"[A-Za-z0-9]{9}", given) else f"call{number % 100_000:05d}"
+    name = call.id if isinstance(call, Call) else ""
+    return name if re.fullmatch(r"[A-Za-z0-9]{9}", name) else f"call{number % 100_000:05d}"
 
 
 def check_tool(tool: Tool, where: str) -> None:
@@ -227,13 +227,13 @@ def check_tool(tool: Tool, where: str) -> None:
 
     Args:
       tool: it.
-      said: which one, for the message.
+      where: which one, for the message.
     """
     if not re.fullmatch(r"[A-Za-z][\w-]{0,63}", tool.name, re.ASCII):
-        raise UserError(f"{said}: a name is up to 64 letters, digits, _ and -, first a letter")
+        raise UserError(f"{where}: a name is up to 64 letters, digits, _ and -, first a letter")
     check_schema(tool.parameters, where)
     if not tool.seconds > 0:
-        raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
+        raise UserError(f"{where}: seconds = {tool.seconds}; must be above 0")
 
 
 def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -244,5 +244,5 @@ def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
         where = f"tools[{i}], {tool.name!r}"
         check_tool(tool, where)
         if any(other.name == tool.name for other in tools[:i]):
-            raise UserError(f"{said}: another tool has this name")
+            raise UserError(f"{where}: another tool has this name")
     return {tool.name: tool for tool in tools}
