@@ -55,7 +55,7 @@ class Tool(NamedTuple):
 
 
 Reward = Callable[[Prompt, Reply], Any]
-"""(problem, the last turn) -> points; sync or async. It is not called for members that failed."""
+"""(problem, the last turn) -> reward; sync or async. It is not called for members that failed."""
 
 
 class _Session(NamedTuple):
@@ -77,7 +77,7 @@ def tool_env(
     Args:
       tools: with different names.
       parser: of the policy's family.
-      reward: judges the last turn; an answer worth 1 point or more is a success.
+      reward: judges the last turn; an answer worth 1 or more is a success.
       limits: of an episode; calls beyond ``tool_calls`` are refused in words.
       system: a system message, or None.
       malformed: "end" judges a turn whose call has no readable structure as the last one; "tell"
@@ -131,11 +131,11 @@ async def _judged(
     reward: Reward, prompt: Prompt, reply: Reply, metrics: Mapping[str, float]
 ) -> Feedback:
     """The end of an episode."""
-    points = await run_either(reward, prompt, reply)
-    won = isinstance(points, int | float) and points >= 1
+    judged = await run_either(reward, prompt, reply)
+    won = isinstance(judged, int | float) and judged >= 1
     # An answer that was cut before it was right is truncated, as a completion of one turn is.
     return Feedback(
-        reward=points, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
+        reward=judged, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
     )
 
 

@@ -45,10 +45,10 @@ def from_verifiers(
     """An environment of verifiers; needs the extra ``verifiers``.
 
     The seed of a group names its problem, of the environment's own data set (for evaluations its
-    evaluation set); the prompt's text, if any, stands before the question. Points are the rubric's,
-    at the last turn, and its metrics are counted. Every question must continue the one before: an
-    environment that rewrites what was said fails the episode. Reward functions of a whole group
-    cannot be used, since episodes end one by one.
+    evaluation set); the prompt's text, if any, stands before the question. The reward is the
+    rubric's, at the last turn, and its metrics are counted. Every question must continue the one
+    before: an environment that rewrites what was said fails the episode. Reward functions of a
+    whole group cannot be used, since episodes end one by one.
 
     Args:
       id: that ``verifiers.load_environment`` knows, or ``FILE.py:function`` that returns one.
@@ -56,7 +56,7 @@ def from_verifiers(
       parser: of the policy's family, by name, where the environment has tools.
       turns: the most of an episode, after which it is scored; 0 for the environment's own, or 16
         where it has none.
-      success: points from which on an episode has ended well.
+      success: reward from which on an episode is a success.
 
     Returns:
       The environment. Its functions are async and share an event loop, so that it cannot be played
@@ -92,10 +92,10 @@ def from_verifiers(
         messages = await episode.say(reply)
         if messages is not None:
             return episode, Feedback(messages)
-        points, metrics = await episode.score()
-        won = points >= success
+        reward, metrics = await episode.score()
+        won = reward >= success
         return episode, Feedback(
-            reward=points, done=True, success=won, metrics=metrics, cut=reply.cut and not won
+            reward=reward, done=True, success=won, metrics=metrics, cut=reply.cut and not won
         )
 
     async def close(episode: _Episode) -> None:
@@ -215,7 +215,7 @@ class _Episode:
         return [{"role": self._parser.role, "content": joined}]
 
     async def score(self) -> tuple[float, dict[str, float]]:
-        """Points and metrics of an episode that has ended."""
+        """Reward and metrics of an episode that has ended."""
         state = await self._result()
         await self._env.rubric.score_rollout(state)
         metrics = {k: float(v) for k, v in (state["metrics"] or {}).items() if v is not None}

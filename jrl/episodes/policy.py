@@ -18,7 +18,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Outcome(NamedTuple):
-    """The end of an episode, where a number of points does not say all.
+    """The end of an episode, where its reward alone does not say all.
 
     Attributes:
       rewards: of the last turn of each role: a number for all of them (or one for each reward
@@ -187,9 +187,9 @@ class Policy:
         rewards = outcome.rewards
         if isinstance(rewards, Mapping):
             # A role that had no turn cannot be rewarded, but a 0 for it is no mistake.
-            for role, points in rewards.items():
-                if self._index(role) in self._players or any(reward_parts(points, self._parts)):
-                    self.reward(points, role=role)
+            for role, reward in rewards.items():
+                if self._index(role) in self._players or any(reward_parts(reward, self._parts)):
+                    self.reward(reward, role=role)
         elif rewards is not None:
             for player in sorted(set(self._players)):
                 self.reward(rewards, role=self.roles[player])
