@@ -24,7 +24,7 @@ from typing import Any
 from jrl.envs.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.envs.process import process_env
 from jrl.envs.writer import configured_writer
-from jrl.episodes.check_env import check_env, check_episode, is_episode
+from jrl.episodes.check_env import check_env, check_episode, check_roles, is_episode
 from jrl.episodes.coroutine import coroutine_env
 from jrl.errors import UserError
 from jrl.own import GIVEN, check_options, load, made_by, parameters_of
@@ -113,7 +113,8 @@ def _made(
         # The engine gives the seed, and policy and prompt by position.
         seed = {"seed": 0} if "seed" in parameters_of(make, where) else {}
         check_options(make, arguments | seed, "data", first=2, others=shared)
-        roles = getattr(make, "roles", ())
+        roles = getattr(make, "roles", ()) or ("policy",)
+        check_roles(make, roles, where)
         return check_env(coroutine_env(functools.partial(make, **arguments), roles=roles), where)
     check_options(make, arguments, "data", others=shared)
     if (limits := _limits_argument(make)) is not None:

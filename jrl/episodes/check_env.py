@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -180,6 +183,46 @@ def check_episode(episode: Any, key: str, options: bool = False) -> None:
     ]
     if needed and not options:
         raise UserError(f"{key}: {called} needs {needed[0]}, which no episode gets; write {FORM}")
+
+
+def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -> None:
+    """Raises UserError for roles that are invalid, or that the episode's source uses beside them.
+
+    Args:
+      episode: the function.
+      roles: its names.
+      key: that names the function, for messages.
+    """
+    if len(set(roles)) < len(roles) or not all(isinstance(name, str) for name in roles):
+        raise UserError(f"{key}: roles = {roles!r:.80}; give each role a name of its own")
+    for name in _roles_in_source(episode):
+        if name not in roles:
+            named = ", ".join(f'"{role}"' for role in (*roles, name))
+            raise UserError(
+                f"{key}: it awaits turns of {name!r}, and its roles are {', '.join(roles)}; name"
+                f" all of them above it, the first to speak first, such as @roles({named})"
+            )
+
+
+def _roles_in_source(episode: Callable[..., Any]) -> list[str]:
+    """The names in ``policy["NAME"]`` and ``policy.role("NAME", ...)``, where there is source."""
+    while isinstance(episode, functools.partial):
+        episode = episode.func
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(episode)))
+    except (OSError, TypeError, SyntaxError):
+        return []  # typed into a prompt, an object, or a part of a larger expression
+    policy, names = _arguments(episode)[0], []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id=str(owner)), slice=ast.Constant(value=str(name))):
+                names += [name] if owner == policy else []
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=str(owner)), attr="role"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                names += [name] if owner == policy else []
+    return names
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

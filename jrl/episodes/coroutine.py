@@ -33,9 +33,8 @@ from jrl.envs.host import (
     Limits,
     Reply,
 )
-from jrl.episodes.check_env import check_episode
+from jrl.episodes.check_env import check_episode, check_roles
 from jrl.episodes.policy import Outcome, Policy, Turn, roles
-from jrl.errors import UserError
 from jrl.types import Prompt
 
 EpisodeFunction = Callable[..., Coroutine[Any, Any, Any]]
@@ -165,8 +164,7 @@ def coroutine_env(
     """
     check_episode(episode, "episode")
     names = tuple(roles) or tuple(getattr(episode, "roles", ())) or ("policy",)
-    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
-        raise UserError(f"episode: roles = {names!r:.80}; give each role a name of its own")
+    check_roles(episode, names, "episode")
     seeded = "seed" in inspect.signature(episode).parameters
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Run, list[Message]]:
