@@ -1,7 +1,8 @@
 """Completions of a whole batch in one program, with decode slots that stay full.
 
 Where sequences outnumber slots, or the last ones move into smaller states, they go through
-``sampling.queue``; else one loop decodes all of them.
+``sampling.queue``; else one loop decodes all of them. Rows may take turns with an environment
+(``envs.play``): a completion is a row of one turn.
 """
 
 from __future__ import annotations
@@ -31,13 +32,61 @@ from jrl.sampling.slots import (
     sequences_of,
     start,
 )
-from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord
+from jrl.types import Array, Cache, Network, Params, Rollout, RoutingRecord, StopReason
 
 SHRINK_TOKENS = 256
 """Completions at least so long pay for smaller states, each the decode loop compiled once more: at
 256 tokens they keep 87 % of slot-steps live, where half as many keep 71 %."""
 
 _SMALLEST = 2
+
+
+class Prompts(NamedTuple):
+    """N prompts, and what belongs to each.
+
+    Attributes:
+      tokens: [N, P] int32, from column 0.
+      lengths: [N] int32, 1 to P.
+      state: of an environment, any pytree of arrays with N rows; None without one.
+    """
+
+    tokens: Array
+    lengths: Array
+    state: Any = None
+
+
+class Turns(NamedTuple):
+    """Rows that take several turns, each of which is answered.
+
+    Attributes:
+      begin: (queue, sequences, state of the prompts) -> the queue with ``extra`` for all rows.
+      limits: (queue) -> [S] int32, completion tokens at which each row's turn ends.
+      network: (queue, ``shared``) -> the network that samples the rows.
+      answer: (weights, queue) -> the queue with every turn that ended answered, or its row over.
+      log: (queue) -> what is returned of ``extra``, arrays with a row for each.
+    """
+
+    begin: Callable[[Queue, Sequences, Any], Queue]
+    limits: Callable[[Queue], Array]
+    network: Callable[[Queue, Any], Network]
+    answer: Callable[[Any, Queue], Queue]
+    log: Callable[[Queue], Any]
+
+
+class Sampled(NamedTuple):
+    """What came of N * G rows.
+
+    Attributes:
+      results: of the rows.
+      slot_steps: [] int32, slots in use, summed over decode steps.
+      routing: of the prompts, [N, P, n, k]; None where the cache keeps no record of it.
+      log: of the turns; None without ``Turns``.
+    """
+
+    results: Results
+    slot_steps: Array
+    routing: Array | None
+    log: Any
 
 
 def generate(
@@ -91,61 +140,105 @@ def generate(
       UserError: prompt and completion do not fit the network, or the slots no block.
     """
     chex.assert_rank([prompt_tokens, prompt_lengths, ids], [2, 1, 1])
-    (n, p), g, t = prompt_tokens.shape, group + baseline_members, max_new_tokens
-    check_length(network, p, t)
-    # Once: the loop over tokens would slice layers out of their stacks again for every token.
-    weights = network.prepare(params)
-    # Devices that draw by themselves have their own slots, so sizes are those of one device's part.
-    axes, parts = independent_axes(network, n)
-    if shrink is None:
-        shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
-    sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
-
-    members, recorded = (group, baseline_members), network.extras.recorded
-    if sizes.slots == n * g and not sizes.smaller:
-        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
-        # apart from the slots, and one more decode loop for each smaller state.
-        sequences = sequences_of(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
-        )
-        queue = fill_slots(sequences, sizes, network=network, weights=weights, width=t)
-        rows, count = decode(
-            weights, queue.slots, version, network=network, steps=t, stop_tokens=stop_tokens
-        )
-        experts = None if recorded is None else recorded(rows.cache.own)
-        results = Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts)
-        of_prompts = None if recorded is None else recorded(sequences.prompts.own)
-        steps = count * sizes.slots
-    else:
-        draw = partial(
-            _draw_in_turn,
-            network=network,
-            sizes=sizes,
-            members=members,
-            width=t,
-            stop_tokens=stop_tokens,
-            chunk=chunk,
-        )
-        # Prompts, lengths and ids are divided over the devices; key, weights and the rest are
-        # whole.
-        own = (False, False, True, True, False, False, True)
-        results, steps, of_prompts = each_by_itself(draw, axes, own)(
-            key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
-        )
-    rollout = _as_rollout(results, prompt_tokens, prompt_lengths, version, group, g)
-    if of_prompts is not None and results.experts is not None:
-        rollout = with_routing(rollout, of_prompts, results.experts)
-    return rollout, steps.sum()
+    check_length(network, prompt_tokens.shape[1], max_new_tokens)
+    prompts = Prompts(prompt_tokens, prompt_lengths)
+    sampled = sample_rows(
+        key,
+        params,
+        prompts,
+        sampling_params,
+        version,
+        ids,
+        network=network,
+        members=(group, baseline_members),
+        width=max_new_tokens,
+        stop_tokens=stop_tokens,
+        slots=slots,
+        block=block,
+        chunk=chunk,
+        shrink=shrink,
+    )
+    rollout = as_rollout(sampled.results, prompts, version, group, routing=sampled.routing)
+    return rollout, sampled.slot_steps
 
 
-def _draw_in_turn(
+def sample_rows(
     key: Array,
-    weights: Any,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
+    params: Params,
+    prompts: Prompts,
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    shared: Any = None,
+    *,
+    network: Network,
+    members: tuple[int, int],
+    width: int,
+    stop_tokens: Sequence[int],
+    slots: int,
+    block: int,
+    chunk: int,
+    shrink: bool | None,
+    turns: Turns | None = None,
+) -> Sampled:
+    """The device loop: rows of all prompts through the slots, each with one turn or several.
+
+    Arguments that are not named here are those of ``generate``.
+
+    Args:
+      key: consumed.
+      params: the policy's.
+      prompts: N of them.
+      sampling_params: scalars.
+      version: [] int32.
+      ids: [N] int32.
+      shared: given to ``turns.network``, a pytree of arrays.
+      network: the policy.
+      members: of a group, sampled and greedy ones.
+      width: T.
+      stop_tokens: ids that end a turn.
+      slots: S.
+      block: of slots.
+      chunk: decode steps between refills, and after which turns that ended are answered.
+      shrink: into smaller states.
+      turns: None for rows that end with their first turn.
+    """
+    n = ids.shape[0]
+
+    def run(parts: int) -> Callable[..., Any]:
+        # Devices that draw by themselves have their own slots: sizes are those of one's part.
+        pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
+        sizes = slot_sizes(
+            n // parts * sum(members),
+            sum(members),
+            slots,
+            block,
+            shrink=pays if shrink is None else shrink,
+        )
+        return partial(
+            _sample_rows,
+            network=network,
+            sizes=sizes,
+            members=members,
+            width=width,
+            stop_tokens=stop_tokens,
+            chunk=chunk,
+            turns=turns,
+        )
+
+    args = key, params, prompts, sampling_params, version, ids, shared
+    results, steps, routing, log = on_own_prompts(run, *args, network=network)
+    return Sampled(results, steps.sum(), routing, log)
+
+
+def _sample_rows(
+    key: Array,
+    weights: Any,
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    shared: Any,
     *,
     network: Network,
     sizes: SlotSizes,
@@ -153,60 +246,105 @@ def _draw_in_turn(
     width: int,
     stop_tokens: Sequence[int],
     chunk: int,
-) -> tuple[Results, Array, Array | None]:
-    """Sequences through a queue and smaller states.
+    turns: Turns | None,
+) -> tuple[Results, Array, Array | None, Any]:
+    """``sample_rows`` of one device's prompts.
 
     Returns:
-      The results, the slot-steps [1], and the record of the prompts' routing.
+      The results, the slot-steps [1], the record of the prompts' routing, and the turns' log.
     """
-    sequences = sequences_of(
-        key, weights, prompt_tokens, prompt_lengths, sampling_params, ids, members, network
-    )
+    tokens, lengths, state = prompts
+    sequences = sequences_of(key, weights, tokens, lengths, sampling_params, ids, members, network)
+    queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
+    draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
+    recorded = network.extras.recorded
+    routing = None if recorded is None else recorded(sequences.prompts.own)
 
-    def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
-        slots, count = decode(
-            weights,
-            queue.slots,
-            version,
-            network=network,
-            steps=steps,
-            stop_tokens=stop_tokens,
-            until=until,
-        )
+    def one_turn(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
+        slots, count = draw(queue.slots, network=network, steps=steps, until=until)
         return queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
 
-    recorded = network.extras.recorded
+    def all_turns(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
+        """As ``one_turn``, ``chunk`` steps at a time, with every turn that ends answered."""
+        assert turns is not None
+
+        def more(carry: tuple[Array, Queue]) -> Array:
+            taken, queue = carry
+            running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
+            return (taken < steps) & (running > until)
+
+        def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
+            taken, queue = carry
+            limited = queue.slots.replace(limits=turns.limits(queue))
+            slots, count = draw(limited, network=turns.network(queue, shared), steps=chunk)
+            size = queue.index.shape[0]
+            queue = queue.replace(slots=slots, steps=queue.steps + count * size)
+            # A loop of one turn or none: it writes in place, where a branch would copy the cache.
+            with jax.named_scope("answers"):
+                answer = partial(turns.answer, weights)
+                queue = jax.lax.while_loop(lambda q: jnp.any(turn_ended(q)), answer, queue)
+            return taken + count, queue
+
+        with jax.named_scope("turns"):
+            return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+
+    if turns is None and sizes.slots == sequences.keys.shape[0] and not sizes.smaller:
+        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
+        # apart from the slots, and one more decode loop for each smaller state.
+        rows, count = draw(queue.slots, network=network, steps=width)
+        experts = None if recorded is None else recorded(rows.cache.own)
+        results = Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts)
+        return results, (count * sizes.slots)[None], routing, None
+    if turns is not None:
+        queue = turns.begin(queue, sequences, state)
     # Prompts were computed for all sequences before: a prompt whose members wait is not read twice.
-    queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     queue = finish(
         queue,
         sequences,
-        advance,
+        one_turn if turns is None else all_turns,
         recorded,
         block=sizes.block,
         smaller=sizes.smaller,
         chunk=chunk,
     )
-    of_prompts = None if recorded is None else recorded(sequences.prompts.own)
-    return queue.results, queue.steps[None], of_prompts
+    log = None if turns is None else turns.log(queue)
+    return queue.results, queue.steps[None], routing, log
 
 
-def _as_rollout(
+def turn_ended(queue: Queue) -> Array:
+    """[S] bool: rows whose turn is over and not answered yet."""
+    stop = queue.slots.stop
+    return (stop == StopReason.STOP_TOKEN) | (stop == StopReason.LENGTH)
+
+
+def as_rollout(
     results: Results,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
+    prompts: Prompts,
     version: Array,
     group: int,
-    g: int,
+    *,
+    drawn: Array | None = None,
+    routing: Array | None = None,
 ) -> Rollout:
-    """The record of N * G sequences."""
-    n, t = prompt_tokens.shape[0], results.tokens.shape[1]
+    """The record of N * G rows.
+
+    Args:
+      results: of the rows.
+      prompts: N of them.
+      version: [] int32, of the policy.
+      group: sampled members; those after them are greedy.
+      drawn: [N, G, T] bool, tokens that the row itself sampled; None for all.
+      routing: of the prompts, [N, P, n, k]; None for no record.
+    """
+    n, t = prompts.tokens.shape[0], results.tokens.shape[1]
+    g = results.tokens.shape[0] // n
     lengths, stop = results.lengths.reshape(n, g), results.stop.reshape(n, g)
     # Past a sequence's end lies what its slot's last sequence wrote there.
     mask = jnp.arange(t)[None, None] < lengths[:, :, None]
-    return Rollout(
-        prompt_tokens=prompt_tokens,
-        prompt_lengths=prompt_lengths,
+    mask = mask if drawn is None else mask & drawn
+    rollout = Rollout(
+        prompt_tokens=prompts.tokens,
+        prompt_lengths=prompts.lengths,
         tokens=results.tokens.reshape(n, g, t),
         lengths=lengths,
         mask=mask,
@@ -215,6 +353,9 @@ def _as_rollout(
         stop=stop,
         baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
     ).check()
+    if routing is None or results.experts is None:
+        return rollout
+    return with_routing(rollout, routing, results.experts)
 
 
 def with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
@@ -235,32 +376,52 @@ def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
 # ---------------------------------------------------------------- over devices
 
 
-def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
-    """The mesh axes along which each device samples by itself, and into how many parts they cut."""
-    axes = lone_axes(network.extras.gathered)
-    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
-    parts = math.prod(free_axes()[axis] for axis in axes)
-    return (axes, parts) if prompts % parts == 0 else ((), 1)
+def on_own_prompts(
+    run: Callable[[int], Callable[..., Any]],
+    key: Array,
+    params: Params,
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    shared: Any = None,
+    *,
+    network: Network,
+) -> Any:
+    """A sampler's output, run by each device on its own prompts where the mesh allows that.
 
+    No device waits for another in the loop over tokens then. Devices that must talk to each other
+    go in step: backends may pair up all devices for that, and wait for those that have finished.
 
-def each_by_itself(
-    sample: Callable[..., Any], axes: tuple[str, ...], own: Sequence[bool]
-) -> Callable[..., Any]:
-    """``sample`` run by each device along these axes on its own prompts, in its own time.
-
-    ``own`` says which arguments have a row for each prompt; the others are whole on all devices.
-
-    No device waits for another in the loop over tokens. Devices that must talk to each other go in
-    step: backends may pair up all devices for that, and then wait for those that have finished.
+    Args:
+      run: (parts into which the prompts are cut) -> the sampler of one part, which takes the other
+        arguments, ``params`` prepared, and returns arrays with a row for each of its own.
+      key: the same for all.
+      params: the policy's.
+      prompts: N of them.
+      sampling_params: scalars.
+      version: [] int32.
+      ids: [N] int32.
+      shared: any other arrays, the same for all.
+      network: the policy.
     """
+    # Once: the loop over tokens would slice layers out of their stacks again for every token.
+    weights = network.prepare(params)
+    axes = lone_axes(network.extras.gathered)
+    parts = math.prod(free_axes()[axis] for axis in axes)
+    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
+    if ids.shape[0] % parts:
+        axes, parts = (), 1
+    sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
     if not axes:
-        return sample
+        return sampler(*args)
+    whole, own = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
-        sample,
-        in_specs=tuple(PartitionSpec(axes) if rows else PartitionSpec() for rows in own),
-        out_specs=PartitionSpec(axes),
+        sampler,
+        in_specs=(whole, whole, own, whole, whole, own, whole),
+        out_specs=own,
         check_vma=False,
-    )
+    )(*args)
 
 
 # ---------------------------------------------------------------- sizes
