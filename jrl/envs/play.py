@@ -1,4 +1,4 @@
-"""Episodes of a whole batch in one program: rows of several turns in ``generate``'s device loop.
+"""Episodes of a whole batch in one program: rows of several turns in ``sampling.device_loop``.
 
     decode a few tokens -> where a turn ended: step the environment, append its reply -> again
 
@@ -20,7 +20,7 @@ from flax import struct
 from jrl.envs.base import Env, Start, TurnLog, empty_log, paid_points
 from jrl.errors import UserError
 from jrl.sampling.cache import pick
-from jrl.sampling.generate import Prompts, Turns, as_rollout, sample_rows, turn_ended
+from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, turn_ended
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK, Queue
 from jrl.sampling.slots import Sequences, extend

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, choose
 from jrl.sampling.cache import share
-from jrl.sampling.generate import Prompts, as_rollout, by_row, on_own_prompts
+from jrl.sampling.device_loop import Prompts, as_rollout, by_row, on_own_prompts
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.places import PLACES, branches
 from jrl.sampling.queue import Results
