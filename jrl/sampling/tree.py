@@ -202,14 +202,14 @@ def _grow_in_turn(
 
     n = ids.shape[0]
     if at_once == n:
-        *trees, steps = some((prompts, ids))
-        return (*trees, steps[None])
+        results, drawn, owner, steps = some((prompts, ids))
+        return results, drawn, owner, steps[None]
     # A loop over parts instead of a queue: the members of a tree leave one another in rounds, so
     # that none can give up its slot before the others have ended.
     split = lambda x: x.reshape(n // at_once, at_once, *x.shape[1:])  # noqa: E731
     *trees, steps = jax.lax.map(some, jax.tree.map(split, (prompts, ids)))
-    trees = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
-    return (*trees, steps.sum()[None])
+    results, drawn, owner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
+    return results, drawn, owner, steps.sum()[None]
 
 
 class _Roots(NamedTuple):
