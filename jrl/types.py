@@ -478,15 +478,12 @@ class Objective(NamedTuple):
       surrogate: from advantages to per-token losses.
       aggregate: from per-token losses to (sum, count).
       regularizers: terms added to the loss.
-      keeps: names of frozen policies that no part reads: copies of the policy that draw
-        completions, or that it begins again from.
     """
 
     advantage: Transform
     surrogate: Surrogate
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
-    keeps: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -506,8 +503,7 @@ class Objective(NamedTuple):
         own = {"sampler", "proximal"}
         ending = "_logprobs"
         names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
-        read = frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
-        return read | self.keeps
+        return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
 
     @property
     def _parts(self) -> tuple[Transform | Surrogate | Regularizer, ...]:
@@ -669,8 +665,6 @@ class NetworkExtras(NamedTuple):
         statistics over the vocabulary may read beside the policy's own logits.
       start: (key, params of the network that this one was made of) -> params; where checkpoints
         hold a part of them alone, "base".
-      moved: (params before an update, params after it) -> params, for what follows others and is
-        not trained itself.
     """
 
     fill: Callable[..., Cache] | None = None
@@ -683,7 +677,6 @@ class NetworkExtras(NamedTuple):
     several: Several | None = None
     shown: Callable[[Any, Array], dict[str, Array]] | None = None
     start: Callable[[Array, Params], Params] | None = None
-    moved: Callable[[Params, Params], Params] | None = None
 
 
 class Network(NamedTuple):

@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.schedule import refreshed
 from jrl.objectives import (
     aggregates,
     normalizers,
@@ -324,7 +325,7 @@ def nlpo(
     return base.with_(
         advantage=against_policy(base.objective.advantage, "teacher"),
         surrogate=on_nucleus(base.objective.surrogate, statistics),
-        schedule=base.schedule._replace(refresh_ref=sync_steps),
+        schedule=base.schedule._replace(after=refreshed(sync_steps)),
         unsupported="a sampler that draws within the nucleus of another policy",
     ).before(keep_nucleus(statistics))
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.methods.domains import is_zero
+from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.types import (
     Aggregate,
@@ -222,12 +223,10 @@ class TokenValues(NamedTuple):
 
     Attributes:
       beta: nats a point.
-      follow: which part of the way targets go after each update.
       heads: estimates of each value.
     """
 
     beta: float
-    follow: float
     heads: int
 
 
@@ -251,34 +250,6 @@ def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
         return np.broadcast_to(first, points.shape)
 
     return replay_successes(above, each, prompts)._replace(replace=replace)
-
-
-class Schedule(NamedTuple):
-    """How a batch is used.
-
-    Attributes:
-      epochs: passes over a batch before the next one is drawn.
-      refresh_ref: steps after which the reference becomes a copy of the policy (iterated DPO,
-        self-play, mirror descent); 0 for never.
-      ref_decay: after every step the reference is this much of itself and the rest the policy, an
-        exponential moving average; 1 leaves it as it is.
-      reset_optimizer: True to start the optimiser's moments anew whenever the reference is renewed.
-      round_steps: training steps of a round, whose completions are drawn by the policy as the round
-        began (the frozen policy "expert"); 0 to draw with the policy as it is.
-      restart_rounds: rounds after which the policy begins anew from its first weights (the frozen
-        policy "first"), with fresh moments; 0 for never.
-    """
-
-    epochs: int = 1
-    refresh_ref: int = 0
-    ref_decay: float = 1.0
-    reset_optimizer: bool = False
-    round_steps: int = 0
-    restart_rounds: int = 0
-
-    def drawn_by(self, step: Any) -> Any:
-        """The version of the policy that draws for a training step: how many steps it has had."""
-        return step - step % self.round_steps if self.round_steps else step
 
 
 def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:

@@ -30,6 +30,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
@@ -499,7 +500,7 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     """
     return base.before(comparisons.demonstrations_first()).with_(
         draw=Draw(demonstrations=1),
-        schedule=Schedule(refresh_ref=iteration, reset_optimizer=True),
+        schedule=Schedule(after=refreshed(iteration, moments=True)),
         min_group=1,
     )
 
@@ -541,7 +542,7 @@ def self_reinforcement(base: Method, filtered: Flag = True, iteration: Count = 1
     """
     return base.before(stronger_first(filtered)).with_(
         draw=Draw(demonstrations=1),
-        schedule=Schedule(refresh_ref=iteration),
+        schedule=Schedule(after=refreshed(iteration)),
         min_group=1,
         unsupported="answers of the weaker model drawn in the run itself; a reward function in "
         "which the policy judges its own answers",

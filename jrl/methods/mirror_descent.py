@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jrl.methods.base import CENTRED, Draw, Method, Schedule
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.kl import LOG_RATIO_LIMIT
@@ -73,7 +74,7 @@ def kimi_k1_5(
         Objective(
             transforms.chain(*length, CENTRED), squared_log_ratio(tau), aggregates.sequence_sum
         ),
-        schedule=Schedule(epochs, refresh_ref=iteration_steps, reset_optimizer=True),
+        schedule=Schedule(epochs, refreshed(iteration_steps, moments=True)),
         min_group=2,
         unsupported="sampling of prompts by curriculum and by failure rate; partial rollouts",
     )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jrl.methods.base import Draw, Method, Schedule, TokenValues, WrittenProblems, replay_share
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
+from jrl.methods.schedule import refreshed, towards
 from jrl.methods.supervised import best_of_batch, sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
 from jrl.types import (
@@ -63,6 +64,7 @@ def _values_learner(
     points: Callable[[Array, Array], Array],
     read: tuple[Statistic, ...],
     values: TokenValues,
+    follow: float,
     epochs: int,
 ) -> Method:
     """A method whose loss reads points by token, ``points`` of (rewards [T], mask [T])."""
@@ -75,7 +77,7 @@ def _values_learner(
     surrogate = Surrogate(loss, frozenset(each.name for each in read), statistics=read)
     return Method(
         Objective(advantage, surrogate, aggregates.token_mean),
-        schedule=Schedule(epochs),
+        schedule=Schedule(epochs, (towards("q_target", "q", follow),)),
         token_values=values,
     )
 
@@ -142,7 +144,7 @@ def ilql(
 
     read = (*_read(2), Statistic("q_target", _target), Statistic("state_value", _state))
     points = lambda rewards, mask: rewards  # noqa: E731
-    return _values_learner(loss, points, read, TokenValues(beta, follow, heads=2), epochs)
+    return _values_learner(loss, points, read, TokenValues(beta, heads=2), follow, epochs)
 
 
 @published
@@ -171,7 +173,7 @@ def mc_returns(
         return of_q + rest, jax.lax.stop_gradient({"q_loss": of_q})
 
     points = partial(advantages.reward_to_go, discount=discount)
-    return _values_learner(loss, points, _read(1), TokenValues(beta, 1.0, heads=1), epochs)
+    return _values_learner(loss, points, _read(1), TokenValues(beta, heads=1), 1.0, epochs)
 
 
 # ---------------------------------------------------------------- critics of steps
@@ -360,7 +362,7 @@ def webrl(
             aggregates.sequence_sum,
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
         ),
-        schedule=Schedule(refresh_ref=phase_steps),
+        schedule=Schedule(after=refreshed(phase_steps)),
         replay=rule,
         curriculum=WrittenProblems(phase_steps, written, low, high) if written else None,
     )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jrl.methods.base import Method, Schedule
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs
 from jrl.objectives.comparisons import START, extremes, start_log_ratio, sums, write
 from jrl.objectives.kl import LOG_RATIO_LIMIT
@@ -118,11 +119,11 @@ def pair_method(
       reward: the implicit reward of a side, for the metrics.
       needs: names of statistics.
       min_gap: points, as in ``comparisons.best_and_worst``.
-      refresh_ref: steps, as in ``Schedule``.
+      refresh_ref: steps, as in ``schedule.refreshed``.
     """
     chosen, surrogate = comparisons.best_and_worst(min_gap), pairs.pair(loss, reward, needs)
     objective = Objective(chosen, surrogate, aggregates.sequence_sum)
-    return Method(objective, schedule=Schedule(refresh_ref=refresh_ref), min_group=2)
+    return Method(objective, schedule=Schedule(after=refreshed(refresh_ref)), min_group=2)
 
 
 @published

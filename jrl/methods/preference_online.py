@@ -26,6 +26,7 @@ from jrl.methods.preference import (
     implicit,
     trusted,
 )
+from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
@@ -129,7 +130,7 @@ def sppo(
             over_sequence(regression, ("ref_logprobs",)),
             aggregates.sequence_sum,
         ),
-        schedule=Schedule(refresh_ref=refresh_ref),
+        schedule=Schedule(after=refreshed(refresh_ref)),
         min_group=2,
     )
 
@@ -150,11 +151,12 @@ def nash_md(
     pairwise preference model; log(pi / mu) is that of the sampler's distribution. With
     ``ref_decay`` below 1 mu is a moving average of the policy, the direction of Nash-EMA.
     """
+    after = () if is_zero(1 - ref_decay) else (average("ref", ref_decay),)
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
     own = ratios.reinforce()._replace(on_policy=True)
     return Method(
         Objective(transforms.chain(*steps), own, aggregates.sequence_sum),
-        schedule=Schedule(ref_decay=ref_decay),
+        schedule=Schedule(after=after),
         min_group=2,
         unsupported="opponents drawn from the geometric mixture of policy and reference; the "
         "group's other completions stand for them",

@@ -25,6 +25,7 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.schedule import copies, every, restart
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
@@ -223,18 +224,19 @@ def bfs_prover(
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
         rule = replay_share(below, replayed, each, kept_prompts)
-    keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
     if restart_rounds and not round_steps:
         raise UserError(
             f"objective.restart_rounds = {restart_rounds}: rounds have no steps; set"
             " objective.round_steps above 0"
         )
+    after = (copies("expert", every(round_steps)),) if round_steps else ()
+    if restart_rounds:
+        after = (restart("first", every(round_steps * restart_rounds)), *after)
     return base.with_(
         draw=Draw(search=Search("best_first"), lines=True),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
-        schedule=Schedule(round_steps=round_steps, restart_rounds=restart_rounds),
-        keeps=frozenset(keeps),
+        schedule=Schedule(after=after, round_steps=round_steps),
         replay=rule,
     )
 

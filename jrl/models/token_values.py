@@ -3,7 +3,8 @@
     guided = with_token_values(network, beta=8.0)
 
 Heads on the last layer's states give Q of every token that could come next, two estimates of it,
-and V of the state. Targets of the two follow them slowly. The policy draws from
+and V of the state. Targets of the two follow them slowly (``schedule.towards``). The policy draws
+from
 
     pi(a | s) ~ pi_base(a | s) exp(beta min(Q'_1(s, a), Q'_2(s, a)))
 
@@ -26,14 +27,12 @@ _WIDER = 2
 """Hidden units of a head for each of the network's."""
 
 
-def with_token_values(network: Network, beta: float, follow: float, heads: int = 2) -> Network:
+def with_token_values(network: Network, beta: float, heads: int = 2) -> Network:
     """The network with heads for the values of tokens, which start at 0.
 
     Args:
       network: all of whose weights are trained.
       beta: how much values count in the policy, nats a point.
-      follow: which part of the way the targets go towards the heads after each update; 1 makes
-        them the same.
       heads: estimates of Q, the lowest of which counts.
 
     Returns:
@@ -68,13 +67,6 @@ def with_token_values(network: Network, beta: float, follow: float, heads: int =
     def logits(params: Any, hidden: Array) -> Array:
         return network.logits(params["base"], hidden) + beta * _least(params["q_target"], hidden)
 
-    def moved(before: Params, after: Params) -> Params:
-        def towards(old: Array, new: Array) -> Array:
-            return (old + follow * (new - old)).astype(old.dtype)
-
-        target = jax.tree.map(towards, before["q_target"], after["q"])
-        return after | {"q_target": target}
-
     def hidden_shared(params: Params, rows: SharedRows) -> tuple[Array, dict[str, Array]]:
         assert extras.hidden_shared is not None
         return extras.hidden_shared(params["base"], rows)
@@ -101,7 +93,6 @@ def with_token_values(network: Network, beta: float, follow: float, heads: int =
             gathered=extras.gathered,
             shown=shown,
             start=start,
-            moved=moved,
         ),
     )
 

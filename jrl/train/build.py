@@ -46,11 +46,12 @@ from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.method_network import check_network, network_of, own_layout
-from jrl.train.objective import max_new_tokens, method_of, router_losses
+from jrl.train.objective import max_new_tokens, method_of, router_training
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
+from jrl.train.state import frozen_names
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
 
@@ -267,7 +268,7 @@ def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
 
 def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     """The frozen policies that are named and read, each of its own size."""
-    needed = method.objective.frozen
+    needed = frozen_names(method.objective, method.schedule)
     names = [name for name in config.frozen if name in needed]
     how = config.model.attention
     return {name: transformer(frozen_shape(config, name), attention=how) for name in names}
@@ -552,7 +553,7 @@ def reward_pool(config: Config) -> RewardPool:
 
 def check_experts(config: Config, model: ModelConfig | None, method: Method) -> None:
     """Raises UserError for keys about routed experts that this run does not read."""
-    losses = router_losses(config)
+    losses = router_training(config)
     asked = {
         "objective.router_replay": config.replays_routing,
         "objective.router_balance": losses.balance,

@@ -286,7 +286,7 @@ def make_run(
       value: the value network, for methods that need one.
       frozen: policies that the method reads and does not train, by name, such as "teacher".
       networks: those of them that are not like the policy.
-      splits: epochs, minibatches, microbatches of ``make_step``.
+      splits: minibatches and microbatches of ``make_step``.
       warmup: steps, batch and learning_rate of ``warm_start``; None for none.
       eval_problems: held-out problems of the two evaluations.
 
@@ -307,8 +307,15 @@ def make_run(
     )
 
     def begin(key: Array, used: Method, rate: optax.GradientTransformation) -> TrainState:
-        common = {"network": network, "objective": used.objective, "optimizer": rate}
-        state = init_state(key, **common, value=value, frozen=frozen)
+        state = init_state(
+            key,
+            network=network,
+            objective=used.objective,
+            optimizer=rate,
+            value=value,
+            frozen=frozen,
+            schedule=used.schedule,
+        )
         if warmup is None:
             return state
         policy = policy_of(state, network)
@@ -322,7 +329,8 @@ def make_run(
             optimizer=rate,
             value=value,
             networks=networks,
-            **(used.schedule._asdict() | dict(splits or {})),
+            schedule=used.schedule,
+            **(splits or {}),
         )
 
     def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
@@ -371,6 +379,6 @@ def with_policy(
     params, init = state.params | {"policy": policy}, optimizer.init
     if network is not None and network.extras.several is not None:
         init = jax.vmap(init)
-    for name in {"ref", "expert", "first"} & frozen.keys() - set(given):
+    for name in frozen.keys() - {"base", *given}:
         frozen = frozen | {name: jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=init(params), frozen=frozen)

@@ -21,7 +21,7 @@ from jrl.objectives.regularizers import entropy_bonus
 from jrl.objectives.transforms import over_branches
 from jrl.sampling.places import PLACES
 from jrl.sampling.tree import check_branching
-from jrl.train.router import RouterLosses
+from jrl.train.router import RouterTraining
 from jrl.types import Branching, Search
 
 COMMON: Mapping[str, Coefficient] = {
@@ -216,10 +216,11 @@ def _without_trees(config: Config, task: Task | Env | None, method: Method) -> s
     return None
 
 
-def router_losses(config: Config) -> RouterLosses:
-    """What is added to the loss for the routers of a model with experts."""
+def router_training(config: Config) -> RouterTraining:
+    """How the routers of a model with experts are trained."""
     common, _ = _divided(config, find_method(config.method))
-    return RouterLosses(common.get("router_balance", 0.0), common.get("router_z", 0.0))
+    coefficients = common.get("router_balance", 0.0), common.get("router_z", 0.0)
+    return RouterTraining(*coefficients, replay=config.replays_routing)
 
 
 def max_new_tokens(config: Config, task: Task | Env | None) -> int:

@@ -33,7 +33,7 @@ from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.method_network import network_of, own_layout
-from jrl.train.objective import router_losses
+from jrl.train.objective import router_training
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
 from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
@@ -47,7 +47,7 @@ from jrl.train.resharding import (
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.score import policy_of
 from jrl.train.several import check_division, unstacked
-from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
+from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.train.tree_search import check_search, line_ends, search_source
@@ -69,8 +69,9 @@ def check_trainable(run: Run) -> None:
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
         check_players(run.task, run.method.groups)
-    check_frozen(run.method.objective, run.networks, config.method)
-    check_named(config, run.method.objective.frozen)
+    given = {*run.networks, *run.method.schedule.frozen}
+    check_frozen(run.method.objective, given, config.method)
+    check_named(config, frozen_names(run.method.objective, run.method.schedule))
     if config.sampling.temperature == 0:
         raise UserError(
             "sampling.temperature = 0 draws the same completion for every member of a group; "
@@ -179,6 +180,7 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             optimizer=run.optimizer,
             value=run.value,
             frozen=frozen,
+            schedule=run.method.schedule,
         )
         if params is None or run.value is None or run.config.value.kind != "network":
             return state
@@ -494,11 +496,10 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
         networks=run.networks,
         minibatches=train.minibatches,
         microbatches=train.microbatches,
-        router=router_losses(run.config),
-        replay_routing=run.config.replays_routing,
+        router=router_training(run.config),
         skip=skip_rule(run.config.watch),
         shown=shown,
-        **run.method.schedule._asdict(),
+        schedule=run.method.schedule,
     )
 
 

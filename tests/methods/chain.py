@@ -264,9 +264,13 @@ def train(name):
             slopes = {k: x.reshape(B, *x.shape[2:]) for k, x in out["gradients"].items()}
             params, moments, norm = updater(live)(params, moments, others, bare, slopes)
         state = out["state"]
-        if schedule.refresh_ref and (i + 1) % schedule.refresh_ref == 0:
-            others["ref"] = params["policy"]
-            moments = OPTIMIZER.init(params) if schedule.reset_optimizer else moments
+        for after in schedule.after:
+            if not after.due(i + 1):
+                continue
+            if after.frozen:
+                others["ref"] = params["policy"]
+            elif after.on == "step":
+                moments = OPTIMIZER.init(params)
         noted = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
         metrics.append({k: x.mean(0) for k, x in noted.items()} | {"grad_norm": float(norm)})
     return expected_reward(start()), expected_reward(params["policy"]["table"]), metrics

@@ -47,7 +47,7 @@ def train(name):
     }
     given = {key: frozen(key) for key in objective.frozen}
     state = init_state(jax.random.key(0), {"table": start()}, **common, frozen=given)
-    step = jax.jit(make_step(**common, **schedule._asdict()))
+    step = jax.jit(make_step(**common, schedule=schedule))
     metrics = []
     for i in range(STEPS):
         batch = batch_of(method, i, state.params["policy"]["table"])

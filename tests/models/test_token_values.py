@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.methods.schedule import AfterView, towards
 from jrl.models.config import ModelConfig
 from jrl.models.several import one_of
 from jrl.models.token_values import with_token_values
 from jrl.models.transformer import transformer
+from jrl.types import TrainState
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -21,7 +23,8 @@ CONFIG = ModelConfig(
     max_length=16,
 )
 PLAIN = transformer(CONFIG)
-NETWORK = with_token_values(PLAIN, beta=3.0, follow=0.25)
+KEY = jax.random.key(0)
+NETWORK = with_token_values(PLAIN, beta=3.0)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,10 @@ def test_no_loss_moves_the_targets_which_follow_the_heads(params):
     assert not any(x.any() for x in jax.tree.leaves(gradient["q_target"]))
     assert any(x.any() for x in jax.tree.leaves(gradient["base"]))
     after = jax.tree.map(lambda x: x + 1.0, params)
-    moved = NETWORK.extras.moved(params, after)
+    state = TrainState(jnp.int32(0), {"policy": params}, (), {}, (), jax.random.key_data(KEY))
+    view = AfterView(None, NETWORK, state, None)
+    follow = towards("q_target", "q", 0.25)
+    moved = follow.apply(state.replace(params={"policy": after}), view).params["policy"]
     jax.tree.map(
         lambda got, old, new: np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, atol=1e-6),
         moved["q_target"],

@@ -51,7 +51,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     groups = jax.jit(draw)(key, state.params["policy"], jnp.int32(0), ids)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
     given = to_batch(*rows, own=True)
-    step = make_step(**parts)
+    step = make_step(**parts, schedule=method.schedule)
 
     def one(state, number):
         chosen = jax.random.randint(jax.random.fold_in(key, number), (ROWS,), 0, STARTS)

@@ -15,6 +15,7 @@ from jrl.train import loop, programs
 from jrl.train.build import setup
 from jrl.train.collect import collect
 from jrl.train.loop import run_config, train
+from jrl.train.state import frozen_names
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
 ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1, tree='none'}"
@@ -122,12 +123,12 @@ def test_an_expert_cannot_draw_ahead(on_host):
 
 
 def test_only_what_a_schedule_uses_is_kept():
-    assert get_method("bfs_prover").objective.keeps == frozenset()
+    assert get_method("bfs_prover").schedule.frozen == frozenset()
     once = get_method("bfs_prover", round_steps=3)
-    assert once.objective.keeps == once.objective.frozen == {"expert"}
+    assert frozen_names(once.objective, once.schedule) == once.schedule.frozen == {"expert"}
     assert [once.schedule.drawn_by(step) for step in (0, 2, 3, 7)] == [0, 0, 3, 6]
     both = get_method("bfs_prover", round_steps=3, restart_rounds=2)
-    assert both.objective.keeps == {"expert", "first"}
+    assert both.schedule.frozen == {"expert", "first"}
     assert "schedule" in both.seams
     points = np.array([[1.0, 0.99, 0.0]], np.float32)
     rule = get_method("bfs_prover", replayed=0.7).replay

@@ -57,7 +57,7 @@ def far_apart(params):
 
 def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups():
     run = build.setup(settings("unused", "train.mode=host"))
-    several, schedule = run.network.extras.several, run.method.schedule._asdict()
+    several, schedule = run.network.extras.several, run.method.schedule
     make, _ = programs.state_layout(run)
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
@@ -65,7 +65,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     draw = jax.jit(functools.partial(episode_rollout, split="train", group=6, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
-    alone = jax.jit(make_step(network=several.each, **parts, **schedule))
+    alone = jax.jit(make_step(network=several.each, **parts, schedule=schedule))
     ids, weights, law = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
