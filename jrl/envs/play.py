@@ -33,7 +33,7 @@ from jrl.sampling.generate import (
 from jrl.sampling.params import SamplingParams, at_most
 from jrl.sampling.queue import Queue, Results, finish
 from jrl.sampling.slots import decode, extend, sequences_of
-from jrl.types import Array, Network, Params, Rollout, Several, StopReason
+from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
 class Episodes(NamedTuple):
@@ -120,7 +120,7 @@ def play(
     """
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
-    several = network.extras.several if step is not None else None
+    several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
     weights = network.prepare(params)
@@ -189,7 +189,7 @@ def _play(
     sizes: SlotSizes,
     members: tuple[int, int],
     chunk: int,
-    several: Several | None,
+    several: Stack | None,
 ) -> tuple[Results, TurnLog, Array, Array | None]:
     """Episodes through the queue: results, turns, slot-steps [1], the prompts' routing."""
     width, recorded = env.completion_tokens, network.extras.recorded

@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.networks import named_network
 from jrl.methods.schedule import refreshed
 from jrl.objectives import (
     aggregates,
@@ -403,4 +404,6 @@ def cory(base: Method, policies: Count = 2, swap_every: Whole = 5) -> Method:
     the whole vocabulary, and moments are forgotten at a swap. With ``policies`` 1 one policy plays
     both players.
     """
-    return base.with_(policies=policies, swap_every=swap_every)
+    if policies == 1:
+        return base
+    return named_network("policies")(base, policies, swap_every)

@@ -1,4 +1,4 @@
-"""What a published method is: at most seven seams filled, the rest at defaults that do nothing.
+"""What a published method is: at most eight seams filled, the rest at defaults that do nothing.
 
     prompts    which problems a step uses, and a round of steps
     draw       how a group's samples are drawn, and what beside them
@@ -6,7 +6,8 @@
     groups     which groups are trained on, and whether others are drawn in their place
     replay     which completions are kept, and where they are trained on again
     objective  advantage, surrogate, aggregate, regularizers
-    schedule   how often a batch is gone through
+    schedule   how often a batch is gone through, and what changes the state beside the updates
+    network    what is trained, of the policy's network
 
 A method is a function that returns a ``Method``; ``methods.published`` adds its paper, its
 coefficients and what it inherits.
@@ -27,6 +28,7 @@ from jrl.types import (
     Aggregate,
     Array,
     Branching,
+    Network,
     Objective,
     Regularizer,
     Rollout,
@@ -218,18 +220,6 @@ class WrittenProblems(NamedTuple):
     high: float
 
 
-class TokenValues(NamedTuple):
-    """Values of tokens that lean the policy; see ``models.token_values``, which has the arguments.
-
-    Attributes:
-      beta: nats a point.
-      heads: estimates of each value.
-    """
-
-    beta: float
-    heads: int
-
-
 def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
     """Keeps successes; in every group they take the places of the first members, as far as kept.
 
@@ -262,6 +252,11 @@ def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     return rewards
 
 
+def unchanged(network: Network) -> Network:
+    """The policy's network as it is."""
+    return network
+
+
 class Method(NamedTuple):
     """A method, ready to train with.
 
@@ -274,11 +269,8 @@ class Method(NamedTuple):
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
       curriculum: which problems of the data a round of steps draws from; None for all.
-      token_values: heads that the policy gets for the values of tokens; None for none.
-      policies: how many policies are trained, each a player of its own; 1 plays all players.
-      swap_every: training steps after which policies swap players; 0 for never.
-      copy_every: training steps after which the others become copies of the first policy, which
-        alone is trained then; 0 to train all of them.
+      network: (the policy's network) -> the network that is trained, such as one with further
+        heads, or several policies.
       min_group: the least group size with which the advantage says anything.
       unsupported: what a run of the whole method still lacks, such as tool environments; "" when
         nothing. The objective trains all the same.
@@ -292,10 +284,7 @@ class Method(NamedTuple):
     schedule: Schedule = Schedule()
     replay: Replay | None = None
     curriculum: HardProblems | WrittenProblems | None = None
-    token_values: TokenValues | None = None
-    policies: int = 1
-    swap_every: int = 0
-    copy_every: int = 0
+    network: Callable[[Network], Network] = unchanged
     min_group: int = 1
     unsupported: str = ""
 
@@ -335,7 +324,7 @@ class Method(NamedTuple):
     @property
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
-        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "token_values")
+        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "network")
         fields, defaults = self._asdict(), self._field_defaults
         filled = {name for name in fields if fields[name] != defaults.get(name)}
         if "curriculum" in filled:

@@ -1,6 +1,6 @@
 """Learning from episodes that anybody drew: imitation, values of tokens, critics of steps.
 
-The heads of values are those of ``models.token_values``; "base" is the policy without them.
+The heads of values are those of ``zoo.networks.token_values``; "base" is the policy without them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method, Schedule, TokenValues, WrittenProblems, replay_share
+from jrl.methods.base import Draw, Method, Schedule, WrittenProblems, replay_share
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
 from jrl.methods.schedule import refreshed, towards
@@ -29,6 +29,7 @@ from jrl.types import (
     Surrogate,
     Transform,
 )
+from jrl.zoo.networks.token_values import TokenValues
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 
@@ -63,7 +64,7 @@ def _values_learner(
     loss: Callable[[Stats, Array, Array], tuple[Array, Stats]],
     points: Callable[[Array, Array], Array],
     read: tuple[Statistic, ...],
-    values: TokenValues,
+    network: TokenValues,
     follow: float,
     epochs: int,
 ) -> Method:
@@ -78,7 +79,7 @@ def _values_learner(
     return Method(
         Objective(advantage, surrogate, aggregates.token_mean),
         schedule=Schedule(epochs, (towards("q_target", "q", follow),)),
-        token_values=values,
+        network=network,
     )
 
 

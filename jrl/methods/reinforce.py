@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Whole,
 )
 from jrl.methods.group_relative import grpo
+from jrl.methods.networks import named_network
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
 from jrl.objectives.corrections import named_correction
@@ -317,11 +318,10 @@ def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
     messages, and takes the next role after ``swap_every`` steps. Not known: how the paper deals out
     the roles. Departure: no penalty for the divergence. With ``policies`` 1 one plays all roles.
     """
-    return base.with_(
-        advantage=transforms.chain(own_steps(), transforms.whiten("tokens")),
-        policies=policies,
-        swap_every=swap_every,
-    )
+    method = base.with_(advantage=transforms.chain(own_steps(), transforms.whiten("tokens")))
+    if policies == 1:
+        return method
+    return named_network("policies")(method, policies, swap_every)
 
 
 # ---------------------------------------------------------------- weighted REINFORCE

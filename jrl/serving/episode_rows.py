@@ -22,7 +22,7 @@ from jrl.serving import batch as programs
 from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
 from jrl.serving.request import PartialCompletion, Request, RequestLimits
 from jrl.serving.row_costs import RowCosts, Timings
-from jrl.types import Network, Params, Several, StopReason
+from jrl.types import Network, Params, Stack, StopReason
 
 _MAX_ADMITTED = 8
 """The most rows of one admission; more take several."""
@@ -96,7 +96,7 @@ class EpisodeRows:
         measure: Measure | None = None,
         each: bool = False,
     ) -> None:
-        several = network.extras.several if each else None
+        several = network.extras.stack if each else None
         if several is not None:
             network = several.speaking(jax.numpy.zeros(1, np.int32))
         check_length(network, prompt_tokens, max_new_tokens)
@@ -330,7 +330,7 @@ def _decode(
     policies: jax.Array | None,
     *,
     network: Network,
-    several: Several | None,
+    several: Stack | None,
     width: int,
     measure: Measure | None,
 ) -> tuple[DecodeBatch, ChunkOutput]:

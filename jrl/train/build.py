@@ -45,7 +45,7 @@ from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, ev
 from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
-from jrl.train.method_network import check_network, network_of, own_layout
+from jrl.train.method_network import check_network
 from jrl.train.objective import max_new_tokens, method_of, router_training
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
@@ -211,9 +211,9 @@ def bare_run(
         network = own_network(config, task, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
-    one, network = network, network_of(network, method)
+    one, network = network, method.network(network)
     if network is not one:
-        check_network(config, mesh, method)
+        check_network(config, mesh, network)
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
@@ -250,7 +250,7 @@ def bare_run(
 def sampler_of(run: Run, network: Network | None = None) -> Network:
     """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
     network = network or run.network
-    if run.model is None or own_layout(network):
+    if run.model is None or network.extras.own_layout:
         return network
     network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.replays_routing else network

@@ -25,7 +25,6 @@ from jrl.envs import Env
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
-from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
@@ -182,29 +181,30 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
-    if (several := network.extras.several) is not None:
+    derived = network.extras.derived
+    if derived is not None and derived.stack is not None:
         whole, losses = warm_start(
             key,
-            one_of(params, 0),
+            derived.plain(params, 0),
             task=task,
-            network=several.each,
+            network=derived.network,
             steps=steps,
             batch=batch,
             learning_rate=learning_rate,
         )
-        return stacked(whole, several.policies), losses
-    if network.extras.split is not None:
-        trained, base = network.extras.split.split(params)
+        return derived.start(key, whole), losses
+    if derived is not None and derived.split is not None:
+        trained, base = derived.split.split(params)
         whole, losses = warm_start(
             key,
-            network.extras.split.thaw(base),
+            derived.split.thaw(base),
             task=task,
-            network=network.extras.split.plain,
+            network=derived.network,
             steps=steps,
             batch=batch,
             learning_rate=learning_rate,
         )
-        return network.extras.split.join(trained, network.extras.split.freeze(whole)), losses
+        return derived.split.join(trained, derived.split.freeze(whole)), losses
     objective = get_method("sft").objective
     optimizer = optax.adam(learning_rate)
     step = make_step(network=network, objective=objective, optimizer=optimizer)
@@ -377,7 +377,7 @@ def with_policy(
         policy, base = network.extras.split.split(policy)
         frozen = frozen | {"base": base}
     params, init = state.params | {"policy": policy}, optimizer.init
-    if network is not None and network.extras.several is not None:
+    if network is not None and network.extras.stack is not None:
         init = jax.vmap(init)
     for name in frozen.keys() - {"base", *given}:
         frozen = frozen | {name: jax.tree.map(jnp.copy, policy)}

@@ -105,7 +105,7 @@ def episode_rollout(
         baseline_members=baseline_members,
         slots=slots,
         chunk=chunk,
-        step=step if split == "train" and network.extras.several is not None else None,
+        step=step if split == "train" and network.extras.stack is not None else None,
     )
     if task.players > 1:
         played, starts, ids = _by_role(played, starts, ids, task, split)

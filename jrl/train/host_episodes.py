@@ -39,9 +39,9 @@ from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summ
 from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.train.several import check_division
+from jrl.train.state import check_division
 from jrl.train.tree_search import Estimate, estimates, run_estimate
-from jrl.types import Params, Prompt, Several
+from jrl.types import Params, Prompt, Stack
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -101,7 +101,7 @@ class HostEpisodes:
         branches: EpisodeBranches | None = None,
         trees: EpisodeTrees | None = None,
         estimate: Estimate | None = None,
-        several: Several | None = None,
+        several: Stack | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
@@ -331,7 +331,7 @@ def check_host(run: Run) -> None:
         _check_group(env, run.config.sampling.group)
         if run.method.draw.shares:
             _check_fork(env)
-        check_division(env.players, run.method.policies)
+        check_division(env.players, run.network)
         _check_players(run, env)
         chat = format_of(env, run.tokenizer)
         _check_contexts(run, env, chat)
@@ -447,7 +447,7 @@ def host_source(
     mesh = sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = network if evaluates else sampler_of(run, network)
-    several = None if evaluates else network.extras.several
+    several = None if evaluates else network.extras.stack
     resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
     rows = EpisodeRows(
         network if mesh is None else drawn_from_prepared(network),

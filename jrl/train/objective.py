@@ -15,6 +15,7 @@ from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Draw, Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
+from jrl.methods.networks import named_network
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
 from jrl.objectives.regularizers import entropy_bonus
@@ -81,14 +82,8 @@ def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
       UserError: what several policies do, asked of one.
     """
     names = ("policies", "swap_every", "copy_every")
-    method = method._replace(**{name: common[name] for name in names if name in common})
-    for name in names[1:]:
-        if method.policies == 1 and common.get(name):
-            raise UserError(
-                f"objective.{name} = {common[name]}: one policy plays all players; set"
-                " objective.policies to their number, or leave it out"
-            )
-    return method
+    asked = {name: common[name] for name in names if name in common}
+    return named_network("policies")(method, **asked) if asked else method
 
 
 def _in_trees(

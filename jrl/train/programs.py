@@ -32,7 +32,6 @@ from jrl.train.episodes import check_members, check_players, eval_parts, rollout
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
-from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import router_training
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
@@ -45,9 +44,14 @@ from jrl.train.resharding import (
     weights_program,
 )
 from jrl.train.reward_model import NAME, with_model_points
-from jrl.train.score import policy_of
-from jrl.train.several import check_division, unstacked
-from jrl.train.state import check_frozen, frozen_names, init_policy, init_state, state_shardings
+from jrl.train.state import (
+    check_division,
+    check_frozen,
+    frozen_names,
+    init_policy,
+    init_state,
+    state_shardings,
+)
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
 from jrl.train.tree_search import check_search, line_ends, search_source
@@ -64,7 +68,7 @@ def check_trainable(run: Run) -> None:
         _check_group(config.method, run.method, config.sampling.group)
     if not config.episodes:
         players = run.task.players if isinstance(run.task, Env) else 1
-        check_division(players, run.method.policies)
+        check_division(players, run.network)
     if isinstance(run.task, Env):
         draw = run.method.draw
         check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
@@ -114,7 +118,7 @@ def _check_rounds(run: Run) -> None:
         return
     for key, given in {
         "[placement]": run.rollout_mesh is not None,
-        "objective.policies": run.method.policies > 1,
+        "objective.policies": run.network.extras.stack is not None,
         "lora.rank": run.network.extras.split is not None,
         "train.mode = 'in_flight'": run.config.train.mode == "in_flight",
     }.items():
@@ -203,10 +207,10 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make, shardings = state_layout(run)
     params = run.params
     if params is not None:
-        params = put_policy(run.network, params, _as_given(run, policy_of(shardings, run.network)))
+        params = put_policy(run.network, params, _checkpoint_shardings(run, run.network))
     frozen = {
-        name: hf.place(frozen_params(run.config, name), _as_given(run, shardings.frozen[name]))
-        for name in run.networks
+        name: hf.place(frozen_params(run.config, name), _checkpoint_shardings(run, network))
+        for name, network in run.networks.items()
     }
 
     def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
@@ -216,16 +220,17 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make_placed = jax.jit(
         seeded,
         out_shardings=shardings,
-        donate_argnums=() if own_layout(run.network) else (1, 2),
+        donate_argnums=() if run.network.extras.own_layout else (1, 2),
     )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
 
 
-def _as_given(run: Run, shardings: Any) -> Any:
-    """Where weights from a checkpoint lie: of several policies each begins with a copy of them."""
-    if run.network.extras.several is not None:
-        shardings = unstacked(shardings)
-    return shardings["base"] if run.method.token_values is not None else shardings
+def _checkpoint_shardings(run: Run, network: Network) -> Any:
+    """Where the weights of a checkpoint lie that a network's parameters are made of."""
+    while (derived := network.extras.derived) is not None and derived.split is None:
+        network = derived.network
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    return tree_shardings(run.mesh, network.axes(), shapes)
 
 
 def held_bytes(tree: Any) -> float:
@@ -290,7 +295,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
     where, params = policy_shardings(run), run.params
     if params is not None:
-        params = put_policy(run.network, params, _as_given(run, where))
+        params = put_policy(run.network, params, _checkpoint_shardings(run, run.network))
 
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
@@ -298,7 +303,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     made = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
-        donate_argnums=() if own_layout(run.network) else 1,
+        donate_argnums=() if run.network.extras.own_layout else 1,
     )
     return made(np.uint32(run.config.seed), params)
 
@@ -450,7 +455,7 @@ def as_evaluated(run: Run) -> Run:
         return run
     model = dataclasses.replace(model, dtype=dtype)
     network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
-    return run._replace(model=model, network=network_of(network, run.method))
+    return run._replace(model=model, network=run.method.network(network))
 
 
 def evaluated(run: Run) -> Network:

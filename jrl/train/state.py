@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,11 @@ from jax.sharding import Mesh
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
 from jrl.methods.schedule import ONCE, Schedule, is_rate_schedule
-from jrl.models.several import stacked
-from jrl.train.several import stack_state, with_stacked_axes
 from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
+
+STACKED = ("params", "opt_state", "frozen", "method")
+"""Fields of a state that have a leading axis of policies, where several are trained."""
+N = TypeVar("N", Network, ValueNetwork)
 
 
 def init_state(
@@ -52,10 +54,12 @@ def init_state(
       UserError: the objective needs a frozen policy that is not given.
     """
     check_frozen(objective, {*frozen, *schedule.frozen})
-    if (several := network.extras.several) is not None:
+    derived, stack = network.extras.derived, network.extras.stack
+    if derived is not None and stack is not None:
         given: dict[str, Any] = {"objective": objective, "optimizer": optimizer, "value": value}
         given |= {"frozen": frozen, "schedule": schedule}
-        return stack_state(init_state(key, params, network=several.each, **given), several.policies)
+        each = init_state(key, params, network=derived.network, **given)
+        return each.replace(**{n: stacked(getattr(each, n), stack.policies) for n in STACKED})
     root, policy = init_policy(key, params, network=network)
     kept, needed = {}, frozen_names(objective, schedule)
     if network.extras.split is not None:
@@ -82,19 +86,34 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     policy_key, _, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
-    if params is not None and (several := network.extras.several) is not None:
-        _, policy = init_policy(key, params, network=several.each)
-        policy = stacked(policy, several.policies)
-    if params is not None and network.extras.start is not None:
-        policy = network.extras.start(policy_key, policy)
-    if (
-        params is not None
-        and network.extras.split is not None
-        and not network.extras.split.split(params)[0]
-    ):
-        trained = network.extras.split.init(jax.random.fold_in(policy_key, 1))
-        policy = network.extras.split.join(trained, policy)
+    if params is not None:
+        policy = _started(policy_key, policy, network)
     return jax.random.key_data(root), policy
+
+
+def _started(key: Array, params: Params, network: Network) -> Params:
+    """A network's parameters from those of a checkpoint, through all that it was derived from."""
+    derived = network.extras.derived
+    if derived is None or (derived.split is not None and derived.split.split(params)[0]):
+        return params
+    return derived.start(key, _started(key, params, derived.network))
+
+
+def plain_policy(params: Params, network: Network, policy: int = 0) -> Params:
+    """Parameters as a checkpoint has them: of one policy, adapters merged, nothing besides."""
+    while (derived := network.extras.derived) is not None:
+        params, network = derived.plain(params, policy), derived.network
+    return params
+
+
+def stacked(tree: Any, count: int) -> Any:
+    """Every array ``count`` times, along a new first axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+
+
+def stacked_axes(axes: Any) -> Any:
+    """The logical axes of ``stacked`` parameters."""
+    return jax.tree.map(lambda names: (None, *names), axes, is_leaf=lambda x: type(x) is tuple)
 
 
 def frozen_names(objective: Objective, schedule: Schedule) -> frozenset[str]:
@@ -143,9 +162,9 @@ def state_shardings(
       UserError: a weight that the mesh does not divide.
     """
     axes, kept = {"policy": network.axes()}, {}
-    if network.extras.several is not None:
-        networks = {name: with_stacked_axes(other) for name, other in networks.items()}
-        value = None if value is None else with_stacked_axes(value)
+    if network.extras.stack is not None:
+        networks = {name: _with_stacked_axes(other) for name, other in networks.items()}
+        value = None if value is None else _with_stacked_axes(value)
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
         kept["base"] = tree_shardings(mesh, base, state.frozen["base"])
@@ -166,6 +185,10 @@ def state_shardings(
     )
 
 
+def _with_stacked_axes(network: N) -> N:
+    return network._replace(axes=lambda: stacked_axes(network.axes()))
+
+
 def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any) -> Any:
     """Shardings of an optimiser state: a subtree shaped like the parameters lies like them."""
     shapes = [x.shape for x in jax.tree.leaves(params)]
@@ -181,6 +204,17 @@ def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any)
         opt_state,
         is_leaf=is_params,
     )
+
+
+def check_division(players: int, network: Network) -> None:
+    """Raises UserError where players cannot be shared out among the policies of a network."""
+    if (stack := network.extras.stack) is not None and players % stack.policies:
+        raise UserError(
+            f"objective.policies = {stack.policies}: each policy plays as many players as the"
+            f" others, and the environment has {players} for the policy; choose an environment of"
+            " several players, such as data.env = 'nim' with data.opponent = 'self', or set"
+            " objective.policies to 1"
+        )
 
 
 def rolled_back(good: TrainState, state: TrainState) -> TrainState:

@@ -34,7 +34,6 @@ from jrl.sampling.params import SamplingParams
 from jrl.train.compiler import compiler_options
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
-from jrl.train.several import step_of_each
 from jrl.types import (
     NOTHING,
     Array,
@@ -110,8 +109,11 @@ def make_step(
         another vocabulary; when called, a batch that minibatches and microbatches do not divide, or
         one without the routing to replay.
     """
-    several = network.extras.several
-    network = network if several is None else several.each
+    derived, every = network.extras.derived, optimizer
+    stack = network.extras.stack
+    if derived is not None and stack is not None:
+        network = derived.network
+        every = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
     check_value(objective, value)
     check_vocabularies(network, networks)
     check_copies(schedule, objective, network, networks)
@@ -121,9 +123,6 @@ def make_step(
     def step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
-        batch = _checked(parts, batch)
-        view = AfterView(optimizer, network, state, batch)
-        state = run_due(schedule.after, "before", state, state.step, view)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         batch = complete(parts, state, batch, sampling_params)
@@ -146,10 +145,20 @@ def make_step(
             opt_state=opt_state,
             method=_choose(sound, method, state.method),
         )
-        state = run_due(schedule.after, "step", state, state.step, view)
         return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
-    return step if several is None else step_of_each(step, several)
+    trained = step if stack is None else stack.step(step)
+
+    def scheduled(
+        state: TrainState, batch: Batch, sampling_params: SamplingParams
+    ) -> tuple[TrainState, Metrics]:
+        batch = _checked(parts, batch)
+        view = AfterView(every, network, state, batch)
+        state = run_due(schedule.after, "before", state, state.step, view)
+        state, metrics = trained(state, batch, sampling_params)
+        return run_due(schedule.after, "step", state, state.step, view), metrics
+
+    return scheduled
 
 
 def _checked(parts: Parts, batch: Batch) -> Batch:

@@ -218,8 +218,7 @@ def parts_of(method):
     objective = method.objective
     yield of_values, (method.draw, method.min_group, method.unsupported)
     yield fingerprint, method.schedule
-    yield of_values, (method.curriculum, method.token_values)
-    yield of_values, (method.policies, method.swap_every, method.copy_every)
+    yield of_values, (method.curriculum, method.network)
     yield of_groups, method.groups
     yield of_replay, method.replay
     yield of_prompts, method.prompts

@@ -7,10 +7,10 @@ import pytest
 
 from jrl.methods.schedule import AfterView, towards
 from jrl.models.config import ModelConfig
-from jrl.models.several import one_of
-from jrl.models.token_values import with_token_values
 from jrl.models.transformer import transformer
 from jrl.types import TrainState
+from jrl.zoo.networks.policies import one_of
+from jrl.zoo.networks.token_values import TokenValues
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -24,7 +24,7 @@ CONFIG = ModelConfig(
 )
 PLAIN = transformer(CONFIG)
 KEY = jax.random.key(0)
-NETWORK = with_token_values(PLAIN, beta=3.0)
+NETWORK = TokenValues(beta=3.0)(PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_lower_target_leans_the_policy(params):
     least = np.minimum(*q_target)
     plain = np.float64(PLAIN.logits(params["base"], hidden))
     np.testing.assert_allclose(NETWORK.logits(params, hidden), plain + 3 * least, atol=1e-5)
-    shown = NETWORK.extras.shown(params, hidden)
+    shown = NETWORK.extras.views.vocabulary(params, hidden)
     np.testing.assert_allclose(shown["q"], np.stack(q, 1), atol=1e-5)
     np.testing.assert_allclose(shown["q_target"], least, atol=1e-5)
     np.testing.assert_allclose(shown["v"], by_hand(params["v"], wide)[:, 0], atol=1e-5)
@@ -92,7 +92,7 @@ def test_decoding_gives_the_distribution_that_is_scored(params):
 
 def test_a_checkpoint_is_the_base_and_its_policy_is_unchanged():
     base = jax.jit(PLAIN.init)(jax.random.key(4))
-    started = NETWORK.extras.start(jax.random.key(5), base)
+    started = NETWORK.extras.derived.start(jax.random.key(5), base)
     assert jax.tree.structure(started) == jax.tree.structure(NETWORK.axes(), is_leaf=is_names)
     hidden = jax.random.normal(jax.random.key(1), (2, CONFIG.embed_dim))
     np.testing.assert_array_equal(NETWORK.logits(started, hidden), PLAIN.logits(base, hidden))

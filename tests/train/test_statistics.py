@@ -399,7 +399,7 @@ def test_a_statistic_of_attention_sees_each_completion_alone(network, params, ba
         partial(score, sampling_params=make_sampling_params(), statistics=(previous,), **common)
     )
     got = np.asarray(run({"policy": params}, batch)["previous"])
-    attention = quick_jit(network.extras.attention)
+    attention = quick_jit(network.extras.views.attention)
     n, g, t = batch.tokens.shape
     for i, j in itertools.product(range(n), range(g)):
         start, length = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])

@@ -1,6 +1,6 @@
 """A policy with action values for each token, which lean its distribution towards the better ones.
 
-    guided = with_token_values(network, beta=8.0)
+    guided = TokenValues(beta=8.0)(network)
 
 Heads on the last layer's states give Q of every token that could come next, two estimates of it,
 and V of the state. Targets of the two follow them slowly (``schedule.towards``). The policy draws
@@ -16,28 +16,41 @@ the policy without values, "q" [2, V], "q_target" [V], "v" [].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jrl.types import Array, Network, NetworkExtras, Params, SharedRows
+from jrl.types import Array, Derived, Network, NetworkExtras, Params, SharedRows, Views
 
 _WIDER = 2
 """Hidden units of a head for each of the network's."""
 
 
-def with_token_values(network: Network, beta: float, heads: int = 2) -> Network:
-    """The network with heads for the values of tokens, which start at 0.
+class TokenValues(NamedTuple):
+    """Token Q-values that shift the policy: ``Method.network`` of methods that learn them.
 
-    Args:
-      network: all of whose weights are trained.
+    Attributes:
       beta: how much values count in the policy, nats a point.
       heads: estimates of Q, the lowest of which counts.
-
-    Returns:
-      A network whose parameters are {"base", "q" and "q_target" of all heads, "v"}.
     """
+
+    beta: float
+    heads: int = 2
+
+    def __call__(self, network: Network) -> Network:
+        """The network with heads for the values of tokens, which start at 0.
+
+        Args:
+          network: all of whose weights are trained.
+
+        Returns:
+          A network whose parameters are {"base", "q" and "q_target" of all heads, "v"}.
+        """
+        return _with_token_values(network, self.beta, self.heads)
+
+
+def _with_token_values(network: Network, beta: float, heads: int) -> Network:
     extras = network.extras
 
     def init(key: Array) -> Params:
@@ -91,8 +104,13 @@ def with_token_values(network: Network, beta: float, heads: int = 2) -> Network:
             fill=None if extras.fill is None else fill,
             hidden_shared=None if extras.hidden_shared is None else hidden_shared,
             gathered=extras.gathered,
-            shown=shown,
-            start=start,
+            views=Views(vocabulary=shown),
+            derived=Derived(
+                network=network,
+                start=start,
+                plain=lambda params, policy: params["base"],
+                exact=False,
+            ),
         ),
     )
 

@@ -1,0 +1,1 @@
+"""Methods, environments and tools that one paper, one game or one other library needs."""
