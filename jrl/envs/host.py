@@ -188,7 +188,7 @@ class HostEnv(NamedTuple):
         for environments that change with the training. A run that resumes begins with its step, so
         that what depends on the step alone is what it would have been.
       fork: (state) -> a copy that plays on by itself and is closed by itself; sync or async. Called
-        between an answer and the next ``step``, where episodes branch (``objective.tree``). One
+        between an answer and the next ``step``, where episodes branch (``[tree]``). One
         that raises ends the branch and nothing else. None for a state that no copy can be made of,
         such as a connection; then no episodes branch.
       summary: the message that asks for a summary, in the role "user".

@@ -208,7 +208,7 @@ def bfs_prover(
 
     Steps are ``ids["step"]``, in episodes the turns, perplexities those of the policy that drew
     them. A group is the leaves of a best-first search (``envs.tree.best_first``), 4 steps wide
-    unless ``objective.tree_width`` says otherwise. ``envs.prover`` has theorems to prove, each step
+    unless ``tree.width`` says otherwise. ``envs.prover`` has theorems to prove, each step
     a tactic.
 
     With ``round_steps`` above 0 training goes in rounds of that length, whose proofs are found by
@@ -280,8 +280,8 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
 
     Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search mcts --out``
     writes; or of the statistic "node_value", the mean reward, 0 or 1, of a node's leaves, which a
-    search in the run records (``objective.tree = "puct"``); without either the mean outcome of the
-    members that go through a token, where these branch off one another (``objective.tree``), else
+    search in the run records (``tree.by``); without either the mean outcome of the
+    members that go through a token, where these branch off one another (``[tree]``), else
     the path's own outcome. The paper's search selects by ``envs.tree.puct``, and at inference takes
     the best of a step-level beam. beta is the paper's (0.0005 for Llama 3). Departures: every token
     of a step is fitted, where the paper fits its end. A search in the run backs up V, as (1 + V) /

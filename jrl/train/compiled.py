@@ -87,13 +87,13 @@ def make_iteration(
         )
     if method.draw.search is not None:
         raise UserError(
-            "train.mode = 'compiled': objective.tree searches, which takes a host; set train.mode"
-            " to 'host', or objective.tree to 'none'"
+            "train.mode = 'compiled': [tree] searches, which takes a host; set train.mode"
+            " to 'host', or tree.kind to 'none'"
         )
     if method.draw.tree is not None:
         if isinstance(task, Env):
             raise UserError(
-                "objective.tree: completions branch, and episodes in an environment on the device"
+                "[tree]: completions branch, and episodes in an environment on the device"
                 " do not; use a task, or a method that draws members apart"
             )
         tree = check_branching(method.draw.tree, group, slots)

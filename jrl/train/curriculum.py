@@ -364,7 +364,7 @@ def check_curriculum(run: Run) -> None:
     if run.config.episodes is not None or run.method.draw.search is None:
         raise UserError(
             f"{said}which are searched as text; set objective.round_steps to 0, or remove"
-            " data.env and objective.tree = 'none'"
+            " data.env and tree.kind = 'none'"
         )
 
 

@@ -373,7 +373,7 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
         )
     if run.method.draw.shares:
         raise UserError(
-            f"{said}: episodes that branch have one context; set objective.tree to 'none', or"
+            f"{said}: episodes that branch have one context; set tree.kind to 'none', or"
             " data.contexts to 1"
         )
     if run.network.extras.hidden_shared is None:
@@ -395,8 +395,7 @@ def _check_players(run: Run, env: HostEnv) -> None:
         return
     if run.method.draw.shares and env.players > 1:
         raise UserError(
-            f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
-            " 'none'"
+            f"data.env: episodes of {env.players} players do not branch; set tree.kind to 'none'"
         )
     if run.method.groups.keep is not keep_all:
         raise UserError(
@@ -409,7 +408,7 @@ def _check_fork(env: HostEnv) -> None:
     """Raises UserError where no episode could branch."""
     if env.fork is None:
         raise UserError(
-            "objective.tree: episodes branch with a copy of the environment's state, and this"
+            "[tree]: episodes branch with a copy of the environment's state, and this"
             " environment has none (HostEnv.fork is None: a process, a connection); use another"
             " environment, or a method that draws members apart"
         )

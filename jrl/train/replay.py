@@ -300,7 +300,7 @@ def check_replay(run: Run) -> None:
     for key, given in {
         "[placement]": run.rollout_mesh is not None,
         "objective.router_replay": config.replays_routing,
-        "objective.tree": run.method.draw.tree is not None,
+        "[tree]": run.method.draw.tree is not None,
     }.items():
         if given:
             raise UserError(f"{said}which does not go together with {key}; remove it")

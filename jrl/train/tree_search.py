@@ -346,7 +346,7 @@ def _transcripts(
 
 def check_search(run: Run) -> None:
     """Raises UserError where a run cannot search."""
-    named = "objective.tree"
+    named = "[tree]"
     if jax.process_count() > 1:
         raise UserError(f"{named}: a search runs in one process; use one host")
     if run.config.sampling.mesh:

@@ -290,7 +290,7 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
 )
 def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
-    tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
+    tree = ("method=arpo", "tree={kind='branch',at='even',roots=2}", "log.samples_every=1")
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
     config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -404,8 +404,8 @@ SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.sam
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param(("method=deepsearch", "objective={tree_width=3}"), marks=pytest.mark.slow),
-        ("method=alphamath", "objective={tree='puct'}", "train.mode=packed"),
+        pytest.param(("method=deepsearch", "tree={kind='search',width=3}"), marks=pytest.mark.slow),
+        ("method=alphamath", "tree.kind=search", "train.mode=packed"),
     ],
     ids=["frontier", "value"],
 )
@@ -653,8 +653,8 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         ),
         (
             "talk",
-            ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
-            "objective.tree_rounds = 2 is not read in episodes",
+            ["data.turns=2", "method=arpo", "tree={kind='branch',rounds=2}"],
+            "tree.rounds = 2 is not read in episodes",
         ),
         (
             "talk",

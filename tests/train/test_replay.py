@@ -237,7 +237,7 @@ def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
     [
         ({"rollout_mesh": "a mesh"}, r"which does not go together with \[placement\]; remove it"),
         ({"replays_routing": True}, "together with objective.router_replay"),
-        ({"tree": Branching()}, "together with objective.tree"),
+        ({"tree": Branching()}, r"together with \[tree\]"),
         ({"recorded": "sessions"}, "and recorded sessions are there already"),
         ({}, None),
     ],

@@ -18,7 +18,7 @@ from jrl.train.loop import run_config, train
 from jrl.train.state import frozen_names
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1, tree='none'}"
+ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1}"
 STEPS = 6
 
 
@@ -27,7 +27,13 @@ def settings(directory, *more):
         None,
         [
             *(f"model.config={SIZES}", "data.task=sequence", "data.difficulty=1", "mesh.fsdp=1"),
-            *("method=bfs_prover", ROUNDS, "rewards={partial={}}", "sampling.group=4"),
+            *(
+                "method=bfs_prover",
+                ROUNDS,
+                "tree.kind=none",
+                "rewards={partial={}}",
+                "sampling.group=4",
+            ),
             *("train.prompts=4", f"train.steps={STEPS}", "optimizer.learning_rate=0.03"),
             *("warmup={steps=40, batch=32, learning_rate=0.02}", "checkpoint.every=3"),
             f"run.dir={json.dumps(str(directory))}",
