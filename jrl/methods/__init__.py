@@ -1,6 +1,6 @@
 """Published methods by name. A file added to this package adds its decorated functions.
 
->>> get_method("grpo", clip_high=0.28).min_group
+>>> get_method("grpo", clip_high=0.28).least_group
 2
 """
 

@@ -327,7 +327,7 @@ def nlpo(
         advantage=against_policy(base.objective.advantage, "teacher"),
         surrogate=on_nucleus(base.objective.surrogate, statistics),
         schedule=base.schedule._replace(after=refreshed(sync_steps)),
-        unsupported="a sampler that draws within the nucleus of another policy",
+        lacks="a sampler that draws within the nucleus of another policy",
     ).before(keep_nucleus(statistics))
 
 

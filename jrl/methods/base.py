@@ -252,6 +252,20 @@ def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     return rewards
 
 
+_GROUP, _LACKING = "group of at least ", "lacking "
+
+
+def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
+    """What a run must have for a method: ``Method.needs``.
+
+    Args:
+      group: the least group size with which the advantage says anything.
+      lacks: what no run has yet, such as images. The objective trains all the same.
+    """
+    size = {f"{_GROUP}{group}"} if group > 1 else set()
+    return frozenset(size | ({f"{_LACKING}{lacks}"} if lacks else set()))
+
+
 def unchanged(network: Network) -> Network:
     """The policy's network as it is."""
     return network
@@ -271,9 +285,7 @@ class Method(NamedTuple):
       curriculum: which problems of the data a round of steps draws from; None for all.
       network: (the policy's network) -> the network that is trained, such as one with further
         heads, or several policies.
-      min_group: the least group size with which the advantage says anything.
-      unsupported: what a run of the whole method still lacks, such as tool environments; "" when
-        nothing. The objective trains all the same.
+      needs: what a run must have for the method; see ``requires``.
     """
 
     objective: Objective
@@ -285,21 +297,23 @@ class Method(NamedTuple):
     replay: Replay | None = None
     curriculum: HardProblems | WrittenProblems | None = None
     network: Callable[[Network], Network] = unchanged
-    min_group: int = 1
-    unsupported: str = ""
+    needs: frozenset[str] = frozenset()
 
     def with_(self, **changes: Any) -> Method:
         """The method with other parts, by name.
 
         Args:
           **changes: fields of ``Method`` or of its ``Objective``; ``ratio``, ``rule`` and
-            ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made; and
-            ``epochs`` changes the schedule.
+            ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made;
+            ``epochs`` changes the schedule; ``group`` and ``lacks`` change what ``needs`` says.
         """
         parts = {n: changes.pop(n) for n in ratios.RatioParts._fields if n in changes}
         own = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:
             own["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
+        if "group" in changes or "lacks" in changes:
+            group = changes.pop("group", self.least_group)
+            changes["needs"] = requires(group, changes.pop("lacks", self.lacks))
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**own), **changes)
@@ -315,6 +329,18 @@ class Method(NamedTuple):
     def plus(self, *terms: Regularizer) -> Method:
         """The method with further terms in its loss."""
         return self.with_(regularizers=(*self.objective.regularizers, *terms))
+
+    @property
+    def least_group(self) -> int:
+        """The least group size with which the advantage says anything."""
+        sizes = [int(need.removeprefix(_GROUP)) for need in self.needs if need.startswith(_GROUP)]
+        return max(sizes, default=1)
+
+    @property
+    def lacks(self) -> str:
+        """What no run has yet that the whole method needs; "" where it is complete."""
+        texts = sorted(need for need in self.needs if need.startswith(_LACKING))
+        return "; ".join(text.removeprefix(_LACKING) for text in texts)
 
     @property
     def value(self) -> bool:
@@ -367,5 +393,5 @@ def against_others(
         Objective(advantage, surrogate, aggregate, regularizers),
         groups=GroupEditor() if groups is None else groups,
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

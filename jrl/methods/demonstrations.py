@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.methods.base import Draw, Method, Schedule, normalised
+from jrl.methods.base import Draw, Method, Schedule, normalised, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -251,7 +251,7 @@ def amft(
         advantage=balanced(base.objective.advantage, controller),
         surrogate=beside(base.objective.surrogate, imitated),
         draw=Draw(demonstrations=1),
-        unsupported="a meta-gradient through the optimiser step on held-out problems",
+        lacks="a meta-gradient through the optimiser step on held-out problems",
     )
 
 
@@ -380,7 +380,7 @@ def critique_grpo(
     base = free.with_(
         surrogate=beside(free.objective.surrogate, shaped),
         draw=Draw(demonstrations=refinements),
-        unsupported="a critique of each answer and a second pass that refines it",
+        lacks="a critique of each answer and a second pass that refines it",
     )
     return with_entropy(base, entropy_coef)
 
@@ -455,9 +455,12 @@ def auto_cei(
     return Method(
         Objective(expert_weights(temperature), ratios.reinforce(), aggregates.sequence_mean),
         rewards=_refusals(depth, slope),
-        unsupported="a reward function that finds refusals and counts reasoning steps; the search "
-        "over depth, an outer loop that moves it while precision and refusal rate on held-out "
-        "problems improve",
+        needs=requires(
+            1,
+            "a reward function that finds refusals and counts reasoning steps; the search "
+            "over depth, an outer loop that moves it while precision and refusal rate on held-out "
+            "problems improve",
+        ),
     )
 
 
@@ -501,7 +504,7 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     return base.before(comparisons.demonstrations_first()).with_(
         draw=Draw(demonstrations=1),
         schedule=Schedule(after=refreshed(iteration, moments=True)),
-        min_group=1,
+        group=1,
     )
 
 
@@ -543,7 +546,7 @@ def self_reinforcement(base: Method, filtered: Flag = True, iteration: Count = 1
     return base.before(stronger_first(filtered)).with_(
         draw=Draw(demonstrations=1),
         schedule=Schedule(after=refreshed(iteration)),
-        min_group=1,
-        unsupported="answers of the weaker model drawn in the run itself; a reward function in "
+        group=1,
+        lacks="answers of the weaker model drawn in the run itself; a reward function in "
         "which the policy judges its own answers",
     )

@@ -299,7 +299,7 @@ def remix(
         rule=ratios.recentred_clip(clip_low, clip_high),
         regularizers=() if is_zero(kl_coef) else convex_kl(kl_kind, kl_coef),
         schedule=base.schedule._replace(after=refreshed(reincarnation_steps)),
-        unsupported="a replay of the last two policies' completions (two fifths of a batch in the "
+        lacks="a replay of the last two policies' completions (two fifths of a batch in the "
         "paper); until then every completion is fresh",
     )
 

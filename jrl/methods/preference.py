@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
 from jrl.methods.schedule import refreshed
@@ -123,7 +123,7 @@ def pair_method(
     """
     chosen, surrogate = comparisons.best_and_worst(min_gap), pairs.pair(loss, reward, needs)
     objective = Objective(chosen, surrogate, aggregates.sequence_sum)
-    return Method(objective, schedule=Schedule(after=refreshed(refresh_ref)), min_group=2)
+    return Method(objective, schedule=Schedule(after=refreshed(refresh_ref)), needs=requires(2))
 
 
 @published
@@ -423,7 +423,7 @@ def reward_augmented_dpo(base: Method) -> Method:
     are turned into R here. At inference the prompt names the greatest score.
     """
     return base.before(nearest_to_goal()).with_(
-        unsupported="recorded goals; it is dpo unless goal_conditioned rewrote the data"
+        lacks="recorded goals; it is dpo unless goal_conditioned rewrote the data"
     )
 
 

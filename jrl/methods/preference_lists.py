@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -46,10 +46,10 @@ Decay = Annotated[float, Range(0.0, 0.999999)]
 RationaleForm = Annotated[str, Choice(("nll", "log_sigmoid"))]
 
 
-def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), unsupported: str = "") -> Method:
+def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), lacks: str = "") -> Method:
     """A method from a loss of groups whose scores differ: the mean over them."""
     objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
-    return Method(objective, min_group=2, unsupported=unsupported)
+    return Method(objective, needs=requires(2, lacks))
 
 
 # ---------------------------------------------------------------- labels
@@ -293,7 +293,7 @@ def ddpo(
 
     of_pair = every_pair(reward, reward_loss(loss, beta, label_smoothing))
     return base.after(changed_token_weights(gamma)).with_(
-        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight")), unsupported="images"
+        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight")), lacks="images"
     )
 
 
@@ -347,7 +347,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return list_method(loss, unsupported="running code for its speed")
+    return list_method(loss, lacks="running code for its speed")
 
 
 @variant(dpo, without=("min_gap",))
@@ -417,7 +417,7 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
     return base.with_(
         advantage=base.objective.advantage._replace(apply=choose_two),
         surrogate=pair._replace(apply=apply, needs=pair.needs | rationales.needs),
-        unsupported="pairs that come with a rationale",
+        lacks="pairs that come with a rationale",
     )
 
 
@@ -532,5 +532,5 @@ def trpa(
     return Method(
         Objective(pair_share(), surrogate, aggregates.sequence_sum, held),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

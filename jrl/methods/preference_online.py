@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.methods.base import Draw, Method, Schedule, kl_penalty
+from jrl.methods.base import Draw, Method, Schedule, kl_penalty, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
 from jrl.methods.preference import (
@@ -131,7 +131,7 @@ def sppo(
             aggregates.sequence_sum,
         ),
         schedule=Schedule(after=refreshed(refresh_ref)),
-        min_group=2,
+        needs=requires(2),
     )
 
 
@@ -157,9 +157,11 @@ def nash_md(
     return Method(
         Objective(transforms.chain(*steps), own, aggregates.sequence_sum),
         schedule=Schedule(after=after),
-        min_group=2,
-        unsupported="opponents drawn from the geometric mixture of policy and reference; the "
-        "group's other completions stand for them",
+        needs=requires(
+            2,
+            "opponents drawn from the geometric mixture of policy and reference; the "
+            "group's other completions stand for them",
+        ),
     )
 
 
@@ -192,8 +194,7 @@ def xpo(
     return base.with_(
         surrogate=pairs.pair(optimistic, implicit(beta), ("ref_logprobs", "external")),
         draw=Draw(demonstrations=1),
-        unsupported="completions drawn from the reference policy; the data's own solution stands "
-        "for one",
+        lacks="completions drawn from the reference policy; the data's own solution stands for one",
     )
 
 
@@ -260,7 +261,7 @@ def p3o(
     return Method(
         Objective(transforms.identity(), over_group(loss, needs), aggregates.sequence_sum),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )
 
 
@@ -392,7 +393,7 @@ def rlaif_v(base: Method) -> Method:
     of a prompt's ten answers whose scores differ, and then drops pairs whose winner is much the
     shorter, until mean lengths agree; here the extremes are the pair, of whatever lengths.
     """
-    return base.with_(unsupported="a judge of single claims, and images")
+    return base.with_(lacks="a judge of single claims, and images")
 
 
 def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
@@ -474,6 +475,6 @@ def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> M
     known; the released trainer's does not.
     """
     return base.after(easy_pairs(share, min_certainty)).with_(
-        unsupported="an estimator with dropout at inference; several reward functions stand for "
+        lacks="an estimator with dropout at inference; several reward functions stand for "
         "its passes"
     )

@@ -68,7 +68,7 @@ def rloo(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -
     """
     charged = kl_penalty(kl_kind, kl_coef, "sequence")
     advantage = transforms.chain(*charged, transforms.per_group(advantages.leave_one_out))
-    return base.with_(advantage=advantage, min_group=2)
+    return base.with_(advantage=advantage, group=2)
 
 
 def _members_and_baseline(batch: Batch) -> tuple[Array, ...]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method, Schedule, refill, replay_share
+from jrl.methods.base import Draw, Method, Schedule, refill, replay_share, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -385,7 +385,7 @@ def nft(
         Objective(nft_labels(prompt_weight, negative_weight, above), nft_loss(level, floor), mean),
         groups=refill(),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )
 
 
@@ -454,5 +454,5 @@ def pacs(
     return Method(
         Objective(labels, surrogate, aggregates.sequence_sum),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

@@ -103,7 +103,7 @@ def _check_group(name: str, method: Method, group: int) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
     draw = method.draw
     members = (group if draw.own else 0) + draw.demonstrations
-    needed = max(method.min_group, 2 if method.objective.surrogate.over == "group" else 1)
+    needed = max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
     if members < needed:
         raise UserError(
             f"sampling.group = {group}: method {name!r} compares the samples of one prompt "
@@ -140,7 +140,7 @@ def _check_judged(run: Run) -> None:
             "as bradley_terry, or give data.train instead"
         )
     compares = method.objective.surrogate.over == "group"
-    needed = max(method.min_group, 2 if compares else 1)
+    needed = max(method.least_group, 2 if compares else 1)
     largest = max(len(j.completions) for j in run.data.judged["pairs"])
     if largest < needed:
         raise UserError(

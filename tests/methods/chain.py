@@ -126,7 +126,7 @@ def rollout_of(method, step, table, parts=1):
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
     given = solutions(rng, demonstrations)
-    if method.unsupported.startswith("answers of the weaker model"):
+    if method.lacks.startswith("answers of the weaker model"):
         given[..., 0] = rng.choice(BAD, given.shape[:2])
     counts = (members - greedy - demonstrations, greedy, demonstrations)
     assert counts[0] <= G

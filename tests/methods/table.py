@@ -71,7 +71,11 @@ def draws(method):
     if not method.draw.own:
         return method.draw.demonstrations, 0, method.draw.demonstrations
     more = method.draw.baseline_members + method.draw.demonstrations
-    return max(G, more + method.min_group), method.draw.baseline_members, method.draw.demonstrations
+    return (
+        max(G, more + method.least_group),
+        method.draw.baseline_members,
+        method.draw.demonstrations,
+    )
 
 
 def numbers(name, seed=0, spread=0.3, reward=1.0):

@@ -216,7 +216,7 @@ def of_regularizers(terms):
 def parts_of(method):
     """(what describes it, the part) of all parts of a method."""
     objective = method.objective
-    yield of_values, (method.draw, method.min_group, method.unsupported)
+    yield of_values, (method.draw, method.needs)
     yield fingerprint, method.schedule
     yield of_values, (method.curriculum, method.network)
     yield of_groups, method.groups

@@ -305,7 +305,7 @@ def test_oreo_holds_the_policy_with_the_papers_coefficient_of_its_level():
     for level, alpha in PAPERS_ALPHA.items():
         method = get_method("oreo", level=level)
         assert method.objective.regularizers[-1].coef(()) == alpha
-        assert not method.unsupported
+        assert not method.lacks
 
 
 # ---------------------------------------------------------------- ROVER

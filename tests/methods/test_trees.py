@@ -270,8 +270,8 @@ def test_methods_that_draw_trees_say_so():
     assert "draw" in treerl().seams
     assert arpo().draw.tree == ("entropy", 0, 1, 0.0)
     assert treerl().draw.tree == ("surprise", 0, 1, 0.0)
-    assert not treerl().unsupported
-    assert not tempo().unsupported
+    assert not treerl().lacks
+    assert not tempo().lacks
 
 
 def test_gains_are_0_where_all_earn_the_same():
