@@ -42,11 +42,11 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
+from jrl.train.features import Features, check_features, features_of
 from jrl.train.fits import check_training
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
-from jrl.train.method_network import check_network
-from jrl.train.objective import max_new_tokens, method_of, router_training
+from jrl.train.objective import max_new_tokens, method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
@@ -164,6 +164,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         tokenizer=tokenizer,
         width=task.prompt_tokens if task else _width(config, data),
         networks=_frozen_networks(config, method),
+        trains=trains,
     )
     _check_tokens(data, run.network.vocab_size)
     if trains:
@@ -189,6 +190,7 @@ def bare_run(
     tokenizer: Any,
     width: int,
     networks: Mapping[str, Network] = NOTHING,
+    trains: bool = True,
 ) -> Run:
     """A run without data and weights: what its two programs are made of, and what a plan compiles.
 
@@ -200,20 +202,21 @@ def bare_run(
       tokenizer: only its ``stop_ids`` are read, and its size for a network of one's own.
       width: P, tokens.
       networks: frozen policies that are not like the policy, by name.
+      trains: False for a run that is evaluated or exported alone.
 
     Raises:
       UserError: what does not fit together, or does not divide over the mesh.
     """
     method = method_of(config, task)
     check_batch(config, batch_shards(mesh))
-    check_experts(config, model, method)
     if model is None:
         network = own_network(config, task, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, method.network(network)
-    if network is not one:
-        check_network(config, mesh, network)
+    if trains:
+        shaped = {"network": network, "model": model, "task": task}
+        check_features(features_of(config, method, **shaped))
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
@@ -245,6 +248,12 @@ def bare_run(
         method=method,
         optimizer=optimizer(config.optimizer.learning_rate),
     )
+
+
+def run_features(run: Run) -> Features:
+    """What ``check_features`` compares."""
+    shaped = {"network": run.network, "model": run.model, "task": run.task}
+    return features_of(run.config, run.method, **shaped)
 
 
 def sampler_of(run: Run, network: Network | None = None) -> Network:
@@ -549,22 +558,3 @@ def reward_pool(config: Config) -> RewardPool:
         on_timeout=pool.on_timeout,
         on_error=pool.on_error,
     )
-
-
-def check_experts(config: Config, model: ModelConfig | None, method: Method) -> None:
-    """Raises UserError for keys about routed experts that this run does not read."""
-    losses = router_training(config)
-    asked = {
-        "objective.router_replay": config.replays_routing,
-        "objective.router_balance": losses.balance,
-        "objective.router_z": losses.z,
-    }
-    for key, value in asked.items():
-        if value and (model is None or not any(model.sparse)):
-            shown = str(value).lower()
-            raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    if config.replays_routing and (not method.draw.own or config.given_completions):
-        raise UserError(
-            f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
-            "so there is no routing to replay; remove it"
-        )

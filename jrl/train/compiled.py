@@ -22,13 +22,13 @@ import optax
 
 from jrl.data.tasks import Task
 from jrl.envs import Env
-from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.features import check_features, method_features
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.score import drawing_policy, policy_of
 from jrl.train.state import init_state
@@ -80,22 +80,11 @@ def make_iteration(
     Raises:
       UserError: the method draws groups anew until they are good, which takes a host.
     """
-    if on_host := {"prompts", "rewards", "groups", "replay"} & set(method.seams):
-        raise UserError(
-            f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
-            "between the two programs; set train.mode to 'host'"
-        )
-    if method.draw.search is not None:
-        raise UserError(
-            "train.mode = 'compiled': [tree] searches, which takes a host; set train.mode"
-            " to 'host', or tree.kind to 'none'"
-        )
+    features = method_features(method) | {"compiled": "train.mode = 'compiled'"}
+    if isinstance(task, Env):
+        features["device environment"] = f"the environment {task.name!r}"
+    check_features(features)
     if method.draw.tree is not None:
-        if isinstance(task, Env):
-            raise UserError(
-                "[tree]: completions branch, and episodes in an environment on the device"
-                " do not; use a task, or a method that draws members apart"
-            )
         tree = check_branching(method.draw.tree, group, slots)
         method = method._replace(draw=method.draw._replace(tree=tree))
     part_weights = jnp.array(list(weights.values()), jnp.float32)

@@ -58,14 +58,9 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
     if (coef := common.get("entropy_coef", 0.0)) > 0:
-        if config.given_completions or not method.draw.own:
-            raise UserError(
-                f"objective.entropy_coef = {coef}: method = {config.method!r} trains on what the"
-                " policy did not draw; remove it"
-            )
         method = method.plus(entropy_bonus(coef))
     method = _of_players(method, common)
-    return _in_trees(config, task, method)
+    return _in_trees(config, method)
 
 
 def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
@@ -79,7 +74,7 @@ def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
     return named_network("policies")(method, **asked) if asked else method
 
 
-def _in_trees(config: Config, task: Task | Env | None, method: Method) -> Method:
+def _in_trees(config: Config, method: Method) -> Method:
     """The method with groups that are trees, where ``[tree]`` or the method asks for them.
 
     Raises:
@@ -93,9 +88,6 @@ def _in_trees(config: Config, task: Task | Env | None, method: Method) -> Method
         _check_branching(config, tree)
     if search is None and tree is None:
         return method
-    named = f"tree.by = {search.by!r}" if search else f"tree.at = {tree.at!r}"
-    if (reason := _without_trees(config, task, method)) is not None:
-        raise UserError(f"{named}: {reason}; or set tree.kind to 'none'")
     if tree is not None:
         tree = check_branching(tree, config.sampling.group, config.sampling.slots)
         method = method._replace(draw=method.draw._replace(tree=tree))
@@ -147,31 +139,6 @@ def _check_search(config: Config, search: Search) -> None:
             f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
             " needs a slot for each step; raise one or lower the other"
         )
-
-
-def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
-    """Why a run's completions cannot branch off one another; None where they can."""
-    if given := config.given_completions:
-        return f"{given} holds the completions, and none is drawn; remove it"
-    if isinstance(task, Env):
-        return (
-            "completions and episodes on the host branch, those in an environment on the device do"
-            " not; use a task, data.train, or data.env = FILE.py:function"
-        )
-    if config.replays_routing:
-        return "a branch has no record of its past's experts; set objective.router_replay to false"
-    if method.objective.surrogate.over == "group":
-        return (
-            f"method = {config.method!r} compares whole completions, and what members share is in"
-            " one of them alone; choose another method"
-        )
-    draw = method.draw
-    if draw.baseline_members or draw.demonstrations or not draw.own:
-        return (
-            f"method = {config.method!r} draws greedy baselines, or reads demonstrations, which are"
-            " on no branch; choose another method"
-        )
-    return None
 
 
 def router_training(config: Config) -> RouterTraining:

@@ -23,20 +23,19 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
-from jrl.train.build import Run, policy_network, sampler_of
+from jrl.train.build import Run, policy_network, run_features, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.compiler import compiler_options
-from jrl.train.curriculum import check_curriculum
-from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
+from jrl.train.episodes import eval_parts, rollout_of
+from jrl.train.features import check_features
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
 from jrl.train.objective import router_training
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
-from jrl.train.replay import check_replay
+from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -53,8 +52,8 @@ from jrl.train.state import (
     state_shardings,
 )
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts, is_own, with_own_points
-from jrl.train.tree_search import check_search, line_ends, search_source
+from jrl.train.task_rewards import device_parts, with_own_points
+from jrl.train.tree_search import line_ends, search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -62,6 +61,7 @@ from jrl.types import Branching, Network, Params, TrainState
 def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
+    check_features(run_features(run))
     if run.data.judged:
         _check_judged(run)
     else:
@@ -69,10 +69,6 @@ def check_trainable(run: Run) -> None:
     if not config.episodes:
         players = run.task.players if isinstance(run.task, Env) else 1
         check_division(players, run.network)
-    if isinstance(run.task, Env):
-        draw = run.method.draw
-        check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
-        check_players(run.task, run.method.groups)
     given = {*run.networks, *run.method.schedule.frozen}
     check_frozen(run.method.objective, given, config.method)
     check_named(config, frozen_names(run.method.objective, run.method.schedule))
@@ -83,13 +79,6 @@ def check_trainable(run: Run) -> None:
         )
     if config.episodes:
         check_host(run)
-    if config.recorded is not None:
-        check_recorded(run.method, config)
-    _check_rounds(run)
-    check_curriculum(run)
-    check_replay(run)
-    if run.method.draw.search is not None:
-        check_search(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -112,33 +101,9 @@ def _check_group(name: str, method: Method, group: int) -> None:
         )
 
 
-def _check_rounds(run: Run) -> None:
-    """Raises UserError where a run cannot draw with the policy as its round began."""
-    if not run.method.schedule.round_steps:
-        return
-    for key, given in {
-        "[placement]": run.rollout_mesh is not None,
-        "objective.policies": run.network.extras.stack is not None,
-        "lora.rank": run.network.extras.split is not None,
-        "train.mode = 'in_flight'": run.config.train.mode == "in_flight",
-    }.items():
-        if given:
-            raise UserError(
-                f"objective.round_steps = {run.method.schedule.round_steps}: completions are drawn"
-                f" by the policy as its round began, which does not go together with {key}; remove"
-                " one of them"
-            )
-
-
 def _check_judged(run: Run) -> None:
     """Raises UserError when a method cannot learn from the judged completions of a run."""
     config, method = run.config, run.method
-    if "sampler_logprobs" in method.objective.needs or method.draw.demonstrations:
-        raise UserError(
-            f"method = {config.method!r} does not learn from data.pairs: it reads what the policy "
-            "drew, or demonstrations; choose a preference method such as dpo, a reward model such "
-            "as bradley_terry, or give data.train instead"
-        )
     compares = method.objective.surrogate.over == "group"
     needed = max(method.least_group, 2 if compares else 1)
     largest = max(len(j.completions) for j in run.data.judged["pairs"])
@@ -151,11 +116,6 @@ def _check_judged(run: Run) -> None:
 
 def _check_disjoint(run: Run, mesh: Mesh) -> None:
     """Raises UserError when a run cannot draw on devices of its own."""
-    if not run.method.draw.own:
-        raise UserError(
-            f"[placement] needs a rollout, and method = {run.config.method!r} draws nothing; remove"
-            " [placement]"
-        )
     try:
         policy_layout(run, mesh)
     except UserError as error:
@@ -515,16 +475,6 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
-    if own := [name for name in run.rewards.weights if is_own(name)]:
-        raise UserError(
-            f"train.mode = 'compiled' and rewards.{own[0]} are both given: a function of your own"
-            " judges on the host, between the two programs; set train.mode to 'host'"
-        )
-    if run.rewards.model is not None:
-        raise UserError(
-            "train.mode = 'compiled' and rewards.model are both given: a reward model scores "
-            "between the two programs; set train.mode to 'host'"
-        )
     return make_iteration(
         make_train_step(run),
         method=run.method,

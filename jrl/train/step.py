@@ -59,11 +59,11 @@ class Parts(NamedTuple):
     optimizer: optax.GradientTransformation
     value: ValueNetwork | None
     networks: Mapping[str, Network]
-    schedule: Schedule
     minibatches: int
     microbatches: int
-    router: RouterTraining
-    skip: Callable[[Metrics], Array] | None
+    schedule: Schedule = ONCE
+    router: RouterTraining = ROUTER
+    skip: Callable[[Metrics], Array] | None = None
 
 
 def make_step(
@@ -118,7 +118,7 @@ def make_step(
     check_vocabularies(network, networks)
     check_copies(schedule, objective, network, networks)
     splits = minibatches, microbatches
-    parts = Parts(network, objective, optimizer, value, networks, schedule, *splits, router, skip)
+    parts = Parts(network, objective, optimizer, value, networks, *splits, schedule, router, skip)
 
     def step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams

@@ -266,8 +266,11 @@ def test_a_run_searches_hard_problems_and_trains_on_what_it_found(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("data.task=chain",), "those of a procedural task are never the same; give data.train"),
-        (("data.env=guess_number",), "those of a procedural task are never the same; give"),
+        (("data.task=chain",), "needs data.train: those of a procedural task are never"),
+        (
+            ("data.env=guess_number",),
+            "needs data.train: those of a procedural task are never",
+        ),
     ],
 )
 def test_runs_whose_problems_cannot_be_chosen_are_refused(more, said):
@@ -280,7 +283,10 @@ def test_runs_whose_problems_cannot_be_chosen_are_refused(more, said):
 def test_text_without_a_search_has_no_rounds(tmp_path, letters_model):
     rounds = "objective.round_steps=3"
     config = settings(tmp_path, letters_model, "run", rounds, "tree={kind='none'}")
-    with pytest.raises(UserError, match="round_steps to 0, or remove data.env and tree.kind"):
+    with pytest.raises(
+        UserError,
+        match="needs a search: .*; set tree.kind to 'search', or set objective.round_steps to 0",
+    ):
         check_trainable(setup(config))
 
 

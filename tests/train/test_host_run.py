@@ -649,7 +649,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
-            "HostEnv.fork is None",
+            "needs HostEnv.fork: episodes branch with a copy of the environment's state",
         ),
         (
             "talk",
@@ -664,12 +664,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             [*FOLDED, "method=arpo", "sampling.slots=8"],
-            "data.contexts = 4: episodes that branch have one context",
+            "does not go with data.contexts = 4: episodes that branch have one context",
         ),
         (
             "talk",
             [*FOLDED, "method=preplan_anchor"],
-            "data.contexts = 4: method = 'preplan_anchor' reads attention over whole rows",
+            "data.contexts = 4 does not go with method = 'preplan_anchor', which reads attention",
         ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
@@ -680,7 +680,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "method=sft", "objective={}"],
-            "method = 'sft' trains on demonstrat",
+            "does not go with method = 'sft', which reads demonstrations",
         ),
         ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
     ],

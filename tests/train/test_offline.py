@@ -76,7 +76,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
 
 def test_what_a_policy_with_values_cannot_have_is_said(tmp_path):
     lines = ["method=ilql", "train.mode=host", f'run.dir="{tmp_path}"']
-    with pytest.raises(UserError, match="has values of tokens, does not go with .lora"):
+    with pytest.raises(UserError, match="has further parameters, does not go with .lora"):
         build.setup(load_config("configs/gridworld.toml", [*lines, "lora.rank=2"]))
     config = load_config("configs/gridworld.toml", lines)
     with pytest.raises(UserError, match="a Hugging Face checkpoint has no place for them"):

@@ -12,8 +12,9 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.metrics import CLOCKS, read_jsonl
 from jrl.train import loop, programs
-from jrl.train.build import setup
+from jrl.train.build import run_features, setup
 from jrl.train.collect import collect
+from jrl.train.features import check_features
 from jrl.train.loop import run_config, train
 from jrl.train.state import frozen_names
 
@@ -113,7 +114,7 @@ def test_completions_are_the_experts(place, on_host):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("lora.rank=2",), "round_steps = 2: .* does not go together with lora.rank; remove one"),
+        (("lora.rank=2",), r"round_steps = 2 does not go with \[lora\]: .*; remove \[lora\]"),
         (("objective.round_steps=0",), "restart_rounds = 2: rounds have no steps"),
     ],
 )
@@ -123,9 +124,10 @@ def test_what_does_not_go_together_is_named(tmp_path, more, said):
 
 
 def test_an_expert_cannot_draw_ahead(on_host):
-    run = on_host.run._replace(rollout_mesh="a mesh")
-    with pytest.raises(UserError, match=r"round_steps = 2: .* together with \[placement\]"):
-        programs.check_trainable(run)
+    features = run_features(on_host.run)
+    check_features(features)
+    with pytest.raises(UserError, match=r"round_steps = 2 does not go with \[placement\]"):
+        check_features(features | {"placement": "[placement]"})
 
 
 def test_only_what_a_schedule_uses_is_kept():

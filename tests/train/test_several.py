@@ -184,13 +184,16 @@ def set_up(config):
     [
         ((NIM.replace("self", "perfect"),), "objective.policies = 2: each policy plays as many"),
         (("objective.policies=3",), "the environment has 2 for the policy"),
-        (("sampling.int8=['weights']",), "sampling.int8 = ['weights']; set it to []"),
-        (("train.mode=packed",), "train.mode = 'packed'; set it to 'host' or 'compiled'"),
+        (("sampling.int8=['weights']",), "does not go with sampling.int8 = ['weights']"),
+        (("train.mode=packed",), "does not go with train.mode = 'packed'"),
         (
             ("objective.policies=1", "objective.swap_every=0", "objective.copy_every=2"),
             "objective.copy_every = 2: one policy plays all players",
         ),
-        (("lora.rank=2",), "[lora], since all weights are trained"),
+        (
+            ("lora.rank=2",),
+            "objective.policies = 2 does not go with [lora]: all weights are trained; remove",
+        ),
     ],
 )
 def test_what_several_policies_cannot_have_is_said_first(tmp_path, more, said):

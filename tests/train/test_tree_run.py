@@ -21,6 +21,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train import loop
 from jrl.train.collect import task_rollout, to_batch
 from jrl.train.compiled import iterate, make_iteration
+from jrl.train.features import check_features, features_of
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
@@ -183,28 +184,37 @@ BAD = {
     "tree.above = 0.5 is not read with tree.at = 'even'": [
         "tree={kind='branch', at='even', above=0.5}"
     ],
-    "tree.at = 'gap': completions and episodes on the host branch, those in an env": [
+    "tree.at = 'gap' does not go with data.env = 'guess_number': completions and episodes on": [
         *(GAP, "data={env='guess_number', numbers=4, turns=3}")
     ],
-    "tree.at = 'gap': data.pairs holds the completions": [
+    "tree.at = 'gap' does not go with data.pairs: it holds the completions": [
         *(GAP, "data={pairs='x.jsonl'}", "method=dpo")
     ],
-    "tree.at = 'gap': method = 'remax' draws greedy baselines": [GAP, "method=remax"],
-    "tree.at = 'gap': method = 'online_dpo' compares whole completions": [
+    "tree.at = 'gap' does not go with method = 'remax', which draws greedy baselines": [
+        GAP,
+        "method=remax",
+    ],
+    "tree.at = 'gap' does not go with method = 'online_dpo', which compares whole completions": [
         *(GAP, "method=online_dpo")
     ],
-    "tree.at = 'gap': method = 'sft' draws": [GAP, "method=sft"],
-    "tree.at = 'entropy': a branch has no record of its past's experts": [
+    "tree.at = 'gap' does not go with method = 'sft', which draws nothing": [GAP, "method=sft"],
+    "go with objective.router_replay = true: a branch has no record of its past's experts": [
         *("method=arpo", "objective.router_replay=true")
     ],
 }
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_what_grows_no_tree_is_named_before_anything_compiles(said):
+def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
     config = load_config(None, [*TASK, *BAD[said]])
+    task = run_task(config)
+
+    def check():
+        more = {"network": network, "model": None, "task": task}
+        check_features(features_of(config, method_of(config, task), **more))
+
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        check()
     assert said in str(caught.value)
 
 

@@ -490,10 +490,10 @@ BAD = {
     "sampling.slots = 3: a search of tree.width = 5 needs a slot for each step": [
         *("tree={kind='search', by='uct', width=5}", "sampling.slots=3")
     ],
-    "tree.by = 'puct': method = 'online_dpo' compares whole completions": [
+    "tree.by = 'puct' does not go with method = 'online_dpo', which compares whole completions": [
         *("tree.kind=search", "method=online_dpo")
     ],
-    "tree.by = 'frontier': completions and episodes on the host branch, those in": [
+    "tree.by = 'frontier' does not go with data.env = 'guess_number': completions and episodes": [
         *("method=deepsearch", "data={env='guess_number', numbers=4, turns=3}")
     ],
 }
@@ -503,13 +503,15 @@ BAD = {
 def test_what_cannot_be_searched_is_named_before_anything_compiles(said):
     config = load_config(None, [*TASK, *BAD[said]])
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        setup(config)
     assert said in str(caught.value)
 
 
 def test_a_compiled_run_does_not_search(tmp_path):
     run = ("train.mode=compiled", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
-    with pytest.raises(UserError, match=r"\[tree\] searches, which takes a host"):
+    with pytest.raises(
+        UserError, match="'compiled' does not go with tree.by = 'frontier': a search takes a host"
+    ):
         train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
 
 

@@ -17,9 +17,10 @@ program.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ SUMMED = ("completion_tokens", "skipped_updates", "skipped_steps")
 """Metrics of a step that add up over policies; of all others the mean is taken."""
 
 
-class Policies(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Policies:
     """Several policies of a network: ``Method.network`` of methods that train them.
 
     Attributes:

@@ -16,7 +16,8 @@ the policy without values, "q" [2, V], "q_target" [V], "v" [].
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ _WIDER = 2
 """Hidden units of a head for each of the network's."""
 
 
-class TokenValues(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class TokenValues:
     """Token Q-values that shift the policy: ``Method.network`` of methods that learn them.
 
     Attributes:
