@@ -627,7 +627,7 @@ class Stack(NamedTuple):
     """
 
     policies: int
-    policy: Callable[[Any, Any], Any]
+    policy: Callable[..., Any]
     speaking: Callable[[Array], Network]
     step: Callable[[Callable[..., Any]], Callable[..., Any]]
 

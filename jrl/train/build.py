@@ -215,8 +215,7 @@ def bare_run(
         network = trained_network(config, model, policy_network(config, model, mesh))
     one, network = network, method.network(network)
     if trains:
-        shaped = {"network": network, "model": model, "task": task}
-        check_features(features_of(config, method, **shaped))
+        check_features(features_of(config, method, network=network, model=model, task=task))
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
@@ -252,8 +251,7 @@ def bare_run(
 
 def run_features(run: Run) -> Features:
     """What ``check_features`` compares."""
-    shaped = {"network": run.network, "model": run.model, "task": run.task}
-    return features_of(run.config, run.method, **shaped)
+    return features_of(run.config, run.method, network=run.network, model=run.model, task=run.task)
 
 
 def sampler_of(run: Run, network: Network | None = None) -> Network:

@@ -255,7 +255,7 @@ def make_run(
     value: ValueNetwork | None = None,
     frozen: Mapping[str, Params] = NOTHING,
     networks: Mapping[str, Network] = NOTHING,
-    splits: Mapping[str, int] | None = None,
+    splits: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
     eval_problems: int = 512,
 ) -> Callable[[Array, Hyperparameters], tuple[TrainState, Metrics]]:

@@ -8,7 +8,7 @@ it in the configuration; a row of ``TABLE`` says what one of them needs or forbi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ from jrl.data.tasks import Task
 from jrl.envs import Env
 from jrl.envs.host import HostEnv
 from jrl.errors import UserError
-from jrl.methods.base import HardProblems, Method, WrittenProblems, keep_all
+from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems, keep_all
 from jrl.models.config import ModelConfig
-from jrl.types import NOTHING, Network
+from jrl.types import NOTHING, Network, Objective
 
 Features = dict[str, str]
 """Features that a run has, by name, and how the configuration names each."""
@@ -53,7 +53,7 @@ def _forbids(name: str, others: str, why: str) -> Feature:
 
 TABLE: tuple[Feature, ...] = (
     # -- the mode of a run
-    _forbids("compiled", "host edits", "they run on the host, between the two programs"),
+    _forbids("compiled", "host edits", "they run between the two programs"),
     _forbids("compiled", "search", "a search takes a host"),
     _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
     _forbids("compiled", "reward model", "it scores between the two programs"),
@@ -62,6 +62,12 @@ TABLE: tuple[Feature, ...] = (
     _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
     _forbids("own layout", "int8, router replay", "the sampler has the network as it is trained"),
     _forbids("several policies", "packed, in flight", "a batch is divided by players"),
+    # -- copies of the policy, whose base is no part of it with adapters
+    _forbids(
+        *("renewed reference", "lora"),
+        "the reference is the policy with its adapters off, which never changes",
+    ),
+    _forbids("held copies", "lora", "the base is no part of what is copied"),
     # -- groups that are trees
     _forbids("tree", "given completions", "it holds the completions, and none is drawn"),
     _forbids(
@@ -139,6 +145,7 @@ WITHOUT: Mapping[str, str] = {
     "expert": "set objective.round_steps to 0",
     "greedy members": "choose another method",
     "group loss": "choose another method",
+    "held copies": "choose a method that copies no policy",
     "host edits": "choose another method",
     "in flight": "set train.mode to 'host'",
     "int8": "set sampling.int8 to []",
@@ -149,6 +156,7 @@ WITHOUT: Mapping[str, str] = {
     "packed": "set train.mode to 'host'",
     "pairs": "give data.train instead",
     "placement": "remove [placement]",
+    "renewed reference": "choose a method whose reference stays",
     "reward model": "remove [rewards.model]",
     "router losses": "remove it",
     "router replay": "set objective.router_replay to false",
@@ -230,6 +238,7 @@ def features_of(
     named = f"method = {config.method!r}"
     found = _config_features(config) | _data_features(config, task)
     found |= method_features(method, named) | _network_features(network, named)
+    found |= schedule_features(method.schedule, method.objective, config.frozen, named)
     if model is not None and any(model.sparse):
         found["experts"] = "a model with routed experts"
     return found
@@ -305,7 +314,7 @@ def method_features(method: Method, named: str = "the method") -> Features:
     draws = f"{named}, which learns from what a policy drew,"
     return _present(
         {
-            "host edits": (edits, f"{named}, which edits {', '.join(edits)},"),
+            "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
             "tree": (draw.shares, tree),
             "search": (draw.search, tree),
             "branches": (draw.tree, tree),
@@ -331,6 +340,27 @@ def method_features(method: Method, named: str = "the method") -> Features:
             "expert": (expert, f"objective.round_steps = {expert}"),
             "hard problems": (hard, f"objective.round_steps = {hard}"),
             "written problems": (written, f"objective.written = {written}"),
+        }
+    )
+
+
+def schedule_features(
+    schedule: Schedule, objective: Objective, frozen: Collection[str], named: str = "the method"
+) -> Features:
+    """Features of what changes the training state beside its updates.
+
+    Args:
+      schedule: of a method.
+      objective: of it.
+      frozen: names of the frozen policies that are given.
+      named: how messages name the method.
+    """
+    renewed = "ref" in (schedule.frozen & objective.frozen) - set(frozen)
+    held = sorted(schedule.frozen - {"ref"})
+    return _present(
+        {
+            "renewed reference": (renewed, f"{named}, which renews the reference,"),
+            "held copies": (held, f"{named}, which holds the copies {', '.join(held)},"),
         }
     )
 

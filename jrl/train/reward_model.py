@@ -45,8 +45,9 @@ def trains_reward(config: Config) -> bool:
 def make_value(config: Config, network: Network) -> ValueNetwork:
     """The value network that a configuration asks for; one of its own is trained as a whole."""
     derived = network.extras.derived
-    own = config.value.kind == "network" and derived is not None
-    return VALUES[config.value.kind](derived.network if own else network)
+    if derived is not None and config.value.kind == "network":
+        network = derived.network
+    return VALUES[config.value.kind](network)
 
 
 def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:

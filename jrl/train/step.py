@@ -32,6 +32,7 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.params import SamplingParams
 from jrl.train.compiler import compiler_options
+from jrl.train.features import check_features, schedule_features
 from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
 from jrl.types import (
@@ -116,7 +117,8 @@ def make_step(
         every = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
     check_value(objective, value)
     check_vocabularies(network, networks)
-    check_copies(schedule, objective, network, networks)
+    features = schedule_features(schedule, objective, networks)
+    check_features(features | ({} if network.extras.split is None else {"lora": "lora.rank"}))
     splits = minibatches, microbatches
     parts = Parts(network, objective, optimizer, value, networks, *splits, schedule, router, skip)
 
@@ -421,25 +423,6 @@ def check_vocabularies(network: Network, networks: Mapping[str, Network]) -> Non
                 f"the frozen policy {name!r} has a vocabulary of {other.vocab_size} and the policy "
                 f"one of {network.vocab_size}; choose one with the policy's tokenizer"
             )
-
-
-def check_copies(
-    schedule: Schedule, objective: Objective, network: Network, networks: Mapping[str, Network]
-) -> None:
-    """Raises UserError for copies of a policy of which the base is frozen."""
-    if network.extras.split is None:
-        return
-    if "ref" in schedule.frozen & objective.frozen - {*networks}:
-        raise UserError(
-            "the method renews the reference from the policy, and with lora the reference is the "
-            "policy with its adapters off, which never changes; leave lora.rank out, or choose a "
-            "method whose reference stays"
-        )
-    if schedule.frozen - {"ref"}:
-        raise UserError(
-            "the method trains in rounds, between which the whole policy is copied, and with lora"
-            " the base is no part of it; leave lora.rank out, or set objective.round_steps to 0"
-        )
 
 
 def check_split(prompts: int, minibatches: int, microbatches: int) -> None:

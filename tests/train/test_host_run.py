@@ -290,7 +290,12 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
 )
 def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
-    tree = ("method=arpo", "tree={kind='branch',at='even',roots=2}", "log.samples_every=1")
+    tree = (
+        "method=arpo",
+        "objective={}",
+        "tree={kind='branch',at='even',roots=2}",
+        "log.samples_every=1",
+    )
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
     config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -372,7 +377,9 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
 
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
-    with pytest.raises(UserError, match="nobody writes them; set data.writer to FILE.py:function"):
+    with pytest.raises(
+        UserError, match="needs data.writer: nobody writes them; set it to FILE.py:function"
+    ):
         train(config, echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
@@ -404,8 +411,11 @@ SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.sam
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param(("method=deepsearch", "tree={kind='search',width=3}"), marks=pytest.mark.slow),
-        ("method=alphamath", "tree.kind=search", "train.mode=packed"),
+        pytest.param(
+            ("method=deepsearch", "objective={}", "tree={kind='search',width=3}"),
+            marks=pytest.mark.slow,
+        ),
+        ("method=alphamath", "objective={}", "tree.kind=search", "train.mode=packed"),
     ],
     ids=["frontier", "value"],
 )
@@ -653,7 +663,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         ),
         (
             "talk",
-            ["data.turns=2", "method=arpo", "tree={kind='branch',rounds=2}"],
+            ["data.turns=2", "method=arpo", "objective={}", "tree={kind='branch',rounds=2}"],
             "tree.rounds = 2 is not read in episodes",
         ),
         (
