@@ -24,7 +24,7 @@ from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, tu
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.queue import CHUNK, Queue
 from jrl.sampling.slots import Sequences, extend
-from jrl.types import Array, Network, Params, Rollout, Several, StopReason
+from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
 class Episodes(NamedTuple):
@@ -111,7 +111,7 @@ def play(
     """
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
-    several = network.extras.several if step is not None else None
+    several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
     prompts = Prompts(starts.tokens, starts.length, starts.state)
@@ -155,7 +155,7 @@ def check_room(env: Env, network: Network) -> None:
         )
 
 
-def _turns(env: Env, network: Network, several: Several | None) -> Turns:
+def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
     """The turns of an environment's episodes, in the form that the device loop takes.
 
     Args:

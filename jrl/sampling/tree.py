@@ -58,16 +58,16 @@ def check_branching(branching: Branching, group: int, slots: int = 0) -> Branchi
       UserError: names what does not fit, and what would.
     """
     if branching.at not in PLACES:
-        raise unknown_choice("objective.tree", branching.at, PLACES)
+        raise unknown_choice("tree.at", branching.at, PLACES)
     roots = branching.roots or -(-group // 2)
     if roots >= group:
         raise UserError(
-            f"objective.tree_roots = {roots}: sampling.group = {group} leaves no member to branch"
-            " off; lower tree_roots or raise sampling.group"
+            f"tree.roots = {roots}: sampling.group = {group} leaves no member to branch"
+            " off; lower tree.roots or raise sampling.group"
         )
     if (group - roots) % branching.rounds:
         raise UserError(
-            f"objective.tree_rounds = {branching.rounds} does not divide the {group - roots} of"
+            f"tree.rounds = {branching.rounds} does not divide the {group - roots} of"
             f" sampling.group = {group} members that {roots} roots leave; choose a number that does"
         )
     if 0 < slots < group:

@@ -292,7 +292,12 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
 )
 def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
-    tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
+    tree = (
+        "method=arpo",
+        "objective={}",
+        "tree={kind='branch',at='even',roots=2}",
+        "log.samples_every=1",
+    )
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
     config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -374,7 +379,9 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
 
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
-    with pytest.raises(UserError, match="nobody writes them; set data.writer to FILE.py:function"):
+    with pytest.raises(
+        UserError, match="needs data.writer: nobody writes them; set it to FILE.py:function"
+    ):
         train(config, echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
@@ -406,8 +413,11 @@ SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.sam
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param(("method=deepsearch", "objective={tree_width=3}"), marks=pytest.mark.slow),
-        ("method=alphamath", "objective={tree='puct'}", "train.mode=packed"),
+        pytest.param(
+            ("method=deepsearch", "objective={}", "tree={kind='search',width=3}"),
+            marks=pytest.mark.slow,
+        ),
+        ("method=alphamath", "objective={}", "tree.kind=search", "train.mode=packed"),
     ],
     ids=["frontier", "value"],
 )
@@ -708,12 +718,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
-            "HostEnv.fork is None",
+            "needs HostEnv.fork: episodes branch with a copy of the environment's state",
         ),
         (
             "talk",
-            ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
-            "objective.tree_rounds = 2 is not read in episodes",
+            ["data.turns=2", "method=arpo", "objective={}", "tree={kind='branch',rounds=2}"],
+            "tree.rounds = 2 is not read in episodes",
         ),
         (
             "talk",
@@ -723,12 +733,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             [*FOLDED, "method=arpo", "sampling.slots=8"],
-            "data.contexts = 4: episodes that branch have one context",
+            "does not go with data.contexts = 4: episodes that branch have one context",
         ),
         (
             "talk",
             [*FOLDED, "method=preplan_anchor"],
-            "data.contexts = 4: method = 'preplan_anchor' reads attention over whole rows",
+            "data.contexts = 4 does not go with method = 'preplan_anchor', which reads attention",
         ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
@@ -739,7 +749,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "method=sft", "objective={}"],
-            "method = 'sft' trains on demonstrat",
+            "does not go with method = 'sft', which reads demonstrations",
         ),
         ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
     ],
