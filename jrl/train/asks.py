@@ -12,7 +12,7 @@ Baselines, demonstrations, refills, hints, critiques, branches and searches are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,8 +80,8 @@ Asks = tuple[Ask, ...]
 """Several where static choices differ; entries of equal tickets belong to one group."""
 
 
-class DrawRequest(NamedTuple):
-    """What a source is asked for.
+class DrawRequest(struct.PyTreeNode):
+    """What a source is asked for; a compiled source takes it as it is.
 
     Attributes:
       key: the run's root key.
@@ -89,8 +89,9 @@ class DrawRequest(NamedTuple):
       versions: [] int32 by the same names: how many training steps made each.
       step: [] int32, the training step that the members are for.
       asks: with all tickets issued.
-      split: "train" or "eval".
-      newer: () -> newer weights, or None, for rollouts that change weights between chunks.
+      split: static, "train" or "eval".
+      newer: static, () -> newer weights, or None where there are none yet; for rollouts that change
+        weights between chunks.
     """
 
     key: Array
@@ -98,8 +99,8 @@ class DrawRequest(NamedTuple):
     versions: Mapping[str, Any]
     step: Any
     asks: Asks
-    split: Literal["train", "eval"] = "train"
-    newer: Callable[[], Any] | None = None
+    split: Literal["train", "eval"] = struct.field(pytree_node=False, default="train")
+    newer: Callable[[], Any] | None = struct.field(pytree_node=False, default=None)
 
 
 def new_ask(tickets: Any, rows: Any, count: int, **how: Any) -> Ask:
