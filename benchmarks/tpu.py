@@ -85,12 +85,14 @@ def synthetic_run(config: Config) -> build.Run:
         if given is not None:
             raise UserError(f"{key} = {given!r} is not for this benchmark; {instead}")
     mesh, _ = make_meshes(config)
-    width = -(-config.max_prompt_tokens // 16) * 16
+    kind = kind_of(config)
     model, tokenizer = run_model(config, None), _Endless()
-    run = build.bare_run(config, mesh, task=None, model=model, tokenizer=tokenizer, width=width)
+    run = build.bare_run(
+        config, mesh, kind=kind, model=model, tokenizer=tokenizer, width=kind.prompt_tokens
+    )
     programs.check_trainable(run)
     rng = np.random.default_rng(config.seed)
-    tokens = rng.integers(3, model.vocab_size, (config.train.prompts, width), np.int32)
+    tokens = rng.integers(3, model.vocab_size, (config.train.prompts, run.width), np.int32)
     prompts = [Prompt(id=i, text="", tokens=row, answer="") for i, row in enumerate(tokens)]
     return run._replace(data=build.RunData({"train": prompts, "eval": []}, {}, {}))
 

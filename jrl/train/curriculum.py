@@ -313,8 +313,7 @@ def written_rounds(
 
 def _prompt_of(run: Run, row: Any) -> Prompt | None:
     """The prompt of a row or text, as those of the data are made; None where it cannot be."""
-    data = run.config.episodes
-    assert data is not None
+    data: Any = run.config.data
     question, answer = (data.fields.get(name, name) for name in ("question", "answer"))
     known = dict(row) if isinstance(row, Mapping) else {question: row}
     told = known.pop(answer, "")
@@ -359,12 +358,12 @@ def check_curriculum(run: Run) -> None:
     if isinstance(run.method.curriculum, WrittenProblems):
         _check_written(run)
         return
-    if run.task is not None:
+    if run.config.data.has_solutions:
         raise UserError(
             f"{said}and those of a procedural task are never the same; give data.train, or set"
             " objective.round_steps to 0"
         )
-    if run.config.episodes is not None or run.method.draw.search is None:
+    if run.config.data.plays or run.method.draw.search is None:
         raise UserError(
             f"{said}which are searched as text; set objective.round_steps to 0, or remove"
             " data.env and objective.tree = 'none'"
@@ -374,14 +373,14 @@ def check_curriculum(run: Run) -> None:
 def _check_written(run: Run) -> None:
     said = f"method = {run.config.method!r} with objective.written above 0: "
     rest = "; or set objective.written to 0"
-    if run.config.episodes is None:
+    if not run.config.data.plays:
         raise UserError(
             f"{said}problems are written for an environment on the host; give data.train and"
             f" data.env = FILE.py:function{rest}"
         )
     if run.rollout_mesh is not None:
         raise UserError(f"{said}it does not go together with [placement]; remove it{rest}")
-    data = run.config.episodes
+    data: Any = run.config.data
     if configured_env(data.env, reveal(data.options, "data")).write is None:
         raise UserError(
             f"{said}nobody writes them; set data.writer to FILE.py:function, or to a table with the"

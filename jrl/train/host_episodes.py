@@ -490,7 +490,7 @@ def host_source(
         format_of(env, run.tokenizer),
         rows,
         prompts=prompts,
-        seed=None if evaluates else run.config.order_seed,
+        seed=None if evaluates else run.config.data.order_seed(run.config.seed),
         tokenizer=run.tokenizer,
         group=group,
         weights={SUCCESS: 1.0, env.parts[0]: 0.0} if evaluates else run.rewards.weights,
@@ -505,8 +505,7 @@ def host_source(
 
 def _env(run: Run) -> HostEnv:
     """The environment that the configuration names."""
-    data = run.config.episodes
-    assert data is not None
+    data: Any = run.config.data
     return configured_env(data.env, reveal(data.options, "data"))
 
 

@@ -300,12 +300,12 @@ def check_replay(run: Run) -> None:
     if run.method.replay is None:
         return
     config, said = run.config, f"method = {run.config.method!r} keeps completions by prompt, "
-    if run.task is not None:
+    if config.data.has_solutions:
         raise UserError(
             f"{said}and no problem of a procedural task or an environment on the device comes "
             "again; give data.train, with data.env = FILE.py:function for episodes"
         )
-    if config.recorded is not None:
+    if config.data.given:
         raise UserError(f"{said}and recorded sessions are there already; choose another method")
     for key, given in {
         "[placement]": run.rollout_mesh is not None,

@@ -35,7 +35,7 @@ def reward_text(run: Run) -> str:
     Args:
       run: from ``build.setup``.
     """
-    if run.data.judged or run.data.recorded:
+    if not run.kind.reported:
         return ""
     weights = run.rewards.weights
     short = {name: name.rpartition(":")[2] for name in weights}
@@ -50,8 +50,8 @@ def reward_text(run: Run) -> str:
 
 def missing_math(config: Config) -> str:
     """A line where rewards.math has no math-verify to compare by; "" elsewhere."""
-    used = "math" in config.rewards or not (config.rewards or config.task or config.episodes)
-    if not used or config.given_completions or not missing(["math-verify"]):
+    used = "math" in (config.rewards or config.data.default_rewards)
+    if not used or config.data.given or not missing(["math-verify"]):
         return ""
     return (
         "rewards.math compares numbers, and anything else as text, because math-verify is not"

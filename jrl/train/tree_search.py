@@ -30,7 +30,6 @@ from jrl.train.asks import DrawRequest
 from jrl.train.build import Run, sampler_of
 from jrl.train.collect import counted
 from jrl.train.demonstrations import demonstration_rollout
-from jrl.train.objective import max_new_tokens
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.score import drawing_policy
 from jrl.train.sources import Around, Groups, Source, entries
@@ -329,7 +328,8 @@ def check_search(run: Run) -> None:
             f"{named}: a search goes by rewards of functions, and [rewards.model] is none; remove"
             " it, or draw members apart"
         )
-    if run.task is not None and (own := [n for n in run.rewards.weights if ":" in n]):
+    own = [name for name in run.rewards.weights if ":" in name]
+    if own and not run.kind.lines:
         raise UserError(
             f"{named}: a search on a task goes by verify and partial; remove rewards.{own[0]}"
         )
@@ -338,14 +338,14 @@ def check_search(run: Run) -> None:
 def search_rows(run: Run, search: Search) -> EpisodeRows:
     """The decode slots of a run's searches."""
     sampling, group = run.config.sampling, run.config.sampling.group
-    lines = () if run.task is not None else line_ends(run.tokenizer, run.network.vocab_size)
+    lines = line_ends(run.tokenizer, run.network.vocab_size) if run.kind.lines else ()
     most = run.config.train.prompts * max(group, search.width)
     ends = _ends(run)
     return EpisodeRows(
         sampler_of(run),
         slots=min(sampling.slots or _SLOTS, most),
         prompt_tokens=run.width,
-        max_new_tokens=max_new_tokens(run.config, run.task),
+        max_new_tokens=run.kind.new_tokens,
         stop_tokens=(*ends, *(i for i in lines if i not in ends)),
         chunk=_CHUNK,
         sampling={
@@ -359,7 +359,7 @@ def search_rows(run: Run, search: Search) -> EpisodeRows:
 
 
 def _ends(run: Run) -> tuple[int, ...]:
-    return (run.task.stop_id,) if isinstance(run.task, Task) else tuple(run.tokenizer.stop_ids)
+    return run.kind.stop_tokens(run.tokenizer)
 
 
 def search_source(
@@ -376,7 +376,7 @@ def search_source(
     if isinstance(run.task, Task):
         problems: Source = TaskSource(run.task, tuple(run.rewards.weights), None)
     else:
-        problems = undrawn_text(run, pool, run.config.order_seed)
+        problems = undrawn_text(run, pool, run.config.data.order_seed(run.config.seed))
     return TreeSearch(
         search_rows(run, search) if rows is None else rows,
         search,

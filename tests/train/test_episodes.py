@@ -229,10 +229,7 @@ def test_a_warm_start_learns_the_turns_and_not_the_replies():
 def test_methods_with_demonstrations_are_refused(network):
     with pytest.raises(UserError, match="data.env: the method learns from demonstrations"):
         episode_rollout(
-            KEY,
-            None,
-            jnp.int32(0),
-            jnp.arange(2),
+            simple_request(KEY, {"policy": None}, jnp.int32(0), jnp.arange(2), 2),
             sampling_params=SAMPLING,
             task=ENV,
             parts=WEIGHTS,
