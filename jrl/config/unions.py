@@ -403,6 +403,38 @@ class ScoredTable(DataTable):
         return False
 
 
+class SourceData(TextTable):
+    """Groups from a source of one's own; further keys are its options."""
+
+    model_config = ConfigDict(extra="allow")
+
+    source: str = Field(
+        description="a source of groups of your own as FILE.py:function or module:function; called"
+        " with sampler, tokenizer and the further keys of [data], it returns a"
+        " jrl.train.sources.Source"
+    )
+
+    @property
+    def kind(self) -> str:
+        """The key that names the source."""
+        return "data.source"
+
+    @property
+    def free_options(self) -> dict[str, Any]:
+        """The keys that the function takes."""
+        return dict(self.model_extra or {})
+
+    @property
+    def default_rewards(self) -> dict[str, float]:
+        """The one reward part where a run names none."""
+        return {"reward": 1.0}
+
+    @property
+    def judged_on_host(self) -> bool:
+        """The source judges."""
+        return False
+
+
 class PairData(ScoredTable, RowTable, ChatTable):
     """Judged completions from files."""
 
@@ -518,7 +550,8 @@ def _data_kind(value: Any) -> str:
     given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
     if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
         return " and ".join(kinds)
-    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
+    kinds = [f"data.{name}" for name in ("env", "train") if name in given]
+    return " and ".join(kinds) or ("data.source" if "source" in given else "data.train")
 
 
 Data = Annotated[
@@ -528,6 +561,7 @@ Data = Annotated[
     | Annotated[TaskPairs, Tag("data.pairs and data.task")]
     | Annotated[RecordedData, Tag(RECORDED_KIND)]
     | Annotated[DialogueData, Tag(DIALOGUES_KIND)]
+    | Annotated[SourceData, Tag("data.source")]
     | Annotated[EnvData, Tag("data.env")]
     | Annotated[EpisodeData, Tag("data.env and data.train")],
     Discriminator(_data_kind),

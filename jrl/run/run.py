@@ -27,6 +27,7 @@ from jrl.signals import Stopping
 from jrl.step_files import what_is_saved
 from jrl.train import build, programs
 from jrl.train.adapters import has_base, with_kept_base
+from jrl.train.batches import check_sources
 from jrl.train.build import Run
 from jrl.train.compiled import warm_start, with_policy
 from jrl.train.lacks import with_others
@@ -147,6 +148,7 @@ def _set_up(
     """What is trained, and the processes that judge it."""
     run = build.setup(config)
     programs.check_trainable(run)
+    check_sources(run)
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
     check_metric_names(run)
     if run.method.unsupported:

@@ -31,6 +31,7 @@ from jrl.train.kinds import (
     EpisodeKind,
     PairKind,
     RecordedKind,
+    SourceKind,
     TaskKind,
     TaskPairKind,
     TextKind,
@@ -41,6 +42,7 @@ from jrl.train.replay import recall_of
 from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
+from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
@@ -71,6 +73,12 @@ def run_source(
     if run.method.replay is not None:
         source = recall_of(run, run.method.replay, source, notes.get("replay"))
     return source
+
+
+def check_sources(run: Run) -> None:
+    """Raises UserError for a source of one's own that lacks a part, before anything compiles."""
+    if run.config.data.kind == "data.source":
+        own_source(run, None)
 
 
 def with_own_rewards(run: Run, source: Source, pool: RewardPool | None) -> Source:
@@ -135,11 +143,12 @@ def task_source(run: Run, pool: RewardPool | None) -> Source:
     return TaskSource(_task_of(run), parts, _taking_requests(program), params, free=_free(program))
 
 
-def text_source(run: Run, pool: RewardPool | None) -> Source:
-    """Prompts in text."""
+def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Source:
+    """Prompts in text; ``program`` is one of ``train_sampler``, None for a new one."""
     if (search := run.method.draw.search) is not None:
         return search_source(run, search, pool)
-    config, draw, program = run.config, run.method.draw, programs.train_sampler(run)
+    config, draw = run.config, run.method.draw
+    program = programs.train_sampler(run) if program is None else program
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
@@ -178,6 +187,12 @@ def pair_source(run: Run, pool: RewardPool | None) -> Source:
     return JudgedSource(run.data.judged["pairs"], sizes, config.data.order_seed(config.seed))
 
 
+def own_source(run: Run, pool: RewardPool | None) -> Source:
+    """A source of one's own."""
+    params = _placed(run, run.sampling_params, "train")
+    return make_own_source(run, Sampler(programs.train_sampler(run), params, run.width))
+
+
 MakeSource = Callable[[Run, RewardPool | None], Source]
 """(run, reward functions on the host) -> what draws its groups."""
 
@@ -187,6 +202,7 @@ SOURCES: Mapping[type[TextKind], MakeSource] = {
     EnvKind: task_source,
     EpisodeKind: episode_source,
     RecordedKind: recorded_source,
+    SourceKind: own_source,
     PairKind: pair_source,
     TaskPairKind: pair_source,
 }
@@ -223,6 +239,11 @@ def held_out_episodes(run: Run, pool: RewardPool | None) -> Source:
     return host_source(run, prompts, table.samples, split="eval", temperature=table.temperature)
 
 
+def held_out_own(run: Run, pool: RewardPool | None) -> Source:
+    """A source of one's own, asked for the split "eval"."""
+    return make_own_source(run, Sampler(*_evaluation(run), run.width))
+
+
 HELD_OUT: Mapping[type[TextKind], MakeSource] = {
     TextKind: held_out_text,
     AskedKind: held_out_text,
@@ -230,6 +251,7 @@ HELD_OUT: Mapping[type[TextKind], MakeSource] = {
     EnvKind: held_out_task,
     EpisodeKind: held_out_episodes,
     RecordedKind: held_out_text,
+    SourceKind: held_out_own,
     PairKind: held_out_text,
     TaskPairKind: held_out_task,
 }

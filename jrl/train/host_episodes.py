@@ -1,6 +1,6 @@
 """Groups of episodes with an environment on the host: what a training step draws from text.
 
-The twin of ``collect.TextSource``: its prompts open episodes instead of being completed once.
+The twin of ``TextSource``: its prompts open episodes instead of being completed once.
 """
 
 from __future__ import annotations

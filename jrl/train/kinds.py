@@ -22,6 +22,7 @@ from jrl.config.unions import (
     PairData,
     PromptData,
     RecordedData,
+    SourceData,
     TaskData,
     TaskPairs,
 )
@@ -297,6 +298,24 @@ class EnvKind(TaskKind):
         check_room(self.task, network)
 
 
+class SourceKind(TextKind):
+    """Groups from a source of one's own."""
+
+    known_metrics = False
+
+    def width(self, data: RunData) -> int:
+        """P: the limit, since nobody knows yet what the source will ask."""
+        return self.prompt_tokens
+
+    def read(self, tokenizer: Any, method: Method, opened: Opened) -> RunData:
+        """Nothing: the source has its own data."""
+        return RunData({"train": [], "eval": []}, {}, {})
+
+    def held_out(self, config: Config, data: RunData) -> HeldOut:
+        """As many as the configuration says: the source is asked for the split "eval"."""
+        return HeldOut(config.eval.problems, min(config.train.prompts, config.eval.problems))
+
+
 class AskedKind(TextKind):
     """Texts in the alphabet of a procedural task, asked by a person and judged by nobody.
 
@@ -344,6 +363,7 @@ KINDS: Mapping[type, type[TextKind]] = {
     TaskData: TaskKind,
     EnvData: EnvKind,
     EpisodeData: EpisodeKind,
+    SourceData: SourceKind,
     PairData: PairKind,
     TaskPairs: TaskPairKind,
     RecordedData: RecordedKind,

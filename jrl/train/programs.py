@@ -36,6 +36,7 @@ from jrl.train.kinds import (
     EpisodeKind,
     PairKind,
     RecordedKind,
+    SourceKind,
     TaskKind,
     TaskPairKind,
     TextKind,
@@ -166,6 +167,19 @@ def _check_recorded(run: Run) -> None:
     check_recorded(run.method, run.config)
 
 
+def _check_own(run: Run) -> None:
+    """Raises UserError where a method needs what a source of one's own does not give."""
+    _check_sampled(run)
+    draw = run.method.draw
+    for said, missing in {
+        f"method = {run.config.method!r} learns from demonstrations": draw.demonstrations,
+        "objective.tree searches prompts in text": draw.search is not None,
+        "[placement] keeps prompts of files": run.rollout_mesh is not None,
+    }.items():
+        if missing:
+            raise UserError(f"data.source: {said}, which a source of your own has not; remove one")
+
+
 def _check_pairs(run: Run) -> None:
     """Raises UserError where a method cannot learn from judged completions."""
     _check_judged(run)
@@ -178,6 +192,7 @@ CHECKS: Mapping[type[TextKind], Callable[[Run], None]] = {
     EnvKind: _check_env,
     EpisodeKind: _check_episodes,
     RecordedKind: _check_recorded,
+    SourceKind: _check_own,
     PairKind: _check_pairs,
     TaskPairKind: _check_pairs,
 }

@@ -13,8 +13,8 @@ from jrl.data.tables import Mixture
 from jrl.drift import measure_drift
 from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, sample_run
-from jrl.evaluate.statistics import pass_at_k
 from jrl.evaluate.search import search_run
+from jrl.evaluate.statistics import pass_at_k
 from jrl.models.config import ModelConfig
 from jrl.serving.launch import served_policy
 from jrl.train import build, fits

@@ -19,6 +19,7 @@ from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder
 from jrl.train import build, programs
+from jrl.train.batches import run_source
 from jrl.train.lacks import lacks
 from jrl.train.sources import simple_request
 
@@ -134,7 +135,7 @@ def test_a_run_trains_on_what_was_drawn(method, model, sessions, tmp_path, monke
 def test_the_batch_is_what_is_on_disk(model, sessions):
     run = build.setup(config_of(model, sessions, "sampling.group=8", "data.shuffle=false"))
     programs.check_trainable(run)
-    source = programs.drawn_source(run, None)
+    source = run_source(run, None, {})
     groups = source.draw(simple_request(None, {}, 0, TICKET, rows=source.order(TICKET)))
     written = rewarded(sessions)
     mask = groups.rollout.mask

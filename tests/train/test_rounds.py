@@ -14,6 +14,7 @@ from jrl.metrics import CLOCKS, read_jsonl
 from jrl.run import run as running
 from jrl.run.run import run_config, train
 from jrl.train import programs
+from jrl.train.batches import run_source
 from jrl.train.build import setup
 from jrl.train.collect import Collector
 from jrl.train.tree_search import drawn_weights
@@ -81,7 +82,7 @@ def test_completions_are_the_experts(place, on_host):
     state = state.replace(
         frozen=state.frozen | {"expert": jax.tree.map(lambda x: 1.3 * x, state.frozen["expert"])}
     )
-    source = programs.drawn_source(run, None)
+    source = run_source(run, None, {})
     collector = Collector(source, 4, np.ones(1, np.float32), run.method, run.mesh)
     weights = drawn_weights(run)(state)
     batch, groups, _ = collector.collect(state.key, weights, step=STEPS - 1, cursor=0)

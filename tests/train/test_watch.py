@@ -19,7 +19,7 @@ from jrl.run import loops
 from jrl.run import run as running
 from jrl.run.run import train
 from jrl.sampling.params import make_sampling_params
-from jrl.train import programs
+from jrl.train import batches
 from jrl.train.sources import Around
 from jrl.train.state import init_state
 from jrl.train.step import make_step
@@ -235,7 +235,7 @@ def go(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "write_report", lambda directory: directory)
     notes = []
     monkeypatch.setattr(loops.Progress, "note", lambda self, text: notes.append(text))
-    make = programs.drawn_source
+    make = batches.run_source
 
     class Faulty(Around):
         def __init__(self, source, faults):
@@ -247,11 +247,10 @@ def go(tmp_path, monkeypatch):
             return self.faults.get(int(request.step) + 1, lambda g: g)(groups)
 
     def of(faults, *changes):
-        def source(run, pool, split="train"):
-            drawn = make(run, pool, split)
-            return Faulty(drawn, faults) if split == "train" else drawn
+        def source(run, pool, notes):
+            return Faulty(make(run, pool, notes), faults)
 
-        monkeypatch.setattr(programs, "drawn_source", source)
+        monkeypatch.setattr(batches, "run_source", source)  # of training, not of evaluations
         directory = tmp_path / "run"
         place = f"run.dir={json.dumps(str(directory))}"
         try:
