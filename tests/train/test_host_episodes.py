@@ -105,8 +105,8 @@ def params():
 
 
 def test_groups_hold_points_paid_and_ids(made, params):
-    draw = made(digits_env(), success=3.0, reward=0.5).draw
-    groups = draw(KEY, params, np.int32(4), np.arange(3))
+    source = made(digits_env(), success=3.0, reward=0.5)
+    groups = source.draw(asked(params, 4, 3))
     rollout = groups.rollout.check()
     assert groups.ids["prompt"].tolist() == [10, 11, 12]
     assert set(rollout.versions[rollout.mask]) == {4}
