@@ -12,8 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jrl.data.tasks import Task
-from jrl.envs import Env
 from jrl.envs.transcript import RowShape
 from jrl.mesh import replicated
 from jrl.rewards.pool import RewardPool
@@ -43,7 +41,7 @@ from jrl.train.resharding import ReshardedSampler
 from jrl.train.reward_model import NAME, ModelRewards
 from jrl.train.sources import Source
 from jrl.train.sources_own import Sampler, make_own_source
-from jrl.train.sources_task import TaskSource
+from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
 from jrl.train.tree_search import line_ends, search_source
@@ -135,12 +133,21 @@ def training_batches(
 
 
 def task_source(run: Run, pool: RewardPool | None) -> Source:
-    """Problems of a task or an environment on the device."""
+    """Problems of a task."""
     if (search := run.method.draw.search) is not None:
         return search_source(run, search, pool)
+    return _of_task(run, TaskSource)
+
+
+def env_source(run: Run, pool: RewardPool | None) -> Source:
+    """Episodes in an environment on the device."""
+    return _of_task(run, EnvSource)
+
+
+def _of_task(run: Run, make: type[TaskSource]) -> Source:
     program, params = programs.train_sampler(run), _placed(run, run.sampling_params, "train")
-    parts = tuple(run.rewards.weights)
-    return TaskSource(_task_of(run), parts, _taking_requests(program), params, free=_free(program))
+    parts, draw = tuple(run.rewards.weights), _taking_requests(program)
+    return make(run.kind.task, parts, draw, params, free=_free(program))
 
 
 def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Source:
@@ -199,7 +206,7 @@ MakeSource = Callable[[Run, RewardPool | None], Source]
 SOURCES: Mapping[type[TextKind], MakeSource] = {
     TextKind: text_source,
     TaskKind: task_source,
-    EnvKind: task_source,
+    EnvKind: env_source,
     EpisodeKind: episode_source,
     RecordedKind: recorded_source,
     SourceKind: own_source,
@@ -214,7 +221,7 @@ def held_out_task(run: Run, pool: RewardPool | None) -> Source:
     program, params = _evaluation(run)
     draw, free = _taking_requests(program), _free(program)
     parts = tuple(run.kind.eval_parts)
-    return TaskSource(_task_of(run), parts, draw, params, free=free, split="eval")
+    return TaskSource(run.kind.task, parts, draw, params, free=free, split="eval")
 
 
 def held_out_text(run: Run, pool: RewardPool | None) -> Source:
@@ -270,12 +277,6 @@ def _placed(run: Run, params: SamplingParams, split: str) -> SamplingParams:
     """The parameters of a distribution on the mesh that draws from it."""
     placed: SamplingParams = jax.device_put(params, replicated(programs.drawing_mesh(run, split)))
     return placed
-
-
-def _task_of(run: Run) -> Task | Env:
-    """The task or the environment of a run that has one."""
-    assert run.kind.task is not None
-    return run.kind.task
 
 
 def _taking_requests(program: Any) -> Any:

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from jrl.config import Config
 from jrl.config.secrets import reveal
 from jrl.config.unions import (
@@ -172,6 +174,10 @@ class TextKind:
                 )
         return RunData(prompts, {}, counts)
 
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """A prompt of training with its answer, to try reward functions on; None without any."""
+        return next(iter(data.prompts.get("train", ())), None)
+
     def held_out(self, config: Config, data: RunData) -> HeldOut:
         """What an evaluation takes: as many prompts a draw as a training step."""
         problems = min(config.eval.problems, len(data.prompts.get("eval", ())))
@@ -267,6 +273,13 @@ class TaskKind(TextKind):
         """Nothing: problems are made from keys."""
         return RunData({"train": [], "eval": []}, {}, {})
 
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """A problem as reward functions get it, with a correct completion as its answer."""
+        generate = jax.jit(self.task.generate, static_argnums=1)
+        problem = jax.device_get(generate(jax.random.key(self.config.seed), "train"))
+        text, answer = self.task.render(problem)
+        return Prompt(0, text, problem.tokens[: int(problem.length)], answer)
+
     def held_out(self, config: Config, data: RunData) -> HeldOut:
         """All problems in one draw."""
         return HeldOut(config.eval.problems, config.eval.problems)
@@ -292,6 +305,10 @@ class EnvKind(TaskKind):
 
     def _make(self, name: str, options: Mapping[str, Any]) -> Any:
         return get_env(name, **options)
+
+    def first_prompt(self, data: RunData) -> Prompt | None:
+        """Nothing: the environment pays."""
+        return None
 
     def check_lengths(self, network: Network, width: int) -> None:
         """Raises UserError where an episode does not fit the network."""

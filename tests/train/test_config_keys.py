@@ -379,6 +379,7 @@ ELSEWHERE = {
     "data.pairs": "train/test_pairs.py::test_dpo_learns_the_order_of_held_out_pairs",
     "data.invalid": "test_bad_input.py::test_rows_that_cannot_be_used_may_be_left_out_and_counted",
     "data.env": "train/test_host_run.py::test_a_run_of_many_turns",
+    "data.source": "train/test_sources.py::test_a_source_of_ones_own_trains_and_is_evaluated",
     "log.to": "test_sinks.py::test_tensorboard_events_are_written",
 }
 
