@@ -58,7 +58,7 @@ def run_model(config: Config, task: Any) -> ModelConfig:
     types: dict[str, Any] = {"dtype": choice.dtype, "param_dtype": choice.param_dtype}
     if choice.path is not None:
         hf.read_config(Path(choice.path))
-    if task or choice.path:
+    if config.data.has_solutions or choice.path:
         return run_shape(config, task)
     if choice.config is None:
         raise UserError(

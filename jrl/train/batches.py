@@ -44,7 +44,7 @@ from jrl.train.sources_own import Sampler, make_own_source
 from jrl.train.sources_task import EnvSource, TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.train.task_rewards import OwnRewards, is_own
-from jrl.train.tree_search import line_ends, search_source
+from jrl.train.tree_search import line_ends, search_source, undrawn_text
 
 
 def run_source(
@@ -135,7 +135,8 @@ def training_batches(
 def task_source(run: Run, pool: RewardPool | None) -> Source:
     """Problems of a task."""
     if (search := run.method.draw.search) is not None:
-        return search_source(run, search, pool)
+        problems = TaskSource(run.kind.task, tuple(run.rewards.weights), None)
+        return search_source(run, search, problems)
     return _of_task(run, TaskSource)
 
 
@@ -152,14 +153,14 @@ def _of_task(run: Run, make: type[TaskSource]) -> Source:
 
 def text_source(run: Run, pool: RewardPool | None, program: Any = None) -> Source:
     """Prompts in text; ``program`` is one of ``train_sampler``, None for a new one."""
-    if (search := run.method.draw.search) is not None:
-        return search_source(run, search, pool)
-    config, draw = run.config, run.method.draw
+    config, draw, seed = run.config, run.method.draw, run.config.data.order_seed(run.config.seed)
+    if draw.search is not None:
+        return search_source(run, draw.search, undrawn_text(run, pool, seed))
     program = programs.train_sampler(run) if program is None else program
     return TextSource(
         all_prompts=run.data.prompts["train"],
         width=run.width,
-        seed=config.data.order_seed(config.seed),
+        seed=seed,
         program=program,
         sampling_params=_placed(run, run.sampling_params, "train"),
         pool=pool,

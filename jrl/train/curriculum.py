@@ -35,6 +35,7 @@ from jrl.train.tree_search import (
     estimates,
     search_rows,
     search_source,
+    undrawn_text,
     value_estimate,
 )
 from jrl.types import Prompt
@@ -345,7 +346,8 @@ def hard_rounds(
         return rewards @ weights if judge is None else rewards[:, :, judge]
 
     data = run.data._replace(prompts={**run.data.prompts, "train": prompts})
-    source = search_source(run._replace(data=data), search, pool, rows)
+    current, seed = run._replace(data=data), run.config.data.order_seed(run.config.seed)
+    source = search_source(current, search, undrawn_text(current, pool, seed), rows)
     at_once = run.config.train.prompts
     return HardRounds(rule, prompts, source, attempts, points, at_once=at_once, notes=notes)
 

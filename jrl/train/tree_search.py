@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jrl.data.prompts import pad_prompts
-from jrl.data.tasks import Task
 from jrl.envs.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.envs.tree import SEARCHES, Node, Step, Tree, grow_leaves
 from jrl.errors import UserError
@@ -33,7 +32,6 @@ from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.score import drawing_policy
 from jrl.train.sources import Around, Groups, Source, entries
-from jrl.train.sources_task import TaskSource
 from jrl.train.sources_text import TextSource
 from jrl.types import Network, Params, Prompt, Search, StopReason, TrainState
 
@@ -363,20 +361,16 @@ def _ends(run: Run) -> tuple[int, ...]:
 
 
 def search_source(
-    run: Run, search: Search, pool: RewardPool | None, rows: EpisodeRows | None = None
+    run: Run, search: Search, problems: Source, rows: EpisodeRows | None = None
 ) -> TreeSearch:
     """The search of a run on text, or on a procedural task.
 
     Args:
       run: that draws its completions.
       search: how.
-      pool: the reward functions, in text.
+      problems: the source that has and judges them.
       rows: of ``search_rows``; None for its own.
     """
-    if isinstance(run.task, Task):
-        problems: Source = TaskSource(run.task, tuple(run.rewards.weights), None)
-    else:
-        problems = undrawn_text(run, pool, run.config.data.order_seed(run.config.seed))
     return TreeSearch(
         search_rows(run, search) if rows is None else rows,
         search,
