@@ -13,6 +13,7 @@ from jrl.errors import UserError
 from jrl.metrics import read_jsonl
 from jrl.run import run as running
 from jrl.run.run import train
+from jrl.sampling.params import make_sampling_params
 from jrl.train.host_episodes import HostEpisodes
 from jrl.train.pairs import JudgedSource
 from jrl.train.recorded import RecordedSource
@@ -161,7 +162,7 @@ def test_the_row_says_what_is_asked_and_the_ticket_what_is_drawn(make_bag):
         request = simple_request(key, {"policy": params}, np.int32(0), asked[0], 2, rows=asked[1])
         groups = task_rollout(
             request,
-            sampling_params=running.programs.make_sampling_params(),
+            sampling_params=make_sampling_params(),
             task=task,
             parts=("verify",),
             network=network,
