@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -399,16 +399,16 @@ def attempts_source(
     )
 
 
-class DrawnWeights(NamedTuple):
+class DrawnWeights:
     """(state) -> the weights by name that the source of a run draws with.
 
-    Attributes:
+    Args:
       network: the policy.
       value: whether the value network is read too.
     """
 
-    network: Network
-    value: bool = False
+    def __init__(self, network: Network, value: bool = False) -> None:
+        self.network, self.value = network, value
 
     def __call__(self, state: TrainState) -> dict[str, Params]:
         """The policy's tree, and that of "value" where it is read."""
