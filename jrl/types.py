@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jrl.system.readable import readable
+
 Array = jax.Array
 Params = Any
 """A nested dict of arrays."""
@@ -412,6 +414,8 @@ class Transform(NamedTuple):
     needs: frozenset[str] = frozenset()
     statistics: tuple[Statistic, ...] = ()
 
+    __repr__ = readable
+
 
 class Surrogate(NamedTuple):
     """The per-token loss whose gradient is the policy gradient.
@@ -439,6 +443,8 @@ class Surrogate(NamedTuple):
     labels: frozenset[str] = frozenset()
     parts: Any = None
     on_policy: bool = False
+
+    __repr__ = readable
 
 
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -469,6 +475,8 @@ class Regularizer(NamedTuple):
     aggregate: Aggregate | None = None
     statistics: tuple[Statistic, ...] = ()
 
+    __repr__ = readable
+
 
 class Objective(NamedTuple):
     """What to maximise, as a value: replace a field to get another algorithm.
@@ -487,6 +495,8 @@ class Objective(NamedTuple):
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
     keeps: frozenset[str] = frozenset()
+
+    __repr__ = readable
 
     @property
     def needs(self) -> frozenset[str]:

@@ -27,6 +27,7 @@ from jrl.errors import UserError, unknown_choice
 from jrl.objectives import segments
 from jrl.objectives.corrections import Correction
 from jrl.objectives.kl import LOG_RATIO_LIMIT, bounded_exp
+from jrl.system.readable import readable
 from jrl.types import Array, Stats, Surrogate
 
 Step = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
@@ -46,6 +47,8 @@ class Ratio(NamedTuple):
     needs: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
 
+    __repr__ = readable
+
 
 class Rule(NamedTuple):
     """What a ratio does to the loss.
@@ -57,6 +60,8 @@ class Rule(NamedTuple):
 
     apply: Step
     needs: frozenset[str] = frozenset()
+
+    __repr__ = readable
 
 
 # ---------------------------------------------------------------- whose ratio
@@ -358,6 +363,8 @@ class RatioParts(NamedTuple):
     rule: Rule = clip()
     correction: Correction | None = None
     off_policy_limit: float | None = None
+
+    __repr__ = readable
 
 
 def ratio_loss(
