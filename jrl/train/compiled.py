@@ -28,6 +28,7 @@ from jrl.methods.base import Method
 from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
+from jrl.system.compile_reports import report_traced_run
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
@@ -342,6 +343,7 @@ def make_run(
         )
         state, curves = iterate(iteration, state, chosen.sampling_params, steps)
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
+        report_traced_run(key, hyperparameters)
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
