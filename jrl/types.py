@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from jrl.system.readable import readable
+
 Array = jax.Array
 Params = Any
 """A nested dict of arrays."""
@@ -412,6 +414,10 @@ class Transform(NamedTuple):
     needs: frozenset[str] = frozenset()
     statistics: tuple[Statistic, ...] = ()
 
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
+
 
 class Surrogate(NamedTuple):
     """The per-token loss whose gradient is the policy gradient.
@@ -439,6 +445,10 @@ class Surrogate(NamedTuple):
     labels: frozenset[str] = frozenset()
     parts: Any = None
     on_policy: bool = False
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
 
 Aggregate = Callable[[Array, Array], tuple[Array, Array]]
@@ -469,6 +479,10 @@ class Regularizer(NamedTuple):
     aggregate: Aggregate | None = None
     statistics: tuple[Statistic, ...] = ()
 
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
+
 
 class Objective(NamedTuple):
     """What to maximise, as a value: replace a field to get another algorithm.
@@ -484,6 +498,10 @@ class Objective(NamedTuple):
     surrogate: Surrogate
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
+
+    def __repr__(self) -> str:
+        """The parts by name."""
+        return readable(self)
 
     @property
     def needs(self) -> frozenset[str]:

@@ -24,6 +24,7 @@ import numpy as np
 from jrl.methods.domains import is_zero
 from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
+from jrl.system.readable import as_text, lines
 from jrl.types import (
     Aggregate,
     Array,
@@ -298,6 +299,19 @@ class Method(NamedTuple):
     curriculum: HardProblems | WrittenProblems | None = None
     network: Callable[[Network], Network] = unchanged
     needs: frozenset[str] = frozenset()
+
+    def __repr__(self) -> str:
+        """The parts by name, those at their defaults left out; see ``system.readable``."""
+        objective = self.objective
+        parts = {
+            "advantage": objective.advantage,
+            "surrogate": objective.surrogate,
+            "aggregate": objective.aggregate,
+            **{term.name: term for term in objective.regularizers},
+        }
+        shown = {name: as_text(part, 1) for name, part in parts.items()}
+        shown["statistics"] = as_text(objective.needs)
+        return lines(self, getattr(self, "made_by", "Method"), shown, without=("objective",))
 
     def with_(self, **changes: Any) -> Method:
         """The method with other parts, by name.

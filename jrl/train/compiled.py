@@ -26,6 +26,7 @@ from jrl.methods import get_method
 from jrl.methods.base import Method
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
+from jrl.system.compile_reports import report_traced_run
 from jrl.train.collect import to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
 from jrl.train.features import check_features, method_features
@@ -349,6 +350,7 @@ def make_run(
         )
         state, curves = iterate(iteration, state, chosen.sampling_params, steps)
         after = accuracy(state.key, policy_of(state, network)).rewards[..., 0].mean()
+        report_traced_run(key, hyperparameters)
         return state, curves | {"accuracy_before": before, "accuracy_after": after}
 
     return run
