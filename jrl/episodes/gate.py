@@ -18,7 +18,7 @@ from typing import Any
 from jrl.episodes.host import EnvError
 
 QUEUE_SECONDS = 600.0
-"""How long a call waits in a queue in which nobody moves."""
+"""Queue timeout while no call finishes, seconds."""
 
 _POLL_SECONDS = 0.05
 

@@ -1,4 +1,4 @@
-"""What the sizes of a run take of memory at the least, checked before anything is compiled.
+"""Lower bounds of a run's memory, checked before anything is compiled.
 
 Counted are arrays that exist in every run of such sizes: weights, completions, and the keys and
 values of those that are decoded at a time. Activations, gradients and copies come on top, so what
@@ -21,7 +21,7 @@ from jrl.train.gather import cached_tokens
 from jrl.train.objective import max_new_tokens
 
 _TOKEN_BYTES = 4 + 4 + 4 + 1
-"""Of a completion: its id, log-probability and policy version, and whether it is live."""
+"""Bytes of a completion token: id, log-probability, policy version, mask."""
 
 
 def available_bytes() -> int:
@@ -43,13 +43,13 @@ def check_training(run: Any) -> None:
     check_weights(run)
     draws = draw.own and config.given_completions is None
     group = config.sampling.group + draw.baseline_members if draws else 1
-    said = f"train.prompts = {config.train.prompts}"
+    setting = f"train.prompts = {config.train.prompts}"
     if draws:
-        said += f" with sampling.group = {config.sampling.group}"
-    _check(run, said, config.train.prompts, group, drawn=draws)
+        setting += f" with sampling.group = {config.sampling.group}"
+    _check(run, setting, config.train.prompts, group, sampled=draws)
     if config.warmup.steps and run.task is not None:
-        said = f"warmup.batch = {config.warmup.batch}"
-        _check(run, said, config.warmup.batch, 1, drawn=False)
+        setting = f"warmup.batch = {config.warmup.batch}"
+        _check(run, setting, config.warmup.batch, 1, sampled=False)
     if run.task is not None or run.data.prompts["eval"]:
         check_evaluation(run)
 
@@ -69,9 +69,9 @@ def check_weights(run: Any, *, key: str = "", times: int = 1) -> None:
         float(np.prod(x.shape)) * min(x.dtype.itemsize, least) for x in jax.tree.leaves(shapes)
     )
     model = "model.config" if path is None else f"model.path = {path!r}"
-    said = f"{key} = {times}" if key else model
+    setting = f"{key} = {times}" if key else model
     remedy = f"lower {key}" if key else "choose a smaller model"
-    check_fits(f"{said}: the weights", times * size, remedy, available=available_bytes())
+    check_fits(f"{setting}: the weights", times * size, remedy, available=available_bytes())
 
 
 def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.samples")) -> None:
@@ -82,13 +82,13 @@ def check_evaluation(run: Any, keys: Sequence[str] = ("eval.problems", "eval.sam
       keys: what the number of problems and that of completions for each are called.
     """
     table = run.config.eval
-    said = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
+    setting = f"{keys[0]} = {table.problems} with {keys[1]} = {table.samples}"
     if run.task is not None:
-        _check(run, said, table.problems, table.samples)
+        _check(run, setting, table.problems, table.samples)
     else:  # decoded as many at a time as a training step has
-        there = min(table.problems, len(run.data.prompts["eval"]))
-        _check(run, said, min(there, run.config.train.prompts), table.samples)
-        _check(run, said, there, table.samples, drawn=False)
+        problems = min(table.problems, len(run.data.prompts["eval"]))
+        _check(run, setting, min(problems, run.config.train.prompts), table.samples)
+        _check(run, setting, problems, table.samples, sampled=False)
 
 
 def check_problems(run: Any, key: str, problems: int) -> None:
@@ -99,7 +99,7 @@ def check_problems(run: Any, key: str, problems: int) -> None:
       key: what sets how many there are.
       problems: as many.
     """
-    _check(run, f"{key} = {problems}", problems, 1, drawn=False)
+    _check(run, f"{key} = {problems}", problems, 1, sampled=False)
 
 
 def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) -> None:
@@ -112,8 +112,8 @@ def check_slots(key: str, slots: int, tokens: int, model: ModelConfig | None) ->
       model: the policy's shape; None where it is not known.
     """
     each = _TOKEN_BYTES if model is None else token_cache_bytes(model)
-    said = f"{key} = {slots} of {tokens} tokens each"
-    check_fits(said, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
+    setting = f"{key} = {slots} of {tokens} tokens each"
+    check_fits(setting, float(slots) * tokens * each, f"lower {key}", available=available_bytes())
 
 
 def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
@@ -121,8 +121,8 @@ def token_cache_bytes(model: ModelConfig, itemsize: int | None = None) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * (itemsize or 1)
 
 
-def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True) -> None:
-    """Checks completions of a group for each prompt; those that are drawn have a cache, too."""
+def _check(run: Any, setting: str, prompts: int, group: int, *, sampled: bool = True) -> None:
+    """Checks completions of a group for each prompt; sampled ones have a cache, too."""
     config: Config = run.config
     new = max_new_tokens(config, run.task)
     if config.episodes is not None:  # a row of training holds all contexts of an episode
@@ -130,10 +130,10 @@ def _check(run: Any, said: str, prompts: int, group: int, *, drawn: bool = True)
         new *= contexts if isinstance(contexts, int) else 1
     size = 4.0 * prompts * run.width + float(prompts) * group * new * _TOKEN_BYTES
     # The caches of episodes may wait on the host, so they are not counted.
-    if drawn and run.model is not None and not config.episodes:
+    if sampled and run.model is not None and not config.episodes:
         itemsize = 1 if "cache" in config.sampling.int8 else np.dtype(run.model.dtype).itemsize
         cached = cached_tokens(prompts, group, run.width, new, config.sampling.slots)
         size += cached * token_cache_bytes(run.model, itemsize)
-    keys = " or ".join(part.split(" = ")[0] for part in said.split(" with "))
-    said = f"{said}, {run.width} + {new} tokens each"
-    check_fits(said, size, f"lower {keys}", available=available_bytes())
+    keys = " or ".join(part.split(" = ")[0] for part in setting.split(" with "))
+    setting = f"{setting}, {run.width} + {new} tokens each"
+    check_fits(setting, size, f"lower {keys}", available=available_bytes())

@@ -53,8 +53,8 @@ def from_reasoning_gym(
         return _Problem(entry), [{"role": "user", "content": content}]
 
     def step(problem: _Problem, reply: Reply) -> tuple[_Problem, Feedback]:
-        found = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
-        score = float(data.score_answer(answer=found, entry=problem.entry))
+        answer = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
+        score = float(data.score_answer(answer=answer, entry=problem.entry))
         taken = problem.attempts + 1
         if score >= 1 or taken >= attempts:
             metrics = {"attempts": float(taken)}

@@ -54,11 +54,13 @@ def from_textarena(
     place, _, name = opponent.rpartition(":")
     if opponent and not Path(place).is_file():
         raise UserError(f"opponent = {opponent!r}: there is no file {place!r}")
-    given = {
+    game_options = {
         "game": game,
         "options": dict(options),
         "players": players,
         "opponent": f"{Path(place).resolve()}:{name}" if opponent else "",
     }
     limits = Limits(turns=20)
-    return process_env(f"{_CHILD}:Game", given, python=python, limits=limits, at_once=processes)
+    return process_env(
+        f"{_CHILD}:Game", game_options, python=python, limits=limits, at_once=processes
+    )
