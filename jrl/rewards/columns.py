@@ -3,9 +3,10 @@
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
 
-A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name, or
-nothing but ``**columns``. Columns are lists of one length: ``prompts``, ``completions`` (texts), ``completion_ids`` (lists of
-token ids), ``answer`` (the reference answer) and the further columns of the data by their names.
+A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
+or nothing but ``**columns``. Columns are lists of one length: ``prompts``, ``completions`` (texts),
+``completion_ids`` (lists of token ids), ``answer`` (the reference answer) and the further columns
+of the data by their names.
 """
 
 from __future__ import annotations

@@ -26,22 +26,22 @@ from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
 from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.errors import UserError
 from jrl.mesh import replicated
-from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.sampling.rows import Rows
-from jrl.train.build import Run, sampler_of
+from jrl.train.build import Run, run_features, sampler_of
 from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.episode_search import EpisodeSearch
 from jrl.train.episode_trees import EpisodeTrees, PathEstimate
+from jrl.train.features import check_features, host_features
 from jrl.train.host_branches import EpisodeBranches
 from jrl.train.host_play import Newer, Played, keep_weights, play_episodes, summary_room
 from jrl.train.placement import sampler_mesh
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.train.several import check_division
+from jrl.train.state import check_division
 from jrl.train.tree_search import Estimate, estimates, run_estimate
-from jrl.types import Params, Prompt, Several
+from jrl.types import Params, Prompt, Stack
 
 SUCCESS = "success"
 """The reward part that is 1 where the environment says that an episode ended well, beside those
@@ -101,12 +101,12 @@ class HostEpisodes:
         branches: EpisodeBranches | None = None,
         trees: EpisodeTrees | None = None,
         estimate: Estimate | None = None,
-        several: Several | None = None,
+        several: Stack | None = None,
     ) -> None:
         _check_parts(env, weights)
         _check_group(env, group)
         if branches is not None or trees is not None:
-            _check_fork(env)
+            check_features(host_features(env, {"tree": "[tree]"}))
         self._branches, self._several = branches, several
         self._trees, self._estimate = trees, estimate
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
@@ -314,25 +314,12 @@ class HostEpisodes:
 
 def check_host(run: Run) -> None:
     """Raises UserError for an environment, a template or a method that episodes cannot use."""
-    if (
-        run.method.draw.demonstrations
-        or run.method.draw.baseline_members
-        or not run.method.draw.own
-    ):
-        raise UserError(
-            f"data.env: method = {run.config.method!r} trains on demonstrations or greedy members,"
-            " which episodes on the host do not have; choose another method"
-        )
-    if jax.process_count() > 1:
-        raise UserError("data.env with data.train runs in one process; use one host")
     env = _env(run)
     try:
         _check_parts(env, run.rewards.weights)
         _check_group(env, run.config.sampling.group)
-        if run.method.draw.shares:
-            _check_fork(env)
-        check_division(env.players, run.method.policies)
-        _check_players(run, env)
+        check_features(host_features(env, run_features(run)))
+        check_division(env.players, run.network)
         chat = format_of(env, run.tokenizer)
         _check_contexts(run, env, chat)
         for note in chat.notes:
@@ -361,7 +348,7 @@ def _check_group(env: HostEnv, group: int) -> None:
 
 
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
-    """Raises UserError for contexts that leave no room to speak, branch, or cannot be trained."""
+    """Raises UserError for contexts that leave no room to speak."""
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
     if contexts == 1:
         return
@@ -371,48 +358,6 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
             f"{said}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
-        )
-    if run.method.draw.shares:
-        raise UserError(
-            f"{said}: episodes that branch have one context; set objective.tree to 'none', or"
-            " data.contexts to 1"
-        )
-    if run.network.extras.hidden_shared is None:
-        raise UserError(
-            f"{said}: contexts are trained as rows that share their prompt, which this network does"
-            " not take; set data.contexts to 1, or use a network of jrl.models.transformer"
-        )
-    if any(statistic.over == "attention" for statistic in run.method.objective.statistics):
-        raise UserError(
-            f"{said}: method = {run.config.method!r} reads attention over whole rows, which"
-            " contexts divide; set data.contexts to 1"
-        )
-
-
-def _check_players(run: Run, env: HostEnv) -> None:
-    """Raises UserError where groups that belong together would not stay together."""
-    groups = env.players * env.extras.asks
-    if groups == 1:
-        return
-    if run.method.draw.shares and env.players > 1:
-        raise UserError(
-            f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
-            " 'none'"
-        )
-    if run.method.groups.keep is not keep_all:
-        raise UserError(
-            f"data.env: method = {run.config.method!r} keeps some groups and drops others, and"
-            f" each problem makes {groups}; choose a method that keeps every group"
-        )
-
-
-def _check_fork(env: HostEnv) -> None:
-    """Raises UserError where no episode could branch."""
-    if env.fork is None:
-        raise UserError(
-            "objective.tree: episodes branch with a copy of the environment's state, and this"
-            " environment has none (HostEnv.fork is None: a process, a connection, a coroutine);"
-            " use another environment, or a method that draws members apart"
         )
 
 
@@ -448,7 +393,7 @@ def host_source(
     mesh = sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = network if evaluates else sampler_of(run, network)
-    several = None if evaluates else network.extras.several
+    several = None if evaluates else network.extras.stack
     resharding = None if mesh is None else (mesh, weights_program(run, network, mesh))
     rows = Rows(
         network if mesh is None else drawn_from_prepared(network),

@@ -19,7 +19,6 @@ from jrl.data.prompts import pad_prompts
 from jrl.data.tasks import Task
 from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.episodes.tree import SEARCHES, Node, Step, Tree, grow_leaves
-from jrl.errors import UserError
 from jrl.methods.base import WrittenProblems
 from jrl.models.tokenizer import Tokenizer
 from jrl.rewards.pool import RewardPool
@@ -342,26 +341,6 @@ def _transcripts(
 
 
 # ---------------------------------------------------------------- of a run
-
-
-def check_search(run: Run) -> None:
-    """Raises UserError where a run cannot search."""
-    named = "objective.tree"
-    if jax.process_count() > 1:
-        raise UserError(f"{named}: a search runs in one process; use one host")
-    if run.config.sampling.mesh:
-        raise UserError("sampling.mesh: a search draws on the mesh of training; remove it")
-    if run.rollout_mesh is not None:
-        raise UserError(f"{named}: a search draws on the mesh of training; remove [placement]")
-    if run.rewards.model is not None:
-        raise UserError(
-            f"{named}: a search goes by rewards of functions, and [rewards.model] is none; remove"
-            " it, or draw members apart"
-        )
-    if run.task is not None and (own := [n for n in run.rewards.weights if ":" in n]):
-        raise UserError(
-            f"{named}: a search on a task goes by verify and partial; remove rewards.{own[0]}"
-        )
 
 
 def search_rows(run: Run, search: Search) -> Rows:

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
+from jrl.entry import fit
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
 from jrl.evaluate.episodes import searching
@@ -291,7 +292,12 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
 )
 def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
-    tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
+    tree = (
+        "method=arpo",
+        "objective={}",
+        "tree={kind='branch',at='even',roots=2}",
+        "log.samples_every=1",
+    )
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
     config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -373,7 +379,9 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
 
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
-    with pytest.raises(UserError, match="nobody writes them; set data.writer to FILE.py:function"):
+    with pytest.raises(
+        UserError, match="needs data.writer: nobody writes them; set it to FILE.py:function"
+    ):
         train(config, echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
@@ -405,8 +413,11 @@ SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.sam
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param(("method=deepsearch", "objective={tree_width=3}"), marks=pytest.mark.slow),
-        ("method=alphamath", "objective={tree='puct'}", "train.mode=packed"),
+        pytest.param(
+            ("method=deepsearch", "objective={}", "tree={kind='search',width=3}"),
+            marks=pytest.mark.slow,
+        ),
+        ("method=alphamath", "objective={}", "tree.kind=search", "train.mode=packed"),
     ],
     ids=["frontier", "value"],
 )
@@ -547,6 +558,63 @@ def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, en
     assert [r["reward"] * 8 for r in records] == pytest.approx(paid)
 
 
+def debate(place):
+    """The episode of the guide, in a file of its own."""
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    (code,) = re.findall(r"^```python\n(# debate.py\n.*?)^```", page.read_text(), re.M | re.S)
+    assert len(code.splitlines()) < 30
+    (place / "debate.py").write_text(code)
+    return f"{place}/debate.py:episode"
+
+
+def test_the_coroutine_of_the_guide_is_trained_and_evaluated(place, tmp_path):
+    named = f"data.env={json.dumps(debate(place))}"
+    more = ("data.turn_tokens=8", "sampling.max_new_tokens=300")
+    config = settings(place, tmp_path / "run", "talk", named, *more)
+    assert train(config, echo=lambda line: None)["steps"] == 2
+    records = records_of(tmp_path / "run")
+    assert all(r["logprob_diff"] < 1e-4 for r in records)
+    assert all(r["env_errors"] == r["env_timeouts"] == 0 for r in records)
+    assert all(r["episodes"] == 8 and "env/improved" in r for r in records)
+    # The solver takes two turns and the critic one, in groups of their own; evaluation has all.
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {sum(t["by"] == "policy" for t in s["turns"]) for s in samples} == {1, 2, 3}
+    found = evaluate_run(config)
+    assert (found["turns"], found["failed"]) == (3, 0)
+
+
+def test_an_episode_is_passed_in_python(place, tmp_path):
+    async def episode(policy, prompt, *, word="more"):
+        letters = 0
+        for messages in (prompt.text, word):
+            reply = await policy(messages)
+            letters += sum(c.isalpha() for c in reply.text)
+            policy.reward(letters / 10)
+
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+    sizes = {"train.steps": 1, "train.prompts": 2, "train.microbatches": 1, "sampling.group": 4}
+    sizes |= {"sampling.max_new_tokens": 40, "data.turn_tokens": 5, "data.word": "again"}
+    sizes |= {"model.dtype": "float32", "data.max_prompt_tokens": 48, "mesh.fsdp": 1}
+    result = fit(
+        rows,
+        env=episode,
+        model=place / "model",
+        config=sizes,
+        dir=tmp_path / "run",
+        echo=lambda line: None,
+    )
+    assert result.metrics[-1]["turns"] == 16
+
+    async def alone(prompt):
+        return 0.0
+
+    with pytest.raises(UserError, match=r"alone\(prompt\) must take policy and prompt"):
+        fit(rows, env=alone, model=place / "model", config=sizes, dir=tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(UserError, match="is an episode, which is played on the host about prompts"):
+        fit(env=episode, model=place / "model", dir=tmp_path / "none")
+
+
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):
     config = settings(place, tmp_path / "run", "talk", "data.turns=1")
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -650,12 +718,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
-            "HostEnv.fork is None",
+            "needs HostEnv.fork: episodes branch with a copy of the environment's state",
         ),
         (
             "talk",
-            ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
-            "objective.tree_rounds = 2 is not read in episodes",
+            ["data.turns=2", "method=arpo", "objective={}", "tree={kind='branch',rounds=2}"],
+            "tree.rounds = 2 is not read in episodes",
         ),
         (
             "talk",
@@ -665,12 +733,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             [*FOLDED, "method=arpo", "sampling.slots=8"],
-            "data.contexts = 4: episodes that branch have one context",
+            "does not go with data.contexts = 4: episodes that branch have one context",
         ),
         (
             "talk",
             [*FOLDED, "method=preplan_anchor"],
-            "data.contexts = 4: method = 'preplan_anchor' reads attention over whole rows",
+            "data.contexts = 4 does not go with method = 'preplan_anchor', which reads attention",
         ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
@@ -681,7 +749,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "method=sft", "objective={}"],
-            "method = 'sft' trains on demonstrat",
+            "does not go with method = 'sft', which reads demonstrations",
         ),
         ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
     ],

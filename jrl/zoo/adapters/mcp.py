@@ -123,13 +123,11 @@ class McpServer:
         offered = {tool.name: tool for tool in self._listed}
         for name in names:
             if name not in offered:
-                names_text = ", ".join(sorted(offered))
-                raise UserError(
-                    f"MCP server {self._name!r} has no tool {name!r}; it has {names_text}"
-                )
-        tools: dict[str, Tool] = {}
+                choice = ", ".join(sorted(offered))
+                raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {choice}")
+        made: dict[str, Tool] = {}
         for name in names or offered:
-            tool = self._tool(offered[name], plain_name(name, tools), seconds)
+            tool = self._tool(offered[name], plain_name(name, made), seconds)
             try:
                 check_tool(tool, f"MCP server {self._name!r}, tool {name!r}")
             except UserError as error:
@@ -137,16 +135,16 @@ class McpServer:
                     raise
                 logging.getLogger("jrl").warning("%s; it is left out", error)
                 continue
-            tools[tool.name] = tool
-        if not tools:
+            made[tool.name] = tool
+        if not made:
             raise UserError(f"MCP server {self._name!r} has no tool that can be used")
-        return list(tools.values())
+        return list(made.values())
 
     def _tool(self, offered: Any, name: str, seconds: float) -> Tool:
         async def call(**arguments: Any) -> str:
             try:
-                pending = self._ask("call_tool", offered.name, arguments)
-                result = await asyncio.wrap_future(pending)
+                answer = self._ask("call_tool", offered.name, arguments)
+                result = await asyncio.wrap_future(answer)
             except Exception as error:
                 raise EnvError(f"MCP server: {_words(error)}") from None
             text = "\n".join(_text(part) for part in result.content)
@@ -208,8 +206,8 @@ class McpServer:
             async with self._client(self._connect()) as client:
                 while (request := await requests.get()) is not None:
                     method, arguments, answer = request
-                    answering = self._answer(client, method, arguments, answer, requests)
-                    task = asyncio.create_task(answering)
+                    work = self._answer(client, method, arguments, answer, requests)
+                    task = asyncio.create_task(work)
                     waiting.add(task)
                     task.add_done_callback(waiting.discard)
         except BaseException as error:
@@ -258,15 +256,15 @@ def plain_name(name: str, taken: Container[str] = ()) -> str:
     plain = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:64]
     if not re.match("[A-Za-z]", plain):
         plain = f"tool_{plain.lstrip('_-')}"[:64]
-    candidate, number = plain, 1
-    while candidate in taken:
+    unique, number = plain, 1
+    while unique in taken:
         number += 1
-        candidate = f"{plain[: 63 - len(str(number))]}_{number}"
-    return candidate
+        unique = f"{plain[: 63 - len(str(number))]}_{number}"
+    return unique
 
 
 def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:
-    """Fails all pending requests."""
+    """Fails the requests of a connection that has ended."""
     while not requests.empty():
         request = requests.get_nowait()
         if request is not None and not request[2].done():

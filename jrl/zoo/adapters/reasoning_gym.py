@@ -29,8 +29,8 @@ def from_reasoning_gym(
     """A task as an environment; needs the extra ``reasoning_gym``.
 
     The seed of a group names its problem, of ``problems`` that the task makes from ``seed``; the
-    prompt's text, if any, stands before the question. Points are the task's own score of the last
-    answer; a score of 1 is a success and ends the episode.
+    prompt's text, if any, stands before the question. The reward is the task's own score of the
+    last answer; a score of 1 is a success and ends the episode.
 
     Args:
       task: a data set that ``reasoning_gym.create_dataset`` knows, such as "leg_counting".
