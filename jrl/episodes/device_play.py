@@ -136,7 +136,7 @@ def play(
     log: TurnLog = sampled.log
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
     results, routing = sampled.results, sampled.routing
-    rollout = as_rollout(results, prompts, version, group, drawn=tokens["drawn"], routing=routing)
+    rollout = as_rollout(results, prompts, version, group, sampled=tokens["drawn"], routing=routing)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
     paid = jnp.where(rollout.mask, tokens["paid"], 0.0)
     labels = tokens["turn"], tokens["state"], tokens["role"]

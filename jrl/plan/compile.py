@@ -173,6 +173,7 @@ def quick_plan(
     echo: Callable[[str], None] = lambda line: None,
     placement: str = "colocated",
     effort: float = 0.0,
+    timed: bool = True,
 ) -> Plan:
     """``make_plan``, but a program with unrolled layers is compiled twice with few layers.
 
@@ -180,7 +181,16 @@ def quick_plan(
     Bytes, operations and collectives grow linearly with the number of layers, so the two give those
     of the complete model; what XLA does differently in a deep program is missed. Weights that fit
     the chip's fast memory stay there from token to token, so that both programs have more of them,
-    or the complete one has no more. Arguments are those of ``make_plan``.
+    or the complete one has no more.
+
+    Args:
+      config: as for ``make_plan``, and so are the further arguments.
+      topology: the slices.
+      echo: receives lines of progress.
+      placement: of the programs.
+      effort: of XLA.
+      timed: False lets the few layers fit into fast memory. The programs then compile sooner; the
+        memory of a chip is right, and the times are too short.
     """
     run = _abstract_run(config, topology)
     model, sizes = run.shape, config.model.config
@@ -194,7 +204,7 @@ def quick_plan(
 
     low, deep = 2 * period, _prepared_bytes(run)
     each = (deep - _prepared_bytes(of(low))) / max(model.layers - low, 1)
-    if each * model.layers > FAST_BYTES:
+    if timed and each * model.layers > FAST_BYTES:
         low *= math.ceil(FAST_BYTES / (each * low))
     high = low + 2 * period
     if low + high > model.layers:  # two programs of so many layers take longer than the one

@@ -58,7 +58,7 @@ def _kept(config: Config) -> dict[str, str]:
     data = [getattr(theirs.data, name, None) for name in ("train", "eval", "pairs")]
     names = [theirs.model.path, *(path for paths in theirs.frozen.values() for path in paths)]
     names += [
-        spec for given in data for spec in ([given] if isinstance(given, str) else given or ())
+        spec for source in data for spec in ([source] if isinstance(source, str) else source or ())
     ]
     names_by_spec = {spec: hub_name(spec) for spec in names if spec}
     return {
