@@ -25,7 +25,8 @@ from jrl.episodes.configured import configured_env
 from jrl.episodes.host import format_of
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import Verifier
 from jrl.sampling.rows import Rows
 from jrl.serving.search import SEARCHES, by_likelihood, named_search
@@ -143,8 +144,8 @@ def searching(
 @contextlib.contextmanager
 def _opened(run: Run, params: Params, step: int) -> Iterator[EpisodeSearch]:
     """A search in the run's environment, which is made here and ended behind it."""
-    data, sampling = run.config.episodes, run.config.sampling
-    assert data is not None
+    data: Any = run.config.data
+    sampling = run.config.sampling
     env = configured_env(data.env, reveal(data.options, "data"))
     chat = format_of(env, run.tokenizer)
     rows = Rows(

@@ -26,8 +26,9 @@ from jrl.data.tasks import Task
 from jrl.episodes.tree import Tree
 from jrl.episodes.tree_rows import TreeRows, rows_of_tree
 from jrl.errors import UserError
-from jrl.evaluate import load_policy, wilson
+from jrl.evaluate import load_policy
 from jrl.evaluate.episodes import search_episodes
+from jrl.evaluate.statistics import wilson
 from jrl.evaluate.verifiers import LIKELIHOOD, verifier_of
 from jrl.sampling.engine import Engine
 from jrl.serving.search import (
@@ -40,10 +41,9 @@ from jrl.serving.search import (
 )
 from jrl.train import build
 from jrl.train.build import Run
-from jrl.train.collect import TextSource
 from jrl.train.demonstrations import demonstration_rollout
 from jrl.train.memory_check import check_problems, check_slots
-from jrl.train.objective import max_new_tokens
+from jrl.train.sources_text import TextSource
 from jrl.types import Array, Params, Prompt, stream
 
 _SLOTS = 32
@@ -89,7 +89,7 @@ def search_run(
         or a directory that cannot be written to.
     """
     folder = None if out is None else _folder(out)
-    if config.episodes is not None:
+    if config.data.plays:
         numbers, left = search_episodes(
             config,
             name,
@@ -136,21 +136,20 @@ def searched_run(config: Config, width: int) -> Run:
       UserError: episodes of environments, or searches that do not fit.
     """
     run = build.setup(config, trains=False)
-    if run.config.episodes or not (run.task is None or isinstance(run.task, Task)):
+    if run.config.data.plays or run.kind.episode_columns:
         raise UserError(
             "--search: episodes in an environment on the device are not searched; leave it out"
         )
-    longest = min(run.network.max_length, run.width + max_new_tokens(config, run.task))
+    longest = min(run.network.max_length, run.width + run.kind.new_tokens)
     check_slots("--width", max(_SLOTS, width), longest, run.model)
-    if run.task is not None:
+    if config.data.has_solutions:
         check_problems(run, "eval.problems", config.eval.problems)
     return run
 
 
 def longest_completion(run: Run) -> int:
     """T: the most tokens of a completion."""
-    task = run.task
-    return task.completion_tokens if isinstance(task, Task) else run.config.sampling.max_new_tokens
+    return run.kind.new_tokens
 
 
 def searched(
@@ -184,7 +183,7 @@ def searched(
         prompt_tokens=longest if plan.whole else min(longest + most, run.network.max_length - size),
         max_new_tokens=size,
         stop_tokens=run.tokenizer.stop_ids,
-        tokenizer=None if run.task else run.tokenizer,  # steps of a text end with a line
+        tokenizer=run.tokenizer if run.kind.lines else None,  # steps of a text end with a line
     )
     return search(
         engine,
@@ -194,7 +193,7 @@ def searched(
         end_tokens=run.tokenizer.stop_ids,
         step_tokens=size,
         max_tokens=most,
-        stop_strings=("\n",) if run.task is None else (),
+        stop_strings=("\n",) if run.kind.lines else (),
         seed=seed,
         temperature=run.config.eval.temperature or 1.0,
     )
@@ -259,16 +258,16 @@ def points_of(
     )
     with build.reward_pool(run.config) as pool:
         source = TextSource(
-            prompts=asked,
+            all_prompts=asked,
             width=run.width,
             seed=None,
             program=None,
-            sampling_params=None,  # type: ignore[arg-type]  # nothing is drawn
+            sampling_params=None,
             pool=pool,
             tokenizer=run.tokenizer,
             name="eval",
         )
-        rewards = np.asarray(source.judge(asked, rollout).rewards)
+        rewards = np.asarray(source.judge(asked, asked, rollout).rewards)
     return rewards[:, 0, list(run.rewards.weights).index(run.rewards.judge)]
 
 
