@@ -251,7 +251,7 @@ def as_rollout(
     version: Array,
     group: int,
     *,
-    drawn: Array | None = None,
+    sampled: Array | None = None,
     routing: Array | None = None,
 ) -> Rollout:
     """The record of N * G rows.
@@ -261,7 +261,7 @@ def as_rollout(
       prompts: N of them.
       version: [] int32, of the policy.
       group: sampled members; those after them are greedy.
-      drawn: [N, G, T] bool, tokens that the row itself sampled; None for all.
+      sampled: [N, G, T] bool, tokens that the row itself sampled; None for all.
       routing: of the prompts, [N, P, n, k]; None for no record.
     """
     n, t = prompts.tokens.shape[0], results.tokens.shape[1]
@@ -269,7 +269,7 @@ def as_rollout(
     lengths, stop = results.lengths.reshape(n, g), results.stop.reshape(n, g)
     # Past a sequence's end lies what its slot's last sequence wrote there.
     mask = jnp.arange(t)[None, None] < lengths[:, :, None]
-    mask = mask if drawn is None else mask & drawn
+    mask = mask if sampled is None else mask & sampled
     rollout = Rollout(
         prompt_tokens=prompts.tokens,
         prompt_lengths=prompts.lengths,
@@ -334,11 +334,19 @@ def on_own_prompts(
     sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
     if not axes:
         return sampler(*args)
-    whole, own = PartitionSpec(), PartitionSpec(axes)
+    replicated_spec, sharded = PartitionSpec(), PartitionSpec(axes)
     return jax.shard_map(
         sampler,
-        in_specs=(whole, whole, own, whole, whole, own, whole),
-        out_specs=own,
+        in_specs=(
+            replicated_spec,
+            replicated_spec,
+            sharded,
+            replicated_spec,
+            replicated_spec,
+            sharded,
+            replicated_spec,
+        ),
+        out_specs=sharded,
         check_vma=False,
     )(*args)
 

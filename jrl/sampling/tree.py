@@ -138,7 +138,7 @@ def generate_tree(
 
     args = key, params, prompts, sampling_params, version, ids
     results, mask, owner, steps = on_own_prompts(grow, *args, network=network)
-    rollout = as_rollout(results, prompts, version, group, drawn=mask)
+    rollout = as_rollout(results, prompts, version, group, sampled=mask)
     node = jax.vmap(nodes_of)(owner, rollout.lengths)
     return Drawn(rollout, steps.sum(), node)
 
