@@ -106,7 +106,7 @@ def evaluate(
     search: Annotated[
         str | None,
         typer.Option(
-            help="Search: best_of_n, greedy, beam, dvts, best_first, mcts or compute_optimal."
+            help="Search: best_of_n, greedy, beam, dvts, best_first, puct, uct, frontier or compute_optimal."
         ),
     ] = None,
     width: Annotated[
@@ -181,7 +181,7 @@ def evaluate(
         if given != default:
             raise UserError(f"{flag} {given}: only a search ranks paths; add --search beam")
     if out is not None:
-        raise UserError(f"--out {out}: only a search leaves rows to write; add --search mcts")
+        raise UserError(f"--out {out}: only a search leaves rows to write; add --search puct")
     from jrl.evaluate import evaluate_run
 
     result = evaluate_run(chosen, checkpoint=checkpoint)

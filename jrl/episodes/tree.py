@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
+
+from jrl.errors import UserError, unknown_choice
 
 
 class Step(NamedTuple):
@@ -29,6 +31,9 @@ class Step(NamedTuple):
       done: whether the path ends with it.
       points: what the path is worth, known or estimated; None where nobody said.
       answer: what an environment said to it, which nobody drew; of the kind of ``content``.
+      restart: where a new context begins behind it, all that the next step continues instead of the
+        path, of the kind of ``content``; None where the path itself is continued.
+      episode: the ``Episode`` up to here, where one is played.
     """
 
     content: Any
@@ -38,6 +43,8 @@ class Step(NamedTuple):
     done: bool = False
     points: float | None = None
     answer: Any = ()
+    restart: Any = None
+    episode: Any = None
 
 
 @dataclasses.dataclass
@@ -85,6 +92,12 @@ class Tree:
         self.nodes[parent].children.append(len(self.nodes))
         self.nodes.append(Node(step, parent, self.nodes[parent].depth + 1))
         return len(self.nodes) - 1
+
+    def step(self, node: int) -> Step:
+        """The step that led to a node other than the root."""
+        step = self.nodes[node].step
+        assert step is not None
+        return step
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first step to this one; without the root."""
@@ -207,18 +220,21 @@ def likelihood(tree: Tree, i: int) -> float:
 
 
 def promise(tree: Tree, i: int) -> float:
-    """What beams go by in training: a node's value, before any backup its path's likelihood."""
+    """Beam ranking: the backed-up value, or the path's likelihood before the first backup.
+
+    An open node has been backed up at most once, by the points of its own step.
+    """
     node = tree.nodes[i]
     return node.value if node.visits else math.exp(likelihood(tree, i))
 
 
 def worth(tree: Tree, i: int) -> float:
-    """A step's own points, 0 where nobody said: what beams go by."""
+    """A step's points, 0 if unscored; ranks the paths that a search has found."""
     step = tree.nodes[i].step
     return 0.0 if step is None or step.points is None else step.points
 
 
-def beam(width: int, score: Score = worth) -> Select:
+def beam(width: int, score: Score = promise) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
@@ -229,7 +245,7 @@ def beam(width: int, score: Score = worth) -> Select:
     return select
 
 
-def dvts(score: Score = worth) -> Select:
+def dvts(score: Score = promise) -> Select:
     """Diverse verifier tree search: a beam of one in every subtree below the root, side by side.
 
     As compared in "Can 1B LLM Surpass 405B LLM? Rethinking Compute-Optimal Test-Time Scaling"
@@ -301,30 +317,105 @@ class NamedSearch(NamedTuple):
 
     Attributes:
       select: (width, exploration) -> nodes to expand.
-      backup: of leaves.
+      backup: of points.
       value: of a node as the backup left it, points.
       explores: whether ``select`` reads the second number.
+      whole: whether a step is a whole completion or episode.
     """
 
     select: Callable[[int, float], Select]
     backup: Backup
     value: Callable[[Node], float]
     explores: bool = False
+    whole: bool = False
 
 
 def _mean(node: Node) -> float:
     return node.value
 
 
+def _total(node: Node) -> float:
+    return node.total
+
+
 SEARCHES: dict[str, NamedSearch] = {
     "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, _mean, explores=True),
     "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, _mean, explores=True),
-    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), lambda node: node.total),
+    "frontier": NamedSearch(lambda n, c: frontier(), constrained(), _total),
     "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, _mean),
-    "beam": NamedSearch(lambda n, c: beam(n, promise), mean_backup, _mean),
-    "dvts": NamedSearch(lambda n, c: dvts(promise), mean_backup, _mean),
+    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, _mean),
+    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, _mean),
+    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, _mean),
+    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, _mean, whole=True),
 }
-"""``Search.by`` -> the search; "frontier" is DeepSearch's."""
+"""By name, in training (``Search.by``) and at evaluation (``jrl eval --search``). "frontier" is
+DeepSearch's; "greedy" samples ``width`` steps and continues from the best of them; "beam" keeps the
+``width`` best of each level and samples as many from each; "dvts" does so in ``width`` subtrees;
+"best_first" expands the likeliest open node of any depth; "best_of_n" samples ``width`` whole
+completions."""
+
+RENAMED = {"mcts": "puct"}
+"""Earlier names of searches, and what they are called now."""
+
+
+class SearchPlan(NamedTuple):
+    """How to search.
+
+    Attributes:
+      select: nodes to expand in a round; they are expanded together.
+      backup: gets every step whose points are known.
+      value: of a node as the backup left it, points.
+      width: steps sampled from a node.
+      rounds: at most.
+      whole: whether a step is a whole completion or episode, so that a search has one level.
+      tokens: sampled in a tree, after which no round begins; 0 for any number.
+      leaves: of a tree, with which a search ends; where it ends with fewer, open nodes are
+        continued to an end until there are as many. 0 to end with the rounds.
+    """
+
+    select: Select
+    backup: Backup
+    value: Callable[[Node], float]
+    width: int
+    rounds: int
+    whole: bool = False
+    tokens: int = 0
+    leaves: int = 0
+
+
+def search_plan(
+    name: str, width: int, *, rounds: int = 64, exploration: float = 1.0, leaves: int = 0
+) -> SearchPlan:
+    """A search by name.
+
+    Args:
+      name: of ``SEARCHES``.
+      width: steps sampled from a node, and how wide beams are.
+      rounds: at most; whole completions are sampled in one.
+      exploration: how much "uct" and "puct" count that a node was seldom visited.
+      leaves: see ``SearchPlan``.
+
+    Raises:
+      UserError: there is no such search, or it has no width.
+    """
+    if name in RENAMED:
+        raise UserError(f"search = {name!r} is called {RENAMED[name]!r} now; use that name")
+    if name not in SEARCHES:
+        raise unknown_choice("search", name, SEARCHES)
+    if width < 1 or rounds < 0:
+        raise UserError(f"search: width = {width}, rounds = {rounds}; the width is at least 1")
+    named = SEARCHES[name]
+    select = named.select(width, exploration)
+    levels = min(rounds, 1) if named.whole else rounds
+    return SearchPlan(
+        select,
+        named.backup,
+        named.value,
+        width,
+        levels,
+        whole=named.whole,
+        leaves=leaves,
+    )
 
 
 # ---------------------------------------------------------------- the search
@@ -344,6 +435,95 @@ class SearchCost(NamedTuple):
     tokens: int
 
 
+class Expansion(NamedTuple):
+    """Steps to sample behind a node.
+
+    Attributes:
+      tree: its number.
+      node: number of the node in the tree.
+      steps: how many.
+    """
+
+    tree: int
+    node: int
+    steps: int
+
+
+Rounds = Generator[list[Expansion], Sequence[Sequence[Step]], list[SearchCost]]
+"""Yields what to expand together, is sent the steps of each, and returns what each tree took."""
+
+
+def search_rounds(
+    trees: Sequence[Tree], plan: SearchPlan, rounds: Sequence[int] | None = None
+) -> Rounds:
+    """The rounds of a search of several trees side by side, whoever samples and judges the steps.
+
+    In a round nodes of all trees are expanded together, and what is known of the new steps is
+    backed up. Where ``plan.leaves`` asks for more leaves than a search found, open nodes are
+    continued to an end, the likeliest most often; so after 0 rounds all leaves are paths of their
+    own from the root.
+
+    Args:
+      trees: grown in place.
+      plan: how.
+      rounds: of each tree, at most; None for ``plan.rounds`` each.
+    """
+    costs = [SearchCost(0, 0, 0)] * len(trees)
+    limits = [plan.rounds] * len(trees) if rounds is None else list(rounds)
+
+    def goes_on(i: int) -> bool:
+        spent = plan.tokens and costs[i].tokens >= plan.tokens
+        enough = plan.leaves and len(trees[i].leaves()) >= plan.leaves
+        return not spent and not enough
+
+    for number in range(max(limits, default=0)):
+        chosen = [
+            Expansion(i, node, plan.width)
+            for i, tree in enumerate(trees)
+            if number < limits[i] and goes_on(i)
+            for node in plan.select(tree)
+        ]
+        if not chosen:
+            break
+        _grow(trees, chosen, (yield chosen), plan.backup, costs)
+    paths = [Expansion(i, *node) for i, tree in enumerate(trees) for node in _missing(tree, plan)]
+    while paths:
+        new = _grow(trees, paths, (yield paths), plan.backup, costs)
+        paths = [Expansion(i, node, 1) for i, node in new if not trees[i].nodes[node].done]
+    return costs
+
+
+def _grow(
+    trees: Sequence[Tree],
+    chosen: Sequence[Expansion],
+    steps: Sequence[Sequence[Step]],
+    backup: Backup,
+    costs: list[SearchCost],
+) -> list[tuple[int, int]]:
+    """Adds the steps and backs up what is known of them; (tree, number) of all that is new."""
+    new = []
+    for (i, node, _), sampled in zip(chosen, steps, strict=True):
+        trees[i].nodes[node].expanded = True
+        for step in sampled:
+            new.append((i, trees[i].add(node, step)))
+        took = (1, len(sampled), sum(step.tokens for step in sampled))
+        costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], took, strict=True)))
+    # Behind all additions: a backup reads the path alone, so that its order is that of the steps.
+    for i, node in new:
+        step = trees[i].nodes[node].step
+        if step is not None and step.points is not None:
+            backup(trees[i], node, step.points)
+    return new
+
+
+def _missing(tree: Tree, plan: SearchPlan) -> list[tuple[int, int]]:
+    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
+    missing = max(plan.leaves - len(tree.leaves()), 0)
+    nodes = best_first(len(tree.nodes))(tree) or [0]
+    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
+    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
+
+
 def grow(
     tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
 ) -> SearchCost:
@@ -357,109 +537,31 @@ def grow(
       rounds: at most.
       tokens: drawn, after which no round begins; 0 for any number.
     """
-    together: ExpandAll = lambda asked: expand([path for _, path in asked])  # noqa: E731
-    return grow_all([tree], select, together, backup, rounds=rounds, tokens=tokens)[0]
-
-
-ExpandAll = Callable[[list[tuple[int, list[Any]]]], Sequence[Sequence[Step]]]
-"""(tree and contents of the path of each node to expand) -> the steps drawn to continue each."""
-
-
-def grow_all(
-    trees: Sequence[Tree],
-    select: Select,
-    expand: ExpandAll,
-    backup: Backup,
-    *,
-    rounds: int,
-    tokens: int = 0,
-) -> list[SearchCost]:
-    """``grow`` for several trees side by side: a round expands nodes of all of them together.
-
-    The budget of tokens is each tree's own.
-    """
-    costs = [SearchCost(0, 0, 0)] * len(trees)
-    for _ in range(rounds):
-        chosen = [
-            (i, node)
-            for i, tree in enumerate(trees)
-            if not tokens or costs[i].tokens < tokens
-            for node in select(tree)
-        ]
-        if not chosen:
-            break
-        paths = [(i, [_content(trees[i], j) for j in trees[i].path(n)]) for i, n in chosen]
-        for (i, node), found in zip(chosen, expand(paths), strict=True):
-            trees[i].nodes[node].expanded = True
-            for step in found:
-                child = trees[i].add(node, step)
-                if step.points is not None:
-                    backup(trees[i], child, step.points)
-            drawn = sum(step.tokens for step in found)
-            more = (1, len(found), drawn)
-            costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], more, strict=True)))
-    return costs
-
-
-Continue = Callable[[list[tuple[int, int, int]]], Sequence[tuple[int, int]]]
-"""(tree, node, steps) of each node to expand -> (tree, number) of all nodes that it has added."""
-
-
-def grow_leaves(
-    trees: Sequence[Tree],
-    select: Select,
-    expand: Continue,
-    *,
-    leaves: int,
-    width: int,
-    rounds: Sequence[int],
-) -> None:
-    """Searches side by side until each tree has its leaves, and completes those that have too few.
-
-    Where a search ends with too few leaves, open nodes are continued to an end, the likeliest most
-    often; so after 0 rounds all leaves are paths of their own from the root.
-
-    Args:
-      trees: grown in place.
-      select: nodes to expand in one round.
-      expand: draws steps, and backs up what is known of them.
-      leaves: of each tree, at least.
-      width: steps drawn from a node of the search.
-      rounds: of each tree, at most.
-    """
-    for number in range(max(rounds, default=0)):
-        chosen = [
-            (i, node, width)
-            for i, tree in enumerate(trees)
-            if number < rounds[i] and len(tree.leaves()) < leaves
-            for node in select(tree)
-        ]
-        if not chosen:
-            break
-        expand(chosen)
-    going = [(i, *ask) for i, tree in enumerate(trees) for ask in _missing(tree, leaves)]
-    while going:
-        going = [(i, node, 1) for i, node in expand(going) if not trees[i].nodes[node].done]
-
-
-def _missing(tree: Tree, leaves: int) -> list[tuple[int, int]]:
-    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
-    missing = max(leaves - len(tree.leaves()), 0)
-    nodes = best_first(len(tree.nodes))(tree) or [0]
-    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
-    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
+    plan = SearchPlan(select, backup, _mean, 0, rounds, tokens=tokens)
+    search = search_rounds([tree], plan)
+    try:
+        chosen = next(search)
+        while True:
+            paths = [[_content(tree, j) for j in tree.path(node)] for _, node, _ in chosen]
+            chosen = search.send(expand(paths))
+    except StopIteration as end:
+        costs: list[SearchCost] = end.value
+    return costs[0]
 
 
 def _content(tree: Tree, node: int) -> Any:
-    step = tree.nodes[node].step
-    assert step is not None
-    return step.content
+    return tree.step(node).content
 
 
-def _with_answer(tree: Tree, node: int) -> list[Any]:
-    step = tree.nodes[node].step
-    assert step is not None
-    return [step.content, step.answer] if len(step.answer) else [step.content]
+def _shared(tree: Tree, node: int) -> list[Any]:
+    """What a step behind a node continues: contents and answers on the way, of its context."""
+    shared: list[Any] = []
+    for i in tree.path(node):
+        step = tree.step(i)
+        shared += [step.content, step.answer] if len(step.answer) else [step.content]
+        if step.restart is not None:
+            shared = [step.restart]
+    return shared
 
 
 def backed_up(tree: Tree, leaf: int) -> list[float]:
@@ -490,7 +592,7 @@ def siblings(tree: Tree) -> list[Siblings]:
         seen = [j for j in node.children if tree.nodes[j].visits]
         values = [tree.nodes[j].value for j in seen]
         if len(set(values)) > 1:
-            path = [x for j in tree.path(i) for x in _with_answer(tree, j)]
+            path = _shared(tree, i)
             steps = [_content(tree, j) for j in seen]
             groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
     return groups

@@ -45,12 +45,13 @@ from jrl.train.resharding import (
     weights_program,
 )
 from jrl.train.reward_model import NAME, with_model_points
+from jrl.train.run_rows import line_ends
 from jrl.train.score import policy_of
 from jrl.train.several import check_division, unstacked
 from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
 from jrl.train.step import Step, compile_step, make_step
 from jrl.train.task_rewards import device_parts, is_own, with_own_points
-from jrl.train.tree_search import check_search, line_ends, search_source
+from jrl.train.tree_search import check_search, search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 

@@ -17,7 +17,7 @@ from jrl.train import loop
 from jrl.train.build import setup
 from jrl.train.collect import Groups
 from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
-from jrl.train.host_play import BY_TIMING
+from jrl.episodes.play import BY_TIMING
 from jrl.train.loop import train
 from jrl.train.programs import check_trainable
 from jrl.train.tree_search import Guided

@@ -15,9 +15,10 @@ from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.rewards.exact import final_answer
 from jrl.sampling.params import make_sampling_params
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.train.collect import collect
 from jrl.train.host_episodes import HostEpisodes
+from jrl.train.run_rows import RunRows
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 from jrl.types import Prompt, StopReason
@@ -35,7 +36,7 @@ CONFIG = ModelConfig(
     max_length=P + T,
 )
 NETWORK = transformer(CONFIG)
-ROWS = EpisodeRows(
+ROWS = Rows(
     NETWORK,
     slots=8,
     prompt_tokens=P,
@@ -68,7 +69,7 @@ def source(env, **weights):
     return HostEpisodes(
         env,
         PlainFormat(TOKENIZER),
-        ROWS,
+        RunRows(ROWS),
         prompts=PROMPTS,
         seed=None,
         tokenizer=TOKENIZER,

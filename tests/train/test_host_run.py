@@ -24,7 +24,7 @@ from jrl.models.transformer import transformer
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
-from jrl.train.host_play import BY_TIMING
+from jrl.episodes.play import BY_TIMING
 from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -451,7 +451,7 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     assert (found["env_errors"], found["step"]) == (0, 0)
     one = search_run(config, "greedy", width=3, by="ratio")
     assert one["turns"] == 3 * one["expansions"] <= 3 * 2
-    left = search_run(config, "mcts", width=3, rounds=6, out=str(tmp_path / "rows"))
+    left = search_run(config, "puct", width=3, rounds=6, out=str(tmp_path / "rows"))
     rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
     assert len(rows) == left["siblings"] > 0 == left["paths"]
     with pytest.raises(UserError, match="--search best_of_n: episodes are searched by turns; use"):

@@ -19,7 +19,7 @@ from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.sampling.places import entropy
-from jrl.serving.episode_rows import EpisodeRows
+from jrl.sampling.rows import Rows
 from jrl.storage.metrics import read_jsonl
 from jrl.train import loop
 from jrl.train.build import setup
@@ -28,6 +28,7 @@ from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
 from jrl.train.replay import Recall, unpacked
+from jrl.train.run_rows import RunRows
 from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
 from jrl.types import Branching, Prompt, Search, StopReason
 
@@ -45,7 +46,7 @@ def params():
 
 @cache
 def rows(slots=5, chunk=3, parked=64):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -53,7 +54,7 @@ def rows(slots=5, chunk=3, parked=64):
         stop_tokens=(END, LINE),
         chunk=chunk,
         sampling={"temperature": 1.0},
-        parked=parked,
+        suspended=parked,
         measure=entropy,
     )
 
@@ -84,7 +85,7 @@ def drawn(search, lost=lambda tokens: False, estimate=None, group=G, **sizes):
     asked, judged = problems(lost)
     given = params() if estimate is None else Guided(params(), "value")
     source = TreeSearch(
-        rows(**sizes), search, asked, group=group, width=P, ends=(END,), estimate=estimate
+        RunRows(rows(**sizes)), search, asked, group=group, width=P, ends=(END,), estimate=estimate
     )
     groups = source.draw(jax.random.key(4), given, 5, np.arange(3))
     return groups, source, judged
@@ -98,9 +99,7 @@ def odd_share(given, tokens, lengths):
 
 
 def steps_of(tree):
-    return [
-        (n.parent, n.step.content.tokens.tolist(), n.done) for n in tree.nodes if n.step is not None
-    ]
+    return [(n.parent, n.step.content.tolist(), n.done) for n in tree.nodes if n.step is not None]
 
 
 SEARCHED = {name: Search(name, 3, 12, 4, 0.7 if "uct" in name else 1.0) for name in SEARCHES}
@@ -119,7 +118,7 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
     named = SEARCHES[search.by]
     for n, tree in enumerate(source.trees):
         again, filled, here = Tree(), False, 1
-        for _ in range(search.rounds):
+        for _ in range(1 if named.whole else search.rounds):
             chosen = named.select(search.width, search.exploration)(again)
             if len(again.leaves()) >= G or not chosen:
                 break
@@ -142,7 +141,7 @@ def test_nodes_are_chosen_and_backed_up_as_the_search_says(found):
 def add(again, n, tree, number, named, guided):
     step = tree.nodes[number].step
     again.add(tree.nodes[number].parent, Step(step.content, *step[1:]))
-    whole = np.concatenate([tree.nodes[i].step.content.tokens for i in tree.path(number)])
+    whole = np.concatenate([tree.nodes[i].step.content for i in tree.path(number)])
     if step.done:
         named.backup(again, number, even_share(whole))
     elif guided:
@@ -151,7 +150,8 @@ def add(again, n, tree, number, named, guided):
 
 
 def test_members_are_leaves_and_each_step_is_trained_once(found):
-    _, groups, source, judged, _ = found
+    search, groups, source, judged, _ = found
+    whole = SEARCHES[search.by].whole
     rollout = groups.rollout.check()
     node, mask = groups.ids["node"], np.asarray(rollout.mask)
     for n, tree in enumerate(source.trees):
@@ -160,13 +160,17 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
             path, at = tree.path(leaf), 0
             for number in path:
                 step = tree.nodes[number].step.content
-                here = slice(at, at + len(step.tokens))
-                np.testing.assert_array_equal(rollout.tokens[n, i, here], step.tokens)
+                here = slice(at, at + len(step))
+                np.testing.assert_array_equal(rollout.tokens[n, i, here], step)
                 assert (node[n, i, here] == number).all()
                 assert (mask[n, i, here] == (number not in seen)).all()
-                at += len(step.tokens)
-                assert len(step.tokens) <= 4
-                assert step.tokens[-1] in (END, LINE) or len(step.tokens) == 4 or at == T
+                at += len(step)
+                assert whole or len(step) <= 4
+                assert (
+                    step[-1] == END or at == T
+                    if whole
+                    else (step[-1] in (END, LINE) or len(step) == 4 or at == T)
+                )
             seen |= set(path)
             assert rollout.lengths[n, i] == at
             last = rollout.tokens[n, i, at - 1]
@@ -176,7 +180,7 @@ def test_members_are_leaves_and_each_step_is_trained_once(found):
             assert groups.rewards[n, i, 0] == pytest.approx(even_share(rollout.tokens[n, i, :at]))
     assert (rollout.versions == np.where(mask, 5, -1)).all()
     every = [
-        (n, tuple(t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()))
+        (n, tuple(t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tolist()))
         for n, tree in enumerate(source.trees)
         for leaf in tree.leaves()
     ]
@@ -204,7 +208,7 @@ def test_the_trainers_log_probabilities_are_the_searchs(found):
 
 
 def test_prompts_are_read_once_and_paths_never(found):
-    _, groups, source, _, _ = found
+    search, groups, source, _, _ = found
     counts = groups.counts
     assert counts["read_tokens"] == sum(len(p.tokens) for p in PROMPTS)
     assert counts["reread_tokens"] == 0
@@ -212,7 +216,8 @@ def test_prompts_are_read_once_and_paths_never(found):
     assert counts["slot_tokens"] == tokens
     assert counts["search_nodes"] == sum(len(tree.nodes) - 1 for tree in source.trees)
     mask = np.asarray(groups.rollout.mask)
-    assert counts["tree_shared_tokens"] == groups.rollout.lengths.sum() - mask.sum() > 0
+    assert counts["tree_shared_tokens"] == groups.rollout.lengths.sum() - mask.sum()
+    assert (counts["tree_shared_tokens"] > 0) != SEARCHES[search.by].whole
     assert counts["judged"] == counts["search_leaves"]
 
 
@@ -304,7 +309,7 @@ def test_a_leaf_that_nobody_could_judge_leaves_its_group():
 def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
     """Kept: the even half. Later their prompts' members share nothing, and the first are kept."""
     asked, _ = problems()
-    source = TreeSearch(rows(), SEARCHED["frontier"], asked, group=G, width=P, ends=(END,))
+    source = TreeSearch(RunRows(rows()), SEARCHED["frontier"], asked, group=G, width=P, ends=(END,))
     rule = replay_rare(0.5, 0.8, each=2, prompts=8)
     recall = Recall(rule, source.draw, np.array([1.0, 0.0]), searches=True)
     step = recall.around(recall.draw)
@@ -322,7 +327,7 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
             whole = row["rollout.tokens"]
             tree = source.trees[prompt]
             (leaf,) = [i for i in tree.leaves()[:G] if ids_at(tree, i) == whole.tolist()][:1]
-            logprobs = [tree.nodes[i].step.content.logprobs for i in tree.path(leaf)]
+            logprobs = [s.logprobs for s in tree.nodes[leaf].step.episode.segments]
             np.testing.assert_array_equal(row["rollout.sampler_logprobs"], np.concatenate(logprobs))
     assert shared
     again = step(jax.random.key(4), params(), np.int32(6), np.arange(3))
@@ -355,11 +360,11 @@ def test_what_is_kept_of_a_tree_is_whole_and_its_prompt_is_drawn_apart():
 
 
 def ids_at(tree, leaf):
-    return [t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tokens.tolist()]
+    return [t for i in tree.path(leaf) for t in tree.nodes[i].step.content.tolist()]
 
 
 def path_of(tree, node):
-    return [tree.nodes[i].step.content.tokens for i in tree.path(node)]
+    return [tree.nodes[i].step.content for i in tree.path(node)]
 
 
 def test_deepsearch_reads_the_values_of_its_search():

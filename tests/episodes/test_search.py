@@ -1,8 +1,8 @@
 """Search in episodes on the host: what a path holds, what it was played in, and what may fail."""
 
 import asyncio
-import contextlib
 from functools import cache, partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,16 +11,19 @@ import pytest
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
-from jrl.episodes.tree import SEARCHES, Tree, best_first
+from jrl.episodes.play import Device
+from jrl.episodes.search import by_path, episode_at, play_search
+from jrl.episodes.tree import SEARCHES, Tree, best_first, search_plan
 from jrl.episodes.tree_rows import rows_of_tree
+from jrl.episodes.world import host_world
 from jrl.errors import UserError
+from jrl.evaluate.searcher import opened
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.search import named_search
-from jrl.train.episode_search import EpisodeSearch
-from jrl.train.episode_trees import EpisodeTrees
+from jrl.sampling.rows import Rows
+from jrl.train.host_episodes import episode_scorer, leaves_played
+from jrl.train.tree_search import plan_of
 from jrl.types import Prompt, Search, StopReason
 
 TOKENIZER = char_tokenizer()
@@ -58,7 +61,7 @@ def params():
 
 @cache
 def rows(slots):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -105,29 +108,53 @@ def game(log, fails=lambda state, reply: False, **more):
 PROMPTS = [Prompt(i, f"{i}+{i}=", np.zeros(0, np.int32), None) for i in range(3)]
 
 
-def many_sixes(told):
-    """Paths by how many sixes they hold; what they are paths of is checked."""
+def many_sixes(paths):
+    """Paths by how many sixes they hold."""
+    for path in paths:
+        assert path.opening.size
+        assert path.ends[-1] == len(path.tokens)
+    return [float((path.tokens == 6).mean()) for path in paths]
 
-    def score(paths):
-        for path in paths:
-            assert told[path.prompt].tokens.size
-            assert path.ends[-1] == len(path.tokens)
-        return [float((path.tokens == 6).mean()) for path in paths]
 
-    return score
+class Found(NamedTuple):
+    """What a search found for a problem."""
+
+    opening: np.ndarray
+    success: bool
+    tree: Tree
+    expansions: int
+    turns: int
+    drawn_tokens: int
+    env_errors: int
+
+
+def play(env, plan, slots=4, count=3, score=None, chat=CHAT, **device):
+    table = rows(slots)
+    table.set_weights(params(), 7)
+    with Calls() as calls:
+        world = host_world(calls, env, chat, Stops())
+        asked, seeds = PROMPTS[:count], [11, 12, 13][:count]
+        return play_search(
+            Device(table, **device), world, asked, seeds, plan, score or by_path(many_sixes)
+        )
 
 
 def searched(env, name="beam", width=3, slots=4, count=3):
-    table = rows(slots)
-    table.set_weights(params(), 7)
-    plan = named_search(name, width, rounds=8)
-    with Calls() as calls:
-        search = EpisodeSearch(table, calls, env, CHAT, Stops())
-        return search.search(PROMPTS[:count], [11, 12, 13][:count], plan, many_sixes)
+    played = play(env, search_plan(name, width, rounds=8), slots, count)
+    found = []
+    for i, (root, tree) in enumerate(zip(played.roots, played.trees, strict=True)):
+        failed = [e for n in range(1, len(tree.nodes)) if reason_of(e := episode_at(tree, n))]
+        success = played.successes()[i]
+        found.append(Found(root.opening, success, tree, *played.costs[i], len(failed)))
+    return found
+
+
+def reason_of(episode):
+    return "" if episode.ending is None else episode.ending.reason
 
 
 def turns_of(tree, node):
-    return [tree.nodes[i].step.content for i in tree.path(node)]
+    return [tree.step(i) for i in tree.path(node)]
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +173,7 @@ def replayed(turns):
         state, _ = await env.init(PROMPTS[0], 0)
         said = []
         for number, turn in enumerate(turns):
-            reply = Reply("", "", turn.tokens, number, False)
+            reply = Reply("", "", turn.content, number, False)
             state, feedback = env.step(state, reply)
             said.append(feedback)
         return said
@@ -161,17 +188,17 @@ def test_every_path_is_an_episode_of_its_own(found):
             turns = turns_of(each.tree, i)
             said = replayed(turns)
             answered = CHAT.following(
-                said[-1].messages, closed=turns[-1].tokens[-1] in STOPS, first=len(turns) == 1
+                said[-1].messages, closed=turns[-1].content[-1] in STOPS, first=len(turns) == 1
             )
             assert node.done == (len(turns) == TURNS)
             assert turns[-1].answer.tolist() == ([] if node.done else answered)
-            assert turns[-1].success == said[-1].success
-            assert 1 <= len(turns[-1].tokens) <= 6
+            assert turns[-1].episode.success == said[-1].success
+            assert 1 <= len(turns[-1].content) <= 6
             leaves += node.done
         assert (each.turns, each.env_errors) == (len(each.tree.nodes) - 1, 0)
-        assert each.drawn_tokens == sum(len(n.step.content.tokens) for n in each.tree.nodes[1:])
+        assert each.drawn_tokens == sum(len(n.step.content) for n in each.tree.nodes[1:])
         best = max(each.tree.leaves(), key=lambda i, t=each.tree: t.nodes[i].step.points)
-        assert each.success == each.tree.nodes[best].step.content.success
+        assert each.success == episode_at(each.tree, best).success
     assert leaves > 8
 
 
@@ -181,7 +208,7 @@ def test_log_probabilities_are_those_of_the_whole_path(found):
         for leaf in each.tree.leaves():
             turns = turns_of(each.tree, leaf)
             parts = [np.asarray(each.opening)]
-            parts += [x for turn in turns for x in (turn.tokens, turn.answer)]
+            parts += [x for turn in turns for x in (turn.content, turn.answer)]
             ids = np.concatenate(parts).astype(np.int32)
             tokens = np.zeros((1, P + T), np.int32)
             tokens[0, : len(ids)] = ids
@@ -190,31 +217,31 @@ def test_log_probabilities_are_those_of_the_whole_path(found):
             chances = jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0])
             at = len(each.opening)
             for turn in turns:
-                own = np.arange(at, at + len(turn.tokens))
-                total = float(chances[own - 1, turn.tokens].sum())
+                own = np.arange(at, at + len(turn.content))
+                total = float(chances[own - 1, turn.content].sum())
                 assert turn.logprob == pytest.approx(total, abs=1e-3)
-                at += len(turn.tokens) + len(turn.answer)
+                at += len(turn.content) + len(turn.answer)
 
 
 def drawn(found):
-    return [[n.step.content.tokens.tolist() for n in each.tree.nodes[1:]] for each in found]
+    return [[n.step.content.tolist() for n in each.tree.nodes[1:]] for each in found]
 
 
 def test_draws_do_not_depend_on_slots(found):
     assert drawn(searched(game([]), slots=3)) == drawn(found)
 
 
-def test_mcts_leaves_preferences_between_turns_of_one_state():
+def test_puct_leaves_preferences_between_turns_of_one_state():
     told = 0
-    for each in searched(game([]), "mcts", width=3):
-        points = {i: float(each.tree.nodes[i].step.content.success) for i in each.tree.leaves()}
+    for each in searched(game([]), "puct", width=3):
+        points = {i: float(episode_at(each.tree, i).success) for i in each.tree.leaves()}
         made = rows_of_tree(each.tree, each.opening.tolist(), points)
         assert made.paths == []
         known = {}
         for i in range(1, len(each.tree.nodes)):
             *before, last = turns_of(each.tree, i)
-            past = [x for turn in before for x in (*turn.tokens.tolist(), *turn.answer.tolist())]
-            known.setdefault((*each.opening.tolist(), *past), set()).add(tuple(last.tokens))
+            past = [x for turn in before for x in (*turn.content.tolist(), *turn.answer.tolist())]
+            known.setdefault((*each.opening.tolist(), *past), set()).add(tuple(last.content))
         for row in made.siblings:
             assert {tuple(r) for r in row["responses"]} <= known[tuple(row["prompt"])]
             assert len(set(row["scores"])) > 1
@@ -238,13 +265,13 @@ def test_a_search_stops_where_an_environment_has_verified_an_end():
     env = game([])._replace(verified=True, step=lambda state, reply: (state, wins(state, reply)))
     found = searched(env, "best_first", width=3)
     for each in found:
-        won = [turns_of(each.tree, i)[-1].success for i in each.tree.leaves()]
+        won = [turns_of(each.tree, i)[-1].episode.success for i in each.tree.leaves()]
         assert each.success == any(won)
         assert each.expansions == 1
     assert any(each.success for each in found)
     long = game([])._replace(verified=True)
-    for each, calm in zip(searched(long, "mcts"), searched(game([]), "mcts"), strict=True):
-        won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].success]
+    for each, calm in zip(searched(long, "puct"), searched(game([]), "puct"), strict=True):
+        won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].episode.success]
         assert each.success == bool(won)
         assert not won or len(each.tree.nodes) <= max(won) + 3  # the round that won is the last
         assert len(each.tree.nodes) <= len(calm.tree.nodes)
@@ -253,14 +280,15 @@ def test_a_search_stops_where_an_environment_has_verified_an_end():
 def test_a_fault_ends_its_path_alone():
     log = []
     odd = lambda state, reply: int(reply.tokens[0]) % 2 == 1  # noqa: E731
-    for each in searched(game(log, fails=odd), "mcts"):
+    for each in searched(game(log, fails=odd), "puct"):
         for i in range(1, len(each.tree.nodes)):
-            turn = each.tree.nodes[i].step.content
-            assert bool(turn.reason) == (int(turn.tokens[0]) % 2 == 1)
-            if turn.reason:
-                assert "the board is gone" in turn.reason
+            turn = each.tree.step(i)
+            reason = reason_of(turn.episode)
+            assert bool(reason) == (int(turn.content[0]) % 2 == 1)
+            if reason:
+                assert "the board is gone" in reason
                 assert (each.tree.nodes[i].done, each.tree.nodes[i].visits) == (True, 0)
-        assert each.env_errors == sum(bool(n.step.content.reason) for n in each.tree.nodes[1:])
+        assert each.env_errors == sum(bool(reason_of(n.step.episode)) for n in each.tree.nodes[1:])
     assert log.count("open") == log.count("close")
 
     def refuses(state):
@@ -272,14 +300,11 @@ def test_a_fault_ends_its_path_alone():
 
 
 def test_what_cannot_be_searched_is_named():
-    with pytest.raises(UserError, match="HostEnv.fork is None"):
-        searched(game([], fork=None))
-
     async def broken(prompt, seed):
         raise OSError("no server")
 
-    with pytest.raises(UserError, match="no environment opened: .*no server"):
-        searched(game([], init=broken))
+    with pytest.raises(UserError, match=r"no environment opened: .*no server"):
+        opened(play(game([], init=broken), search_plan("beam", 3)))
 
 
 # ---------------------------------------------------------------- groups to train on
@@ -291,22 +316,10 @@ WORTH = {"reward": 0.5, "success": 2.0}
 
 def grown(env, by="uct", estimate=None, slots=4):
     """The groups of a search for training, and the trees that they are of."""
-    table, kept = rows(slots), []
-    table.set_weights(params(), 7)
-    trees = EpisodeTrees(Search(by, 3, 4), env.parts, "success", WORTH)
-    with Calls() as calls:
-        search = EpisodeSearch(table, calls, env, CHAT, Stops())
-        whole = search.forest
-
-        @contextlib.contextmanager
-        def watched(*args):
-            with whole(*args) as forest:
-                yield forest
-            kept.extend(forest.trees)
-
-        search.forest = watched
-        episodes = search.opened(PROMPTS, [11, 12, 13])
-        return trees.play(search, episodes, G, [False] * 3, estimate), kept
+    plan = plan_of(Search(by, 3, 4), G)
+    score = episode_scorer(env.parts, WORTH, estimate)
+    played = play(env, plan, slots, score=score)
+    return leaves_played(played, plan, G), played.trees
 
 
 def paid_game(log, **more):
@@ -332,14 +345,14 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
         seen = set()
         for row, leaf, other in zip(group, tree.leaves(), again.groups[n], strict=False):
             path = turns_of(tree, leaf)
-            parts = [x for turn in path for x in (turn.tokens, turn.answer) if len(x)]
+            parts = [x for turn in path for x in (turn.content, turn.answer) if len(x)]
             for segment, ids, same in zip(row.segments, parts, other.segments, strict=True):
                 np.testing.assert_array_equal(segment.tokens, ids)
                 np.testing.assert_array_equal(segment.tokens, same.tokens)  # whatever the slots
                 node = tree.path(leaf)[segment.turn]
                 assert segment.node == node
                 assert segment.value == SEARCHES[by].value(tree.nodes[node])
-                own = any(ids is turn.tokens for turn in path)
+                own = any(ids is turn.content for turn in path)
                 assert segment.drawn == (own and node not in seen)
                 shared += len(ids) * (node in seen)
                 if own:
@@ -347,10 +360,10 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
                     assert not segment.drawn or (segment.versions == 7).all()
             seen |= set(tree.path(leaf))
             assert row.stop == StopReason.DONE
-            assert row.metrics["success"] == path[-1].success
+            assert row.metrics["success"] == path[-1].episode.success
         points = {
-            leaf: sum(0.5 * (int(turn.tokens[0]) % 3) for turn in turns_of(tree, leaf))
-            + 2.0 * turns_of(tree, leaf)[-1].success
+            leaf: sum(0.5 * (int(turn.content[0]) % 3) for turn in turns_of(tree, leaf))
+            + 2.0 * turns_of(tree, leaf)[-1].episode.success
             for leaf in tree.leaves()
         }
         for i, node in enumerate(tree.nodes):
@@ -364,9 +377,9 @@ def test_a_group_is_the_leaves_of_a_search_and_each_turn_is_trained_once(by):
 
 def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
     read = []
-    extend = EpisodeRows.extend
+    extend = Rows.extend
     monkeypatch.setattr(
-        EpisodeRows,
+        Rows,
         "extend",
         lambda self, answers: (read.append([*answers.values()]), extend(self, answers))[1],
     )
@@ -374,7 +387,7 @@ def test_an_answer_is_read_once_however_many_turns_follow_it(monkeypatch):
     expanded = [n for tree in trees for n in tree.nodes[1:] if n.children]
     assert max(len(n.children) for n in expanded) == 3
     ids = sorted(more.tokens for some in read for more in some)
-    assert ids == sorted(n.step.content.answer.tolist() for n in expanded)
+    assert ids == sorted(n.step.answer.tolist() for n in expanded)
     assert len(read) < len(expanded)  # those of a round together
 
 
@@ -389,7 +402,7 @@ def test_what_a_value_network_says_of_open_paths_is_backed_up():
     going = [n for tree in trees for n in tree.nodes[1:] if not n.done]
     lengths = []
     for node in going:
-        turn = node.step.content
+        turn = node.step
         past = turn.episode.opening.size + turn.episode.past().size - turn.answer.size
         assert node.step.points == past
         lengths.append(past)
@@ -402,8 +415,8 @@ def test_failed_members_of_a_search_leave_their_group():
     failed = [row for group in played.groups for row in group if not row.alive]
     assert failed
     assert all("the board is gone" in row.reason for row in failed)
-    turns = [n.step.content for tree in trees for n in tree.nodes[1:]]
-    assert played.counts["env_errors"] == sum(bool(turn.reason) for turn in turns)
+    turns = [n.step.episode for tree in trees for n in tree.nodes[1:]]
+    assert played.counts["env_errors"] == sum(bool(reason_of(turn)) for turn in turns)
     for group in played.groups:  # what the others went through is trained in one of them
         owners = [s.node for row in group if row.alive for s in row.segments if s.drawn]
         through = {s.node for row in group if row.alive for s in row.segments}
@@ -418,8 +431,9 @@ def test_failed_members_of_a_search_leave_their_group():
     assert [sum(row.alive for row in group) for group in played.groups] == [G, 0, G]
     assert [len(group) for group in played.groups] == [G] * 3
     assert "no server" in played.groups[1][0].reason
-    assert len(trees) == 2
+    assert [len(tree.nodes) > 1 for tree in trees] == [True, False, True]
     assert played.counts["env_errors"] == 1
     played, trees = grown(paid_game([], init=lambda prompt, seed: 1 / 0))
     assert not any(row.alive for group in played.groups for row in group)
-    assert (len(trees), played.counts["env_errors"]) == (0, 3)
+    assert {len(tree.nodes) for tree in trees} == {1}
+    assert played.counts["env_errors"] == 3

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.episodes.branching import MEASURED_TOKENS, EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.play import Device, play_episodes
 from jrl.episodes.transcript import RowShape, to_rollout
+from jrl.episodes.world import host_world
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
@@ -22,12 +25,11 @@ from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.objectives.policy import compute_advantages
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.row_costs import WaitingPlace
+from jrl.sampling.row_costs import WaitingPlace
+from jrl.sampling.rows import Rows
 from jrl.train.collect import to_batch
-from jrl.train.host_branches import MEASURED_TOKENS, EpisodeBranches
 from jrl.train.host_episodes import HostEpisodes
-from jrl.train.host_play import play_episodes
+from jrl.train.run_rows import RunRows
 from jrl.types import Branching, Prompt, StopReason
 
 TOKENIZER = char_tokenizer()
@@ -54,7 +56,7 @@ def params():
 
 @cache
 def rows(slots, chunk, at, parked=None):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -62,7 +64,7 @@ def rows(slots, chunk, at, parked=None):
         stop_tokens=STOPS,
         chunk=chunk,
         sampling={"temperature": 1.0},
-        parked=parked,
+        suspended=parked,
         measure=EpisodeBranches(Branching(at, 2), 4, 0).measure,
     )
 
@@ -106,22 +108,18 @@ def prompts(count):
     return [Prompt(i, t, np.zeros(0, np.int32), None) for i, t in enumerate(texts)]
 
 
-def play(env, tree=EVEN, count=2, group=4, slots=8, chunk=3, parked=None, **more):
+def play(env, tree=EVEN, count=2, group=4, slots=8, chunk=3, parked=None, **device):
     table = rows(slots, chunk, tree.at, parked)
     table.set_weights(params(), 7)
     asked = prompts(count)
     with Calls() as calls:
         return play_episodes(
-            table,
-            calls,
-            env,
-            PlainFormat(TOKENIZER),
+            Device(table, **device),
+            host_world(calls, env, PlainFormat(TOKENIZER), TOKENIZER),
             asked,
             [5 + p.id for p in asked],
             group=group,
-            tokenizer=TOKENIZER,
             branches=EpisodeBranches(tree, group, slots),
-            **more,
         )
 
 
@@ -362,7 +360,7 @@ def source(env, tree=EVEN):
     return HostEpisodes(
         env,
         PlainFormat(TOKENIZER),
-        rows(8, 3, tree.at),
+        RunRows(rows(8, 3, tree.at)),
         prompts=prompts(4),
         seed=None,
         tokenizer=TOKENIZER,

@@ -14,17 +14,18 @@ import pytest
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.play import Device, play_episodes
 from jrl.episodes.transcript import RowShape, to_rollout
+from jrl.episodes.world import host_world
 from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.serving.episode_rows import EpisodeRows
-from jrl.serving.row_costs import WaitingPlace
+from jrl.sampling.row_costs import WaitingPlace
+from jrl.sampling.rows import Rows
 from jrl.train.collect import to_batch
-from jrl.train.host_play import play_episodes
 from jrl.train.score import score
 from jrl.types import Prompt, StopReason
 
@@ -52,7 +53,7 @@ def params(seed=0):
 
 @cache
 def rows(slots=4, chunk=3):
-    return EpisodeRows(
+    return Rows(
         NETWORK,
         slots=slots,
         prompt_tokens=P,
@@ -105,15 +106,14 @@ def seed_of(prompt):
     return (int(hi) << 32) + int(lo)
 
 
-def play(env, count=3, group=4, slots=4, chunk=3, **more):
+def play(env, count=3, group=4, slots=4, chunk=3, **device):
     table = rows(slots, chunk)
     table.set_weights(params(), 7)
     asked = prompts(count)
     seeds = [seed_of(p) for p in asked]
     with Calls() as calls:
-        return play_episodes(
-            table, calls, env, CHAT, asked, seeds, group=group, tokenizer=TOKENIZER, **more
-        )
+        world = host_world(calls, env, CHAT, TOKENIZER)
+        return play_episodes(Device(table, **device), world, asked, seeds, group=group)
 
 
 def said(played):
@@ -348,8 +348,8 @@ def test_all_slots_waiting_is_a_wait_and_no_loop(monkeypatch):
     async def wait():
         await asyncio.sleep(0.1)
 
-    decode, chunks = EpisodeRows.decode, []
-    monkeypatch.setattr(EpisodeRows, "decode", lambda *a: chunks.append(1) or decode(*a))
+    decode, chunks = Rows.decode, []
+    monkeypatch.setattr(Rows, "decode", lambda *a: chunks.append(1) or decode(*a))
     play(counting_env(turns=2, turn_tokens=3), count=1, group=2)
     chunks.clear()
     began, spent = time.monotonic(), time.thread_time()
@@ -371,7 +371,7 @@ def test_divided_slots_give_the_same(calm, place):
     with jax.set_mesh(make_mesh({"data": 2}, jax.devices()[:2])):
         rows.cache_clear()
         played = play(counting_env(), choose=lambda wait: place)
-        assert rows().parked == 2
+        assert rows().max_suspended == 2
         rows.cache_clear()
     assert said(played) == said(calm)
     assert played.counts[place.value] > 0
