@@ -31,8 +31,9 @@ from jrl.episodes.host import Feedback, HostEnv, Limits
 from jrl.episodes.transcript import Transcript
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer
 from jrl.models.transformer import transformer
-from jrl.serving.episode_rows import EpisodeRows, More, RowStart
-from jrl.serving.row_costs import WaitingPlace
+from jrl.sampling.admission import RowStart
+from jrl.sampling.row_costs import WaitingPlace
+from jrl.sampling.rows import More, Rows
 from jrl.train.host_play import play_episodes
 from jrl.types import Prompt, StopReason
 
@@ -51,7 +52,7 @@ class Work(NamedTuple):
       limits: of turns and tokens.
     """
 
-    rows: EpisodeRows
+    rows: Rows
     tokenizer: CharTokenizer
     prompts: list[Prompt]
     answer: str
@@ -64,7 +65,7 @@ def build(args: argparse.Namespace) -> Work:
     alphabet = "?" + "".join(chr(0x4E00 + i) for i in range(args.vocab - special - 1))
     network = transformer(model_config(args))
     stops = range(args.vocab - max(args.vocab // args.turn_tokens, 1), args.vocab)
-    rows = EpisodeRows(
+    rows = Rows(
         network,
         slots=args.slots,
         prompt_tokens=args.prompt_len,
@@ -72,7 +73,7 @@ def build(args: argparse.Namespace) -> Work:
         stop_tokens=tuple(stops),
         chunk=args.chunk,
         sampling={"temperature": 1.0},
-        parked=args.parked,
+        suspended=args.parked,
     )
     rows.set_weights(jax.jit(network.init)(jax.random.key(args.seed)), 0)
     chance, count = random.Random(args.seed), QUEUED * args.slots // args.group
@@ -280,7 +281,7 @@ def step_seconds(work: Work) -> float:
     found = []
     for _ in range(7):
         work.rows.admit(starts)
-        jax.block_until_ready(work.rows.park(0))
+        jax.block_until_ready(work.rows.suspend(0))
         began = time.perf_counter()
         out = work.rows.decode(0)
         found.append((time.perf_counter() - began) / int(out.steps))

@@ -55,7 +55,8 @@ MUTANTS = {
         "        from jrl.objectives.segments import segments\n"
         "        from jrl.train.router import router_pairs\n"
         "        batch = batch.check()\n"
-        "        segments(batch.members), is_zero(0), unknown_choice('a', 'b', ['c']), router_pairs({})\n",
+        "        segments(batch.members), is_zero(0), router_pairs({})\n"
+        "        unknown_choice('a', 'b', ['c'])\n",
     ),
     "a hop that begins elsewhere": Mutant(
         2,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jrl.config import build_config, describe, dump, load_config
 from jrl.models.tokenizer import CharTokenizer, load_tokenizer
+from jrl.sampling.request import RequestLimits
 from jrl.serving.openai_requests import COMMON, KNOWN, NEUTRAL, parse
-from jrl.serving.request import RequestLimits
 
 NAMES = sorted(key.name for key in describe())
 FOUND = [

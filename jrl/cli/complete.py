@@ -16,7 +16,8 @@ def complete_method(incomplete: str) -> list[str]:
     Their names are read from the sources: importing them takes JAX, and so a second a key press.
     """
     found: list[str] = []
-    for path in (Path(__file__).parents[1] / "methods").glob("*.py"):
+    package = Path(__file__).parents[1]
+    for path in [*package.glob("methods/*.py"), *package.glob("zoo/methods/*.py")]:
         found += _DECORATED.findall(path.read_text(encoding="utf-8"))
     return sorted(name for name in found if name.startswith(incomplete))
 

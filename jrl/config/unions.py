@@ -62,8 +62,8 @@ class TextTable(FileTable):
 
     @property
     def wording(self) -> dict[str, Any]:
-        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
-        return {"system": None, "template": "plain"}
+        """How a prompt is made: the arguments ``system``, ``template`` and ``variables``."""
+        return {"system": None, "template": "plain", "variables": {}}
 
 
 class ChatTable(TextTable):
@@ -75,11 +75,18 @@ class ChatTable(TextTable):
         "chat: the tokenizer's chat template; plain: the question as it is; or text with"
         " {question} in it",
     )
+    template_variables: dict[str, Any] = key(
+        {}, "further variables of the chat template, such as {enable_thinking = false}"
+    )
 
     @property
     def wording(self) -> dict[str, Any]:
-        """How a prompt is made of a question: the arguments ``system`` and ``template``."""
-        return {"system": self.system, "template": self.template}
+        """How a prompt is made: the arguments ``system``, ``template`` and ``variables``."""
+        return {
+            "system": self.system,
+            "template": self.template,
+            "variables": self.template_variables,
+        }
 
     @field_validator("template")
     @classmethod

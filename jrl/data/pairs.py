@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.data.invalid import BadRows, TooLong
-from jrl.data.records import (
-    Messages,
-    answer_text,
-    in_tokens,
-    read_messages,
-    read_record,
-    read_tokens,
-    row_kind,
-)
+from jrl.data.messages import Wording, answer_message, read_tools
+from jrl.data.records import in_tokens, read_record, read_tokens, row_kind
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
 from jrl.models.tokenizer import Tokenizer
-from jrl.types import Batch
+from jrl.types import NOTHING, Batch
 
 OVERLONG = ("error", "drop", "truncate")
 
@@ -94,6 +87,7 @@ def build_judged(
     *,
     system: str | None = None,
     template: str = "chat",
+    variables: Mapping[str, Any] = NOTHING,
     max_prompt_tokens: int,
     max_completion_tokens: int,
     overlong: str = "error",
@@ -111,6 +105,7 @@ def build_judged(
       system: a system message for prompts that have none, or None.
       template: as in ``prompts.build_prompts``; messages need "chat". A prompt that is a string is
         a message of the user.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
       max_prompt_tokens: the longest prompt, tokens; in records of token ids it may be longer by
         what the completions leave of their own limit.
       max_completion_tokens: the longest completion, tokens.
@@ -129,6 +124,7 @@ def build_judged(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
+    wording = Wording(tokenizer, system, template, variables).check()
     kept: list[Judged] = []
     kind, dropped, truncated, longest_p, longest_t = "", 0, 0, 0, 0
     form: tuple[bool, ...] = ()
@@ -145,7 +141,7 @@ def build_judged(
             if in_tokens(row):
                 judged = _from_ids(index, row, where, found, tokenizer)
             else:
-                judged = _encode(index, row, where, found, tokenizer, system, template)
+                judged = _encode(index, row, where, found, wording)
             if form not in ((), _form(judged)):
                 raise UserError(
                     f"{where}: visits, or steps, are in some rows only; give them in all, or put"
@@ -284,26 +280,18 @@ def pairs_of_samples(
 # ---------------------------------------------------------------- from text to tokens
 
 
-def _encode(
-    index: int,
-    row: Mapping[str, Any],
-    where: str,
-    kind: str,
-    tokenizer: Tokenizer,
-    system: str | None,
-    template: str,
-) -> Judged:
+def _encode(index: int, row: Mapping[str, Any], where: str, kind: str, wording: Wording) -> Judged:
     """One record, tokenized."""
-    record = read_record(kind, row, where, plain=template == "plain")
-    messages = _prompt_messages(record.prompt, where, system, template)
-    text = _prompt_text(messages, where, tokenizer, system, template)
-    prompt = tokenizer.encode(text, add_special=template != "chat")
+    record = read_record(kind, row, where, plain=wording.template == "plain")
+    if isinstance(record.prompt, str) and not record.prompt.strip():
+        raise UserError(f"{where}: prompt is empty; give it a text, or remove the row")
+    messages = wording.conversation(record.prompt, "prompt", where)
+    tools = read_tools(row.get("tools"), where)
+    text, prompt = wording.prompt(messages, tools, where)
     completions = []
-    for name, given in record.completions.items():
-        answer = answer_text(given, name, where)
-        if template == "chat":
-            answer = as_template_writes(answer, messages, text, tokenizer)
-        completions.append(until_stop(tokenizer.encode(answer), tokenizer))
+    for name, value in record.completions.items():
+        message = answer_message(value, name, where)
+        completions.append(wording.completion(message, messages, text, tools, name, where))
     judged = Judged(
         id=index,
         text=text,
@@ -339,53 +327,6 @@ def _from_ids(
 def _form(judged: Judged) -> tuple[bool, bool]:
     """Whether a record has visits, and steps: the arrays of a batch, which all batches have."""
     return bool(judged.visits), bool(judged.steps)
-
-
-def _prompt_messages(prompt: Any, where: str, system: str | None, template: str) -> Messages:
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise UserError(f"{where}: prompt is empty; give it a text, or remove the row")
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = read_messages(prompt, "prompt", where)
-        if template != "chat":
-            raise UserError(
-                f"{where}: prompt is a list of messages, which data.template = {template!r} cannot "
-                "render; set it to 'chat'"
-            )
-    if system is not None and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
-
-
-def _prompt_text(
-    messages: Messages, where: str, tokenizer: Tokenizer, system: str | None, template: str
-) -> str:
-    if template == "chat":
-        if messages[-1]["role"] == "assistant":
-            raise UserError(
-                f"{where}: the prompt ends with a message of the assistant; end it with the user's"
-            )
-        return tokenizer.chat(messages)
-    question = messages[-1]["content"]
-    text = question if template == "plain" else template.format(question=question)
-    return text if system is None else f"{system}\n\n{text}"
-
-
-def as_template_writes(answer: str, prompt: Messages, text: str, tokenizer: Tokenizer) -> str:
-    """The assistant's message under the chat template, without the prompt, whose text is given."""
-    message = {"role": "assistant", "content": answer}
-    finished = tokenizer.chat([*prompt, message], add_generation_prompt=False)
-    # Some templates render a finished conversation differently; then the bare message is used.
-    return finished[len(text) :] if finished.startswith(text) else answer
-
-
-def until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids up to the first stop token, which is added when there is none."""
-    for i, token in enumerate(ids):
-        if token in tokenizer.stop_ids:
-            return ids[: i + 1]
-    return [*ids, tokenizer.eos_id]
 
 
 def _all_same(judged: Judged) -> bool:

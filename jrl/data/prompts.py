@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jrl.data.answers import AnswerFinder
 from jrl.data.invalid import BadRows, TooLong
+from jrl.data.messages import Wording, read_tools
 from jrl.data.sources import Source
 from jrl.errors import UserError, unknown_choice
+from jrl.models.chat_frames import refuse_controls
 from jrl.models.tokenizer import Tokenizer
-from jrl.types import Prompt
+from jrl.types import NOTHING, Prompt
 
 OVERLONG = ("error", "drop", "truncate")
 
@@ -57,6 +59,7 @@ def build_prompts(
     solution_key: str | None = None,
     system: str | None = None,
     template: str = "chat",
+    variables: Mapping[str, Any] = NOTHING,
     max_prompt_tokens: int,
     overlong: str = "error",
     invalid: str = "error",
@@ -66,8 +69,12 @@ def build_prompts(
     Args:
       source: the rows.
       tokenizer: the model's.
-      question_key: the field that holds the question, text.
-      answer_key: the field that holds the reference answer; None if there is none.
+      question_key: the field that holds the question: text, or a list of chat messages (with a
+        system message, examples, calls of tools). A path such as "extra_info.question" names a
+        field of a field. Where rows have no "question", it is "prompt" or "problem".
+      answer_key: the field that holds the reference answer, or its path; None if there is none.
+        Where rows have no "answer", it is "ground_truth", "reward_model.ground_truth" or
+        "solution".
       answer_pattern: a regular expression whose first group is the final answer inside the answer
         field, such as ``####\s*(.+)`` for GSM8K; its last match counts. Spaces around it and
         commas between its digits are removed. None takes the complete field.
@@ -78,13 +85,14 @@ def build_prompts(
       template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
         text with ``{question}`` in it. The last two are encoded with the special tokens that the
         tokenizer puts around a text, such as BOS.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
       max_prompt_tokens: the longest prompt, tokens.
       overlong: for longer prompts: "error", "drop", or "truncate", which keeps the end.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
 
     Returns:
-      The prompts in the order of the rows, ``id`` the row's index and ``meta`` its other fields;
-      and the counts.
+      The prompts in the order of the rows, ``id`` the row's index and ``meta`` the row's fields,
+      those of question and answer only under other names than these; and the counts.
 
     Raises:
       UserError: a row lacks question or answer (names file and line), the pattern takes too long
@@ -92,6 +100,8 @@ def build_prompts(
     """
     if overlong not in OVERLONG:
         raise unknown_choice("data.overlong", overlong, OVERLONG)
+    wording = Wording(tokenizer, system, template, variables).check()
+    question_key, answer_key = _layout(source, question_key, answer_key)
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ
@@ -103,12 +113,14 @@ def build_prompts(
                 break
             with bad.row(index, where):
                 row = source[index]
+                _check_fields(row, question_key, answer_key, where)
                 question = _question(row, question_key, where)
                 if len(questions) < 2:
-                    questions.add(question)
+                    questions.add(str(question))
                 answer = None if answer_key is None else _answer(row, answer_key, answers, where)
-                text = _text(question, tokenizer, system, template)
-                ids = tokenizer.encode(text, add_special=template != "chat")
+                messages = wording.conversation(question, question_key, where)
+                tools = read_tools(row.get("tools"), where) if template == "chat" else None
+                text, ids = wording.prompt(messages, tools, where)
                 if not ids:
                     raise UserError(f"{where}: the prompt is empty")
                 longest = max(longest, len(ids))
@@ -121,7 +133,8 @@ def build_prompts(
                     truncated += 1
                     ids = ids[-max_prompt_tokens:]
                     text = tokenizer.decode(ids, skip_special=False)
-                meta = {k: v for k, v in row.items() if k not in (question_key, answer_key)}
+                usual = {"question", "answer"} & {question_key, answer_key}
+                meta = {k: v for k, v in row.items() if k not in usual}
                 solution = None
                 if solution_key is not None:
                     solution = _solution(row, solution_key, where, tokenizer)
@@ -184,25 +197,65 @@ def pad_prompts(prompts: Sequence[Prompt], size: int) -> tuple[np.ndarray, np.nd
     return tokens, lengths
 
 
-def _field(row: dict[str, Any], key: str, where: str, setting: str) -> Any:
-    if key not in row:
+QUESTIONS = ("question", "prompt", "problem")
+ANSWERS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+"""Names that published data sets give the two fields, in the order in which they are looked for."""
+
+
+def _layout(source: Source, question: str, answer: str | None) -> tuple[str, str | None]:
+    """The fields of question and answer, by the first row where they have their usual names."""
+    first = source[0] if len(source) else {}
+    if question == QUESTIONS[0]:
+        question = next((name for name in QUESTIONS if _has(first, name)), question)
+    if answer == ANSWERS[0]:
+        answer = next((name for name in ANSWERS if _has(first, name)), answer)
+    return question, answer
+
+
+def _look_up(row: Mapping[str, Any], key: str) -> Any:
+    """The field of that name, or of a path such as "reward_model.ground_truth"; None for none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _check_fields(row: Mapping[str, Any], question: str, answer: str | None, where: str) -> None:
+    """Raises UserError that names every field which a row lacks."""
+    wanted = {"question": question, "answer": answer}
+    lacks = {n: k for n, k in wanted.items() if k is not None and not _has(row, k)}
+    if lacks:
+        names = " and no field ".join(map(repr, lacks.values()))
+        keys = " and ".join(f"data.fields.{name}" for name in lacks)
         raise UserError(
-            f"{where}: there is no field {key!r}; set {setting} to one of {', '.join(row)}"
+            f"{where}: there is no field {names}; set {keys} to one of {', '.join(row)}"
         )
-    return row[key]
 
 
-def _question(row: dict[str, Any], key: str, where: str) -> str:
-    question = _field(row, key, where, "data.fields.question")
+def _has(row: Mapping[str, Any], key: str) -> bool:
+    head, _, _ = key.partition(".")
+    return key in row or (head in row and head != key and _look_up(row, key) is not None)
+
+
+def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
+    question = _look_up(row, key)
+    if isinstance(question, list | tuple | np.ndarray):
+        return list(question)
     if not isinstance(question, str):
-        raise UserError(f"{where}: {key} must be text, not {type(question).__name__}")
+        raise UserError(
+            f"{where}: {key} must be text or a list of messages, not {type(question).__name__}"
+        )
     if question and not question.strip():
         raise UserError(f"{where}: {key} is blank")
     return question
 
 
-def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
-    answer = _field(row, key, where, "data.fields.answer")
+def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
+    answer = _look_up(row, key)
     if answers.pattern is not None:
         found = answers.find(str(answer), where)
         if found is None:
@@ -217,19 +270,15 @@ def _answer(row: dict[str, Any], key: str, answers: AnswerFinder, where: str) ->
     return answer
 
 
-def _solution(row: dict[str, Any], key: str, where: str, tokenizer: Tokenizer) -> np.ndarray:
+def _solution(row: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer) -> np.ndarray:
     """[s] int32: the tokens of a completion that the row gives, the end-of-text token last."""
-    text = str(_field(row, key, where, "data.fields.solution"))
-    if not text.strip():
+    solution = _look_up(row, key)
+    if solution is None:
+        raise UserError(
+            f"{where}: there is no field {key!r}; set data.fields.solution to one of"
+            f" {', '.join(row)}"
+        )
+    if not str(solution).strip():
         raise UserError(f"{where}: {key} is empty; every row needs a solution to learn from")
-    return np.array([*tokenizer.encode(text), tokenizer.eos_id], np.int32)
-
-
-def _text(question: str, tokenizer: Tokenizer, system: str | None, template: str) -> str:
-    if template == "chat":
-        messages = [{"role": "user", "content": question}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": system})
-        return tokenizer.chat(messages)
-    text = question if template == "plain" else template.format(question=question)
-    return text if system is None else f"{system}\n\n{text}"
+    refuse_controls(tokenizer, str(solution), f"{where}: {key}")
+    return np.array([*tokenizer.encode(str(solution)), tokenizer.eos_id], np.int32)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jrl.data.messages import read_messages
 from jrl.errors import UserError
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -32,8 +33,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "lists": ("prompt", "responses", "scores"),
 }
 """The kinds of records and their required fields; pairs may have a prompt as well."""
-
-Messages = list[dict[str, str]]
 
 
 class Record(NamedTuple):
@@ -213,39 +212,6 @@ def _numbers(given: Any, count: int, name: str, least: float = -math.inf) -> lis
         bound = "" if least == -math.inf else f" of at least {least:g}"
         raise UserError(f"{name} = {str(given)[:60]}; give {max(count, 1)} numbers{bound}")
     return [float(x) for x in given]
-
-
-def read_messages(given: Any, name: str, where: str) -> Messages:
-    """A list of messages, checked; fields other than role and content are left out."""
-    listed = [] if isinstance(given, str | Mapping | int | float) else list(given)
-    if not listed:
-        raise UserError(f"{where}: {name} must be text or a list of messages")
-    for message in listed:
-        fields = message if isinstance(message, Mapping) else {}
-        if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-            raise UserError(
-                f"{where}: {name} holds {str(message)[:60]}; a message has role and content, both "
-                "text"
-            )
-    return [{"role": m["role"], "content": m["content"]} for m in listed]
-
-
-def answer_text(given: Any, name: str, where: str) -> str:
-    """The text of a completion, given as text or as one message of the assistant."""
-    if isinstance(given, str):
-        text = given
-    else:
-        messages = read_messages(given, name, where)
-        if len(messages) != 1 or messages[0]["role"] != "assistant":
-            roles = ", ".join(message["role"] for message in messages)
-            raise UserError(
-                f"{where}: {name} holds messages of {roles} after the prompt; it must be one "
-                "message of the assistant: move the turns before it into prompt"
-            )
-        text = messages[0]["content"]
-    if not text.strip():
-        raise UserError(f"{where}: {name} is empty; give it a text, or remove the row")
-    return text
 
 
 def _pair(row: Mapping[str, Any], where: str, plain: bool) -> Record:

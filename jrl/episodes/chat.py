@@ -12,19 +12,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jrl.episodes.frames import (
+from jrl.episodes.tool_descriptions import Description, describe
+from jrl.errors import UserError
+from jrl.models.chat_frames import (
     ANSWER,
     Frames,
     Message,
     Span,
     calling,
+    chat_template,
     check_descriptions,
+    check_variables,
     outside_spans,
     plain_names,
     whole_text,
 )
-from jrl.episodes.tool_descriptions import Description, describe
-from jrl.errors import UserError
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 
 _QUESTION = {"role": "user", "content": "What is it?"}
@@ -93,14 +95,6 @@ class PlainFormat(NamedTuple):
         return [*end, *(i for m in messages for i in self.tokenizer.encode_plain(m["content"]))]
 
 
-def chat_template(tokenizer: FileTokenizer, *, tools: bool) -> str:
-    """The name of the template that conversations are rendered with.
-
-    Checkpoints with a template of their own for tools call it "tool_use".
-    """
-    return "tool_use" if tools and "tool_use" in tokenizer.templates else "default"
-
-
 class ChatFormat:
     """A checkpoint's chat template, checked on construction.
 
@@ -140,7 +134,8 @@ class ChatFormat:
         tools = list(tools or ())
         check_descriptions(tokenizer, tools)
         name = chat_template(tokenizer, tools=bool(tools))
-        _check_variables(variables or {}, tokenizer.templates.get(name, ""))
+        template = {name: tokenizer.templates.get(name, "")}
+        check_variables(variables or {}, template, "template_variables")
         given = {"tools": tools or None, **(variables or {})}
         self._frames = Frames(tokenizer, name, given)
         self._tokenizer, self._notes = tokenizer, list[str]()
@@ -355,14 +350,3 @@ class ChatFormat:
             f"but {said[1]} in {where}; use another template (chat_template.jinja), or an "
             "environment that answers in another role"
         )
-
-
-_OWN = ("messages", "tools", "add_generation_prompt", "template")
-
-
-def _check_variables(variables: Mapping[str, Any], template: str) -> None:
-    """Raises UserError for a variable that the template does not read, or that is not free."""
-    for name in variables:
-        if name in _OWN or name not in template:
-            said = "is set by the run" if name in _OWN else "is not read by the chat template"
-            raise UserError(f"template_variables.{name} {said}; remove it, or correct its name")

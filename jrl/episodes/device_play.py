@@ -30,8 +30,8 @@ from jrl.sampling.generate import (
     slot_sizes,
     with_routing,
 )
-from jrl.sampling.params import SamplingParams, at_most
-from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.queue import CHUNK, Queue, Results, finish
 from jrl.sampling.slots import decode, extend, sequences_of
 from jrl.types import Array, Network, Params, Rollout, Several, StopReason
 
@@ -88,7 +88,7 @@ def play(
     baseline_members: int = 0,
     slots: int = 0,
     block: int = 0,
-    chunk: int = 4,
+    chunk: int = CHUNK,
     shrink: bool | None = None,
     step: Array | None = None,
 ) -> tuple[Episodes, Array]:
@@ -233,11 +233,11 @@ def _play(
             )
             queue = queue.replace(slots=slots, steps=queue.steps + count * limits.shape[0])
             # A loop of one turn or none: it writes in place, where a branch would copy the cache.
-            with at_most(1):
+            with jax.named_scope("answers"):
                 queue = jax.lax.while_loop(lambda q: jnp.any(_ended(q)), answer, queue)
             return taken + count, queue
 
-        with at_most(env.turns * -(-env.turn_tokens // chunk)):
+        with jax.named_scope("turns"):
             return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
 
     queue = finish(

@@ -22,16 +22,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jrl.data.invalid import BadRows
-from jrl.data.pairs import as_template_writes, until_stop
+from jrl.data.messages import Wording, after_prompt, until_stop
 from jrl.data.tables import Source
-from jrl.episodes.chat import PlainFormat, chat_template
-from jrl.episodes.frames import Frames, Message, whole_text
+from jrl.episodes.chat import PlainFormat
 from jrl.episodes.recorded import ROW, joined_groups
 from jrl.episodes.recorded_files import Distribution, Drawn
 from jrl.episodes.transcript import Transcript
 from jrl.errors import UserError, nearest
+from jrl.models.chat_frames import (
+    Frames,
+    Message,
+    chat_template,
+    conversation_ids,
+    refuse_controls,
+    whole_text,
+)
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
-from jrl.types import StopReason
+from jrl.types import NOTHING, StopReason
 
 ROLES = ("system", "user", "assistant")
 ASSISTANT = "assistant"
@@ -85,6 +92,7 @@ def read_dialogues(
     *,
     system: str | None = None,
     template: str = "chat",
+    variables: Mapping[str, Any] = NOTHING,
     invalid: str = "error",
 ) -> Dialogues:
     """The dialogues of a file, tokenized.
@@ -95,12 +103,14 @@ def read_dialogues(
       system: a system message for dialogues that begin without one, or None.
       template: "chat" for the tokenizer's chat template; "plain" for contents one after another,
         each of the assistant's ended by the end-of-text token.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
       invalid: for rows that cannot be used: "error", or "skip", which counts them.
 
     Raises:
       UserError: a row cannot be used; names file and line, and what is wrong with it.
     """
-    writer = _writer(tokenizer, template)
+    Wording(tokenizer, system, template, variables).check()
+    writer = _writer(tokenizer, template, variables)
     sessions: list[list[Drawn]] = []
     bad = BadRows(skip=invalid == "skip")
     for index in range(len(source)):
@@ -253,38 +263,17 @@ class _Chat(NamedTuple):
     frames: Frames
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer, text = self.frames.tokenizer, self.frames.render(messages)
-        if self._is_plain(messages, text):
-            return tokenizer.encode(text)
-        return tokenizer.encode_framed(*self.frames.spans([], messages, ASSISTANT))
-
-    def _is_plain(self, messages: Sequence[Message], text: str) -> bool:
-        """Whether the control tokens of a text are those of its frame, and all contents are there.
-
-        Two renderings, where finding the places of the contents takes one for each of them.
-        """
-        controls, marked = self.frames.tokenizer.controls, self.frames.marked(messages, ASSISTANT)
-        frame = self.frames.render(marked)
-        marks = [mark["content"] for m, mark in zip(messages, marked, strict=True) if m is not mark]
-        return all(frame.count(mark) == 1 for mark in marks) and controls(text) == controls(frame)
+        return conversation_ids(self.frames, messages, ASSISTANT)
 
     def turn(self, before: Sequence[Message], message: Message) -> list[int]:
         tokenizer, content = self.frames.tokenizer, message["content"]
-        stops = set(tokenizer.stop_ids) & set(tokenizer.encode(content))
-        spelled = tokenizer.controls(content, special=True) or [
-            tokenizer.decode([i], skip_special=False) for i in stops
-        ]
-        if spelled:
-            raise UserError(
-                f"the assistant's message {content!r:.40} spells the control token {spelled[0]!r}, "
-                "which it would learn to draw there; write it otherwise"
-            )
+        refuse_controls(tokenizer, content, f"the assistant's message {content!r:.40}")
         text = self.frames.render(before)
-        said = as_template_writes(content, [dict(m) for m in before], text, tokenizer)
+        said = after_prompt(self.frames.render([*before, message], prompt=False), text, content)
         return until_stop(tokenizer.encode(said), tokenizer)
 
 
-def _writer(tokenizer: Tokenizer, template: str) -> _Writer:
+def _writer(tokenizer: Tokenizer, template: str, variables: Mapping[str, Any]) -> _Writer:
     """What writes messages in ids.
 
     Raises:
@@ -302,7 +291,8 @@ def _writer(tokenizer: Tokenizer, template: str) -> _Writer:
             "the model has no chat template, which dialogues are written with; set data.template to"
             " plain, or add chat_template.jinja to the checkpoint"
         )
-    return _Chat(Frames(tokenizer, chat_template(tokenizer, tools=False), {"tools": None}))
+    name = chat_template(tokenizer, tools=False)
+    return _Chat(Frames(tokenizer, name, {**variables, "tools": None}))
 
 
 def _turns(

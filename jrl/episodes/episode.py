@@ -13,7 +13,6 @@ import numpy as np
 
 from jrl.episodes.calls import run_either
 from jrl.episodes.chat import Format
-from jrl.episodes.frames import Message
 from jrl.episodes.host import (
     EnvError,
     Feedback,
@@ -23,8 +22,10 @@ from jrl.episodes.host import (
     check_messages,
 )
 from jrl.episodes.transcript import Segment, Transcript
+from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import Tokenizer
-from jrl.sampling.rows import RowStart, SuspendedRow
+from jrl.sampling.admission import RowStart
+from jrl.sampling.rows import SuspendedRow
 from jrl.types import Prompt, StopReason
 
 ABSENT: Any = object()

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from jrl.episodes.chat import Format
 from jrl.episodes.episode import Episode, Pending
-from jrl.episodes.frames import Message
 from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.models.chat_frames import Message
 from jrl.types import StopReason
 
 

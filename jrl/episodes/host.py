@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.episodes.chat import ChatFormat, Format, PlainFormat, chat_template
-from jrl.episodes.frames import Message
 from jrl.episodes.parsers import get_parser
 from jrl.episodes.tool_descriptions import describe
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING, Prompt
 

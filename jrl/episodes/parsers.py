@@ -7,6 +7,10 @@ r"""How models of each family write tool calls, as values: text to calls, a call
 A parser reads the policy's words with their control tokens spelled out, never raises, and tells two
 kinds of error apart: "structure", what no call can be read from, and "content", a call of a tool or
 with arguments that there are not (``tools.check_call``).
+
+Calls are parsed from where they begin, by a reader of their language (JSON, Python, or parameters
+between tags), which says where they end. So a family's marks inside a string are text. Only where
+that reader fails do marks say how far the broken call goes.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError, unknown_choice
@@ -58,7 +62,8 @@ class Parser(NamedTuple):
 
     Attributes:
       parse: (text, schemas) -> the calls in it, in order; () for a text without any. The schemas
-        give types to formats that do not write them.
+        give types to formats that do not write them, and say which tools are offered: where a
+        format has no mark of a call, JSON that names another tool is an answer.
       render: (call) -> text that ``parse`` reads as that call.
       role: of the messages that results are sent back in.
       result: (text of a result) -> content of that message.
@@ -105,20 +110,59 @@ def get_parser(name: str, template: str | None = None) -> Parser:
 
 # ---------------------------------------------------------------- JSON
 
+Parsed = tuple[Call | Malformed, ...]
 
 _dumps = functools.partial(json.dumps, ensure_ascii=False)
+_SPACE = re.compile(r"\s*")
+_ADDRESS = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>")
+
+
+def _malformed(reason: str, name: str = "") -> Malformed:
+    """A broken call; the reason has no addresses, which differ between runs of one seed."""
+    return Malformed("structure", _ADDRESS.sub("an expression", reason)[:300], name)
 
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _json(text: str) -> Any:
-    """The value, or ``Malformed``."""
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
+def _json_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at a character, after white space, and where it ends.
+
+    A value that cannot be read is ``Malformed``, and ends where it should begin.
+    """
+    at = _after_space(text, at)
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
-        return Malformed("structure", f"not JSON: {error}"[:300])
+        return _malformed(f"not JSON: {error}"), at
+
+
+def _after_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _json(text: str) -> Any:
+    """The value of a whole text, or ``Malformed``."""
+    value, end = _json_at(text, 0)
+    if isinstance(value, Malformed) or not text[end:].strip():
+        return value
+    return _malformed(f"not JSON: extra data: {text[end:]!r:.40}")
+
+
+def _without_surrogates(value: Any) -> Any:
+    """A JSON value without lone surrogates, which cannot be encoded: they become U+FFFD."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return value
 
 
 def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
@@ -126,85 +170,174 @@ def _call(value: Any, keys: Sequence[str] = ("arguments",)) -> Call | Malformed:
     if isinstance(value, Malformed):
         return value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        return Malformed("structure", 'a call is a JSON object with a "name"')
-    found = [value[key] for key in keys if key in value]
-    call = _with_arguments(value["name"], found[0] if found else {})
-    given = value.get("id")
-    return call._replace(id=given) if isinstance(call, Call) and isinstance(given, str) else call
+        return _malformed('a call is a JSON object with a "name"')
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    call = _with_arguments(value["name"], arguments)
+    call_id = value.get("id")
+    if isinstance(call, Call) and isinstance(call_id, str):
+        return call._replace(id=_without_surrogates(call_id))
+    return call
 
 
 def _with_arguments(name: str, arguments: Any) -> Call | Malformed:
+    name = _without_surrogates(name)
     if isinstance(arguments, str):
         arguments = _json(arguments)
     if isinstance(arguments, Malformed):
         return arguments._replace(name=name)
     if not isinstance(arguments, dict):
-        return Malformed("structure", "the arguments must be a JSON object", name)
-    return Call(name, arguments)
+        return _malformed("the arguments must be a JSON object", name)
+    try:
+        return Call(name, _without_surrogates(arguments))
+    except RecursionError:
+        return _malformed("the arguments are nested too deeply", name)
 
 
 # ---------------------------------------------------------------- between tags
 
-_TOOL_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_OPEN, _CLOSE, _THOUGHT = "<tool_call>", "</tool_call>", "</think>"
+
+Read = Callable[[str, int], tuple[Call | Malformed, int]]
+"""(text, start of a call) -> (the call, its end). A broken call ends where it starts."""
 
 
-def _tagged(
-    text: str, read: Callable[[str], tuple[Call | Malformed, ...]]
-) -> tuple[Call | Malformed, ...]:
-    """What stands between <tool_call> and </tool_call>; thinking before it is not looked at."""
-    out: list[Call | Malformed] = []
-    thought, _, rest = text.partition("</think>")
-    for body, end in _TOOL_CALL.findall(rest or thought):
-        out += read(body) if end else [Malformed("structure", "</tool_call> is missing")]
-    return tuple(out)
+def _tagged(text: str, read: Read, bare: re.Pattern[str] | None = None) -> Parsed:
+    """The calls after <tool_call>; those inside thinking are ignored.
+
+    Args:
+      text: of a turn.
+      read: reads one call.
+      bare: how a call may begin without the tag.
+    """
+    calls: list[Call | Malformed] = []
+    at, thinking = 0, _THOUGHT in text
+    while True:
+        starts = [(text.find(mark, at), mark) for mark in (_OPEN, *([_THOUGHT] * thinking))]
+        if bare is not None and (match := bare.search(text, at)):
+            starts.append((match.start(), ""))
+        start, mark = min(((i, m) for i, m in starts if i >= 0), default=(-1, ""))
+        if start < 0:
+            return tuple(calls)
+        at = start + len(mark)
+        if mark == _THOUGHT:  # what came before it was thought, and is no call
+            calls, thinking = [], False
+            continue
+        call, end = read(text, at)
+        closed = text.startswith(_CLOSE, _after_space(text, end))
+        if isinstance(call, Call) and mark and not closed:
+            close = text.find(_CLOSE, end)
+            again = text.find(_OPEN, end)
+            closed = close >= 0 and not 0 <= again < close
+        if mark and not closed and _CLOSE not in text[at:]:
+            call = _malformed(f"{_CLOSE} is missing")
+        calls.append(call)
+        # After a broken call the search goes on inside it: where it ends is not known.
+        at = max(end, at + (not mark))
 
 
-def _parse_hermes(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    return _tagged(text, lambda body: (_call(_json(body)),))
-
-
-def _render_hermes(call: Call) -> str:
-    # A "<" in a string is written as an escape, or a text could end the call.
-    body = _dumps({"name": call.name, "arguments": call.arguments}).replace("<", "\\u003c")
-    return f"<tool_call>\n{body}\n</tool_call>"
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(
-    r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL
-)
-
-
-def _parse_coder(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    def read(body: str) -> tuple[Call | Malformed, ...]:
-        found = _FUNCTION.fullmatch(body)
-        if found is None:
-            return (Malformed("structure", "a call is <function=NAME> ... </function>"),)
-        name, rest = found[1].strip(), found[2]
-        types = schemas.get(name, {}).get("properties", {})
-        arguments, end = {}, 0
-        for match in _PARAMETER.finditer(rest):
-            if rest[end : match.start()].strip():
-                break
-            arguments[match[1].strip()] = _typed(match[2], types.get(match[1].strip(), {}))
-            end = match.end()
-        if rest[end:].strip():
-            return (Malformed("structure", f"not a <parameter=...>: {rest[end:]!r:.60}", name),)
-        return (Call(name, arguments),)
+def _parse_hermes(text: str, schemas: Schemas) -> Parsed:
+    def read(text: str, at: int) -> tuple[Call | Malformed, int]:
+        value, end = _json_at(text, at)
+        return _call(value), end
 
     return _tagged(text, read)
 
 
+def _render_hermes(call: Call) -> str:
+    # A "<" in a string is written as an escape: other readers of this format search for the tags.
+    body = _dumps({"name": call.name, "arguments": call.arguments}).replace("<", "\\u003c")
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+# Strings are not quoted here, so the end of a value is a closing tag that something follows which
+# may follow a value. A closing tag in the middle of a text is text.
+_VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>|\Z))")
+_UNCLOSED = re.compile(r"\n?(?=\n<parameter=[^>\n]+>\n|\s*</function>\s*(?:</tool_call>|\Z))")
+_FUNCTION_END = re.compile(r"\s*</function>")
+
+
+def _parse_coder(text: str, schemas: Schemas) -> Parsed:
+    def read(text: str, at: int) -> tuple[Call | Malformed, int]:
+        head = _FUNCTION.match(text, at)
+        if head is None:
+            return _malformed("a call is <function=NAME> ... </function>"), at
+        name, begin, at = head[1].strip(), at, head.end()
+        types = schemas.get(name, {}).get("properties", {})
+        arguments: dict[str, Any] = {}
+        while parameter := _PARAMETER.match(text, at):
+            value, at = _parameter_value(text, parameter.end())
+            key = parameter[1].strip()
+            arguments[key] = _typed(value, types.get(key, {}))
+        end = _FUNCTION_END.match(text, at)
+        if end is None:
+            rest = text[at:].partition("</function>")[0]
+            return _malformed(f"not a <parameter=...>: {rest.strip()!r:.60}", name), begin
+        return _with_arguments(name, arguments), end.end()
+
+    offered = "|".join(map(re.escape, schemas))
+    bare = re.compile(rf"^[ \t]*<function=(?:{offered})>", re.MULTILINE) if offered else None
+    return _tagged(text, read, bare)
+
+
+def _parameter_value(text: str, at: int) -> tuple[str, int]:
+    """The text of a parameter, and where its closing tag ends; the tag may be missing."""
+    closed, unclosed = _VALUE_END.search(text, at), _UNCLOSED.search(text, at)
+    if unclosed and (closed is None or unclosed.start() < closed.start()):
+        between = text[at : closed.start()] if closed else ""
+        if closed is None or "\n<parameter=" in between:
+            return text[at : unclosed.start()], unclosed.end()
+    if closed:
+        return text[at : closed.start()], closed.end()
+    return text[at:], len(text)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema allows; empty where it does not say."""
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    kinds = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+    for word in ("anyOf", "oneOf"):
+        options = schema.get(word)
+        if isinstance(options, list):
+            kinds = kinds.union(*map(_kinds, options))
+    values = schema.get("enum")
+    if not kinds and isinstance(values, list) and all(isinstance(v, str) for v in values):
+        return {"string"}
+    return kinds
+
+
+_IS = {
+    "boolean": lambda x: isinstance(x, bool),
+    "integer": lambda x: isinstance(x, int) and not isinstance(x, bool),
+    "number": lambda x: isinstance(x, int | float) and not isinstance(x, bool),
+    "string": lambda x: isinstance(x, str),
+    "object": lambda x: isinstance(x, dict),
+    "array": lambda x: isinstance(x, list),
+    "null": lambda x: x is None,
+}
+
+
 def _typed(text: str, schema: Any) -> Any:
-    """The value of a parameter that is written without quotes, by its schema."""
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = [kind] if isinstance(kind, str) else kind if isinstance(kind, list) else []
-    if kinds == ["string"]:
+    """The value of a parameter that is written without quotes, by its schema.
+
+    JSON and Python literals are read where the schema allows their type; any other text is text.
+    """
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
         return text
     value = _json(text)
-    if isinstance(value, Malformed) or ("string" in kinds and isinstance(value, str)):
+    if not kinds:
+        return text if isinstance(value, Malformed) else value
+    for candidate in (value, _literal(text)):
+        fits = any(_IS[kind](candidate) for kind in kinds if kind in _IS and kind != "string")
+        if not isinstance(candidate, Malformed) and fits:
+            return candidate
+    if isinstance(value, Malformed) or "string" in kinds:
         return text
-    return value
+    return value  # of a type that the schema does not allow, which ``check_call`` will say
 
 
 def _render_coder(call: Call) -> str:
@@ -215,34 +348,50 @@ def _render_coder(call: Call) -> str:
     return "\n".join([*lines, "</function>\n</tool_call>"])
 
 
-# ---------------------------------------------------------------- JSON behind a control token
+# ---------------------------------------------------------------- JSON after a control token
 
-_ENDS = re.compile(r"(<\|eot_id\|>|<\|eom_id\|>|<\|end_of_text\|>|</s>|<\|im_end\|>)\s*\Z")
+_PYTHON_TAG = "<|python_tag|>"
+_OBJECT = re.compile(r'\{\s*"')
+_NAMED = re.compile(r'"name"\s*:\s*"((?:[^"\\]|\\.)*)"')
 
 
-def _values(text: str, separators: str) -> list[Any]:
-    """JSON values one after another; what is none of them is Malformed, and the last."""
-    decoder, at = json.JSONDecoder(parse_constant=_refuse), 0
-    out: list[Any] = []
-    while at < len(text):
-        if text[at].isspace() or text[at] in separators:
+def _parse_llama(text: str, schemas: Schemas) -> Parsed:
+    begin = _after_space(text, 0)
+    marked = not text.startswith("{", begin) and _PYTHON_TAG in text
+    if marked:
+        begin = text.index(_PYTHON_TAG) + len(_PYTHON_TAG)
+    calls: list[Call | Malformed] = []
+    for value in _objects(text, begin):
+        call = _call(value, ("parameters", "arguments"))
+        if isinstance(value, Malformed) and not marked:
+            # Broken JSON is a broken call only where it names a tool.
+            name = _NAMED.search(text, begin)
+            offered = name is not None and name[1] in schemas
+        else:
+            offered = marked or (isinstance(value, dict) and value.get("name") in schemas)
+        if not offered:
+            break  # an answer, or words after the calls
+        calls.append(call)
+    if marked and not calls:
+        value, _ = _json_at(text, begin)
+        calls.append(_call(value, ("parameters", "arguments")))
+    return tuple(calls)
+
+
+def _objects(text: str, at: int) -> Iterator[Any]:
+    """JSON objects one after another, perhaps with semicolons between them; the last may be broken.
+
+    Words after an object end the sequence.
+    """
+    while True:
+        while at < len(text) and (text[at].isspace() or text[at] == ";"):
             at += 1
-            continue
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            return [*out, Malformed("structure", f"not JSON: {error}"[:300])]
-        out.append(value)
-    return out
-
-
-def _parse_llama(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    body = _ENDS.sub("", text).strip()
-    marked = body.startswith("<|python_tag|>")
-    body = body.removeprefix("<|python_tag|>")
-    if not marked and not re.match(r'\{\s*"', body):
-        return ()
-    return tuple(_call(value, ("parameters", "arguments")) for value in _values(body, ";"))
+        if not _OBJECT.match(text, at):
+            return
+        value, at = _json_at(text, at)
+        yield value
+        if isinstance(value, Malformed):
+            return
 
 
 def _render_llama(call: Call) -> str:
@@ -250,29 +399,32 @@ def _render_llama(call: Call) -> str:
 
 
 _MISTRAL = "[TOOL_CALLS]"
+_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def _parse_mistral(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    out: list[Call | Malformed] = []
-    _, *bodies = _ENDS.sub("", text).split(_MISTRAL)
-    for body in bodies:
-        named = re.match(r"\s*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?(?:\[ARGS\])?\s*(?=\{)", body)
-        if named:  # from version 11 of the format on
-            made = _with_arguments(named[1], body[named.end() :])
-            out.append(made._replace(id=named[2] or "") if isinstance(made, Call) else made)
-            continue
-        value = _json(body)
-        listed = value if isinstance(value, list) else [value]
-        out += [_call(v) for v in listed]
-        if not listed:
-            out.append(Malformed("structure", "[TOOL_CALLS] without a call"))
-    return tuple(out)
+def _parse_mistral(text: str, schemas: Schemas) -> Parsed:
+    calls: list[Call | Malformed] = []
+    at = text.find(_MISTRAL)
+    while at >= 0:
+        at += len(_MISTRAL)
+        head = _MISTRAL_HEAD.match(text, at)
+        value, end = _json_at(text, head.end() if head else at)
+        if head:  # from version 11 of the format on
+            call = _with_arguments(head[1], value)
+            calls.append(call._replace(id=head[2] or "") if isinstance(call, Call) else call)
+        else:
+            listed = value if isinstance(value, list) else [value]
+            calls += [_call(item) for item in listed]
+            if not listed:
+                calls.append(_malformed("[TOOL_CALLS] without a call"))
+        at = text.find(_MISTRAL, max(at, end))
+    return tuple(calls)
 
 
 def _render_mistral(call: Call) -> str:
-    # A bracket in a string is written as an escape, or a text could begin another call.
-    given = {"name": call.name, "arguments": call.arguments}
-    body = _dumps(given | ({"id": call.id} if call.id else {}))
+    # A bracket in a string is written as an escape: other readers of this format split at it.
+    value = {"name": call.name, "arguments": call.arguments}
+    body = _dumps(value | ({"id": call.id} if call.id else {}))
     body = body.replace(_MISTRAL, "\\u005bTOOL_CALLS]")
     return f"{_MISTRAL}[{body}]"
 
@@ -283,26 +435,37 @@ def _deepseek(words: str) -> str:
 
 
 _BEGIN, _END, _SEP = (_deepseek(f"tool {words}") for words in ("call begin", "call end", "sep"))
-_DEEPSEEK = re.compile(f"{_BEGIN}(.*?){_SEP}(.*?)({_END}|(?={_BEGIN})|\\Z)", re.DOTALL)
-_FENCED = re.compile(r"([^\n]*)\n```json\n(.*)\n```\s*", re.DOTALL)
+_FENCE_BEGIN = re.compile(r"([^\n`]*)\n```json\n")  # the older form: "function", separator, name
+_FENCE_END = re.compile(r"\s*```")
 
 
-def _parse_deepseek(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    out: list[Call | Malformed] = []
-    for head, body, end in _DEEPSEEK.findall(text):
-        if not end:
-            out.append(Malformed("structure", f"{_END} is missing"))
+def _parse_deepseek(text: str, schemas: Schemas) -> Parsed:
+    calls: list[Call | Malformed] = []
+    at = text.find(_BEGIN)
+    while at >= 0:
+        at += len(_BEGIN)
+        separator, again = text.find(_SEP, at), text.find(_BEGIN, at)
+        if separator < 0 or 0 <= again < separator:
+            calls.append(_malformed(f"{_SEP} is missing"))
+            at = again
             continue
-        fenced = _FENCED.fullmatch(body)  # the older form: "function", separator, name, fence
-        if head.strip() == "function" and fenced is not None:
-            head, body = fenced[1], fenced[2]
-        if head.strip():
-            out.append(_with_arguments(head.strip(), body))
+        name, body = text[at:separator].strip(), separator + len(_SEP)
+        fence = _FENCE_BEGIN.match(text, body) if name == "function" else None
+        if fence:
+            name, body = fence[1].strip(), fence.end()
+        value, end = _json_at(text, body)
+        if fence and (close := _FENCE_END.match(text, end)):
+            end = close.end()
+        if not isinstance(value, Malformed) and text.startswith(_END, _after_space(text, end)):
+            call = _with_arguments(name, value)
+        elif _END not in text[body:]:
+            call = _malformed(f"{_END} is missing")
         else:
-            out.append(Malformed("structure", "a call without the name of a tool"))
-    if not out and _BEGIN in text:
-        out.append(Malformed("structure", f"{_SEP} is missing"))
-    return tuple(out)
+            call = _malformed("the arguments must be a JSON object")
+            call = value if isinstance(value, Malformed) else call
+        calls.append(call if name else _malformed("a call without the name of a tool"))
+        at = text.find(_BEGIN, max(body, end))
+    return tuple(calls)
 
 
 def _render_deepseek(call: Call) -> str:
@@ -311,24 +474,35 @@ def _render_deepseek(call: Call) -> str:
     return _deepseek("tool calls begin") + one + _deepseek("tool calls end")
 
 
-_HARMONY = re.compile(
+_HARMONY_HEAD = re.compile(
     r"(?:\A|<\|start\|>|<\|channel\|>)([^<]*(?:<\|(?:channel|constrain)\|>[^<]*)*)<\|message\|>"
-    r"(.*?)(<\|call\|>|<\|end\|>|<\|return\|>|\Z)",
-    re.DOTALL,
 )
+_HARMONY_END = re.compile(r"<\|call\|>|<\|end\|>|<\|return\|>|\Z")
 _RECIPIENT = re.compile(r"\bto=functions\.([^\s<]+)")
+_CALL_END = "<|call|>"
 
 
-def _parse_harmony(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    out: list[Call | Malformed] = []
-    for head, body, end in _HARMONY.findall(text):
-        to = _RECIPIENT.search(head)
-        if to is not None:
-            cut = Malformed("structure", "<|call|> is missing", to[1])
-            out.append(_with_arguments(to[1], body) if end == "<|call|>" else cut)
-    if not out and _RECIPIENT.search(text):
-        out.append(Malformed("structure", "<|message|> is missing"))
-    return tuple(out)
+def _parse_harmony(text: str, schemas: Schemas) -> Parsed:
+    calls: list[Call | Malformed] = []
+    at = 0
+    while head := _HARMONY_HEAD.search(text, at):
+        at = head.end()
+        recipient = _RECIPIENT.search(head[1])
+        if recipient is None:  # words, up to the mark that ends a message
+            end = _HARMONY_END.search(text, at)
+            at = end.end() if end else at
+            continue
+        name = recipient[1]
+        value, end_of_value = _json_at(text, at)
+        ended = text.startswith(_CALL_END, _after_space(text, end_of_value))
+        if ended or (isinstance(value, Malformed) and _CALL_END in text[at:]):
+            calls.append(_with_arguments(name, value))
+        else:
+            calls.append(_malformed(f"{_CALL_END} is missing", name))
+        at = max(at, end_of_value)
+    if not calls and _RECIPIENT.search(text):
+        calls.append(_malformed("<|message|> is missing"))
+    return tuple(calls)
 
 
 def _render_harmony(call: Call) -> str:
@@ -340,54 +514,108 @@ def _render_harmony(call: Call) -> str:
 
 # ---------------------------------------------------------------- Python between fences
 
-_TOOL_CODE = re.compile(r"```tool_code\n(.*?)(\n?```|\Z)", re.DOTALL)
+_CODE_BEGIN, _CODE_END = "```tool_code\n", "```"
 _LONGEST = 1 << 16
 """Characters of Python that are parsed at most; the parser's memory grows a hundredfold."""
+_MOST_FENCES = 16
+"""Closing fences that are tried; one inside a string leaves the code before it unfinished."""
 
 
-def _parse_gemma(text: str, schemas: Schemas) -> tuple[Call | Malformed, ...]:
-    out: list[Call | Malformed] = []
-    for body, end in _TOOL_CODE.findall(text):
-        out += _python(body) if end else [Malformed("structure", "``` is missing")]
-    return tuple(out)
+def _parse_gemma(text: str, schemas: Schemas) -> Parsed:
+    calls: list[Call | Malformed] = []
+    at = text.find(_CODE_BEGIN)
+    while at >= 0:
+        begin = at + len(_CODE_BEGIN)
+        found, at = _code_at(text, begin)
+        calls += found
+        at = text.find(_CODE_BEGIN, at)
+    return tuple(calls)
 
 
-def _python(body: str) -> list[Call | Malformed]:
-    """The calls in lines such as ``name(a=1)`` or ``print(name(a=1))``."""
+def _code_at(text: str, begin: int) -> tuple[list[Call | Malformed], int]:
+    """The calls of a block of code, and where its closing fence ends."""
+    first: tuple[list[Call | Malformed], int] | None = None
+    close = begin
+    for _ in range(_MOST_FENCES):
+        close = text.find(_CODE_END, close)
+        if close < 0:
+            break
+        body = text[begin:close]
+        close += len(_CODE_END)
+        statements = _statements(body)
+        if not isinstance(statements, Malformed):
+            calls = [_python_call(statement) for statement in statements]
+            return calls or [_malformed("tool_code without a call")], close
+        first = first or ([statements], close)
+    return first or ([_malformed("``` is missing")], len(text))
+
+
+def _statements(body: str) -> list[ast.stmt] | Malformed:
     if len(body) > _LONGEST:
-        return [Malformed("structure", f"longer than {_LONGEST} characters")]
+        return _malformed(f"longer than {_LONGEST} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            statements = ast.parse(body.strip()).body
+            return ast.parse(body.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [Malformed("structure", f"not Python: {error}"[:300])]
-    if not statements:
-        return [Malformed("structure", "tool_code without a call")]
-    return [_python_call(statement) for statement in statements]
+        return _malformed(f"not Python: {error}")
 
 
 def _python_call(statement: ast.stmt) -> Call | Malformed:
+    """The call of a line such as ``name(a=1)`` or ``print(name(a=1))``."""
     node = statement.value if isinstance(statement, ast.Expr) else None
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
         node = node.args[0] if len(node.args) == 1 and not node.keywords else None
     if not isinstance(node, ast.Call):
-        return Malformed("structure", "each line must be one call, name(argument=value)")
+        return _malformed("each line must be one call, name(argument=value)")
     try:
         name = ast.unparse(node.func)
-        if node.args or not all(k.arg for k in node.keywords):
-            return Malformed("structure", "arguments must be given by name", name)
-        arguments = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
-        # Sets and bytes are Python, but no arguments; tuples become lists.
-        arguments = json.loads(json.dumps(arguments, allow_nan=False))
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        return Malformed("structure", f"arguments must be JSON values: {error}"[:300])
-    return Call(name, arguments)
+    except (ValueError, RecursionError, MemoryError):
+        return _malformed("each line must be one call, name(argument=value)")
+    if node.args or not all(k.arg for k in node.keywords):
+        return _malformed("arguments must be given by name", name)
+    arguments: dict[str, Any] = {}
+    for keyword in node.keywords:
+        value = _value_of(keyword.value)
+        if isinstance(value, Malformed):
+            return _malformed(f"arguments must be JSON values: {keyword.arg}", name)
+        arguments[str(keyword.arg)] = value
+    return _with_arguments(name, arguments)
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+class _JsonWords(ast.NodeTransformer):
+    """Reads JSON's words for truth and nothing as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
+
+
+def _value_of(node: ast.expr) -> Any:
+    """The JSON value of a Python literal, or ``Malformed``; tuples become lists."""
+    try:
+        value = ast.literal_eval(_JsonWords().visit(node))
+        # Sets and bytes are Python, but no arguments.
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return _malformed("not a literal")
+
+
+def _literal(text: str) -> Any:
+    """The JSON value of a text that is a Python literal, or ``Malformed``."""
+    statements = _statements(text)
+    if isinstance(statements, Malformed) or len(statements) != 1:
+        return _malformed("not a literal")
+    node = statements[0]
+    return _value_of(node.value) if isinstance(node, ast.Expr) else _malformed("not a literal")
 
 
 def _render_gemma(call: Call) -> str:
     inside = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
-    body = f"{call.name}({inside})".replace("`", "\\x60")  # backquotes stand in strings alone
+    # Backquotes stand in strings alone; other readers of this format search for the fence.
+    body = f"{call.name}({inside})".replace("`", "\\x60")
     return f"```tool_code\n{body}\n```"
 
 

@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 
 from jrl.episodes.episode import Episode
+from jrl.sampling.admission import RowStart
 from jrl.sampling.row_costs import ChoosePlace, WaitCosts, WaitingPlace
-from jrl.sampling.rows import More, Rows, RowStart
+from jrl.sampling.rows import More, Rows
 
 
 class DecodeSlots:

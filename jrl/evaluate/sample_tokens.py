@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.text import TextStream
+from jrl.sampling.text import TextStream
 from jrl.types import Rollout
 
 MOST = 4096

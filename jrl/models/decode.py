@@ -139,6 +139,7 @@ def _fused(config: ModelConfig, layer: Params, lay: Callable[..., Array]) -> Par
     def joined(q: Array, k: Array, v: Array) -> Array:
         # For each key-value head the query heads that read it, then its own key and value.
         q = q.reshape(q.shape[0], config.kv_heads, -1, config.head_dim)
+        # One product instead of three: with few tokens the fixed cost of each counts.
         return jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
 
     def paired(gate: Array, up: Array) -> Array:
@@ -319,11 +320,14 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
     """How queries at these positions [S, Q] look at each piece, and at the prefix, last."""
     reach = NO_WINDOW if window is None else np.int32(window)
     offsets = cache.offsets()[:, None]
+    # Several tokens at once go to several columns, which one slice cannot write.
     together = cache.column if positions.shape[1] == 1 else None
     views, start = [], 0
     for piece, arrays in enumerate(cache.own[0]):
         columns = positions - offsets - start
         size = arrays["v"].shape[2]
+        # The mask is made of positions alone, so that stale entries past a row's end are never
+        # seen.
         column_ids = jnp.arange(size, dtype=jnp.int32)[None, None, :]
         distance = columns[:, :, None] - column_ids
         mask = (distance >= 0) & (distance < reach)
@@ -362,6 +366,8 @@ def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array
         old: dict[str, Array], new: dict[str, Array], columns: Array, live: Array, **where: Any
     ) -> dict[str, Array]:
         batch = mesh_axes("batch", columns.shape[0])
+        # The kernel writes one token a row; rows that do not divide over the devices are left to
+        # XLA.
         several = columns.shape[1] > 1 or (batch is None and mesh_axes("batch", 0))
         if several or not takes(old):
             return write(old, new, columns, live, **where)
@@ -398,6 +404,7 @@ def write(
         at, inside = jnp.clip(column, 0, size - 1), (column >= 0) & (column < size)
         return {n: put_columns(old[n], x, at, AXES[n], inside) for n, x in entries.items()}
 
+    # Out of range, where writes are dropped: negative indices would count from the end.
     columns = jnp.where(live & (columns >= 0), columns, size)
     entries = {name: x.transpose(0, 2, 1, 3) for name, x in entries.items()}
 

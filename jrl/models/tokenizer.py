@@ -284,7 +284,9 @@ class FileTokenizer:
             ids += self._spelled.get(i, [i])
         return ids
 
-    def encode_framed(self, text: str, outside: Sequence[tuple[int, int]]) -> list[int]:
+    def encode_framed(
+        self, text: str, outside: Sequence[tuple[int, int]], *, add_special: bool = False
+    ) -> list[int]:
         """Token ids of a text parts of which come from outside, which are never control tokens.
 
         The ids are those of ``encode`` unless a part would be read as a control token; then parts
@@ -293,9 +295,10 @@ class FileTokenizer:
         Args:
           text: frames, with control tokens spelled out, and parts.
           outside: (begin, end) of each part in the text, in order.
+          add_special: as in ``encode``.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
-        found = self._encoded(self._backend, text)
+        found = self._encoded(self._backend, text, add_special)
         controls = [
             at for i, at in zip(found.ids, found.offsets, strict=True) if i in self._spelled
         ]
@@ -305,7 +308,11 @@ class FileTokenizer:
         for begin, end in outside:
             ids += [*self.encode(text[start:begin]), *self.encode_plain(text[begin:end])]
             start = end
-        return ids + self.encode(text[start:])
+        ids += self.encode(text[start:])
+        added = found.special_tokens_mask  # 1 where the tokenizer put a token around the text
+        first = next((i for i, mark in enumerate(added) if not mark), len(added))
+        last = next((i for i, mark in enumerate(added[::-1]) if not mark), 0)
+        return [*found.ids[:first], *ids, *found.ids[len(added) - last :]]
 
     def controls(self, text: str, *, special: bool = False) -> list[str]:
         """The control tokens that ``encode`` reads in a text, spelled out.

@@ -33,7 +33,7 @@ from jrl.plan.lower import (
 )
 from jrl.plan.memory import cache_bytes, remedies, state_bytes
 from jrl.plan.topology import HOP_SECONDS, Topology, axis_bandwidth, compile_devices
-from jrl.plan.useful import decoding, floor_seconds, model_flops
+from jrl.plan.useful import decoding, floor_seconds, loop_trips, model_flops
 from jrl.train import build
 from jrl.train.gather import prepared_bytes
 from jrl.train.programs import check_resharding, drawing_mesh
@@ -396,11 +396,12 @@ def _measured(
     mesh = drawing_mesh(run) if name == "sampler" else run.mesh
     text, shape = compiled.as_text(), list(mesh.shape.values())
     found = decoding(run, mesh) if name == "sampler" else None
-    costs = program_costs(text, shape, found.live if found else {})
+    trips = loop_trips(run, mesh, name)
+    costs = program_costs(text, shape, found.live if found else {}, trips)
     least, bound = roofline(costs, topology, mesh.devices)
     whole = None
     if found is not None:
-        unfilled = program_costs(text, shape)
+        unfilled = program_costs(text, shape, trips=trips)
         if _moved(unfilled) > _moved(costs):  # else no kernel reads a cache in part
             whole = roofline(unfilled, topology, mesh.devices)[0]
     return Program(

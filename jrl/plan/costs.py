@@ -74,7 +74,10 @@ class Cost(NamedTuple):
 
 
 def program_costs(
-    text: str, mesh_shape: Sequence[int], live: Mapping[str, float] = MappingProxyType({})
+    text: str,
+    mesh_shape: Sequence[int],
+    live: Mapping[str, float] = MappingProxyType({}),
+    trips: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Cost]:
     """The cost of each computation that runs: the entry and the bodies of loops.
 
@@ -84,10 +87,11 @@ def program_costs(
       live: of the kernels that read caches, by the start of their names: the share that they read
         of what a row has of its own, on average. The prompts are read whole, and so are caches
         without such a kernel.
+      trips: iterations of loops that end early, by the scope that they are traced in.
     """
     program = parse_program(text)
     costs = []
-    for name, times in computation_runs(program).items():
+    for name, times in computation_runs(program, trips).items():
         operations = program.computations[name]
         kinds: dict[str, tuple[float, float]] = {}
         found: dict[tuple[str, tuple[int, ...], int], list[float]] = {}

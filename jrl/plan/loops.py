@@ -12,6 +12,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jrl.plan.hlo import HloProgram, Operation, called_computations
@@ -166,25 +167,35 @@ def _direction(found: Operation) -> str:
 # ---------------------------------------------------------------- runs
 
 
-def computation_runs(program: HloProgram) -> dict[str, float]:
-    """How often each computation runs, the entry and the bodies of loops, by name."""
+def computation_runs(
+    program: HloProgram, trips: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, float]:
+    """How often each computation runs, the entry and the bodies of loops, by name.
+
+    Args:
+      program: compiled.
+      trips: iterations of loops that end early, by the ``jax.named_scope`` that they are traced in.
+    """
     runs: dict[str, float] = defaultdict(float)
-    _count_runs(Scope(program, program.computations[program.entry]), program.entry, 1.0, runs)
+    entry = Scope(program, program.computations[program.entry])
+    _count_runs(entry, program.entry, 1.0, runs, trips)
     return runs
 
 
-def _count_runs(scope: Scope, name: str, times: float, runs: dict[str, float]) -> None:
+def _count_runs(
+    scope: Scope, name: str, times: float, runs: dict[str, float], trips: Mapping[str, int]
+) -> None:
     """Adds the runs of a computation and of those that it calls outside fusions."""
     runs[name] += times
     program = scope.program
 
     def below(called: str, count: float, **known: Any) -> None:
         inner = Scope(program, program.computations[called], **known)
-        _count_runs(inner, called, count, runs)
+        _count_runs(inner, called, count, runs, trips)
 
     for operation in scope.operations.values():
         if operation.kind == "while":
-            loop = read_loop(scope, operation)
+            loop = read_loop(scope, operation, trips)
             for called in (loop.body, loop.condition):
                 below(called, times * loop.trips, state=loop.fixed)
         elif operation.kind == "conditional":
@@ -212,12 +223,12 @@ class Loop(NamedTuple):
     fixed: tuple[Value, ...]
 
 
-def read_loop(scope: Scope, loop: Operation) -> Loop:
+def read_loop(scope: Scope, loop: Operation, trips: Mapping[str, int]) -> Loop:
     """The loop that an operation is.
 
-    Its trip count is that of its name (``sampling.params.at_most``) or XLA's own. Otherwise it
-    follows from the start and the step of the counters that the condition compares; a counter whose
-    start is not known is taken to start at 0. A loop without any bound counts once.
+    Its trip count is the one given for its scope, or XLA's own. Otherwise it follows from the start
+    and the step of the counters that the condition compares; a counter whose start is not known is
+    taken to start at 0. A loop without any bound counts once.
     """
     body = re.search(r"body=%([\w.\-]+)", loop.text)
     condition = re.search(r"condition=%([\w.\-]+)", loop.text)
@@ -226,8 +237,10 @@ def read_loop(scope: Scope, loop: Operation) -> Loop:
     start = tuple(scope.element(loop.operands[0], i) for i in range(len(loop.outputs)))
     after, later = _turn(scope.program, body[1], start)
     fixed = tuple(a if a == b else None for a, b in zip(start, after, strict=True))
-    if named := re.search(r'op_name="[^"]*at_most_(\d+)/while"', loop.text):
-        return Loop(body[1], condition[1], float(named[1]), fixed)
+    # The innermost scope alone: a loop in the body of a named one has a scope of its own or none.
+    named = re.search(r'op_name="(?:[^"]*/)?([^"/]+)/while"', loop.text)
+    if named is not None and named[1] in trips:
+        return Loop(body[1], condition[1], float(trips[named[1]]), fixed)
     if known := re.search(r"known_trip_count[^\d}]*(\d+)", loop.text):
         return Loop(body[1], condition[1], float(known[1]), fixed)
     found = _least(scope.program, condition[1], start, after, later)

@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jrl.episodes import Env
 from jrl.mesh import batch_shards
 from jrl.models.flops import Lengths, forward_flops
 from jrl.plan.topology import Topology
+from jrl.sampling.params import MOST_HALVINGS
+from jrl.sampling.queue import CHUNK
 from jrl.train import build
 from jrl.train.gather import gathers, sampler_bytes, slots_on_chip, token_bytes
 from jrl.train.objective import max_new_tokens
@@ -89,6 +92,29 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     kernels["splash"] = splash_cache.block_columns(columns)
     read_by = {name: read(block) for name, block in kernels.items()}
     return Decoding(float(sizes.new * rounds), size, cache, read_by)
+
+
+def loop_trips(run: build.Run, mesh: Mesh, name: str) -> dict[str, int]:
+    """The most iterations of a program's loops that end early, by their ``jax.named_scope``.
+
+    XLA cannot tell them: the loops of the sampler end when no sequence runs.
+
+    Args:
+      run: the run.
+      mesh: of the program.
+      name: "resharding", "sampler" or "train_step".
+    """
+    trips = {"threshold": MOST_HALVINGS}
+    if name != "sampler":
+        return trips
+    sizes, shards = lengths_of(run), batch_shards(mesh)
+    rows = -(-sizes.prompts // shards) * sizes.group
+    whole = gathers(run.config, run.shape, mesh)
+    slots = min(rows, slots_on_chip(run.config.sampling.slots, mesh.shape, whole) or rows)
+    trips |= {"queue": -(-rows // slots), "refill": slots}
+    if isinstance(run.task, Env):  # decodes a fixed number of steps between two answers
+        return trips | {"answers": 1, "turns": run.task.turns * -(-run.task.turn_tokens // CHUNK)}
+    return trips | {"decode": sizes.new}
 
 
 def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> float:

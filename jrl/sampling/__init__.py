@@ -1,6 +1,21 @@
-"""Drawing completions.
+"""Sampling completions.
 
-``params`` is the distribution drawn from, ``sample`` the draw, ``cache`` rows of a network's cache,
-``slots`` the state of sequences being decoded, ``queue`` sequences that take turns in slots, and
-``generate`` a whole batch in one program.
+In one program, for a whole batch:
+
+- ``params``: the distribution sampled from, and how a token is sampled
+- ``cache``: rows of a network's cache
+- ``slots``: the state of sequences being decoded
+- ``queue``: sequences that take turns in slots
+- ``generate``: all completions of a batch
+- ``tree``, ``places``: groups whose members branch off one another
+- ``report``: log-probabilities that a reply reports
+
+From the host, chunk by chunk:
+
+- ``rows``: the engine: admits, decodes, extends, suspends, resumes and forks rows
+- ``admission``: prompts and settings of new rows as arrays
+- ``batch``, ``suspend``: the engine's programs
+- ``row_costs``, ``chunk_length``: measured costs, and what follows from them
+- ``engine``: continuous batching of requests, a queue in front of the rows
+- ``request``, ``text``: requests, completions as they grow, and their text
 """

@@ -40,6 +40,7 @@ def share(
       M * members rows.
     """
     assert cache.prefix is None, "a shared past is stored once, not on top of another"
+    # Only the new rows' own columns are allocated; the prefix is the other cache itself.
     empty = network.init_cache(lengths.shape[0] * members, length, weights, pieces)
     return Cache(own=empty.own, prefix=cache.own, prefix_lengths=lengths.astype(jnp.int32))
 
@@ -52,6 +53,7 @@ def rows_of(cache: Cache, rows: Array) -> Cache:
 
 def pick(tree: Any, rows: Array) -> Any:
     """The rows of all arrays of a tree, in this order; one that is not there is the nearest."""
+    # Clipped: the default fills with NaN, a comparison and a select on the whole cache.
     return jax.tree.map(lambda x: jnp.take(x, rows, axis=0, mode="clip"), tree)
 
 
@@ -62,6 +64,7 @@ def take(cache: Cache, source: Array) -> Cache:
         return cache.replace(own=own)
     assert cache.prefix_lengths is not None
     rows = jax.tree.leaves(cache.own)[0].shape[0]
+    # Each row takes its block's prefix along, since the rows of a new block may come from several.
     blocks = source // (rows // cache.prefix_lengths.shape[0])
     return cache.replace(
         own=own,
@@ -77,6 +80,7 @@ def take_within(cache: Cache, source: Array) -> Cache:
       cache: S rows in M blocks.
       source: [S'] int32; rows m * S' / M .. (m + 1) * S' / M - 1 name rows of block m.
     """
+    # The prefixes stay where they are: with long prompts they are most of the cache.
     return cache.replace(own=pick(cache.own, source))
 
 
@@ -94,6 +98,7 @@ def put_prefixes(cache: Cache, blocks: Array, other: Cache, lengths: Array) -> C
     def put(old: Array, new: Array) -> Array:
         # A narrower prompt fills the front; what stays after it is past its length.
         index = (blocks, *(slice(0, n) for n in new.shape[1:]))
+        # Dropped, not clamped: an unused row must not overwrite the last block's prompt.
         return old.at[index].set(new.astype(old.dtype), mode="drop")
 
     return cache.replace(

@@ -21,7 +21,7 @@ from jrl.mesh import constrain, divided, free_axes, lone_axes
 from jrl.models.matmul import time_follows_rows
 from jrl.sampling.cache import rows_of
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.queue import CHUNK, Queue, Results, finish
 from jrl.sampling.slots import (
     Sequences,
     check_length,
@@ -56,7 +56,7 @@ def generate(
     baseline_members: int = 0,
     slots: int = 0,
     block: int = 0,
-    chunk: int = 4,
+    chunk: int = CHUNK,
     shrink: bool | None = None,
 ) -> tuple[Rollout, Array]:
     """``group`` completions of each prompt: program 1 of an iteration.
@@ -95,6 +95,7 @@ def generate(
     check_length(network, p, t)
     # Once: the loop over tokens would slice layers out of their stacks again for every token.
     weights = network.prepare(params)
+    # Devices that draw by themselves have their own slots, so sizes are those of one device's part.
     axes, parts = independent_axes(network, n)
     if shrink is None:
         shrink = shrinking_pays(t, stop_tokens, alone=parts > 1 or not divided())
@@ -125,6 +126,8 @@ def generate(
             stop_tokens=stop_tokens,
             chunk=chunk,
         )
+        # Prompts, lengths and ids are divided over the devices; key, weights and the rest are
+        # whole.
         own = (False, False, True, True, False, False, True)
         results, steps, of_prompts = each_by_itself(draw, axes, own)(
             key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
@@ -173,6 +176,7 @@ def _draw_in_turn(
         return queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
 
     recorded = network.extras.recorded
+    # Prompts were computed for all sequences before: a prompt whose members wait is not read twice.
     queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
     queue = finish(
         queue,
@@ -234,6 +238,7 @@ def slot_use(rollout: Rollout, slot_steps: Array) -> Array:
 def independent_axes(network: Network, prompts: int) -> tuple[tuple[str, ...], int]:
     """The mesh axes along which each device samples by itself, and into how many parts they cut."""
     axes = lone_axes(network.extras.gathered)
+    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
     parts = math.prod(free_axes()[axis] for axis in axes)
     return (axes, parts) if prompts % parts == 0 else ((), 1)
 
@@ -276,11 +281,13 @@ def slot_sizes(rows: int, group: int, slots: int, block: int, *, shrink: bool) -
       UserError: a block that does not divide the group, or that the slots do not hold.
     """
     slots = min(slots, rows) if slots else rows
+    # In a queue blocks wait for their slowest member, so there members leave one by one.
     block = block or (group if slots == rows else 1)
     if group % block:
         raise UserError(f"block = {block} does not divide the {group} members of a group")
     if slots < block:
         raise UserError(f"slots = {slots} do not hold one block of {block} sequences")
+    # A block that lacks members would never be all ended, and never be refilled.
     slots -= slots % block
     return SlotSizes(slots, block, smaller_sizes(slots) if shrink else ())
 
@@ -296,6 +303,7 @@ def shrinking_pays(max_new_tokens: int, stop_tokens: Sequence[int], *, alone: bo
       stop_tokens: ids that end a sequence.
       alone: whether each device draws by itself.
     """
+    # Without stop tokens all rows end together, and there is nothing to move.
     long = bool(stop_tokens) and max_new_tokens >= SHRINK_TOKENS
     return long and alone and time_follows_rows()
 
@@ -306,6 +314,7 @@ def smaller_sizes(slots: int) -> tuple[int, ...]:
     >>> smaller_sizes(32)
     (24, 16, 12, 8, 6, 4, 2)
     """
+    # Two sizes for each halving: with halvings alone up to half of the slots idle before a move.
     powers = [2**i for i in range(slots.bit_length())]
     sizes = {s for power in powers for s in (power, power + power // 2) if s != 3}
     return tuple(sorted((s for s in sizes if _SMALLEST <= s < slots), reverse=True))
@@ -326,6 +335,7 @@ def fill_slots(
     if (s, sizes.block) != (rows, group):
         first = index[:: sizes.block] // group
         prompts, lengths = rows_of(prompts, first), lengths[first]
+    # Own columns for the slots alone: waiting sequences have no cache.
     empty = network.init_cache(s, width, weights, pieces_of(width))
     cache = Cache(empty.own, prompts.own, (lengths - 1).astype(jnp.int32))
     slots = start(

@@ -8,7 +8,6 @@ policy, so ratios are of one distribution.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import chex
 import jax
@@ -28,6 +27,8 @@ _ROWS = 4
 """Rows of a mixed batch that are truncated at a time."""
 _HALVES = 24
 """How often a search halves what is between two logits, before it halves their bits."""
+MOST_HALVINGS = _HALVES + 32
+"""The longest search: then the interval is one float32."""
 _SIGN = np.uint32(1 << 31)
 _BLOCK = 64
 """Tokens a block in the two-level draw; 64 measured best on CPU for vocabularies up to 32k."""
@@ -226,7 +227,8 @@ def _search(
 
     low, high = _ordered(lowest), _ordered(jnp.max(values, axis=-1)) + 1
     start: tuple[Array, ...] = jnp.int32(0), low, high, above(low), jnp.zeros(low.shape)
-    with at_most(_HALVES + 32):
+    # Named for profiles and for ``plan.useful``: it ends early, so its program has no trip count.
+    with jax.named_scope("threshold"):
         _, low, _, mass, _ = jax.lax.while_loop(lambda c: jnp.any(open_(*c[1:])), halve, start)
     return jnp.where(mass >= limit, _unordered(low), -jnp.inf)
 
@@ -380,15 +382,3 @@ def _invert(target: Array, mass: Array) -> tuple[Array, Array]:
     index = jnp.argmax(empty, axis=-1).astype(jnp.int32)
     below = jnp.take_along_axis(above - mass, index[:, None], axis=-1)[:, 0]
     return index, jnp.maximum(target - below, 0.0)
-
-
-# ---------------------------------------------------------------- loops that may end early
-
-
-def at_most(times: int) -> AbstractContextManager[None]:
-    """Names the loops traced in this context by the most turns that they take.
-
-    XLA cannot tell the trip count of a loop that may end early; the planner reads it from this
-    name (``plan.hlo``). Of nested loops the product counts.
-    """
-    return jax.named_scope(f"at_most_{times}")

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from jrl.sampling.cache import pick, put_prefixes, rows_of, take
-from jrl.sampling.params import at_most
 from jrl.sampling.slots import Sequences, Slots, fresh_rows
 from jrl.types import Array, StopReason
+
+CHUNK = 4
+"""Decode steps between two refills of free slots."""
 
 
 class Results(struct.PyTreeNode):
@@ -87,6 +89,7 @@ def finish(
     (rows, width), slots = queue.results.tokens.shape, queue.index.shape[0]
     first, *later = *smaller, 0  # the live slots at which a state is left for the next one
     if slots == rows:
+        # As many slots as sequences: nothing waits, so no refill is compiled.
         queue = advance(queue, width, first)
     else:
 
@@ -101,8 +104,7 @@ def finish(
             running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
             return (queue.waiting < rows) | (running > first)
 
-        # As many rounds of full lengths as there would be if nothing ended early.
-        with at_most(-(-rows // slots)):
+        with jax.named_scope("queue"):
             queue = jax.lax.while_loop(unfinished, chunked, queue)
     for size, until in zip(smaller, later, strict=True):
         queue = advance(_compact(queue, size, recorded), width, until)
@@ -119,6 +121,7 @@ def _hand_over(queue: Queue, recorded: Recorded, rows: Array | None = None) -> Q
             index, new = index[rows], new[rows]
         return out.at[index].set(new, mode="drop")
 
+    # The record of routing lies in the cache, and goes with the slot's next sequence.
     experts = results.experts
     if recorded is not None and experts is not None:
         own = slots.cache.own
@@ -166,12 +169,13 @@ def _refill(queue: Queue, sequences: Sequences, block: int, recorded: Recorded) 
         )
 
     more = lambda queue: jnp.any(ended(queue)) & (queue.waiting < rows)  # noqa: E731
-    with at_most(queue.index.shape[0] // block):
+    with jax.named_scope("refill"):
         return jax.lax.while_loop(more, refill_one, queue)
 
 
 def _compact(queue: Queue, size: int, recorded: Recorded) -> Queue:
     """The queue with its live slots, at most ``size``, in a state of that size."""
+    # Written out first: a row that has ended may have no place in the smaller state.
     queue = _hand_over(queue, recorded)
     # Stable, so that rows keep their order. Where fewer run than the new state holds, ended ones
     # fill it up: their results are written already and do not change.

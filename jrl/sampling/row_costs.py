@@ -1,5 +1,172 @@
-"""Costs of rows that wait (stands in until they move here)."""
+"""What the work around episodes' rows costs, as measured, and what to do with a row that waits.
 
-from jrl.serving.row_costs import ChoosePlace, RowCosts, WaitCosts, WaitingPlace, cheapest
+All costs of a choice are in slot-seconds: a slot that stands idle for a second costs one, and a
+device that does something else than decode costs one for every slot.
+"""
 
-__all__ = ["ChoosePlace", "RowCosts", "WaitCosts", "WaitingPlace", "cheapest"]
+from __future__ import annotations
+
+import bisect
+import collections
+import enum
+import itertools
+import math
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+from jrl.sampling.chunk_length import costs
+
+_KEPT, _INTERVAL = 12, 16
+"""Timings that count, the last ones; from half as many on, one of so many times is timed."""
+_WAITS = 256
+"""Answers whose seconds are kept."""
+
+
+class WaitingPlace(enum.Enum):
+    """Where a row is that waits for its environment."""
+
+    HELD = "held"
+    """It stays in its slot, which idles."""
+    PARKED = "parked"
+    """Its cache and state are copied out, and back into a slot later."""
+    DROPPED = "dropped"
+    """Nothing is kept on the device; its tokens are read again when a slot takes it."""
+
+
+class WaitCosts(NamedTuple):
+    """What it costs, in slot-seconds, to let a row wait in one place or another.
+
+    Attributes:
+      held: expected.
+      parked: inf where there is no room to park one more.
+      dropped: inf where reading has not been timed yet.
+    """
+
+    held: float
+    parked: float
+    dropped: float
+
+
+def cheapest(wait: WaitCosts) -> WaitingPlace:
+    """The place that costs least, but a row is dropped only where no more can be parked.
+
+    A parked row resumes with the same bits; one that is read again does so up to rounding, and a
+    run whose rounding depends on the clock cannot be repeated bit for bit.
+
+    >>> cheapest(WaitCosts(held=0.5, parked=0.2, dropped=0.1)).value
+    'parked'
+    """
+    away = WaitingPlace.PARKED if math.isfinite(wait.parked) else WaitingPlace.DROPPED
+    cost = wait.parked if away == WaitingPlace.PARKED else wait.dropped
+    return WaitingPlace.HELD if wait.held <= cost else away
+
+
+ChoosePlace = Callable[[WaitCosts], WaitingPlace]
+
+
+class Timings:
+    """Seconds of one kind of work, as a line over its size."""
+
+    def __init__(self) -> None:
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_KEPT)
+        self._seen: set[Hashable] = set()
+        self._count = 0
+        self._line: tuple[float, float] | None = None
+
+    def due(self, shape: Hashable = None) -> bool:
+        """Whether the work that is about to begin should be timed.
+
+        The first of each shape is not: it may be compiled.
+        """
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return False
+        self._count += 1
+        return len(self._times) < _KEPT // 2 or self._count % _INTERVAL == 0
+
+    def record(self, size: int, seconds: float) -> None:
+        """Takes what work of a size took."""
+        self._times.append((size, seconds))
+        self._line = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether anything was timed."""
+        return bool(self._times)
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Seconds of each call, and of each unit of size; 0 as long as nothing was timed."""
+        if self._line is None:
+            self._line = costs(self._times) if self._times else (0.0, 0.0)
+        return self._line
+
+    @property
+    def least(self) -> float:
+        """Seconds of the quickest; 0 as long as nothing was timed.
+
+        For short work, whose delays are those of being waited for, which it is only when timed.
+        """
+        return min((seconds for _, seconds in self._times), default=0.0)
+
+    def seconds(self, size: int) -> float:
+        """What work of a size is expected to take."""
+        call, each = self.line
+        return call + each * size
+
+
+class RowCosts:
+    """The costs of S rows.
+
+    Attributes:
+      steps: of decoding, one each.
+      returns: of a return to the host: calls that decode nothing.
+      leaving, returning: of copying a row out and back.
+      reading: of prefill, by tokens with their padding.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.steps, self.returns, self.reading = Timings(), Timings(), Timings()
+        self.leaving, self.returning = Timings(), Timings()
+        self._waits: collections.deque[float] = collections.deque(maxlen=_WAITS)
+        self._longest_first: list[float] = []
+        self._sums: list[float] = []
+
+    def record_wait(self, seconds: float) -> None:
+        """Takes how long an environment took to answer."""
+        self._waits.append(seconds)
+        self._longest_first = sorted(self._waits, reverse=True)
+        self._sums = list(itertools.accumulate(self._longest_first))
+
+    def wait_left(self, waited: float) -> float:
+        """Seconds that an answer is expected to take yet, after ``waited`` seconds.
+
+        The mean of what those recent answers took longer that were not there by then. After more
+        seconds than any of them, as long again: such waits have no typical length.
+        """
+        longer = bisect.bisect_left(self._longest_first, -waited, key=lambda x: -x)
+        return self._sums[longer - 1] / longer - waited if longer else waited
+
+    def wait(self, waited: float, *, tokens: int) -> WaitCosts:
+        """What it costs to let a row wait that has done so for ``waited`` seconds already.
+
+        Args:
+          waited: seconds.
+          tokens: of the row, prompt included.
+        """
+        reads = self.reading.seconds(tokens) if self.reading.measured else math.inf
+        return WaitCosts(
+            held=self.wait_left(waited),
+            parked=self.slots * (self.leaving.least + self.returning.least),
+            dropped=self.slots * reads,
+        )
+
+    def idle_steps(self) -> int:
+        """Slot-steps that may pass idly before decoding returns to the host.
+
+        Those that cost half as much as the return does. As much would cost least in sum where turns
+        end at random; half of it costs 6 % more, and a third fewer slots are idle.
+        """
+        step = self.steps.seconds(1)
+        return round(self.slots * self.returns.seconds(1) / step / 2) if step else 0

@@ -19,7 +19,7 @@ from flax import struct
 from jrl.errors import UserError
 from jrl.models.decode import put_columns
 from jrl.sampling.cache import pick, share, take, take_within
-from jrl.sampling.params import SamplingParams, at_most, per_row, sample, sampling_logprobs
+from jrl.sampling.params import SamplingParams, per_row, sample, sampling_logprobs
 from jrl.sampling.report import TokenReport
 from jrl.types import Array, Cache, Network, StopReason
 
@@ -88,6 +88,8 @@ class IdleLimit(NamedTuple):
 
 def sequence_keys(key: Array, ids: Array, group: int) -> Array:
     """[N, group] keys, each a function of (key, prompt id, member) alone."""
+    # Folded in twice, not split: a prompt that is drawn alone, on another device or in another
+    # order has the same keys.
     members = jnp.arange(group)
     prompt_keys = jax.vmap(jax.random.fold_in, (None, 0))(key, ids)
     return jax.vmap(lambda k: jax.vmap(jax.random.fold_in, (None, 0))(k, members))(prompt_keys)
@@ -158,12 +160,15 @@ def sequences_of(
         last=jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0],
         keys=sequence_keys(key, ids, sampled + greedy).reshape(-1),
         sampling_params=sampling_params.replace(greedy=sampling_params.greedy or greedy > 0),
+        # Greedy members are the last of each group, so that adding them changes no key of the
+        # others.
         warm=jnp.tile(jnp.arange(sampled + greedy) < sampled, prompt_tokens.shape[0]),
     )
 
 
 def fresh_rows(sequences: Sequences, index: Array) -> dict[str, Any]:
     """What the slots of these sequences begin with, by name."""
+    # Members of a prompt are neighbours, so no table from sequence to prompt is needed.
     prompt = index // (sequences.keys.shape[0] // sequences.last.shape[0])
     sampling_params = per_row(sequences.sampling_params, index.shape[0])
     return {
@@ -200,6 +205,8 @@ def start(
       limits: [S] int32, tokens, at most ``max_new_tokens``.
       max_new_tokens: T, the width of the completion arrays.
     """
+    # The prefill left the last token out: the first decode step feeds it, and its logits give token
+    # 0.
     s = prompt_tokens.shape[0]
     pending = jnp.take_along_axis(prompt_tokens, prompt_lengths[:, None] - 1, axis=1)[:, 0]
     return Slots(
@@ -249,6 +256,7 @@ def decode(
       The new state, and the number of decode steps taken, [] int32.
     """
     stops = jnp.asarray(stop_tokens, jnp.int32)
+    # One row that is broadcast: [S, K] would be compared S times over for the same ids.
     stops = stops if stops.ndim == 2 else stops[None]
     # Found once and counted up: a maximum over rows in the loop would be sent between devices.
     first = jnp.max(slots.lengths) if slots.aligned else None
@@ -256,17 +264,20 @@ def decode(
     def running(carry: tuple[Array, Slots, Array]) -> Array:
         i, slots, spent = carry
         runs = jnp.sum(slots.stop == StopReason.RUNNING)
+        # A loop, not a scan: it ends with the longest row, and the rows that end before cost a slot
+        # each.
         goes = (i < steps) & (runs > until)
         return goes if idle is None else goes & ((i == 0) | (spent + idle.of(runs) <= idle.steps))
 
     one_token = partial(_one_token, weights, version, stops, first, network, idle, measure)
-    with at_most(steps if isinstance(steps, int) else slots.tokens.shape[1]):
+    # A loop that ends early has no trip count in its program. It is named, so that a profile tells
+    # it apart, and ``plan.useful`` can say how often it runs.
+    with jax.named_scope("decode"):
         begin = jnp.int32(0), slots, jnp.int32(0)
         count, slots, _ = jax.lax.while_loop(running, one_token, begin)
     return slots, count
 
 
-@jax.named_scope("decode")
 def _one_token(
     weights: Any,
     version: Array,
@@ -305,6 +316,7 @@ def _one_token(
         # in which rows get their slots changes what is drawn.
         uniform = _uniforms(slots.keys, slots.lengths)
         token, logprob = sample(uniform, logits, slots.sampling_params)
+    # From the same logits, so that a report costs no second pass over the vocabulary matrix.
     report = slots.report
     if report is not None:
         report = report.with_step(i, logits, token, slots.sampling_params)
@@ -374,6 +386,7 @@ def fork(slots: Slots, source: Array, keys: Array, *, within: bool = False) -> S
     chex.assert_equal_shape([source, keys])
     cache = (take_within if within else take)(slots.cache, source)
     others = slots.replace(cache=None)
+    # The cache is taken apart from the rest, since only its prefix may stay shared.
     picked = pick(others, source)
     return picked.replace(keys=keys, cache=cache)
 
@@ -398,6 +411,8 @@ def rewind(slots: Slots, lengths: Array, last: Array | None = None) -> Slots:
     newest = jnp.take_along_axis(slots.tokens, jnp.maximum(lengths - 1, 0)[:, None], axis=1)[:, 0]
     if last is not None:
         newest = jnp.where(lengths == 0, last, newest)
+    # Cleared past the new length, or a shorter completion would carry numbers of tokens that it
+    # lacks.
     measured = None if slots.measured is None else jnp.where(kept, slots.measured, 0.0)
     return slots.replace(
         measured=measured,
@@ -429,12 +444,16 @@ def extend(weights: Any, slots: Slots, tokens: Array, counts: Array, *, network:
       The state after all tokens but the newest have entered the cache.
     """
     q = tokens.shape[1]
+    # Without the cut the tokens would be written past the row's columns, and dropped there
+    # unnoticed, while its length said that they are present.
     counts = jnp.minimum(counts, slots.limits - slots.lengths)
     column = jnp.arange(q)[None]
     # The cache lacks the pending token, and must keep lacking the newest one.
     fed = jnp.concatenate([slots.pending[:, None], tokens[:, :-1]], axis=1)
     positions = (slots.prompt_lengths + slots.lengths - 1)[:, None] + column
     _, cache = network.extend(weights, slots.cache, fed, positions, column < counts[:, None])
+    # A gather over all T columns, since a scatter of [S, Q] places is a loop over rows on some
+    # backends.
     offset = jnp.arange(slots.tokens.shape[1])[None] - slots.lengths[:, None]
     here = (offset >= 0) & (offset < counts[:, None])
     placed = jnp.take_along_axis(tokens, jnp.clip(offset, 0, q - 1), axis=1)
@@ -462,6 +481,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
       prompt_tokens: [S, P] int32, the prompts that the slots were started with.
       network: the policy.
     """
+    # All rows in one pass at their full width: the cost of scoring the batch once.
     old = slots.cache
     s, p = prompt_tokens.shape
     width = slots.tokens.shape[1]
@@ -469,6 +489,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
         width, first = p + width, jnp.zeros(s, jnp.int32)
         cache = network.init_cache(s, width, weights)
     else:
+        # Each block's prompt is read once here too, not once for each member.
         members = s // old.prefix_lengths.shape[0]
         prompts, lengths = prompt_tokens[::members], slots.prompt_lengths[::members]
         cache = prefill(weights, prompts, lengths, network=network)
@@ -495,6 +516,7 @@ def refresh(weights: Any, slots: Slots, prompt_tokens: Array, *, network: Networ
 
 def pieces_of(max_new_tokens: int) -> int:
     """Pieces that the cache of completions is kept in: those not reached yet are not read."""
+    # Each piece is a branch of the step: more of them save fewer reads than the branches cost.
     return min(max(max_new_tokens // _PIECE, 1), _MOST_PIECES)
 
 

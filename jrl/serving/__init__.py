@@ -1,10 +1,5 @@
-"""Serving a policy: an engine of requests, OpenAI's API over HTTP, JetStream's over gRPC.
+"""Serving a policy with ``sampling.engine``: OpenAI's API over HTTP, JetStream's over gRPC.
 
-- ``request``: requests, their limits, completions as they grow
-- ``text``: tokens to text as they arrive
-- ``batch``: the decode batch on the device
-- ``chunk_length``: chooses how long the device decodes between two returns to the host
-- ``engine``: continuous batching: a queue in front of the decode batch
 - ``worker``: an engine in a thread
 - ``openai_requests``: JSON bodies to requests
 - ``openai_replies``: updates to JSON replies

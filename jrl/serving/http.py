@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.request import Completion, RequestLimits, Update
+from jrl.sampling.request import Request as EngineRequest
+from jrl.sampling.text import longest_text
 from jrl.serving.openai_replies import ReplyChoice, reply_head, usage
 from jrl.serving.openai_requests import (
     ApiError,
@@ -30,9 +33,6 @@ from jrl.serving.openai_requests import (
     parse,
 )
 from jrl.serving.record import Recorder, read_reward, session_name
-from jrl.serving.request import Completion, RequestLimits, Update
-from jrl.serving.request import Request as EngineRequest
-from jrl.serving.text import longest_text
 from jrl.system.json_text import TwoValues, one_value_each
 from jrl.types import StopReason
 

@@ -19,8 +19,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.quant import sampler
 from jrl.models.tokenizer import Tokenizer, check_vocab, load_tokenizer
 from jrl.models.transformer import transformer
+from jrl.sampling.engine import Engine
 from jrl.serving import http, server
-from jrl.serving.engine import Engine
 from jrl.serving.openai_tools import tool_parser
 from jrl.serving.record import Recorder
 from jrl.serving.worker import EngineWorker

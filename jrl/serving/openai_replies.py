@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from jrl.models.tokenizer import Tokenizer
+from jrl.sampling.request import TokenLogprobs, Update
 from jrl.serving.openai_requests import ApiRequest, Json
 from jrl.serving.openai_tools import calls_of
-from jrl.serving.request import TokenLogprobs, Update
 from jrl.types import StopReason
 
 FINISH: Mapping[StopReason, str] = {

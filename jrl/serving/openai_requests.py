@@ -18,9 +18,9 @@ from jrl.episodes.parsers import Parser
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import COLDEST
-from jrl.serving.openai_tools import Tools, read_tools, render, told_calls
-from jrl.serving.request import TOP_LOGPROBS, Request, RequestLimits
-from jrl.serving.text import check_stop, longest_text
+from jrl.sampling.request import TOP_LOGPROBS, Request, RequestLimits
+from jrl.sampling.text import check_stop, longest_text
+from jrl.serving.openai_tools import Tools, conversation, read_tools, told_calls
 
 Json = dict[str, Any]
 
@@ -52,9 +52,14 @@ COMMON = frozenset(
 ) | {"n", "logprobs", "stream", "stream_options"}
 KNOWN: Mapping[bool, frozenset[str]] = {
     False: COMMON | {"prompt", "best_of"},
-    True: COMMON | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"},
+    True: COMMON
+    | {"messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
+    | {"chat_template_kwargs"},
 }
 """The parameters of completions (False) and of chat completions (True)."""
+
+_READ = ("tool_calls", "tool_call_id", "reasoning_content")
+"""Fields of a message, beside role and content, that the chat template reads."""
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for completions; a chat completion may be as long as the limits allow."""
@@ -362,7 +367,7 @@ def _chat_prompt(
         if not message["role"] or not isinstance(message.get("name") or "", str):
             wrong = "name" if message["role"] else "role"
             raise ApiError(f"{where}.{wrong} must be a text", param=f"{where}.{wrong}")
-        known = ("role", "content", "name", "refusal", "tool_calls", "tool_call_id")
+        known = ("role", "content", "name", "refusal", *_READ)
         more = [name for name in message if name not in known and message[name] is not None]
         if more:
             raise ApiError(
@@ -372,11 +377,13 @@ def _chat_prompt(
     size = sum(len(message["role"]) + len(message["content"]) for message in plain)
     size += sum(len(json.dumps(m["tool_calls"])) for m in plain if "tool_calls" in m)
     _check_text(size, tokenizer, limits, "messages")
+    variables = _get(body, "chat_template_kwargs", dict, {})
     try:
-        text = render(tokenizer, plain, tools)
+        ids = tuple(conversation(tokenizer, plain, tools, variables))
     except UserError as error:
         raise ApiError(f"messages: {error}", param="messages") from None
-    return (_encode(tokenizer, text, limits, "messages", False),)
+    _check_length(ids, limits, "messages")
+    return (ids,)
 
 
 def _plain(message: Json, where: str) -> Json:
@@ -387,6 +394,8 @@ def _plain(message: Json, where: str) -> Json:
     plain = {"role": message["role"], "content": _content(message, where), **calls}
     if message.get("tool_call_id") is not None:
         plain["tool_call_id"] = str(message["tool_call_id"])
+    if message.get("reasoning_content") is not None:
+        plain["reasoning_content"] = str(message["reasoning_content"])
     return plain
 
 

@@ -12,9 +12,10 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jrl.episodes.chat import chat_template
+from jrl.data.messages import check_fields
 from jrl.episodes.parsers import PARSERS, Call, Parser, Schemas, get_parser
 from jrl.errors import UserError
+from jrl.models.chat_frames import Frames, chat_template, check_variables, conversation_ids
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 
 Json = dict[str, Any]
@@ -135,32 +136,42 @@ def _read_call(call: Any, where: str, fail: Callable[..., Exception]) -> Json:
     return {"type": "function", "id": str(call.get("id") or ""), "function": made}
 
 
-def render(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Tools | None) -> str:
-    """The conversation with its tools, by the chat template.
+def conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Tools | None,
+    variables: Mapping[str, Any],
+) -> list[int]:
+    """Token ids of the conversation with its tools, by the chat template.
+
+    What messages say is text, and never a control token.
 
     Raises:
-      UserError: the template refuses the messages, or writes no tools or no calls.
+      UserError: the template refuses the messages, writes no tools or no calls, or does not read a
+        variable; or something beside the contents spells a control token.
     """
-    if tools is None:
-        return tokenizer.chat(messages)
+    offered = list(tools.told) if tools else []
+    check_variables(variables, getattr(tokenizer, "templates", {}), "chat_template_kwargs")
+    check_fields(tokenizer, [dict(m) for m in messages], offered, "the request")
     results = [
         {**m, "role": tools.parser.role, "content": tools.parser.result(m["content"])}
-        if m["role"] == "tool"
+        if tools is not None and m["role"] == "tool"
         else m
         for m in messages
     ]
-    variables: Json = {"tools": list(tools.told)}
-    if isinstance(tokenizer, FileTokenizer):
-        variables["template"] = chat_template(tokenizer, tools=True)
-    text = tokenizer.chat(results, **variables)
+    given = {**variables, "tools": offered} if tools else dict(variables)
+    frames = None
+    if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
+        frames = Frames(tokenizer, chat_template(tokenizer, tools=tools is not None), given)
+    text = frames.render(results) if frames else tokenizer.chat(results, **given)
     called = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
-    for name in [*tools.schemas, *called]:
+    for name in [*tools.schemas, *called] if tools else ():
         if name not in text:
             raise UserError(
                 f"the model's chat template does not write the tool {name!r}; tell of tools and"
                 " their calls in messages"
             )
-    return text
+    return conversation_ids(frames, results, "assistant") if frames else tokenizer.encode(text)
 
 
 def calls_of(raw: str, tools: Tools) -> tuple[str | None, list[Json]]:

@@ -30,8 +30,8 @@ import numpy as np
 
 from jrl.episodes.recorded_files import FORMAT
 from jrl.errors import StorageError
+from jrl.sampling.request import Completion
 from jrl.serving.openai_requests import ApiError, ApiRequest
-from jrl.serving.request import Completion
 
 MOST = 100_000
 """Sessions, and ends of completions that a request may continue, that are remembered; of more the

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from jrl.models.tokenizer import Tokenizer
-from jrl.serving.engine import Engine
-from jrl.serving.request import Request, RequestLimits, Update, check_request
+from jrl.sampling.engine import Engine
+from jrl.sampling.request import Request, RequestLimits, Update, check_request
 
 OnUpdate = Callable[[int, Update | Exception], None]
 """Called with a member of the request and its update, or why it failed; in the worker's thread."""

@@ -18,7 +18,7 @@ from jrl.errors import UserError
 DISTRIBUTION = "jrl-lm"
 """What the package index would call this library; the import is ``jrl``."""
 
-_CHECKOUT = Path(__file__).resolve().parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def install_line(extra: str) -> str:

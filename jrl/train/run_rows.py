@@ -111,7 +111,7 @@ def run_rows(
             "min_p": sampling.min_p,
         },
         measure=measure,
-        each=several is not None,
+        row_policies=several is not None,
     )
     weights = None if mesh is None else weights_program(run, network, mesh)
     return RunRows(rows, several, mesh, weights)

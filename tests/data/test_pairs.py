@@ -160,7 +160,7 @@ WRONG = {
     "a message has role and content": {**PAIR, "prompt": [{"from": "human"}]},
     "prompt must be text or a list": {**PAIR, "prompt": 3},
     "it must be one message of the assistant": {"prompt": [Q], "chosen": [Q, A], "rejected": [B]},
-    "the prompt ends with a message of the assistant": {
+    "prompt ends with a message of the assistant": {
         "prompt": [Q, A],
         "chosen": "b",
         "rejected": "c",

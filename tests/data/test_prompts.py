@@ -70,7 +70,7 @@ def test_without_an_answer_key_there_is_no_answer():
 def test_answers_that_are_not_text_stay_what_they_are():
     prompts, _ = build(Rows([{"q": "2?", "a": 4, "question": 1}]), question_key="q", answer_key="a")
     assert prompts[0].answer == 4
-    assert prompts[0].meta == {"question": 1}
+    assert prompts[0].meta == {"q": "2?", "a": 4, "question": 1}  # columns keep their own names
 
 
 def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
@@ -104,7 +104,17 @@ def test_overlong_prompts_are_refused_dropped_or_cut_and_counted():
         ),
         ({"question": "2?", "answer": " "}, {}, "line 1: answer is empty"),
         ({"question": "2?", "answer": None}, {}, "line 1: answer is empty"),
-        ({"question": ["2?"], "answer": "4"}, {}, "line 1: question must be text, not list"),
+        ({"question": ["2?"], "answer": "4"}, {}, "line 1: question holds 2.; a message has role"),
+        (
+            {"question": 2, "answer": "4"},
+            {},
+            "question must be text or a list of messages, not int",
+        ),
+        (
+            {"text": "2?"},
+            {},
+            "no field 'question' and no field 'answer'; set data.fields.question and",
+        ),
         ({"question": "2?", "answer": "4"}, {"answer_pattern": "#(.)"}, "has no match of data"),
         ({"question": "2?", "answer": "# "}, {"answer_pattern": "#(.)"}, "line 1: answer is empty"),
     ],
@@ -135,3 +145,57 @@ def test_pad_prompts():
         assert not row[length:].any()
     with pytest.raises(UserError, match="prompt 1 has 19 tokens and the limit is 18"):
         pad_prompts(prompts, 18)
+
+
+MESSAGES = [
+    {"role": "system", "content": "add"},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": [{"type": "text", "text": "2+2?"}]},
+]
+
+
+def test_a_question_may_be_messages_with_examples():
+    row = {"question": MESSAGES, "answer": "4"}
+    prompts, _ = build(Rows([row]), system="be brief", max_prompt_tokens=60)
+    assert prompts[0].text == "system:add;user:1+1?;assistant:2;user:2+2?;assistant:"
+    row = {"question": MESSAGES[1:], "answer": "4"}
+    prompts, _ = build(Rows([row]), system="add", max_prompt_tokens=60)
+    assert prompts[0].text == "system:add;user:1+1?;assistant:2;user:2+2?;assistant:"
+    with pytest.raises(UserError, match="ends with a message of the assistant"):
+        build(Rows([{"question": MESSAGES[:3], "answer": "4"}]))
+    with pytest.raises(UserError, match="data.template = 'plain' cannot render"):
+        build(Rows([{"question": MESSAGES, "answer": "4"}]), template="plain")
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]
+    with pytest.raises(UserError, match="give text alone"):
+        build(Rows([{"question": image, "answer": "4"}]))
+
+
+LAYOUTS = {
+    "verl": {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 0},
+    },
+    "TRL, messages": {"prompt": [{"role": "user", "content": "2+2?"}], "solution": "4"},
+    "TRL, text": {"prompt": "2+2?", "ground_truth": "4"},
+    "problems": {"problem": "2+2?", "answer": "4"},
+}
+
+
+@pytest.mark.parametrize("row", LAYOUTS.values(), ids=LAYOUTS)
+def test_published_layouts_are_read_as_they_are(row):
+    prompts, _ = build(Rows([row]))
+    assert prompts[0].text == "user:2+2?;assistant:"
+    assert prompts[0].answer == "4"
+    assert prompts[0].meta == {k: v for k, v in row.items() if k != "answer"}
+
+
+def test_a_path_names_a_field_of_a_field():
+    row = {"extra": {"q": "2?", "deep": {"a": 4}}, "prompt": "other"}
+    prompts, _ = build(Rows([row]), question_key="extra.q", answer_key="extra.deep.a")
+    assert (prompts[0].text, prompts[0].answer) == ("user:2?;assistant:", 4)
+    with pytest.raises(UserError, match="no field 'extra.x'"):
+        build(Rows([row]), question_key="extra.x", answer_key="extra.deep.a")

@@ -1,5 +1,6 @@
 """Tool calls of every family: real examples, what is wrong with a call, and that nothing raises."""
 
+import json
 import keyword
 import time
 
@@ -115,7 +116,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("family", "text", "said"), BROKEN)
 def test_broken_structure_is_told(family, text, said):
-    (found,) = PARSERS[family].parse(text, {})
+    (found,) = PARSERS[family].parse(text, {"add": {}})
     assert (type(found), found.kind) == (Malformed, "structure")
     assert said in found.reason
     assert len(found.reason) < 400
@@ -171,15 +172,135 @@ hostile = st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=6).map
 @settings(max_examples=60, deadline=None)
 @given(name=names, arguments=st.dictionaries(names, json_values | hostile, max_size=4))
 def test_what_is_rendered_is_read_back(family, name, arguments):
-    schemas = {}
+    schemas = {name: {}}
     if family == "qwen3_coder":  # nothing is escaped there, and strings have no quotes
-        text = str(arguments)
-        if any(mark in text for mark in ("parameter", "tool_call", "function", "</think>")):
+        strings = [value for value in arguments.values() if isinstance(value, str)]
+        if any(ends_a_value(value) for value in strings):
             return
-        strings = {k: {"type": "string"} for k, v in arguments.items() if isinstance(v, str)}
-        schemas = {name: {"properties": strings}}
+        kinds = {k: {"type": "string"} for k, v in arguments.items() if isinstance(v, str)}
+        schemas = {name: {"properties": kinds}}
     call, parser = Call(name, arguments), PARSERS[family]
     assert parser.parse(parser.render(call), schemas) == (call,)
+
+
+def ends_a_value(text):
+    """Whether a text spells what ends a parameter of Qwen3-Coder's, which has no escapes."""
+    ends = ("</parameter>", "<parameter=", "</function>")
+    return any(mark in text for mark in ends) or text != text.strip("\n")
+
+
+def as_a_model_writes(family, name, arguments):
+    """A call whose strings are not escaped more than JSON asks for."""
+    body = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {body}}}\n</tool_call>',
+        "llama3": f'{{"name": "{name}", "parameters": {body}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": "{name}", "arguments": {body}}}]',
+        "deepseek": f"{OPEN}{name}{SEP}{body}{CLOSE}",
+        "gpt_oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{body}"
+        "<|call|>",
+        "gemma": "```tool_code\n"
+        + f"{name}({', '.join(f'{k}={v!r}' for k, v in arguments.items())})"
+        + "\n```",
+        "qwen3_coder": "\n".join(
+            [
+                f"<tool_call>\n<function={name}>",
+                *(f"<parameter={k}>\n{v}\n</parameter>" for k, v in arguments.items()),
+                "</function>\n</tool_call>",
+            ]
+        ),
+    }[family]
+
+
+@pytest.mark.parametrize("family", PARSERS)
+@settings(max_examples=100, deadline=None)
+@given(
+    name=names, arguments=st.dictionaries(names, hostile, min_size=1, max_size=3), data=st.data()
+)
+def test_marks_inside_arguments_are_text(family, name, arguments, data):
+    if family == "qwen3_coder" and any(map(ends_a_value, arguments.values())):
+        return
+    schemas = {name: {"properties": {k: {"type": "string"} for k in arguments}}}
+    text = as_a_model_writes(family, name, arguments)
+    after = data.draw(st.sampled_from(["", "\n\nShall I go on?", "\n\nDone."]))
+    assert PARSERS[family].parse(text + after, schemas) == (Call(name, arguments),)
+
+
+ANSWERS = [
+    '{"name": "Ada", "born": 1815}',
+    '{"city": "Oslo", "degrees": 3}',
+    '{"name": "Ada", "parameters": {"x": 1}}',
+    '{"name": "Ada", "parameters": {',
+    "{'name': 'add'}",
+    '[{"name": "add"}]',
+]
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_json_that_names_no_tool_on_offer_is_an_answer(text):
+    for family in PARSERS:
+        assert PARSERS[family].parse(text, {"add": SCHEMA}) == (), family
+    marked = PARSERS["llama3"].parse('<|python_tag|>{"name": "Ada", "parameters": {}}', {"add": {}})
+    assert marked == (Call("Ada", {}),)  # a call by its mark, of a tool that there is not
+
+
+def test_thoughts_hold_no_calls_and_arguments_may_hold_their_end():
+    call = '<tool_call>{"name": "add", "arguments": {"s": "a </think> b"}}</tool_call>'
+    inside = "I could <tool_call>{}</tool_call></think>No need."
+    for family in ("hermes",):
+        parse = PARSERS[family].parse
+        assert parse(call, {}) == (Call("add", {"s": "a </think> b"}),)
+        assert parse(inside, {}) == ()
+        assert parse(f"hm</think>{call}", {}) == (Call("add", {"s": "a </think> b"}),)
+
+
+TYPED = [
+    ("True", {"type": "boolean"}, True),
+    ("false", {"type": "boolean"}, False),
+    ("None", {"type": ["string", "null"]}, None),
+    ("{'a': (1, None)}", {"type": "object"}, {"a": [1, None]}),
+    ("['x', true]", {"anyOf": [{"type": "array"}, {"type": "null"}]}, ["x", True]),
+    ("True", {"type": "string"}, "True"),
+    ("3", {"enum": ["3", "4"]}, "3"),
+    ("True", {}, "True"),
+    ("maybe", {"type": "boolean"}, "maybe"),
+    ("open('x')", {"type": "object"}, "open('x')"),
+]
+
+
+@pytest.mark.parametrize(("text", "schema", "value"), TYPED)
+def test_literals_without_quotes_are_read_by_the_schema(text, schema, value):
+    text = (
+        f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    )
+    (call,) = PARSERS["qwen3_coder"].parse(text, {"f": {"properties": {"a": schema}}})
+    assert call.arguments["a"] == value
+    assert type(call.arguments["a"]) is type(value)
+
+
+def test_a_coder_may_leave_the_opening_tag_out_for_tools_on_offer():
+    body = "I write.\n\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+    parse = PARSERS["qwen3_coder"].parse
+    assert parse(body, {"add": SCHEMA}) == (Call("add", {"a": 3}),)
+    assert parse(body, {"other": SCHEMA}) == ()
+    unclosed = body.replace("3\n</parameter>", "3\n<parameter=s>\nx")
+    assert parse(unclosed, {"add": SCHEMA}) == (Call("add", {"a": 3, "s": "x"}),)
+
+
+@pytest.mark.parametrize("family", PARSERS)
+def test_half_surrogates_do_not_leave(family):
+    text = as_a_model_writes(family, "add", {"s": "x"})
+    text = text.replace("x", "a\\ud800b") if family != "qwen3_coder" else text
+    (call,) = PARSERS[family].parse(text, {"add": SCHEMA})
+    call.arguments["s"].encode()
+    assert family == "qwen3_coder" or call.arguments["s"] == "a\ufffdb"
+
+
+def test_reasons_hold_no_addresses():
+    for value in ("x", "f(1)", "lambda: 0", "{1: x}", "[*y]"):
+        (broken,) = PARSERS["gemma"].parse(f"```tool_code\nadd(a={value})\n```", {})
+        assert "0x" not in broken.reason
+        assert "a" in broken.reason
 
 
 pieces = st.sampled_from(

@@ -39,8 +39,8 @@ ENTRY %main (a: f32[8,16]) -> f32[8,16] {
 """
 
 
-def totals(text, mesh=(2, 2)):
-    costs = program_costs(text, mesh)
+def totals(text, mesh=(2, 2), **trips):
+    costs = program_costs(text, mesh, trips=trips)
     sent = {}
     for cost in costs:
         for c in cost.collectives:
@@ -57,13 +57,14 @@ def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     assert moved == 5 * (4 * (2 * 128 + 256) + 4 * 2 * 128 + 12 + 9)
 
 
-def test_the_trip_count_of_a_loop_is_read_from_its_name():
-    """Under a bound of its own, such as a program that draws tokens until a queue is empty."""
+def test_the_trip_count_of_a_loop_may_be_given_for_its_scope():
+    """For a loop that ends early, such as one that draws tokens until a queue is empty."""
     loop = "condition=%condition, body=%body"
-    said = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/at_most_2/at_most_7/while"}}')
-    assert totals(said)[0] == 7 / 5 * totals(LOOP)[0]
-    outer = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/at_most_7/while/body/while"}}')
-    assert totals(outer)[0] == totals(LOOP)[0]
+    named = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/queue/decode/while"}}')
+    assert totals(named, decode=7, queue=2)[0] == 7 / 5 * totals(LOOP)[0]
+    assert totals(named, queue=2)[0] == totals(named)[0] == totals(LOOP)[0]
+    inner = LOOP.replace(loop, f'{loop}, metadata={{op_name="jit(f)/decode/while/body/while"}}')
+    assert totals(inner, decode=7)[0] == totals(LOOP)[0]
 
 
 def test_the_traffic_that_a_kernel_reports_counts():

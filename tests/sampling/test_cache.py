@@ -7,11 +7,11 @@ import jax.numpy as jnp
 
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
+from jrl.sampling import batch
 from jrl.sampling.cache import share
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.slots import decode, start
-from jrl.serving import batch
+from jrl.sampling.slots import IdleLimit, decode, start
 
 NETWORK = transformer(
     ModelConfig(
@@ -64,11 +64,12 @@ def test_decoding_with_prefixes_makes_no_copy_of_the_cache():
 
 def test_serving_makes_no_copy_of_the_cache():
     sizes = {"blocks": 16, "block": 1, "prompt_tokens": P, "max_new_tokens": T}
-    empty = partial(batch.empty_batch, network=NETWORK, stop_tokens=4, biases=False, **sizes)
+    empty = partial(batch.empty_batch, network=NETWORK, stop_width=4, biases=False, **sizes)
     state = jax.eval_shape(empty, WEIGHTS)
     run = partial(batch.decode_chunk, network=NETWORK, width=16)
     halted = jnp.zeros(16, jnp.int32)
-    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, jnp.int32(16), donate=1)
+    idle = IdleLimit(jnp.int32(0), jnp.int32(0))
+    used = temporaries(run, WEIGHTS, state, jnp.int32(0), halted, jnp.int32(16), idle, donate=1)
     assert used < 0.1 * bytes_of(state.slots.cache)
 
 

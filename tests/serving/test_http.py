@@ -25,9 +25,9 @@ from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
+from jrl.sampling.request import PartialCompletion, RequestLimits, TokenLogprobs
 from jrl.serving.http import Service
-from jrl.serving.request import PartialCompletion, RequestLimits, TokenLogprobs
 from jrl.serving.server import HttpServer, run
 from jrl.serving.worker import EngineWorker
 from jrl.types import StopReason

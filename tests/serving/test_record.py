@@ -25,8 +25,8 @@ from jrl.mesh import make_mesh
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import CharTokenizer
 from jrl.models.transformer import transformer
+from jrl.sampling.engine import Engine
 from jrl.serving import record
-from jrl.serving.engine import Engine
 from jrl.serving.http import Service
 from jrl.serving.record import Recorder
 from jrl.serving.server import HttpServer

@@ -11,10 +11,10 @@ from jrl.episodes.parsers import PARSERS, Call
 from jrl.episodes.recorded import read
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer
+from jrl.sampling.request import PartialCompletion, RequestLimits
 from jrl.serving.http import Service
 from jrl.serving.openai_tools import Tools, calls_of, tool_parser
 from jrl.serving.record import Recorder
-from jrl.serving.request import PartialCompletion, RequestLimits
 from jrl.serving.server import HttpServer
 from jrl.types import StopReason
 

@@ -414,7 +414,7 @@ def start(script, directory):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
     )
 
 
@@ -539,7 +539,7 @@ def test_two_processes_write_one_checkpoint(tmp_path):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["PYTHONPATH"] = str(pathlib.Path(__file__).parents[1])
+    env["PYTHONPATH"] = str(pathlib.Path(__file__).parents[2])
     children = [
         subprocess.Popen(
             [sys.executable, "-c", TWO_PROCESSES, address, str(i), str(tmp_path)],

@@ -9,6 +9,7 @@ import pytest
 
 from jrl.config import load_config
 from jrl.episodes.host import EnvError
+from jrl.episodes.play import BY_TIMING
 from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import HardProblems, WrittenProblems
@@ -17,7 +18,6 @@ from jrl.train import loop
 from jrl.train.build import setup
 from jrl.train.collect import Groups
 from jrl.train.curriculum import CurrentPrompts, HardRounds, WrittenRounds
-from jrl.episodes.play import BY_TIMING
 from jrl.train.loop import train
 from jrl.train.programs import check_trainable
 from jrl.train.tree_search import Guided

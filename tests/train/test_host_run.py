@@ -11,12 +11,13 @@ from pathlib import Path
 import jax
 import pytest
 import tokenizers
+from jrl.evaluate.episodes import searching
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
+from jrl.episodes.play import BY_TIMING
 from jrl.errors import RunStopped, UserError
 from jrl.evaluate import evaluate_run
-from jrl.evaluate.episodes import searching
 from jrl.evaluate.search import search_run
 from jrl.models import hf
 from jrl.models.config import ModelConfig
@@ -24,7 +25,6 @@ from jrl.models.transformer import transformer
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
-from jrl.episodes.play import BY_TIMING
 from jrl.train.loop import train
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -13,7 +13,7 @@ from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.run.diagnostics import lacks
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
 from jrl.serving.launch import served_policy
 from jrl.serving.openai_requests import parse
 from jrl.serving.record import Recorder

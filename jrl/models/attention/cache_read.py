@@ -90,12 +90,14 @@ def look(
         once; they may differ, and are then read as far as the longest of those.
       interpret: runs the kernel's steps as plain JAX, slowly, for tests on other platforms.
     """
+    # All rows that continue one prompt are queries of one step, which is why it is read once.
     s, q, h, d = q_sqhd.shape
     m, k, c, _ = part.v_mkcd.shape
     g, n, bk = h // k, s // m * q, block_columns(c)
     # Queries of a row and head are [g, n], n the tokens that have a mask of their own. Tiles have 8
     # rows, so that n is filled up to them where it is not 1.
     wide = n if n == 1 else -(-n // 8) * 8
+    # Scaled before the kernel: [queries, h] numbers instead of [queries, columns] in every step.
     q_mkgnd = (q_sqhd.astype(jnp.float32) * scale).astype(q_sqhd.dtype)
     q_mkgnd = q_mkgnd.reshape(m, n, k, g, d).transpose(0, 2, 3, 1, 4)
     q_mkgnd = jnp.pad(q_mkgnd, ((0, 0), (0, 0), (0, 0), (0, wide - n), (0, 0)))
@@ -107,6 +109,7 @@ def look(
         return i, 0, 0, 0
 
     def along(axis: int, ndim: int) -> Any:
+        # The block index comes from the prefetched table: an index that repeats starts no new copy.
         return lambda i, j, _, last: tuple({0: i, axis: last[i, j]}.get(a, 0) for a in range(ndim))
 
     queries = q_mkgnd.reshape(m, k, g * wide, d)
@@ -147,6 +150,7 @@ def look(
         x = x.reshape(m, k, g, wide, -1)[:, :, :, :n].reshape(m, k, g, s // m, q, -1)
         return x.transpose(0, 3, 1, 2, 4, 5).reshape(s, k, g, q, -1)
 
+    # The log of the sum stands for peak and total: merging parts needs no more than their sum.
     peak = per_row(log_sum[..., :1])
     return Seen(peak, jnp.ones_like(peak), per_row(out))
 
@@ -167,6 +171,7 @@ def _rows_at_once(part: Part, queries: int, bk: int) -> int:
     room = each * -(-d // LANES) * LANES
     # Rows are unrolled in the kernel, whose code grows with them.
     most = max(min(_STEP_BYTES // (each * d), _HELD_BYTES // room, 64 // k), 1)
+    # Steps of equal size, or the last one would read past the cache.
     return next(r for r in range(most, 0, -1) if m % r == 0)
 
 
@@ -199,6 +204,7 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
     out, log_sum, peaks, totals, values = refs[len(names) :]
     i, j = pl.program_id(0), pl.program_id(1)
 
+    # Scratch memory holds what the last row left there.
     @pl.when(j == 0)
     def _() -> None:
         peaks[...] = jnp.full(peaks.shape, MASKED, jnp.float32)
@@ -218,6 +224,8 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
                 scores = softcap * jnp.tanh(scores / softcap)
             scores = _masked(scores, held["mask"][r] != 0)
             peak = jnp.maximum(peaks[at][:, :1], scores.max(-1, keepdims=True))
+            # Earlier sums are rescaled to the new peak, so that no exponential overflows in
+            # float32.
             weights, old = jnp.exp(scores - peak), jnp.exp(peaks[at][:, :1] - peak)
             total = totals[at][:, :1] * old + weights.sum(-1, keepdims=True)
             # The scale of a value is a factor of its weight, of which there are fewer.
@@ -230,6 +238,7 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _() -> None:
+        # Divided once at the end: a division in each step would be a pass over the values.
         total = totals[...]
         out[...] = values[...] / total[..., :1]
         log_sum[...] = peaks[...] + jnp.log(total)

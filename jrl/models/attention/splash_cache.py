@@ -65,6 +65,7 @@ def splash_look(
     g, rows = h // k, s // m * (h // k) * q
     bq = min(-(-rows // _SUBLANES) * _SUBLANES, _QUERIES)
     bk = block_columns(c)
+    # Rows that only fill up a block see nothing, and are cut off below.
     more = -rows % bq
     # All queries that read the same keys, of m's rows and a head's group, are rows of one block.
     q_mkrd = (q_sqhd.astype(jnp.float32) * scale).astype(q_sqhd.dtype)
@@ -73,6 +74,8 @@ def splash_look(
     mask = jnp.broadcast_to(
         part.mask_sqc.reshape(m, s // m, 1, q, c), (m, s // m, g, q, c)
     ).reshape(m, rows, c)
+    # Built from tables of this batch's masks: the usual constructor wants masks that are known when
+    # the program is traced, but lengths change with every token.
     kernel = splash.SplashAttentionKernel(
         _visited(jnp.pad(mask, ((0, 0), (0, more), (0, 0))), rows, k, (bq, bk)),
         None,
@@ -86,6 +89,7 @@ def splash_look(
         mask_function=None,
         interpret=interpret,
     )
+    # Rows and heads become the heads of one sequence, a reshape: the cache is not copied.
     keys, values = (x.reshape(m * k, c, d) for x in (part.k_mkcd, part.v_mkcd))
     out, (log_sum,) = kernel(q_xrd, keys, values)
 

@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.frames import Message
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.parsers import Call, Malformed, Parser, get_parser
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.system.extras import need
 from jrl.types import NOTHING, Prompt
 from jrl.user_code import load

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from jrl.episodes.frames import Message
+from jrl.models.chat_frames import Message
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jrl.episodes.calls import run_either
-from jrl.episodes.frames import Message
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.types import Prompt
 from jrl.zoo.envs.named import EXACT, judge_of
 

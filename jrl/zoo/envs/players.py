@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.episodes.calls import run_either
-from jrl.episodes.frames import Message
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.tools import Tool, tool_env
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.types import NOTHING, Prompt
 
 Speaker = Callable[[list[Message]], Any]

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 
-from jrl.episodes.frames import Message
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.errors import UserError
+from jrl.models.chat_frames import Message
 from jrl.types import Prompt
 from jrl.zoo.envs.propositions import FormulaError, parse
 from jrl.zoo.envs.tactics import Goals, TacticError, opened, run_tactic, show_goals

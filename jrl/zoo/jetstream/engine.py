@@ -1,4 +1,4 @@
-"""JetStream's Engine interface over decode slots.
+"""JetStream's Engine interface over the row engine.
 
 Written for google-jetstream 0.2.2, the last release. Importing it has side effects, which
 ``library`` undoes: it sends every log record of the process to standard output, and it needs seqio
@@ -26,11 +26,12 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.sampling.cache import put_prefixes, share
+from jrl.sampling.admission import RowStart
+from jrl.sampling.batch import ChunkOutput
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.slots import Slots, check_length, decode, pieces_of, prefill, start
+from jrl.sampling.rows import Rows
 from jrl.system.extras import install_line
-from jrl.types import Array, Network, Params, StopReason
+from jrl.types import Array, Network, Params
 
 PREFILL_TOKENS = tuple(2**i for i in range(4, 16))
 """The lengths that JetStream pads prompts to."""
@@ -110,16 +111,17 @@ def delete_arrays(tree: Any) -> None:
 class SlotEngine:
     """The methods of JetStream's ``Engine``; ``make_engine`` makes one that is an ``Engine``.
 
-    A prefix is a dict of arrays: the prompt's cache, its last token, its length and the data of
-    the completion's PRNG key. The decode state is a ``Slots``. JetStream's API has no field for a
-    temperature or a seed: one set of sampling parameters holds for all requests.
+    The row engine holds the state, so JetStream's decode state is a placeholder, and a prefix is
+    the prompt alone, which is computed where it is inserted: the device does one thing at a time
+    whichever of JetStream's threads asks for it. JetStream's API has no field for a temperature or
+    a seed: one set of sampling parameters holds for all requests.
 
     Args:
       key: the root PRNG key; request number i uses ``fold_in(key, i)``.
       params: the policy's.
       network: the policy.
       tokenizer: the policy's.
-      sampling_params: of all requests; scalars.
+      sampling_params: of all requests; scalars, and a bias [V] if any.
       slots: completions decoded at once.
       prompt_tokens: the longest prompt.
       new_tokens: the longest completion.
@@ -148,9 +150,25 @@ class SlotEngine:
             )
         if slots < 1:
             raise UserError(f"slots = {slots}; must be at least 1")
-        check_length(network, prompt_tokens, new_tokens)
-        self._key, self._network = key, network
-        self._sampling_params, self._mesh = sampling_params, mesh
+        bias = sampling_params.bias
+        self._rows = Rows(
+            network,
+            slots=slots,
+            prompt_tokens=prompt_tokens,
+            max_new_tokens=new_tokens,
+            stop_tokens=tuple(tokenizer.stop_ids),
+            chunk=1,  # JetStream hands on one token of each slot at a time
+            sampling={
+                "temperature": float(sampling_params.temperature),
+                "top_k": int(sampling_params.top_k),
+                "top_p": float(sampling_params.top_p),
+                "min_p": float(sampling_params.min_p),
+                "bias": None if bias is None else np.asarray(bias),
+            },
+            biases=bias is not None,
+        )
+        self._seed = _seed_of(key)
+        self._mesh = mesh
         self._padded = next(n for n in PREFILL_TOKENS if n >= prompt_tokens)
         self.tokenizer = tokenizer
         self.slots, self.prompt_tokens, self.new_tokens = slots, prompt_tokens, new_tokens
@@ -160,29 +178,13 @@ class SlotEngine:
         self._released: set[int] = set()
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        self._result = jax.jit(functools.partial(_result))
         with jax.set_mesh(mesh):
-            self._weights = jax.jit(network.prepare)(params)
-        bind = functools.partial
-        self._prefill = jax.jit(bind(_prefill, network=network))
-        make = bind(
-            _empty,
-            network=network,
-            slots=slots,
-            prompt_tokens=self._padded,
-            new_tokens=new_tokens,
-        )
-        # Through jit, or arrays of the state may share a buffer, which cannot be donated twice.
-        self._make = jax.jit(make)
-        # The state lies as it did, or what one program returns would compile the others anew. As a
-        # function of this engine: programs of one function are counted together.
-        where = jax.tree.map(lambda x: x.sharding, self.init_decode_state())
-        self._insert = jax.jit(bind(_insert), donate_argnums=0, out_shardings=where)
-        step = bind(_step, network=network, stop_tokens=tuple(tokenizer.stop_ids))
-        self._step = jax.jit(step, donate_argnums=1, out_shardings=(where, None))
+            self._rows.set_weights(params, 0)
 
     def load_params(self, *args: Any, **kwargs: Any) -> Any:
         """The weights, prepared for decoding."""
-        return self._weights
+        return self._rows.weights
 
     def prefill(
         self,
@@ -192,7 +194,7 @@ class SlotEngine:
         padded_tokens: Array | np.ndarray,
         true_length: int,
     ) -> dict[str, Any]:
-        """The prefix of one prompt.
+        """The prefix of one prompt, on the host.
 
         Args:
           params: from ``load_params``.
@@ -206,33 +208,28 @@ class SlotEngine:
         if true_length < 1:
             raise UserError("the prompt is empty; it needs at least one token")
         self._requests += 1
-        key = jax.random.key_data(jax.random.fold_in(self._key, self._requests))
         prompt = np.asarray(padded_tokens)[:true_length][-self.prompt_tokens :]
-        tokens = np.zeros(next(n for n in PREFILL_TOKENS if n >= len(prompt)), np.int32)
-        tokens[: len(prompt)] = prompt
-        with jax.set_mesh(self._mesh):
-            return self._prefill(params, tokens, np.int32(len(prompt)), key)
+        return {"tokens": prompt.astype(np.int32), "request": np.int32(self._requests)}
 
-    def insert(self, prefix: dict[str, Any], decode_state: Slots, slot: int) -> Slots:
-        """The state with a prefix in a slot, ready to decode; ``decode_state`` is donated."""
+    def insert(self, prefix: dict[str, Any], decode_state: Any, slot: int) -> Any:
+        """The state with a prefix in a slot, ready to decode."""
         with self._lock:
             self._occupied.add(slot)
             self._released.discard(slot)
+        tokens, request = tuple(np.asarray(prefix["tokens"]).tolist()), int(prefix["request"])
         with jax.set_mesh(self._mesh):
-            return self._insert(decode_state, prefix, np.int32(slot))
+            self._rows.admit({slot: RowStart(tokens, self._seed, request, self.new_tokens)})
+        return decode_state
 
-    def generate(self, params: Any, decode_state: Slots) -> tuple[Slots, Any]:
-        """One more token for each running slot; ``decode_state`` is donated.
+    def generate(self, params: Any, decode_state: Any) -> tuple[Any, Any]:
+        """One more token for each running slot.
 
         Returns:
           The state, and ResultTokens whose ``valid`` is 0 for a slot without a new token.
         """
-        keep = np.ones(self.slots, bool)
         with self._lock:
-            keep[list(self._released)] = False
-            self._released.clear()
             callbacks, self._callbacks = self._callbacks, []
-        state, data = self._step_once(params, decode_state, keep)
+        data = self.step()
         for then in callbacks:
             then()
         result = library().engine.ResultTokens(
@@ -242,24 +239,23 @@ class SlotEngine:
             length_idx=(2, 3),
             samples_per_slot=1,
         )
-        return state, result
+        return decode_state, result
+
+    def step(self) -> Array:
+        """[S, 3] int32 of one decode step: new token, 1 if there is one, completion tokens."""
+        with self._lock:
+            released, self._released = self._released, set()
+        for slot in released:
+            self._rows.halt(slot)
+        with jax.set_mesh(self._mesh):
+            # Left on the device: JetStream's own thread fetches it while the next step runs.
+            return self._result(self._rows.decode(0, steps=1, fetch=False))
 
     def compile(self) -> None:
         """Runs every program once, so that no request waits for a compilation."""
-        weights, state = self.load_params(), self.init_decode_state()
-        widths = [width for width in PREFILL_TOKENS if width <= self._padded]
-        for width in widths:
-            size = min(width, self.prompt_tokens)
-            prompt = {"padded_tokens": np.zeros(width, np.int32), "true_length": size}
-            state = self.insert(self.prefill(params=weights, **prompt), state, 0)
-            state, _ = self._step_once(weights, state, np.zeros(self.slots, bool))
-        jax.block_until_ready(state)
-        self._requests = 0  # the keys of requests are those of an engine that did not do this
-        self._occupied.clear()
-
-    def _step_once(self, params: Any, state: Slots, keep: np.ndarray) -> tuple[Slots, Array]:
         with jax.set_mesh(self._mesh):
-            return self._step(params, state, keep)
+            self._rows.compile(recompute=False)
+        jax.block_until_ready(self.step())
 
     def free_resource(self, slot: int) -> None:
         """Ends the completion in a slot before the next token."""
@@ -281,13 +277,14 @@ class SlotEngine:
         if not occupied:
             then()
 
-    def init_decode_state(self, *args: Any, **kwargs: Any) -> Slots:
-        """Slots in which nothing runs."""
-        with jax.set_mesh(self._mesh):
-            return self._make(self._weights, self._sampling_params)
+    def init_decode_state(self, *args: Any, **kwargs: Any) -> Any:
+        """A placeholder for the row engine's state, in which nothing runs from the next step on."""
+        for slot in range(self.slots):
+            self._rows.halt(slot)
+        return np.zeros((), np.int32)
 
     def get_prefix_destination_sharding(self) -> Any:
-        """None: prefixes stay on the devices that computed them."""
+        """None: prefixes stay where they are."""
         return None
 
     def get_tokenizer(self) -> Any:
@@ -301,8 +298,8 @@ class SlotEngine:
     @property
     def executables(self) -> int:
         """Programs compiled so far."""
-        jitted: tuple[Any, ...] = (self._make, self._prefill, self._insert, self._step)
-        return sum(f._cache_size() for f in jitted)
+        result: Any = self._result
+        return self._rows.executables + result._cache_size()
 
     @property
     def max_concurrent_decodes(self) -> int:
@@ -335,71 +332,15 @@ def make_engine(*args: Any, **kwargs: Any) -> Any:
     return type("JetStreamEngine", (SlotEngine, library().engine.Engine), {})(*args, **kwargs)
 
 
-def _prefill(
-    weights: Any, tokens: Array, length: Array, key: Array, *, network: Network
-) -> dict[str, Any]:
-    cache = prefill(weights, tokens[None], length[None], network=network)
-    return {"cache": cache, "last": tokens[length - 1], "length": length, "key": key}
+def _seed_of(key: Array) -> int:
+    """The number below 2**64 that a PRNG key is made of, as rows take it."""
+    high, low = (int(x) for x in np.asarray(jax.random.key_data(key)))
+    return high << 32 | low
 
 
-def _insert(slots: Slots, prefix: dict[str, Any], slot: Array) -> Slots:
-    def put(x: Array, value: Any) -> Array:
-        return x.at[slot].set(value)
-
-    length = prefix["length"]
-    return slots.replace(
-        cache=put_prefixes(slots.cache, slot[None], prefix["cache"], length[None] - 1),
-        pending=put(slots.pending, prefix["last"]),
-        prompt_lengths=put(slots.prompt_lengths, length),
-        lengths=put(slots.lengths, 0),
-        stop=put(slots.stop, StopReason.RUNNING),
-        keys=put(slots.keys, jax.random.wrap_key_data(prefix["key"])),
-    )
-
-
-def _step(
-    weights: Any, slots: Slots, keep: Array, *, network: Network, stop_tokens: Sequence[int]
-) -> tuple[Slots, Array]:
-    """The next state, and [S, 3] int32: new token, 1 if there is one, completion tokens."""
-    runs = (slots.stop == StopReason.RUNNING) & keep
-    ended = jnp.where(slots.stop == StopReason.RUNNING, StopReason.ABORTED, slots.stop)
-    slots = slots.replace(stop=jnp.where(runs, slots.stop, ended).astype(jnp.int32))
-    slots, _ = decode(
-        weights, slots, jnp.int32(0), network=network, steps=1, stop_tokens=stop_tokens
-    )
-    return slots, jnp.stack([slots.pending, runs.astype(jnp.int32), slots.lengths], axis=1)
-
-
-def _empty(
-    weights: Any,
-    sampling_params: SamplingParams,
-    *,
-    network: Network,
-    slots: int,
-    prompt_tokens: int,
-    new_tokens: int,
-) -> Slots:
-    nothing = jnp.zeros(slots, jnp.int32)
-    cache = share(
-        network.init_cache(slots, prompt_tokens, weights),
-        nothing,
-        1,
-        network=network,
-        weights=weights,
-        length=new_tokens,
-        pieces=pieces_of(new_tokens),
-    )
-    keys = jax.random.split(jax.random.key(0), slots)  # replaced before use
-    made = start(
-        cache,
-        nothing[:, None],
-        nothing + 1,
-        keys,
-        sampling_params,
-        nothing + new_tokens,
-        max_new_tokens=new_tokens,
-    )
-    return made.replace(stop=nothing + StopReason.LENGTH)
+def _result(out: ChunkOutput) -> Array:
+    """[S, 3] int32, see ``SlotEngine.step``."""
+    return jnp.stack([out.tokens[:, 0], out.counts, out.lengths], axis=1)
 
 
 @functools.cache

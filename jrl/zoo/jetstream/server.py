@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from jrl.errors import UserError
+from jrl.sampling.text import TextStream, longest_text
 from jrl.serving.server import listen
-from jrl.serving.text import TextStream, longest_text
 from jrl.zoo.jetstream.engine import SlotEngine, library
 
 
@@ -254,6 +254,7 @@ class JetStreamServer:
             time.sleep(0.02)
         self.driver.fail_all(RuntimeError("the server is stopping"))
         self._server.stop()
+        self._server._loop.close()  # it has stopped; JetStream leaves its sockets open
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from jrl.evaluate import load_policy
 from jrl.mesh import AXES, make_mesh
 from jrl.models.config import DTYPES
 from jrl.rewards.base import Sample
-from jrl.serving.engine import Engine
+from jrl.sampling.engine import Engine
+from jrl.sampling.request import Completion, Request
 from jrl.serving.launch import ServedPolicy, served_policy
-from jrl.serving.request import Completion, Request
 from jrl.train import build
 from jrl.train.build import Run
 from jrl.train.memory_check import check_problems, check_slots

@@ -19,7 +19,7 @@ from jrl.zoo.envs.prover import INSTRUCTION, prover, tactic_of
 from jrl.zoo.envs.statements import MOST_TACTICS, main, proved, statements
 from jrl.zoo.envs.tactics import TACTICS
 
-SHIPPED = Path(__file__).parents[2] / "configs" / "prover"
+SHIPPED = Path(__file__).parents[3] / "configs" / "prover"
 BARBARA = "(a -> b) -> (b -> c) -> a -> c"
 
 

@@ -15,7 +15,7 @@ from jrl.zoo.envs.shipped import answer_f1, last_answer, multi_hop, python_math
 from jrl.zoo.tools import hops
 from jrl.zoo.tools.search import Bm25
 
-SEARCH = Path(__file__).parents[2] / "configs" / "search"
+SEARCH = Path(__file__).parents[3] / "configs" / "search"
 
 
 def say(env, prompt, *turns):

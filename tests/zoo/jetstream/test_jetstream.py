@@ -1,4 +1,4 @@
-"""JetStream's interface on the slot functions, and its own server spoken to over gRPC."""
+"""JetStream's interface on the row engine, and its own server spoken to over gRPC."""
 
 import contextlib
 import importlib.util
@@ -82,8 +82,7 @@ def drawn_alone(prompt, count, engine=None):
     state = engine.insert(engine.prefill(params=weights, **padded(prompt)), state, slot=1)
     out = []
     for _ in range(count):
-        state, data = engine._step_once(weights, state, np.ones(SLOTS, bool))
-        token, valid, _ = np.asarray(data)[1]
+        token, valid, _ = np.asarray(engine.step())[1]
         if not valid or token in TOKENIZER.stop_ids:
             break
         out.append(int(token))
@@ -174,11 +173,7 @@ def test_slots_are_filled_emptied_and_filled_again():
             state = engine.insert(engine.prefill(params=weights, **padded(later[0])), state, slot=0)
             assert found[0] == expected[0][:9]
             found[0], expected[0] = [], likeliest(later[0], NEW)
-        keep = np.ones(SLOTS, bool)
-        keep[list(engine._released)] = False
-        engine._released.clear()
-        state, data = engine._step(weights, state, keep)
-        for slot, (token, valid, _) in enumerate(np.asarray(data)):
+        for slot, (token, valid, _) in enumerate(np.asarray(engine.step())):
             if valid:
                 found[slot].append(int(token))
     for slot, count in {0: NEW - 11, 2: NEW - 2, 1: NEW - 4}.items():
@@ -192,15 +187,18 @@ def test_nothing_compiles_after_the_warm_up():
         build(sampling_params=make_sampling_params()),
     )
     engine.compile()
-    assert engine.executables == 4
+    assert engine.executables == 5
     assert drawn_alone((3, 4, 5), 4, engine) == drawn_alone((3, 4, 5), 4, cold)
     weights, state = engine.load_params(), engine.init_decode_state()
     for slot in (0, 2, 0, 1):  # one after the other, without a step between, and over another
         state = engine.insert(engine.prefill(params=weights, **padded([4, 8])), state, slot)
-    for kept in (True, False):
-        state, _ = engine._step_once(weights, state, np.full(SLOTS, kept))
-    state = engine.insert(engine.prefill(params=weights, **padded([9])), state, 1)
-    assert engine.executables == 4
+    for freed in ((), range(SLOTS)):
+        for slot in freed:
+            engine.free_resource(slot)
+        valid = np.asarray(engine.step())[:, 1]
+    assert not valid.any()
+    engine.insert(engine.prefill(params=weights, **padded([9])), state, 1)
+    assert engine.executables == 5
 
 
 @needs
@@ -220,9 +218,8 @@ def test_a_prefix_may_be_deleted_once_inserted():
     prefix = engine.prefill(params=weights, **padded([4, 8]))
     state = engine.insert(prefix, state, slot=0)
     jetstream_engine.delete_arrays(prefix)
-    state, data = engine._step(weights, state, np.ones(SLOTS, bool))
-    assert int(data[0, 0]) == likeliest([4, 8], 1)[0]
-    assert int(state.stop[0]) == StopReason.RUNNING
+    assert int(engine.step()[0, 0]) == likeliest([4, 8], 1)[0]
+    assert int(engine._rows.batch.slots.stop[0]) == StopReason.RUNNING
 
 
 def test_requests_have_their_own_keys():
@@ -494,7 +491,7 @@ def test_a_slot_is_free_when_its_sequence_has_been_ended():
         state, found = engine.generate(weights, state)
     assert free == [0, 1]
     assert not found["data"][:, 1].any()
-    assert int(state.stop[1]) == StopReason.ABORTED
+    assert int(engine._rows.batch.slots.stop[1]) == StopReason.ABORTED
 
 
 @needs

@@ -1,8 +1,8 @@
-"""Continuous batching for requests that arrive one by one: a host queue in front of device slots.
+"""Continuous batching for requests that arrive one by one: a queue in front of the row engine.
 
 Between two chunks of decoding the host removes finished completions, returns new tokens and admits
-queued requests into free slots. The completions of a request depend on its seed, not on the other
-requests. All device work is a few compiled programs, see ``Engine.compile``.
+queued requests into free rows. The completions of a request depend on its seed, not on the other
+requests. All device work is done by ``rows.Rows``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
-from jrl.sampling.slots import check_length
-from jrl.serving import batch as programs
-from jrl.serving.batch import AdmissionBuilder, ChunkOutput, DecodeBatch
-from jrl.serving.chunk_length import LENGTHS, ChunkLength
-from jrl.serving.request import (
+from jrl.sampling.admission import RowSampling, RowStart
+from jrl.sampling.batch import ChunkOutput
+from jrl.sampling.chunk_length import LENGTHS, ChunkLength
+from jrl.sampling.request import (
     TOP_LOGPROBS,
     PartialCompletion,
     QueueFull,
@@ -35,10 +32,10 @@ from jrl.serving.request import (
     Update,
     check_request,
 )
+from jrl.sampling.rows import Rows
+from jrl.sampling.slots import check_length
 from jrl.types import Network, Params, StopReason
 
-_MAX_ADMITTED = 8
-"""The most blocks of one admission; more take several."""
 _MIN_STOP_TOKENS = 8
 """A request may always name this many stop tokens."""
 
@@ -65,8 +62,8 @@ class Engine:
 
     Attributes:
       limits: what requests may ask for.
+      rows: the row engine.
       chunk_length: the controller that chooses the length of chunks.
-      version: of the parameters in use.
       slot_steps: slots times decode steps so far.
       live_steps: those of them that sampled a token.
 
@@ -91,16 +88,12 @@ class Engine:
         queue: int | None = None,
         version: int = 0,
     ) -> None:
-        if block < 1 or slots < 1 or slots % block:
-            raise UserError(
-                f"slots = {slots}; must be a multiple of block = {block}, both at least 1"
-            )
         if chunk is not None and chunk < 1:
             raise UserError(
                 f"chunk = {chunk}; must be at least 1, or None to measure and choose it"
             )
         check_length(network, 1, max_new_tokens)
-        self._network, self._tokenizer = network, tokenizer
+        self._tokenizer = tokenizer
         self._block, self._chunk, self._queue_limit = block, chunk, queue
         self.chunk_length = ChunkLength()
         prompt_tokens = min(prompt_tokens, network.max_length - 1)
@@ -114,45 +107,26 @@ class Engine:
             biases=biases,
             reports=reports,
         )
-        self._builder = AdmissionBuilder(
-            limits=self.limits,
-            block=block,
-            blocks=slots // block,
-            max_blocks=1 << (min(_MAX_ADMITTED, slots // block).bit_length() - 1),
-            widths=programs.widths(prompt_tokens),
-            stop_tokens=tuple(stop_tokens),
-        )
-        bind = functools.partial
-        self._prepare = jax.jit(network.prepare)
-        self._admit = jax.jit(bind(programs.admit, network=network), donate_argnums=1)
-        self._chunk_program = jax.jit(
-            bind(
-                programs.decode_chunk,
-                network=network,
-                width=chunk or LENGTHS[-1],
-                top=min(TOP_LOGPROBS, network.vocab_size),
-            ),
-            donate_argnums=1,
-        )
-        self._recompute = jax.jit(bind(programs.recompute, network=network), donate_argnums=1)
-        self._weights = self._prepare(params)
-        make = bind(
-            programs.empty_batch,
-            network=network,
-            blocks=slots // block,
-            block=block,
+        self.rows = Rows(
+            network,
+            slots=slots,
             prompt_tokens=prompt_tokens,
             max_new_tokens=max_new_tokens,
-            stop_tokens=self.limits.stop_tokens,
+            stop_tokens=stop_tokens,
+            chunk=chunk or LENGTHS[-1],
+            block=block,
+            prompts=slots,
+            # A request's own limits keep it within the network, see ``RequestLimits.new_tokens``.
+            total_tokens=network.max_length,
+            stop_width=self.limits.stop_tokens,
             biases=biases,
+            top_logprobs=min(TOP_LOGPROBS, network.vocab_size) if reports else None,
         )
-        self._batch: DecodeBatch = jax.jit(make)(self._weights)
-        self.version = version
+        self.rows.set_weights(params, version)
         self.slot_steps = self.live_steps = 0
         self._numbers = itertools.count()
         self._waiting: collections.deque[PartialCompletion] = collections.deque()
-        self._rows: list[PartialCompletion | None] = [None] * slots
-        self._halted = np.full(slots, StopReason.RUNNING, np.int32)
+        self._members: list[PartialCompletion | None] = [None] * slots
         self._updates: list[Update] = []
 
     # ------------------------------------------------------------ requests
@@ -180,7 +154,7 @@ class Engine:
         for member in [m for m in self._waiting if m.number == number]:
             self._waiting.remove(member)
             self._updates.append(member.extend([], [], self.version, StopReason.ABORTED))
-        for row, running in enumerate(self._rows):
+        for row, running in enumerate(self._members):
             if running is not None and running.number == number:
                 self._updates.append(running.extend([], [], self.version, StopReason.ABORTED))
                 self._leave(row, StopReason.ABORTED)
@@ -193,7 +167,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Completions in slots."""
-        return sum(member is not None for member in self._rows)
+        return sum(member is not None for member in self._members)
 
     @property
     def busy(self) -> bool:
@@ -201,9 +175,14 @@ class Engine:
         return bool(self._waiting or self._updates or self.running)
 
     @property
+    def version(self) -> int:
+        """The version of the parameters in use."""
+        return self.rows.version
+
+    @property
     def weights(self) -> Any:
         """The policy's weights, as ``network.prepare`` returned them."""
-        return self._weights
+        return self.rows.weights
 
     @property
     def slot_use(self) -> float:
@@ -219,10 +198,10 @@ class Engine:
         if not self.running:
             return updates
         if self._chunk is None and self.chunk_length.measuring:
-            jax.block_until_ready(self._batch)  # else the chunk is charged for admissions
+            self.rows.wait()  # else the chunk is charged for admissions
         began = time.perf_counter()
         out = self._decode(self._chunk or self.chunk_length.steps(queued=bool(self._waiting)))
-        for row, member in enumerate(self._rows):
+        for row, member in enumerate(self._members):
             if member is None:
                 continue
             count = int(out.counts[row])
@@ -243,22 +222,11 @@ class Engine:
 
     def _decode(self, steps: int) -> ChunkOutput:
         """Decodes up to this many steps; the output is on the host."""
-        version, halted = np.int32(self.version), self._halted
-        wanted = self._wanted() if self.limits.reports else None
-        self._batch, out = self._chunk_program(
-            self._weights, self._batch, version, halted, np.int32(steps), wanted
-        )
-        self._halted = np.full_like(halted, StopReason.RUNNING)
-        if wanted is not None and wanted.max() < 0:
-            out = out._replace(report=None)  # nobody reads it, so it stays on the device
-        out = jax.device_get(out)
-        self.slot_steps += int(out.steps) * len(self._rows)
+        asked = [None if m is None else m.request.top_logprobs for m in self._members]
+        reports = [-1 if top is None else top for top in asked]
+        out = self.rows.decode(0, steps=steps, reports=reports)
+        self.slot_steps += int(out.steps) * len(self._members)
         return out
-
-    def _wanted(self) -> np.ndarray:
-        """[S] int32, alternatives that each row's request asked for; -1 for no report."""
-        asked = [None if m is None else m.request.top_logprobs for m in self._rows]
-        return np.array([-1 if top is None else top for top in asked], np.int32)
 
     def run(self) -> Iterator[Update]:
         """Steps until nothing waits or runs; requests may be added meanwhile."""
@@ -266,9 +234,9 @@ class Engine:
             yield from self.step()
 
     def _leave(self, row: int, stop: StopReason) -> None:
-        """Frees a slot; the next chunk stops its row on the device."""
-        self._rows[row] = None
-        self._halted[row] = stop
+        """Frees a row; the next chunk stops it on the device."""
+        self._members[row] = None
+        self.rows.halt(row, stop)
 
     # ------------------------------------------------------------ admission
 
@@ -277,27 +245,34 @@ class Engine:
         b = self._block
         free = [
             i
-            for i in range(len(self._rows) // b)
-            if all(self._rows[i * b + j] is None for j in range(b))
+            for i in range(len(self._members) // b)
+            if all(self._members[i * b + j] is None for j in range(b))
         ]
-        while free and self._waiting:
-            groups: list[list[PartialCompletion]] = []
-            while self._waiting and len(groups) < min(self._builder.max_blocks, len(free)):
-                first = self._waiting.popleft()
-                groups.append([first])
-                while (
-                    len(groups[-1]) < b
-                    and self._waiting
-                    and self._waiting[0].number == first.number
-                ):
-                    groups[-1].append(self._waiting.popleft())
-            blocks, free = free[: len(groups)], free[len(groups) :]
-            for i, group in zip(blocks, groups, strict=True):
-                for j, member in enumerate(group):
-                    self._rows[i * b + j] = member
-                self._halted[i * b : (i + 1) * b] = StopReason.RUNNING
-            new = self._builder.build(blocks, groups)
-            self._batch = self._admit(self._weights, self._batch, new)
+        starts: dict[int, RowStart] = {}
+        for block in free:
+            if not self._waiting:
+                break
+            # A block's rows share one prompt, so what stays free of it waits for the next request.
+            number = self._waiting[0].number
+            for row in range(block * b, (block + 1) * b):
+                if self._waiting and self._waiting[0].number == number:
+                    self._members[row] = member = self._waiting.popleft()
+                    starts[row] = self._start(member)
+        self.rows.admit(starts)
+
+    def _start(self, member: PartialCompletion) -> RowStart:
+        request = member.request
+        bias = request.bias(self.limits.vocab_size) if request.biased else None
+        sampling = RowSampling(
+            request.temperature,
+            request.top_k,
+            request.top_p,
+            request.min_p,
+            bias,
+            request.stop_tokens,
+        )
+        tokens, limit = tuple(request.tokens), request.max_new_tokens
+        return RowStart(tokens, request.seed, member.member, limit, sampling)
 
     # ------------------------------------------------------------ weights, state, programs
 
@@ -310,18 +285,13 @@ class Engine:
           recompute: whether to recompute the cache of running completions; else it keeps keys and
             values of the old parameters, as asynchronous systems do.
         """
-        self._weights, self.version = self._prepare(params), version
-        if recompute and self.running:
-            self._batch = self._recompute(self._weights, self._batch)
+        self.rows.set_weights(params, version, recompute=recompute and self.running > 0)
 
     def suspend(self) -> dict[str, Any]:
         """A copy of the state without the parameters, a pytree of NumPy arrays.
 
         ``resume`` of an engine with the same arguments continues from it, in any process.
         """
-        slots = self._batch.slots
-        keys = jax.random.key_data(slots.keys)
-        device = jax.device_get(self._batch.replace(slots=slots.replace(keys=keys)))
         following = next(self._numbers)
         self._numbers = itertools.count(following)
         host = {
@@ -329,14 +299,13 @@ class Engine:
             "counts": [self.slot_steps, self.live_steps],
             "next": following,
             "waiting": [m.to_json() for m in self._waiting],
-            "rows": [None if m is None else m.to_json() for m in self._rows],
+            "rows": [None if m is None else m.to_json() for m in self._members],
             "updates": [u.to_json() for u in self._updates],
         }
         text = np.frombuffer(json.dumps(host).encode(), np.uint8)
-        leaves = [np.asarray(x) for x in jax.tree.leaves(device)]
-        return {"batch": leaves, "halted": self._halted.copy(), "host": text}
+        return self.rows.save() | {"host": text}
 
-    def resume(self, state: dict[str, Any]) -> None:
+    def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from a suspended state, which replaces the engine's own.
 
         The version is the state's; after a weight update call ``set_weights``.
@@ -344,22 +313,14 @@ class Engine:
         Raises:
           UserError: the state is of an engine of other sizes.
         """
-        slots = self._batch.slots
-        bare = self._batch.replace(slots=slots.replace(keys=jax.random.key_data(slots.keys)))
-        if [x.shape for x in jax.tree.leaves(bare)] != [np.shape(x) for x in state["batch"]]:
-            raise UserError("the suspended state comes from an engine of other sizes")
-        leaves = [jnp.asarray(x) for x in state["batch"]]
-        found: DecodeBatch = jax.tree.unflatten(jax.tree.structure(bare), leaves)
-        keys = jax.random.wrap_key_data(found.slots.keys)
-        self._batch = found.replace(slots=found.slots.replace(keys=keys))
+        self.rows.load(state)
         host = json.loads(bytes(np.asarray(state["host"], np.uint8)))
-        self.version = host["version"]
+        self.rows.version = host["version"]
         self.slot_steps, self.live_steps = host["counts"]
         self._numbers = itertools.count(host["next"])
         back = functools.partial(PartialCompletion.from_json, tokenizer=self._tokenizer)
         self._waiting = collections.deque(back(x) for x in host["waiting"])
-        self._rows = [None if x is None else back(x) for x in host["rows"]]
-        self._halted = np.array(state["halted"], np.int32)
+        self._members = [None if x is None else back(x) for x in host["rows"]]
         self._updates = [Update.from_json(x) for x in host["updates"]]
 
     def compile(self, *, refresh: bool = True) -> int:
@@ -377,32 +338,20 @@ class Engine:
         """
         if self.busy:
             raise UserError("compile the engine before it is given requests")
-        sizes = [1 << i for i in range(self._builder.max_blocks.bit_length())]
-        for count, width in itertools.product(sizes, self._builder.widths):
-            prompt = Request(tokens=(0,) * min(width, self.limits.prompt_tokens), max_new_tokens=1)
-            groups = [[PartialCompletion(i, 0, prompt, None)] for i in range(count)]
-            new = self._builder.build([], groups)
-            empty = new._replace(limits=np.zeros_like(new.limits))
-            self._batch = self._admit(self._weights, self._batch, empty)
-        self._decode(1)
-        if refresh:
-            self._batch = self._recompute(self._weights, self._batch)
-        jax.block_until_ready(self._batch)
-        return self.executables
+        return self.rows.compile(recompute=refresh)
 
     @property
     def executables(self) -> int:
         """Programs compiled so far, including the one that prepares the weights."""
-        jitted: tuple[Any, ...] = (self._prepare, self._admit, self._chunk_program, self._recompute)
-        return sum(f._cache_size() for f in jitted)
+        return self.rows.executables
 
 
 def _reports(out: ChunkOutput, row: int, count: int, top: int | None) -> list[TokenLogprobs]:
     """What is reported about a row's new tokens; empty where nothing was asked for."""
     if out.report is None or top is None:
         return []
-    found = out.report
-    ids, logprobs = (x[row, :count, :top].tolist() for x in (found.top_ids, found.top_logprobs))
+    report = out.report
+    ids, logprobs = (x[row, :count, :top].tolist() for x in (report.top_ids, report.top_logprobs))
     alternatives = [tuple(zip(*each, strict=True)) for each in zip(ids, logprobs, strict=True)]
-    own = found.logprobs[row, :count].tolist()
-    return [TokenLogprobs(*each) for each in zip(own, alternatives, strict=True)]
+    sampled = report.logprobs[row, :count].tolist()
+    return [TokenLogprobs(*each) for each in zip(sampled, alternatives, strict=True)]

@@ -1,148 +1,27 @@
-"""The decode batch of an engine: its state on the device, the programs over it, its inputs.
+"""The decode batch of a row engine on the device, and the programs over it.
 
-Every program has few shapes, so that all of them can be compiled before the first request:
-admissions come in batches of a power of two, prompts in a few widths.
+Every program has few shapes, so that all of them can be compiled before the first request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
+from jrl.sampling.admission import Admission
 from jrl.sampling.cache import put_prefixes, rows_of
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
 from jrl.sampling.slots import IdleLimit, Measure, Slots, decode, pieces_of, prefill, refresh
-from jrl.serving.request import PartialCompletion, Request, RequestLimits
-from jrl.types import Array, Cache, Network, StopReason
-
-MIN_WIDTH = 64
-"""The narrowest width that prompts are padded to, tokens; each further one is four times wider."""
-
-
-class Admission(NamedTuple):
-    """New requests for some blocks of the batch: A prompts for D blocks of B rows each.
-
-    Attributes:
-      tokens: [A, W] int32, the prompts from column 0.
-      lengths: [A] int32, tokens of each prompt.
-      blocks: [D] int32, index of each block in the batch; M for an unused one.
-      source: [D] int32, index of each block's prompt.
-      seeds: [D * B, 2] uint32, the raw key of each row's request.
-      members: [D * B] int32, member of the request.
-      limits: [D * B] int32, the longest completion, tokens; 0 for an unused row.
-      stops: [D * B, K] int32, stop tokens, padded with -1.
-      sampling_params: one value a row.
-    """
-
-    tokens: Any
-    lengths: Any
-    blocks: Any
-    source: Any
-    seeds: Any
-    members: Any
-    limits: Any
-    stops: Any
-    sampling_params: SamplingParams
-
-
-def widths(longest: int) -> tuple[int, ...]:
-    """The widths that prompts are padded to, for prompts of up to ``longest`` tokens.
-
-    >>> widths(600)
-    (64, 256, 600)
-    """
-    found, width = [], MIN_WIDTH
-    while width < longest:
-        found.append(width)
-        width *= 4
-    return (*found, longest)
-
-
-class AdmissionBuilder(NamedTuple):
-    """Makes admissions on the host.
-
-    Attributes:
-      limits: of the engine's requests.
-      block: B, slots that share a prompt.
-      blocks: M, blocks of the batch.
-      max_blocks: D, the most blocks in one admission, a power of two.
-      widths: of prompts, ascending, tokens.
-      stop_tokens: of requests that name none.
-    """
-
-    limits: RequestLimits
-    block: int
-    blocks: int
-    max_blocks: int
-    widths: tuple[int, ...]
-    stop_tokens: tuple[int, ...]
-
-    def build(
-        self, blocks: Sequence[int], groups: Sequence[Sequence[PartialCompletion]]
-    ) -> Admission:
-        """The admission of each group, members of one request, into the block of the same index."""
-        first = {group[0].number: group[0].request for group in groups}
-        tokens, lengths = self._prompts(list(first.values()))
-        row = {number: i for i, number in enumerate(first)}
-        targets = np.full(self.max_blocks, self.blocks, np.int32)
-        targets[: len(blocks)] = blocks
-        source = np.zeros(self.max_blocks, np.int32)
-        unused = Request(tokens=(0,), max_new_tokens=0)
-        rows: list[tuple[Request, int]] = [(unused, 0)] * (self.max_blocks * self.block)
-        for i, group in enumerate(groups):
-            source[i] = row[group[0].number]
-            start = i * self.block
-            rows[start : start + len(group)] = [(m.request, m.member) for m in group]
-        return Admission(
-            tokens=tokens,
-            lengths=lengths,
-            blocks=targets,
-            source=source,
-            seeds=np.array([divmod(r.seed, 2**32) for r, _ in rows], np.uint32),
-            members=np.array([member for _, member in rows], np.int32),
-            limits=np.array([r.max_new_tokens for r, _ in rows], np.int32),
-            stops=np.stack([self._stops(r) for r, _ in rows]),
-            sampling_params=self._sampling_params([r for r, _ in rows]),
-        )
-
-    def _prompts(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths: a power of two of rows, padded to one of the widths."""
-        count = 1 << (len(requests) - 1).bit_length()
-        longest = max(len(r.tokens) for r in requests)
-        tokens = np.zeros((count, next(w for w in self.widths if w >= longest)), np.int32)
-        lengths = np.ones(count, np.int32)
-        for i, request in enumerate(requests):
-            lengths[i] = len(request.tokens)
-            tokens[i, : lengths[i]] = request.tokens
-        return tokens, lengths
-
-    def _stops(self, request: Request) -> np.ndarray:
-        ids = self.stop_tokens if request.stop_tokens is None else request.stop_tokens
-        return np.array([*ids, *[-1] * (self.limits.stop_tokens - len(ids))], np.int32)
-
-    def _sampling_params(self, requests: Sequence[Request]) -> SamplingParams:
-        v = self.limits.vocab_size
-        rows: dict[str, Any] = {
-            "temperature": np.array([r.temperature for r in requests], np.float32),
-            "top_k": np.array([r.top_k for r in requests], np.int32),
-            "top_p": np.array([r.top_p for r in requests], np.float32),
-            "min_p": np.array([r.min_p for r in requests], np.float32),
-            "bias": np.stack([r.bias(v) for r in requests]) if self.limits.biases else None,
-        }
-        return SamplingParams(**rows)
-
-
-# ---------------------------------------------------------------- on the device
+from jrl.sampling.suspend import extend_rows, fork_row, put_rows, take_rows
+from jrl.types import Array, Cache, Network, Several, StopReason
 
 
 class DecodeBatch(struct.PyTreeNode):
-    """Slots of unrelated requests, on the device.
+    """Slots of unrelated rows, on the device; also, with S = 1, a row that has left its slot.
 
     Attributes:
       slots: S rows, in blocks of B that share a prefix.
@@ -162,6 +41,7 @@ class ChunkOutput(NamedTuple):
       tokens: [S, W] int32, each row's new tokens from column 0.
       logprobs: [S, W] float32, nats.
       counts: [S] int32, new tokens.
+      lengths: [S] int32, completion tokens of each row, old and new.
       stop: [S] int32, a ``StopReason``.
       steps: [] int32, decode steps taken.
       report: for the rows that asked for one; its columns are those of ``tokens``.
@@ -171,6 +51,7 @@ class ChunkOutput(NamedTuple):
     tokens: Array
     logprobs: Array
     counts: Array
+    lengths: Array
     stop: Array
     steps: Array
     report: TokenReport | None = None
@@ -185,11 +66,11 @@ def empty_batch(
     block: int,
     prompt_tokens: int,
     max_new_tokens: int,
-    stop_tokens: int,
+    stop_width: int,
     biases: bool,
     measured: bool = False,
 ) -> DecodeBatch:
-    """A batch in which nothing runs."""
+    """A batch in which nothing runs; its sizes are those of ``Rows``."""
     s, t = blocks * block, max_new_tokens
     own = network.init_cache(s, t, weights, pieces_of(t)).own
     prefix = network.init_cache(blocks, prompt_tokens, weights).own
@@ -217,11 +98,11 @@ def empty_batch(
         measured=jnp.zeros((s, t), jnp.float32) if measured else None,
     )
     prompts = jnp.zeros((blocks, prompt_tokens), jnp.int32)
-    return DecodeBatch(slots, prompts, jnp.full((s, stop_tokens), -1, jnp.int32))
+    return DecodeBatch(slots, prompts, jnp.full((s, stop_width), -1, jnp.int32))
 
 
 def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network) -> DecodeBatch:
-    """The batch with new requests in some blocks, whose old rows are dropped."""
+    """The batch with new rows in some blocks, whose old rows are dropped; ``batch`` is donated."""
     slots, width = batch.slots, new.tokens.shape[1]
     block = slots.pending.shape[0] // batch.prompts.shape[0]
     store = prefill(weights, new.tokens, new.lengths, network=network)
@@ -234,6 +115,8 @@ def admit(weights: Any, batch: DecodeBatch, new: Admission, *, network: Network)
     def put(old: Array, x: Any) -> Array:
         return old.at[rows].set(x, mode="drop")
 
+    # Tokens, log-probabilities and own cache columns stay as they are: nothing past a row's length
+    # is read, and writing [rows, T] zeros would cost more than the rest of the admission.
     fresh = slots.replace(
         cache=put_prefixes(
             slots.cache, new.blocks, rows_of(store, jnp.asarray(new.source)), lengths - 1
@@ -261,13 +144,15 @@ def decode_chunk(
     version: Array,
     halted: Array,
     steps: Array,
-    wanted: Array | None = None,
-    idle: IdleLimit | None = None,
+    idle: IdleLimit,
+    reports: Array | None = None,
+    policies: Array | None = None,
     *,
     network: Network,
     width: int,
     top: int = 0,
     measure: Measure | None = None,
+    several: Several | None = None,
 ) -> tuple[DecodeBatch, ChunkOutput]:
     """The batch after up to ``steps`` more tokens in every running row, and those tokens.
 
@@ -277,14 +162,18 @@ def decode_chunk(
       version: [] int32, of the policy.
       halted: [S] int32, a ``StopReason`` for rows to stop first; RUNNING leaves a row as it is.
       steps: [] int32, decode steps, at most ``width``.
-      wanted: [S] int32, alternatives reported with each token of a row; -1 for no report. None
+      idle: the chunk ends before more slot-steps than this would sample nothing.
+      reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
         where no row may ask for one, which costs nothing.
-      idle: the chunk ends before more slot-steps than this would draw nothing; None for never.
+      policies: [S] int32, the policy that samples each row, of ``several``; None for the network.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
-      measure: of the distribution that each token is drawn from, where the batch has room for it.
+      measure: of the distribution that each token is sampled from, if the batch has room for it.
+      several: the network's policies, where rows are sampled by different ones.
     """
+    if several is not None and policies is not None:
+        network = several.speaking(policies)
     stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
     before, sampling_params = slots.lengths, slots.sampling_params
@@ -300,8 +189,8 @@ def decode_chunk(
         greedy=True,
     )
     report = None
-    if wanted is not None:
-        report = TokenReport.empty(jnp.where(runs, wanted, -1), width, top)
+    if reports is not None:
+        report = TokenReport.empty(jnp.where(runs, reports, -1), width, top)
     slots, count = decode(
         weights,
         slots.replace(sampling_params=used, report=report),
@@ -312,6 +201,7 @@ def decode_chunk(
         idle=idle,
         measure=measure,
     )
+    # The host gets the new columns of each row alone: [S, W], where the arrays are [S, T].
     columns = before[:, None] + jnp.arange(width)[None]
     columns = jnp.minimum(columns, slots.tokens.shape[1] - 1)
     measured = slots.measured
@@ -319,6 +209,7 @@ def decode_chunk(
         tokens=jnp.take_along_axis(slots.tokens, columns, axis=1),
         logprobs=jnp.take_along_axis(slots.logprobs, columns, axis=1),
         counts=slots.lengths - before,
+        lengths=slots.lengths,
         stop=slots.stop,
         steps=count,
         report=slots.report,
@@ -332,3 +223,50 @@ def recompute(weights: Any, batch: DecodeBatch, *, network: Network) -> DecodeBa
     block = batch.slots.pending.shape[0] // batch.prompts.shape[0]
     prompts = jnp.repeat(batch.prompts, block, axis=0)
     return batch.replace(slots=refresh(weights, batch.slots, prompts, network=network))
+
+
+# ---------------------------------------------------------------- single rows
+
+
+def extend(
+    weights: Any,
+    batch: DecodeBatch,
+    rows: Array,
+    tokens: Array,
+    counts: Array,
+    limits: Array,
+    *,
+    network: Network,
+) -> DecodeBatch:
+    """The batch with tokens from outside appended to a few rows; see ``extend_rows``."""
+    slots = extend_rows(weights, batch.slots, rows, tokens, counts, limits, network=network)
+    return batch.replace(slots=slots)
+
+
+def suspend(batch: DecodeBatch, rows: Array) -> DecodeBatch:
+    """Copies of some rows [m], for ``resume``; each row has a block of its own."""
+    take = lambda x: jnp.take(x, rows, axis=0, mode="clip")  # noqa: E731
+    return DecodeBatch(take_rows(batch.slots, rows), take(batch.prompts), take(batch.stops))
+
+
+def resume(batch: DecodeBatch, rows: Array, suspended: DecodeBatch) -> DecodeBatch:
+    """The batch with suspended rows in these slots [m], whatever those held; ``batch`` is donated.
+
+    The prompts come with the rows, or ``recompute`` would read those that the slots held before.
+    """
+    put = lambda x, new: x.at[rows].set(new, mode="drop")  # noqa: E731
+    return DecodeBatch(
+        put_rows(batch.slots, rows, suspended.slots),
+        put(batch.prompts, suspended.prompts),
+        put(batch.stops, suspended.stops),
+    )
+
+
+def fork(row: DecodeBatch, seed: Array, member: Array, length: Array, limit: Array) -> DecodeBatch:
+    """A suspended row as it was earlier, as another member of its group; see ``fork_row``."""
+    return row.replace(slots=fork_row(row.slots, seed, member, length, limit))
+
+
+def resume_fork(batch: DecodeBatch, rows: Array, row: DecodeBatch, *fork_at: Array) -> DecodeBatch:
+    """``resume`` of ``fork``, in one program; ``batch`` is donated."""
+    return resume(batch, rows, fork(row, *fork_at))

@@ -13,10 +13,10 @@ from jrl.errors import UserError
 from jrl.models.config import ModelConfig
 from jrl.models.tokenizer import char_tokenizer
 from jrl.models.transformer import transformer
+from jrl.sampling.engine import Engine
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
-from jrl.serving.engine import Engine
-from jrl.serving.request import QueueFull, Request
+from jrl.sampling.request import QueueFull, Request
 from jrl.types import StopReason
 
 TOKENIZER = char_tokenizer()
@@ -242,7 +242,7 @@ def test_slots_chunks_and_blocks_change_no_completion(alone, shape):
 def test_nothing_compiles_after_the_warm_up():
     engine = new_engine(biases=True, reports=True)
     count = engine.compile()
-    cache = jax.tree.leaves(engine._batch.slots.cache)
+    cache = jax.tree.leaves(engine.rows.batch.slots.cache)
     assert all(x.is_ready() for x in cache)  # or a request would wait
     outcome(engine, requests())
     outcome(engine, [dataclasses.replace(r, top_logprobs=7) for r in requests()])

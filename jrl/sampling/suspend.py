@@ -1,11 +1,11 @@
 """Rows that leave their decode slots and come back, and tokens from outside for a few rows.
 
-A parked row is a ``Slots`` value of one row: a copy of all that its slot held, so that it resumes
-in any slot as if it had stayed. Work on a few rows moves those rows only: what it costs grows with
-their number, not with the number of slots.
+A suspended row is a ``Slots`` value of one row: a copy of all that its slot held, so that it
+resumes in any slot as if it had stayed. Work on a few rows moves those rows only: its cost grows
+with their number, not with the number of slots.
 
-Taking rows and putting them are programs of their own: in one program that exchanges rows of two
-states XLA copies both states as a whole (measured on CPU, jax 0.10: 96 ms instead of 3 for a row of
+Copying rows out and back are programs of their own: in one program that exchanges rows of two
+states XLA copies both states entirely (measured on CPU, jax 0.10: 96 ms instead of 3 for a row of
 4 MB beside 31 others).
 """
 
@@ -21,7 +21,7 @@ from jrl.sampling.slots import Slots, extend, rewind
 from jrl.types import Array, Cache, Network, StopReason
 
 
-def extend_some(
+def extend_rows(
     weights: Any,
     slots: Slots,
     rows: Array,
@@ -42,14 +42,14 @@ def extend_some(
       limits: [m] int32, the most completion tokens of each row from now on.
       network: the policy.
     """
-    some = pick_rows(slots, rows).replace(limits=limits)
+    some = take_rows(slots, rows).replace(limits=limits)
     some = extend(weights, some, tokens, counts, network=network)
-    # The prefix is as it was, and the largest part to copy.
+    # The prefix has not changed, and is the largest part of a row to write.
     return put_rows(slots, rows, some, prefixes=False)
 
 
-def pick_rows(slots: Slots, rows: Array) -> Slots:
-    """The rows [m] of a state, each with its prefix; one that is not there is the nearest."""
+def take_rows(slots: Slots, rows: Array) -> Slots:
+    """Copies of the rows [m] of a state, each with its prefix; row numbers are clamped."""
     return pick(slots.replace(cache=None), rows).replace(cache=take(slots.cache, rows))
 
 
@@ -57,7 +57,7 @@ def fork_row(row: Slots, seed: Array, member: Array, length: Array, limit: Array
     """A row as it was earlier, which continues as another member of its group.
 
     Args:
-      row: a state of one row, from ``pick_rows``.
+      row: a state of one row, from ``take_rows``.
       seed: [2] uint32, the raw key of the prompt.
       member: [] int32, folded into it: the row draws by the key that this member begins with.
       length: [] int32, completion tokens that the row keeps, at least 1; a row that has no more
@@ -73,7 +73,7 @@ def fork_row(row: Slots, seed: Array, member: Array, length: Array, limit: Array
 
 
 def put_rows(slots: Slots, rows: Array, new: Slots, *, prefixes: bool = True) -> Slots:
-    """The state with other rows in some places; what is not there is left out.
+    """``slots`` with these rows replaced; out-of-range rows are dropped.
 
     Args:
       slots: S rows, each with a prefix of its own or none.

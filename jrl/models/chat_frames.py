@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError
-from jrl.models.tokenizer import FileTokenizer
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
 
 Message = Mapping[str, Any]
 """A dict with "role" and "content", both text, and what else the template reads."""
@@ -26,6 +26,11 @@ _PLAIN_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 
 Span = tuple[int, int]
 """(begin, end) of a part of a text, in characters."""
+
+
+def _is_own(message: Message, own: str) -> bool:
+    """Whether a content is not from outside: of the role ``own``, or empty beside tool calls."""
+    return message["role"] == own or bool(message.get("tool_calls") and not message["content"])
 
 
 class Frames(NamedTuple):
@@ -62,7 +67,7 @@ class Frames(NamedTuple):
     def marked(self, messages: Sequence[Message], own: str = "") -> list[Message]:
         """The messages with placeholders for contents, but for those of the role ``own``."""
         return [
-            m if m["role"] == own else {**m, "content": f"JRLCONTENT{i}JRL"}
+            m if _is_own(m, own) else {**m, "content": f"JRLCONTENT{i}JRL"}
             for i, m in enumerate(messages)
         ]
 
@@ -80,7 +85,7 @@ class Frames(NamedTuple):
         marked = self.marked(messages, own)
         frame = self.render([*before, *marked])
         marks, parts, rest = [], [], frame
-        outside = [(i, m) for i, m in enumerate(messages) if m["role"] != own]
+        outside = [(i, m) for i, m in enumerate(messages) if not _is_own(m, own)]
         for i, message in outside:
             mark = marked[i]["content"]
             part, found, rest = rest.partition(mark)
@@ -116,6 +121,102 @@ class Frames(NamedTuple):
         except UserError:
             return ""
         return next((stop for stop in self.stops() if found and rest.startswith(stop)), "")
+
+
+def chat_template(tokenizer: FileTokenizer, *, tools: bool) -> str:
+    """The name of the template that conversations are rendered with.
+
+    Checkpoints with a template of their own for tools call it "tool_use".
+    """
+    return "tool_use" if tools and "tool_use" in tokenizer.templates else "default"
+
+
+def conversation_ids(frames: Frames, messages: Sequence[Message], own: str = "") -> list[int]:
+    """Token ids of a conversation, in which contents are never control tokens.
+
+    The ids are those of the rendered text unless a content spells a control token; then its place
+    in the text is found, and it is encoded as plain text.
+
+    Args:
+      frames: the template.
+      messages: dicts with "role" and "content", in order.
+      own: a role whose contents may hold control tokens such as "<think>", because the policy
+        writes them. Where one of them spells a token that is marked special, none may.
+
+    Raises:
+      UserError: the template refuses the messages, or a content that spells a control token cannot
+        be told from the template's own words.
+    """
+    text = frames.render(messages)
+    if any(spelled_control(frames.tokenizer, m["content"]) for m in messages if m["role"] == own):
+        own = ""
+    if _only_frames_control(frames, messages, text, own):
+        return frames.tokenizer.encode(text)
+    return frames.tokenizer.encode_framed(*frames.spans([], messages, own))
+
+
+def _only_frames_control(frames: Frames, messages: Sequence[Message], text: str, own: str) -> bool:
+    """Whether the control tokens of a text are those of its frame.
+
+    Two renderings, where finding the places of the contents takes one for each of them.
+    """
+    controls, marked = frames.tokenizer.controls, frames.marked(messages, own)
+    try:
+        frame = frames.render(marked)
+    except UserError:  # a template that reads contents, and finds none it knows
+        frame = ""
+    marks = [mark["content"] for m, mark in zip(messages, marked, strict=True) if m is not mark]
+    counts = {frame.count(mark) for mark in marks}
+    if frame and counts <= {1}:
+        return controls(text) == controls(frame)
+    if 0 in counts:
+        return False
+    # Some templates repeat contents: then the contents themselves are looked at.
+    return not any(controls(str(m["content"])) for m in messages if not _is_own(m, own))
+
+
+def spelled_control(tokenizer: Tokenizer, text: str) -> str:
+    """A control token that a text would be read as, "" for none.
+
+    Control tokens are those that are marked special, as ends of turns are, and the stop tokens.
+    "<think>", which a model writes itself, often is none.
+    """
+    if not isinstance(tokenizer, FileTokenizer):
+        return ""
+    if special := tokenizer.controls(text, special=True):
+        return special[0]
+    stops = set(tokenizer.stop_ids) & set(tokenizer.encode(text))
+    return tokenizer.decode([min(stops)], skip_special=False) if stops else ""
+
+
+def refuse_controls(tokenizer: Tokenizer, text: str, name: str) -> None:
+    """Raises UserError where a text to learn from spells a control token.
+
+    Args:
+      tokenizer: the policy's.
+      text: to be drawn by the policy.
+      name: of the text, for the message.
+    """
+    if control := spelled_control(tokenizer, text):
+        raise UserError(
+            f"{name} spells the control token {control!r}, which the policy would learn to draw"
+            " there; write it otherwise"
+        )
+
+
+def check_variables(variables: Mapping[str, Any], templates: Mapping[str, str], key: str) -> None:
+    """Raises UserError for a variable that no chat template reads, or that the run sets.
+
+    Args:
+      variables: of the template, by name.
+      templates: of the tokenizer, by name.
+      key: that holds the variables, for the message.
+    """
+    for name in variables:
+        reserved = name in ("messages", "tools", "add_generation_prompt", "template")
+        if reserved or not any(name in text for text in templates.values()):
+            why = "is set by the run" if reserved else "is not read by the chat template"
+            raise UserError(f"{key}.{name} {why}; remove it, or correct its name")
 
 
 def calling(

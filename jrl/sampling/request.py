@@ -14,7 +14,7 @@ import numpy as np
 from jrl.errors import UserError
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.params import make_sampling_params
-from jrl.serving.text import TextStream, check_stop
+from jrl.sampling.text import TextStream, check_stop
 from jrl.types import StopReason
 
 TOP_LOGPROBS = 20

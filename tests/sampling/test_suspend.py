@@ -11,8 +11,8 @@ from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.cache import share
 from jrl.sampling.params import make_sampling_params
-from jrl.sampling.parking import extend_some, pick_rows, put_rows
 from jrl.sampling.slots import decode, extend, prefill, start
+from jrl.sampling.suspend import extend_rows, put_rows, take_rows
 
 CONFIG = ModelConfig(
     vocab_size=23,
@@ -54,8 +54,8 @@ def run(weights, slots, steps):
     return decode(weights, slots, jnp.int32(0), network=NETWORK, steps=steps, stop_tokens=(-1,))[0]
 
 
-pick, put = jit(pick_rows), jit(put_rows)
-some, every = (jit(partial(f, network=NETWORK)) for f in (extend_some, extend))
+pick, put = jit(take_rows), jit(put_rows)
+some, every = (jit(partial(f, network=NETWORK)) for f in (extend_rows, extend))
 
 
 def assert_row(slots, row, other, other_row):

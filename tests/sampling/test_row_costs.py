@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jrl.serving.row_costs import RowCosts, Timings, WaitCosts, WaitingPlace, cheapest
+from jrl.sampling.row_costs import RowCosts, Timings, WaitCosts, WaitingPlace, cheapest
 
 
 def test_the_first_of_each_shape_is_not_timed():

@@ -6,7 +6,7 @@ import tokenizers
 
 from jrl.errors import UserError
 from jrl.models.tokenizer import CharTokenizer, FileTokenizer
-from jrl.serving.text import TextStream, check_stop
+from jrl.sampling.text import TextStream, check_stop
 
 
 def byte_tokenizer():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jrl.serving.chunk_length import LENGTHS, MAX_SECONDS, ChunkLength, best, costs
+from jrl.sampling.chunk_length import LENGTHS, MAX_SECONDS, ChunkLength, best, costs
 
 
 def measured(visit, step, *, slow=(), controller=None):

@@ -1,0 +1,352 @@
+"""Chat messages of data files: read and checked, and written in token ids by the chat template.
+
+What a file's messages say is text: where it spells a control token it is encoded as plain text.
+What the policy is to learn to say may hold tokens such as "<think>" that models write themselves,
+and is refused where it spells one that the tokenizer marks special, or that ends a turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrl.errors import UserError
+from jrl.models.chat_frames import (
+    Frames,
+    chat_template,
+    check_variables,
+    conversation_ids,
+    refuse_controls,
+    spelled_control,
+)
+from jrl.models.tokenizer import FileTokenizer, Tokenizer
+from jrl.types import NOTHING
+
+ASSISTANT = "assistant"
+Messages = list[dict[str, Any]]
+
+MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+"""Fields of a message that chat templates read."""
+
+
+def read_messages(value: Any, name: str, where: str) -> Messages:
+    """A list of messages, checked, with the fields that chat templates read.
+
+    A content may be text, None beside tool calls, or a list of parts of text.
+
+    Args:
+      value: of the row.
+      name: of its field, for errors.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: it is no list of messages, or a message holds what would be dropped, such as an
+        image or a field that no template reads.
+    """
+    listed = [] if isinstance(value, str | Mapping | int | float | None) else list(value)
+    if not listed:
+        raise UserError(f"{where}: {name} must be text or a list of messages")
+    return [_read_message(message, name, where) for message in listed]
+
+
+def _read_message(message: Any, name: str, where: str) -> dict[str, Any]:
+    fields = message if isinstance(message, Mapping) else {}
+    content = fields.get("content")
+    if content is None and fields.get("tool_calls") is not None:
+        content = ""
+    if isinstance(content, list | tuple | np.ndarray):
+        content = _text_of_parts(list(content), name, where)
+    if not isinstance(fields.get("role"), str) or not isinstance(content, str):
+        raise UserError(
+            f"{where}: {name} holds {str(message)[:60]}; a message has role and content, both text"
+        )
+    unknown = [k for k, v in fields.items() if k not in MESSAGE_FIELDS and v is not None]
+    if unknown:
+        raise UserError(
+            f"{where}: {name} holds a message with {unknown[0]!r}, which chat templates do not"
+            f" read; a message has {', '.join(MESSAGE_FIELDS)}"
+        )
+    rest = {k: v for k, v in fields.items() if k in MESSAGE_FIELDS[2:] and v is not None}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _read_calls(rest["tool_calls"], name, where)
+    return {"role": fields["role"], "content": content, **rest}
+
+
+def _text_of_parts(parts: Sequence[Any], name: str, where: str) -> str:
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{where}: {name} holds a content with {str(parts)[:60]}; give text alone")
+    return "".join(map(str, texts))
+
+
+def _read_calls(calls: Any, name: str, where: str) -> list[dict[str, Any]]:
+    """Tool calls as chat templates read them: arguments are an object, not text that holds it."""
+    read: list[dict[str, Any]] = []
+    for call in calls if isinstance(calls, list | tuple | np.ndarray) else [None]:
+        call = call if isinstance(call, Mapping) else {}
+        function = call.get("function", call)
+        function = function if isinstance(function, Mapping) else {}
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, Mapping) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f"{where}: {name} holds tool_calls {str(calls)[:60]}; a call has a function with a"
+                " name and arguments, a JSON object"
+            )
+        made = {"name": function["name"], "arguments": dict(arguments)}
+        call_id = {"id": str(call["id"])} if call.get("id") is not None else {}
+        read.append({"type": "function", "function": made, **call_id})
+    return read
+
+
+def read_tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """The tools that a row offers, as OpenAI's API writes them; None for none.
+
+    Args:
+      value: the row's "tools": a list of objects, or text that holds one in JSON.
+      where: file and line, for errors.
+
+    Raises:
+      UserError: it is none of these.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise UserError(f"{where}: tools = {value[:60]!r} is no JSON") from None
+    if value is None or len(value) == 0:
+        return None
+    tools: list[Any] = list(value) if isinstance(value, list | tuple | np.ndarray) else [None]
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f"{where}: tools holds {str(tool)[:60]}; a tool is an object with a function, which"
+                " has a name"
+            )
+    return [
+        dict(t) if "function" in t else {"type": "function", "function": dict(t)} for t in tools
+    ]
+
+
+def answer_message(value: Any, name: str, where: str) -> dict[str, Any]:
+    """A completion, text or one message of the assistant, as that message."""
+    if isinstance(value, str):
+        message: dict[str, Any] = {"role": "assistant", "content": value}
+    else:
+        messages = read_messages(value, name, where)
+        if len(messages) != 1 or messages[0]["role"] != "assistant":
+            roles = ", ".join(message["role"] for message in messages)
+            raise UserError(
+                f"{where}: {name} holds messages of {roles} after the prompt; it must be one "
+                "message of the assistant: move the turns before it into prompt"
+            )
+        message = messages[0]
+    if not (message["content"].strip() or message.get("tool_calls")):
+        raise UserError(f"{where}: {name} is empty; give it a text, or remove the row")
+    return message
+
+
+# ---------------------------------------------------------------- from messages to ids
+
+
+class Wording(NamedTuple):
+    """How prompts and completions are written.
+
+    Attributes:
+      tokenizer: the policy's.
+      system: a system message for conversations without one, or None. Without a chat template it
+        precedes the question, with a blank line between.
+      template: "chat" for the tokenizer's chat template, "plain" for the question as it is, or a
+        text with ``{question}`` in it.
+      variables: further variables of the chat template, such as ``{"enable_thinking": False}``.
+    """
+
+    tokenizer: Tokenizer
+    system: str | None = None
+    template: str = "chat"
+    variables: Mapping[str, Any] = NOTHING
+
+    def check(self) -> Wording:
+        """Returns self.
+
+        Raises:
+          UserError: a variable that the chat template does not read.
+        """
+        templates = getattr(self.tokenizer, "templates", {})
+        check_variables(self.variables, templates, "data.template_variables")
+        return self
+
+    def conversation(self, value: Any, name: str, where: str) -> Messages:
+        """The messages of a prompt, text or messages, with the system message before them.
+
+        Raises:
+          UserError: it is neither, it is empty, it ends with the assistant's message, or the
+            template holds one question alone.
+        """
+        if isinstance(value, str):
+            messages: Messages = [{"role": "user", "content": value}]
+        else:
+            messages = read_messages(value, name, where)
+            if self.template != "chat":
+                raise UserError(
+                    f"{where}: {name} is a list of messages, which data.template ="
+                    f" {self.template!r} cannot render; set it to 'chat'"
+                )
+        if messages[-1]["role"] == ASSISTANT:
+            raise UserError(
+                f"{where}: {name} ends with a message of the assistant; end it with the user's"
+            )
+        if self.system is not None and messages[0]["role"] != "system":
+            return [{"role": "system", "content": self.system}, *messages]
+        return messages
+
+    def prompt(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, where: str
+    ) -> tuple[str, list[int]]:
+        """The text of a prompt, control tokens spelled out, and its token ids.
+
+        Raises:
+          UserError: the template refuses the messages, or leaves out tools or calls.
+        """
+        if self.template != "chat":
+            question = messages[-1]["content"]
+            before, _, after = ("", "", "")
+            if self.template != "plain":
+                before, _, after = self.template.partition("{question}")
+                before, after = before.format(), after.format(question=question)
+            if self.system is not None:
+                before = f"{self.system}\n\n{before}"
+            span = (len(before), len(before) + len(question))
+            text = before + question + after
+            return text, _plain_ids(self.tokenizer, text, span)
+        frames = self._frames(tools)
+        if frames is None:
+            text = self.tokenizer.chat(messages)
+            return text, self.tokenizer.encode(text)
+        check_fields(frames.tokenizer, messages, tools, where)
+        text = frames.render(messages)
+        calls = [c["function"]["name"] for m in messages for c in m.get("tool_calls", ())]
+        _check_written(text, [*(t["function"]["name"] for t in tools or ()), *calls], where)
+        return text, conversation_ids(frames, messages, ASSISTANT)
+
+    def completion(
+        self,
+        message: Mapping[str, Any],
+        messages: Messages,
+        text: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        name: str,
+        where: str,
+    ) -> list[int]:
+        """Token ids of the assistant's message after a prompt, up to the token that ends the turn.
+
+        Args:
+          message: with "content", and perhaps "tool_calls" and "reasoning_content".
+          messages: of the prompt, whose text is ``text``.
+          text: of the prompt.
+          tools: of the prompt.
+          name: of the message's field, for errors.
+          where: file and line, for errors.
+
+        Raises:
+          UserError: a part of it spells a control token, or the template leaves a part out.
+        """
+        answer = str(message["content"])
+        parts = [
+            answer,
+            *(json.dumps(message[key]) for key in MESSAGE_FIELDS[2:] if key in message),
+        ]
+        for part in parts:
+            refuse_controls(self.tokenizer, part, f"{where}: {name}")
+        extra = message.get("tool_calls") or message.get("reasoning_content")
+        if self.template == "chat":
+            frames = self._frames(tools)
+            finished = [*messages, dict(message)]
+            whole = (
+                self.tokenizer.chat(finished, add_generation_prompt=False)
+                if frames is None
+                else frames.render(finished, prompt=False)
+            )
+            answer = after_prompt(whole, text, answer)
+        if extra is not None:
+            calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            reasons = message.get("reasoning_content") or ""
+            _check_written(answer, [*calls, *([reasons.strip()] * bool(reasons))], where)
+        return until_stop(self.tokenizer.encode(answer), self.tokenizer)
+
+    def _frames(self, tools: Sequence[Mapping[str, Any]] | None) -> Frames | None:
+        """The chat template; None for a tokenizer that is not of a checkpoint."""
+        if not isinstance(self.tokenizer, FileTokenizer):
+            return None
+        name = chat_template(self.tokenizer, tools=bool(tools))
+        told = {"tools": list(tools)} if tools else {}
+        return Frames(self.tokenizer, name, {**self.variables, **told})
+
+
+def _plain_ids(tokenizer: Tokenizer, text: str, question: tuple[int, int]) -> list[int]:
+    """Token ids of a text with the special tokens around it; those in the question are text."""
+    begin, end = question
+    if not isinstance(tokenizer, FileTokenizer) or not tokenizer.controls(text[begin:end]):
+        return tokenizer.encode(text, add_special=True)
+    return tokenizer.encode_framed(text, [question], add_special=True)
+
+
+def check_fields(
+    tokenizer: Tokenizer, messages: Messages, tools: Sequence[Mapping[str, Any]] | None, where: str
+) -> None:
+    """Raises UserError where something beside the contents spells a control token.
+
+    Args:
+      tokenizer: the policy's.
+      messages: of the conversation.
+      tools: offered in it.
+      where: they are from, for errors.
+    """
+    texts = [(m["role"], "role") for m in messages]
+    texts += [
+        (json.dumps(m[key], ensure_ascii=False), key)
+        for m in messages
+        for key in MESSAGE_FIELDS[2:]
+        if key in m
+    ]
+    texts += [(json.dumps(tool, ensure_ascii=False), "tools") for tool in tools or ()]
+    for text, name in texts:
+        if control := spelled_control(tokenizer, text):
+            raise UserError(
+                f"{where}: {name} of the prompt spells the control token {control!r}, which the"
+                " model would read as one; write it otherwise"
+            )
+
+
+def _check_written(text: str, names: Sequence[str], where: str) -> None:
+    """Raises UserError for what a template leaves out."""
+    for name in names:
+        if name not in text and json.dumps(name)[1:-1] not in text:
+            raise UserError(
+                f"{where}: the model's chat template does not write {name!r:.60}, of the row's"
+                " tools, tool_calls or reasoning_content; remove it, or take a template that does"
+            )
+
+
+def after_prompt(conversation: str, prompt: str, answer: str) -> str:
+    """What a template writes for the assistant's message, from the text of the conversation.
+
+    Some templates render a finished conversation differently; then it is the bare answer.
+    """
+    return conversation[len(prompt) :] if conversation.startswith(prompt) else answer
+
+
+def until_stop(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids up to the first stop token, which is added when there is none."""
+    for i, token in enumerate(ids):
+        if token in tokenizer.stop_ids:
+            return ids[: i + 1]
+    return [*ids, tokenizer.eos_id]

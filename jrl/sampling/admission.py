@@ -1,0 +1,210 @@
+"""Admissions of a row engine: prompts and per-row settings as arrays of few shapes.
+
+Few shapes, so that every admission program can be compiled before the first request: prompts are
+padded to one of a few widths, and their number to a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from jrl.sampling.params import SamplingParams
+
+T = TypeVar("T", bound=Hashable)
+
+MIN_WIDTH = 64
+"""The narrowest width that prompts are padded to, tokens; each further one is four times wider."""
+
+
+class RowSampling(NamedTuple):
+    """Sampling settings of one row.
+
+    Attributes:
+      temperature, top_k, top_p, min_p: as in ``make_sampling_params``.
+      bias: [V] float32, nats, added to the logits; None for no change.
+      stop_tokens: ids that end the row; None for the engine's.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    bias: np.ndarray | None = None
+    stop_tokens: Sequence[int] | None = None
+
+
+class RowStart(NamedTuple):
+    """The beginning of a row.
+
+    Attributes:
+      tokens: the prompt's ids.
+      seed: below 2**64, of the prompt; ``member`` is folded into it.
+      member: number in the group.
+      limit: tokens after the prompt at which the row stops.
+      sampling: of this row; None for the engine's.
+    """
+
+    tokens: tuple[int, ...]
+    seed: int
+    member: int
+    limit: int
+    sampling: RowSampling | None = None
+
+
+class Admission(NamedTuple):
+    """New rows for some blocks of the batch: A prompts for D blocks of B rows each.
+
+    Attributes:
+      tokens: [A, W] int32, the prompts from column 0.
+      lengths: [A] int32, tokens of each prompt.
+      blocks: [D] int32, index of each block in the batch; M for an unused one.
+      source: [D] int32, index of each block's prompt.
+      seeds: [D * B, 2] uint32, the raw key of each row's prompt.
+      members: [D * B] int32, folded into the key.
+      limits: [D * B] int32, the longest completion, tokens; 0 for an unused row.
+      stops: [D * B, K] int32, stop tokens, padded with -1.
+      sampling_params: one value a row.
+    """
+
+    tokens: Any
+    lengths: Any
+    blocks: Any
+    source: Any
+    seeds: Any
+    members: Any
+    limits: Any
+    stops: Any
+    sampling_params: SamplingParams
+
+
+def widths(longest: int) -> tuple[int, ...]:
+    """The widths that prompts of up to ``longest`` tokens are padded to.
+
+    >>> widths(600)
+    (64, 256, 600)
+    """
+    out, width = [], MIN_WIDTH
+    while width < longest:
+        out.append(width)
+        width *= 4
+    return (*out, longest)
+
+
+class AdmissionBuilder(NamedTuple):
+    """Makes admissions on the host.
+
+    Attributes:
+      block: B, rows that share a prompt.
+      blocks: M, blocks of the batch.
+      max_blocks: D, the most blocks in one admission, a power of two.
+      max_prompts: the most prompts in one admission.
+      widths: of prompts, ascending, tokens.
+      stop_width: K, the most stop tokens of a row.
+      sampling: of rows that bring none of their own; its stop tokens are not None.
+      vocab_size: V where rows may have a bias, else 0.
+    """
+
+    block: int
+    blocks: int
+    max_blocks: int
+    max_prompts: int
+    widths: tuple[int, ...]
+    stop_width: int
+    sampling: RowSampling
+    vocab_size: int
+
+    def split(self, starts: Mapping[int, RowStart]) -> list[dict[int, RowStart]]:
+        """The rows of each admission; all rows of a block, and where it fits of a prompt, together.
+
+        Args:
+          starts: by row. Rows of one block have the same prompt.
+        """
+        of_prompt: dict[tuple[int, ...], dict[int, dict[int, RowStart]]] = {}
+        for row, start in starts.items():
+            block = of_prompt.setdefault(start.tokens, {}).setdefault(row // self.block, {})
+            block[row] = start
+        parts: list[dict[int, RowStart]] = []
+        blocks = prompts = 0
+        for of_block in of_prompt.values():
+            prompts += 1
+            for rows in of_block.values():
+                if not parts or blocks == self.max_blocks or prompts > self.max_prompts:
+                    parts.append({})
+                    blocks, prompts = 0, 1
+                parts[-1].update(rows)
+                blocks += 1
+        return parts
+
+    def build(self, starts: Mapping[int, RowStart]) -> Admission:
+        """The admission of some rows, one of the parts that ``split`` returns."""
+        # Each once, in order: a prompt's place among those computed, a block's in the admission.
+        prompts = _numbered(start.tokens for start in starts.values())
+        places = _numbered(row // self.block for row in starts)
+        unused = RowStart(tokens=(), seed=0, member=0, limit=0)
+        rows = [unused] * (self.max_blocks * self.block)
+        source = np.zeros(self.max_blocks, np.int32)
+        for row, start in starts.items():
+            place = places[row // self.block]
+            rows[place * self.block + row % self.block] = start
+            source[place] = prompts[start.tokens]
+        # Blocks beyond the batch are written nowhere, so one shape serves any number of blocks.
+        blocks = np.full(self.max_blocks, self.blocks, np.int32)
+        blocks[: len(places)] = list(places)
+        tokens, lengths = self._prompts(list(prompts))
+        settings = [start.sampling or self.sampling for start in rows]
+        return Admission(
+            tokens=tokens,
+            lengths=lengths,
+            blocks=blocks,
+            source=source,
+            seeds=np.array([divmod(start.seed, 2**32) for start in rows], np.uint32),
+            members=np.array([start.member for start in rows], np.int32),
+            limits=np.array([start.limit for start in rows], np.int32),
+            stops=np.stack([self._stops(each) for each in settings]),
+            sampling_params=self._sampling_params(settings),
+        )
+
+    def empty(self, prompts: int, width: int) -> Admission:
+        """An admission of no rows, with the shapes of one of this many prompts, to compile with."""
+        new = self.build({})
+        tokens, lengths = np.zeros((prompts, width), np.int32), np.ones(prompts, np.int32)
+        return new._replace(tokens=tokens, lengths=lengths)
+
+    def _prompts(self, prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and lengths: a power of two of rows, padded to one of the widths."""
+        count = 1 << max(len(prompts) - 1, 0).bit_length()
+        longest = max(map(len, prompts), default=0)
+        tokens = np.zeros((count, next(w for w in self.widths if w >= longest)), np.int32)
+        # An unused row has a length of 1, since its last token's place is length - 1.
+        lengths = np.ones(count, np.int32)
+        for i, prompt in enumerate(prompts):
+            lengths[i] = len(prompt)
+            tokens[i, : lengths[i]] = prompt
+        return tokens, lengths
+
+    def _stops(self, sampling: RowSampling) -> np.ndarray:
+        ids = self.sampling.stop_tokens if sampling.stop_tokens is None else sampling.stop_tokens
+        assert ids is not None
+        return np.array([*ids, *[-1] * (self.stop_width - len(ids))], np.int32)
+
+    def _sampling_params(self, rows: Sequence[RowSampling]) -> SamplingParams:
+        numbers: dict[str, Any] = {
+            "temperature": np.array([r.temperature for r in rows], np.float32),
+            "top_k": np.array([r.top_k for r in rows], np.int32),
+            "top_p": np.array([r.top_p for r in rows], np.float32),
+            "min_p": np.array([r.min_p for r in rows], np.float32),
+        }
+        # The array [rows, V] exists only where some row may need it: it is as large as the logits.
+        bias: Any = None
+        if self.vocab_size:
+            none = np.zeros(self.vocab_size, np.float32)
+            bias = np.stack([none if r.bias is None else r.bias for r in rows])
+        return SamplingParams(**numbers, bias=bias)
+
+
+def _numbered(values: Iterable[T]) -> dict[T, int]:
+    """The number of each distinct value, in the order of their first occurrence."""
+    return {value: i for i, value in enumerate(dict.fromkeys(values))}
