@@ -106,7 +106,8 @@ def evaluate(
     search: Annotated[
         str | None,
         typer.Option(
-            help="Search: best_of_n, greedy, beam, dvts, best_first, puct, uct, frontier or compute_optimal."
+            help="Search: best_of_n, greedy, beam, dvts, best_first, puct, uct, frontier or "
+            "compute_optimal."
         ),
     ] = None,
     width: Annotated[
