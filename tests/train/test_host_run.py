@@ -1,5 +1,6 @@
 """`jrl train` on episodes with an environment on the host: a checkpoint, questions, and tools."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -9,23 +10,30 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tokenizers
-from jrl.evaluate.episodes import searching
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
 from jrl.episodes.play import BY_TIMING
+from jrl.episodes.search import by_likelihood, by_path
+from jrl.episodes.transcript import rows_of_players, to_rollout
 from jrl.errors import RunStopped, UserError
-from jrl.evaluate import evaluate_run
+from jrl.evaluate import evaluate_run, load_policy
 from jrl.evaluate.search import search_run
+from jrl.evaluate.searcher import opened, searched_run, searcher_of, searching
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.storage.checkpoints import Checkpoints
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop
+from jrl.train.build import setup
+from jrl.train.host_episodes import host_source, leaves_played
 from jrl.train.loop import train
+from jrl.train.prompt_seeds import prompt_seeds
+from jrl.train.tree_search import plan_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GSM8K = CONFIGS / "gsm8k.toml"
@@ -107,6 +115,19 @@ def closed():
         Path(__file__).with_name("ended").touch()
 
     return talk(1)._replace(at_once=3, shutdown=shutdown)
+
+
+def two(turns=4):
+    """Two players; the first token of a turn says who is next."""
+
+    def init(prompt, seed):
+        return prompt, [{"role": "user", "content": prompt.text}]
+
+    async def step(prompt, reply):
+        again, next_one = [{"role": "user", "content": "Go on."}], int(reply.tokens[0]) % 2
+        return prompt, Feedback(again, 1.0, reply.turn == turns - 1, True, next=next_one)
+
+    return HostEnv(init, step, players=2, limits=Limits(turns=turns, turn_tokens=5))
 
 
 def pair():
@@ -454,8 +475,10 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     left = search_run(config, "puct", width=3, rounds=6, out=str(tmp_path / "rows"))
     rows = read_jsonl(tmp_path / "rows" / "siblings.jsonl")
     assert len(rows) == left["siblings"] > 0 == left["paths"]
-    with pytest.raises(UserError, match="--search best_of_n: episodes are searched by turns; use"):
-        search_run(config, "best_of_n")
+    whole = search_run(config, "best_of_n", width=3)
+    assert (whole["turns"], whole["expansions"]) == (3, 1)
+    with pytest.raises(UserError, match="--out: --search best_of_n plays whole episodes, of which"):
+        search_run(config, "best_of_n", out=str(tmp_path / "rows"))
     problems = ["What is 1 + 1?", "What is 2 + 2?"]
     with searching(config, "greedy", width=2) as solve:
         said = solve(problems)
@@ -477,6 +500,54 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
     train(pairs, echo=said.append)
     assert all(r["grad_norm"] > 0 for r in records_of(tmp_path / "pairs"))
     assert not [line for line in said if "the objective alone" in line]
+
+
+SAMPLED = (
+    *("data.eval=", "method=deepsearch", "sampling.temperature=0.8", "eval.temperature=0.8"),
+    *("sampling.top_k=30", "sampling.top_p=0.9", "sampling.min_p=0.01"),
+    "objective={tree='best_first', tree_width=2, tree_rounds=3}",
+)
+
+
+@pytest.mark.parametrize(
+    ("env", "more"),
+    [
+        ("talk", ("data.turns=3", "sampling.max_new_tokens=80")),
+        ("talk", ("sampling.max_new_tokens=90", *FOLDED[:4])),
+        ("two", ("data.turns=3", "sampling.max_new_tokens=80")),
+    ],
+    ids=["one context", "contexts", "two players"],
+)
+def test_a_search_at_evaluation_samples_what_training_samples(place, tmp_path, env, more):
+    """Token for token, with the same weights, seeds and problems."""
+    config = settings(place, tmp_path / "run", env, *SAMPLED, *more)
+    run, positions = setup(config), np.arange(2)
+    plan = plan_of(run.method.draw.search, 4)
+    with jax.set_mesh(run.mesh):
+        key, params, _ = load_policy(run, None)
+        with contextlib.closing(host_source(run, run.data.prompts["train"], 4)) as source:
+            groups, shape = source.draw(key, params, 3, positions), source._shape
+        seeds = prompt_seeds(key, "sample", 3, positions)
+        prompts = groups.subject[:: run_players(groups)]
+        evaluated = searched_run(config, 2)
+        with searcher_of(evaluated, key, params, 3, width=2, split="train") as search:
+            searched = opened(search(prompts, seeds, plan, by_path(by_likelihood)))
+    members = leaves_played(searched, plan, 4).groups
+    if env == "two":
+        members = rows_of_players(members, 2)
+        first = {s.player for row in members[0] for s in row.segments}
+        assert first == {0, 1}
+    found, expected = to_rollout(members, shape).rollout, groups.rollout
+    for name in ("tokens", "lengths", "mask", "versions", "stop"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    np.testing.assert_allclose(found.sampler_logprobs, expected.sampler_logprobs, atol=1e-6)
+    contexts = np.asarray(groups.ids.get("context", 0)).max()
+    assert (contexts > 0) == (shape.contexts > 1)
+
+
+def run_players(groups):
+    """Rows of groups that each problem has."""
+    return len(groups.subject) // 2
 
 
 @pytest.mark.slow

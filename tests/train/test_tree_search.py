@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
+from jrl.episodes.search import by_likelihood, by_path
 from jrl.episodes.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
+from jrl.evaluate import load_policy
+from jrl.evaluate.search import problems_of
+from jrl.evaluate.searcher import searched_run, searcher_of
 from jrl.mesh import make_mesh
 from jrl.methods import get_method
 from jrl.methods.base import replay_rare
@@ -27,9 +31,17 @@ from jrl.train.collect import Groups, to_batch
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
+from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.replay import Recall, unpacked
 from jrl.train.run_rows import RunRows
-from jrl.train.tree_search import Guided, Problems, TreeSearch, run_estimate
+from jrl.train.tree_search import (
+    Guided,
+    Problems,
+    TreeSearch,
+    plan_of,
+    run_estimate,
+    search_source,
+)
 from jrl.types import Branching, Prompt, Search, StopReason
 
 P, T, G, END, LINE = 6, 14, 4, 1, 2
@@ -432,6 +444,36 @@ def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
         assert points == pytest.approx((1 + np.tanh(np.float64(value))) / 2, abs=1e-5)
     assert abs(found[0] - found[1]) > 1e-3
     assert run_estimate(setup(load_config(None, [*TASK, "method=deepsearch"]))) is None
+
+
+def test_a_search_at_evaluation_samples_what_training_samples():
+    """Token for token, with the same weights, seeds and problems; of text, in lines and steps."""
+    config = load_config(
+        None,
+        [
+            *(*TASK, "method=deepsearch", "train.prompts=4", "mesh.fsdp=1", "eval.problems=4"),
+            "objective={tree='best_first', tree_width=3, tree_rounds=4, tree_tokens=2}",
+            *("sampling.temperature=0.7", "eval.temperature=0.7", "sampling.top_k=5"),
+            *("sampling.top_p=0.9", "sampling.min_p=0.02", "model.dtype=float32"),
+        ],
+    )
+    run = setup(config)
+    search = run.method.draw.search
+    with jax.set_mesh(run.mesh):
+        key, params, _ = load_policy(run, None)
+        source = search_source(run, search, None)
+        source.draw(key, params, 0, np.arange(4))
+        evaluated = searched_run(config, search.width)
+        _, prompts = problems_of(evaluated, key, "train")
+        seeds, kind = prompt_seeds(key, "sample", 0, np.arange(4)), {"step_tokens": search.tokens}
+        with searcher_of(evaluated, key, params, 0, width=search.width, **kind) as searcher:
+            plan = plan_of(search, config.sampling.group)
+            searched = searcher(prompts, seeds, plan, by_path(by_likelihood))
+    assert [steps_of(a) for a in searched.trees] == [steps_of(a) for a in source.trees]
+    assert all(len(tree.nodes) > 8 for tree in searched.trees)
+    for mine, theirs in zip(searched.trees, source.trees, strict=True):
+        for a, b in zip(mine.nodes[1:], theirs.nodes[1:], strict=True):
+            assert a.step.logprob == pytest.approx(b.step.logprob, abs=1e-6)
 
 
 @pytest.mark.slow
