@@ -27,8 +27,9 @@ from benchmarks.work import model_config, parser, place
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.episode import Ending, Episode, Sampled, call_init, call_step
+from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import Feedback, HostEnv, Limits
-from jrl.episodes.play import Device, play_episodes
+from jrl.episodes.play import Device
 from jrl.episodes.transcript import Transcript
 from jrl.episodes.world import host_world
 from jrl.models.tokenizer import CharTokenizer, char_tokenizer

@@ -368,8 +368,8 @@ class Episode:
             total = tuple(a + b for a, b in zip(before, points, strict=True))
             self.segments[i] = self.segments[i]._replace(reward=total)
         metrics = self.totals.metrics
-        for name, value in feedback.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value
+        for name, number in feedback.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + number
         metrics["success"] = float(feedback.success)
 
     # ------------------------------------------------------------ forks

@@ -21,19 +21,9 @@ from jrl.episodes.calls import Answer
 from jrl.episodes.episode import ABSENT, Call, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
+from jrl.episodes.rounds import Expansion, Rounds, SearchCost, search_rounds
 from jrl.episodes.transcript import Segment, Transcript
-from jrl.episodes.tree import (
-    Expansion,
-    Node,
-    Rounds,
-    SearchCost,
-    SearchPlan,
-    Select,
-    Step,
-    Tree,
-    search_rounds,
-    worth,
-)
+from jrl.episodes.tree import Node, SearchPlan, Select, Step, Tree, worth
 from jrl.episodes.world import World
 from jrl.sampling.row_costs import WaitCosts, WaitingPlace
 from jrl.types import Prompt, StopReason
@@ -142,7 +132,7 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
 
 def episode_at(tree: Tree, node: int) -> Episode:
     """The episode that a node other than the root is the end of."""
-    return tree.step(node).episode  # type: ignore[no-any-return]
+    return tree.step(node).episode
 
 
 def best_node(tree: Tree) -> int:

@@ -174,6 +174,7 @@ class DecodeSlots:
             row, suspended, parent = seat.row, seat.suspended, seat.parent
             assert row is not None
             if parent is not None:
+                assert parent.seat.suspended is not None
                 self._rows.resume(row, parent.seat.suspended, start)
                 self._begun(episode, parent)
             elif suspended is not None:

@@ -1,10 +1,9 @@
 """Search trees over steps of text: selection, expansion and backup as values, on the host.
 
-    tree = Tree()
-    cost = grow(tree, descend(puct(1.0)), expand, mean_backup, rounds=64)
-    best = tree.path(max(tree.leaves(), key=lambda i: tree.nodes[i].value))
+    plan = search_plan("puct", 4, rounds=64)
+    nodes = plan.select(tree)
 
-``expand`` draws steps that continue paths, by whatever engine, and judges them; the rest is here.
+``rounds`` grows trees by them, whoever samples and judges the steps.
 A node is a step, its edge the draw of it; the root is the prompt. Methods read what a search leaves
 behind: values of nodes (``deepsearch``, ``alphamath``), siblings (``mcts_dpo``, ``step_q``,
 ``tp_llama``).
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jrl.errors import UserError, unknown_choice
@@ -120,8 +119,6 @@ Score = Callable[[Tree, int], float]
 """(tree, node) -> how much it is wanted."""
 Select = Callable[[Tree], list[int]]
 """(tree) -> nodes to expand; none to end the search."""
-Expand = Callable[[list[list[Any]]], Sequence[Sequence[Step]]]
-"""(contents of the steps of each path) -> the steps drawn to continue each."""
 Backup = Callable[[Tree, int, float], None]
 """(tree, node, points): writes what a path that ends at the node is worth into those before."""
 
@@ -330,7 +327,8 @@ class NamedSearch(NamedTuple):
     whole: bool = False
 
 
-def _mean(node: Node) -> float:
+def mean_value(node: Node) -> float:
+    """Points: the mean of what was backed up to a node."""
     return node.value
 
 
@@ -339,14 +337,14 @@ def _total(node: Node) -> float:
 
 
 SEARCHES: dict[str, NamedSearch] = {
-    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, _mean, explores=True),
-    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, _mean, explores=True),
+    "uct": NamedSearch(lambda n, c: descend(uct(c)), mean_backup, mean_value, explores=True),
+    "puct": NamedSearch(lambda n, c: descend(puct(c)), mean_backup, mean_value, explores=True),
     "frontier": NamedSearch(lambda n, c: frontier(), constrained(), _total),
-    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, _mean),
-    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, _mean),
-    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, _mean),
-    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, _mean),
-    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, _mean, whole=True),
+    "best_first": NamedSearch(lambda n, c: best_first(), mean_backup, mean_value),
+    "beam": NamedSearch(lambda n, c: beam(n), mean_backup, mean_value),
+    "greedy": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value),
+    "dvts": NamedSearch(lambda n, c: dvts(), mean_backup, mean_value),
+    "best_of_n": NamedSearch(lambda n, c: beam(1), mean_backup, mean_value, whole=True),
 }
 """By name, in training (``Search.by``) and at evaluation (``jrl eval --search``). "frontier" is
 DeepSearch's; "greedy" samples ``width`` steps and continues from the best of them; "beam" keeps the
@@ -418,139 +416,7 @@ def search_plan(
     )
 
 
-# ---------------------------------------------------------------- the search
-
-
-class SearchCost(NamedTuple):
-    """What a search took.
-
-    Attributes:
-      expansions: of a node.
-      steps: drawn.
-      tokens: drawn.
-    """
-
-    expansions: int
-    steps: int
-    tokens: int
-
-
-class Expansion(NamedTuple):
-    """Steps to sample behind a node.
-
-    Attributes:
-      tree: its number.
-      node: number of the node in the tree.
-      steps: how many.
-    """
-
-    tree: int
-    node: int
-    steps: int
-
-
-Rounds = Generator[list[Expansion], Sequence[Sequence[Step]], list[SearchCost]]
-"""Yields what to expand together, is sent the steps of each, and returns what each tree took."""
-
-
-def search_rounds(
-    trees: Sequence[Tree], plan: SearchPlan, rounds: Sequence[int] | None = None
-) -> Rounds:
-    """The rounds of a search of several trees side by side, whoever samples and judges the steps.
-
-    In a round nodes of all trees are expanded together, and what is known of the new steps is
-    backed up. Where ``plan.leaves`` asks for more leaves than a search found, open nodes are
-    continued to an end, the likeliest most often; so after 0 rounds all leaves are paths of their
-    own from the root.
-
-    Args:
-      trees: grown in place.
-      plan: how.
-      rounds: of each tree, at most; None for ``plan.rounds`` each.
-    """
-    costs = [SearchCost(0, 0, 0)] * len(trees)
-    limits = [plan.rounds] * len(trees) if rounds is None else list(rounds)
-
-    def goes_on(i: int) -> bool:
-        spent = plan.tokens and costs[i].tokens >= plan.tokens
-        enough = plan.leaves and len(trees[i].leaves()) >= plan.leaves
-        return not spent and not enough
-
-    for number in range(max(limits, default=0)):
-        chosen = [
-            Expansion(i, node, plan.width)
-            for i, tree in enumerate(trees)
-            if number < limits[i] and goes_on(i)
-            for node in plan.select(tree)
-        ]
-        if not chosen:
-            break
-        _grow(trees, chosen, (yield chosen), plan.backup, costs)
-    paths = [Expansion(i, *node) for i, tree in enumerate(trees) for node in _missing(tree, plan)]
-    while paths:
-        new = _grow(trees, paths, (yield paths), plan.backup, costs)
-        paths = [Expansion(i, node, 1) for i, node in new if not trees[i].nodes[node].done]
-    return costs
-
-
-def _grow(
-    trees: Sequence[Tree],
-    chosen: Sequence[Expansion],
-    steps: Sequence[Sequence[Step]],
-    backup: Backup,
-    costs: list[SearchCost],
-) -> list[tuple[int, int]]:
-    """Adds the steps and backs up what is known of them; (tree, number) of all that is new."""
-    new = []
-    for (i, node, _), sampled in zip(chosen, steps, strict=True):
-        trees[i].nodes[node].expanded = True
-        for step in sampled:
-            new.append((i, trees[i].add(node, step)))
-        took = (1, len(sampled), sum(step.tokens for step in sampled))
-        costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], took, strict=True)))
-    # Behind all additions: a backup reads the path alone, so that its order is that of the steps.
-    for i, node in new:
-        step = trees[i].nodes[node].step
-        if step is not None and step.points is not None:
-            backup(trees[i], node, step.points)
-    return new
-
-
-def _missing(tree: Tree, plan: SearchPlan) -> list[tuple[int, int]]:
-    """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
-    missing = max(plan.leaves - len(tree.leaves()), 0)
-    nodes = best_first(len(tree.nodes))(tree) or [0]
-    times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]
-    return [(node, count) for node, count in zip(nodes, times, strict=True) if count]
-
-
-def grow(
-    tree: Tree, select: Select, expand: Expand, backup: Backup, *, rounds: int, tokens: int = 0
-) -> SearchCost:
-    """Selects, expands and backs up, until nothing is selected or the budget is spent.
-
-    Args:
-      tree: grown in place.
-      select: nodes to expand in one round; they are expanded together.
-      expand: draws steps.
-      backup: gets every step whose points are known.
-      rounds: at most.
-      tokens: drawn, after which no round begins; 0 for any number.
-    """
-    plan = SearchPlan(select, backup, _mean, 0, rounds, tokens=tokens)
-    search = search_rounds([tree], plan)
-    try:
-        chosen = next(search)
-        while True:
-            paths = [[_content(tree, j) for j in tree.path(node)] for _, node, _ in chosen]
-            chosen = search.send(expand(paths))
-    except StopIteration as end:
-        costs: list[SearchCost] = end.value
-    return costs[0]
-
-
-def _content(tree: Tree, node: int) -> Any:
-    return tree.step(node).content
+# ---------------------------------------------------------------- what a search leaves behind
 
 
 def _shared(tree: Tree, node: int) -> list[Any]:
@@ -593,6 +459,6 @@ def siblings(tree: Tree) -> list[Siblings]:
         values = [tree.nodes[j].value for j in seen]
         if len(set(values)) > 1:
             path = _shared(tree, i)
-            steps = [_content(tree, j) for j in seen]
+            steps = [tree.step(j).content for j in seen]
             groups.append(Siblings(path, steps, values, [tree.nodes[j].visits for j in seen]))
     return groups

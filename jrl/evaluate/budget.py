@@ -156,8 +156,16 @@ def budget_run(
 
         def play(plan: SearchPlan, attempt: int = 0) -> Searched:
             seeds = prompt_seeds(key, "eval", 0, np.arange(len(prompts)), attempt)
-            kind = {"width": plan.width, "whole": plan.whole, "step_tokens": step_tokens}
-            with searcher_of(run, key, params, step, **kind) as search:
+            sampled = searcher_of(
+                run,
+                key,
+                params,
+                step,
+                width=plan.width,
+                whole=plan.whole,
+                step_tokens=step_tokens,
+            )
+            with sampled as search:
                 return search(prompts, seeds, plan, by_path(scorer))
 
         # Other tokens than those of best_of_n, whose luck would else choose its own bin.

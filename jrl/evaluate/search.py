@@ -95,8 +95,16 @@ def search_run(
         problems, prompts = problems_of(run, key, split)
         params, scorer = verifier(run, params, checkpoint)
         seeds = prompt_seeds(key, "eval", _seed_step(run, step), np.arange(len(prompts)))
-        kind = {"width": width, "whole": plan.whole, "step_tokens": step_tokens, "split": split}
-        with searcher_of(run, key, params, step, **kind) as search:
+        with searcher_of(
+            run,
+            key,
+            params,
+            step,
+            width=width,
+            whole=plan.whole,
+            step_tokens=step_tokens,
+            split=split,
+        ) as search:
             searched = opened(search(prompts, seeds, plan, by_path(scorer)))
         right = right_answers(run, problems, prompts, searched)
         rows = None if folder is None else _rows(run, problems, prompts, searched)

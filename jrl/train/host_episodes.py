@@ -24,8 +24,9 @@ from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
 from jrl.episodes.episode import Episode, call_init
 from jrl.episodes.follow import summary_room
+from jrl.episodes.groups import Played, play_episodes
 from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
-from jrl.episodes.play import Device, Newer, Played, keep_weights, play_episodes
+from jrl.episodes.play import Device, Newer, keep_weights
 from jrl.episodes.search import EpisodeScorer, Searched, Searcher, leaf_rows, path_of, play_search
 from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_rollout
 from jrl.episodes.tree import SearchPlan
@@ -431,6 +432,8 @@ def host_source(
     tree = None if evaluates else run.method.draw.tree
     search = None if evaluates else run.method.draw.search
     branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
+    measure = entropy if width or search is not None else None
+    measure = measure if branches is None else branches.measure
     rows = run_rows(
         run,
         run.config.train.prompts * max(group, width, 0 if search is None else search.width),
@@ -438,7 +441,7 @@ def host_source(
         max_new_tokens=sampling.max_new_tokens,
         split=split,
         temperature=temperature,
-        measure=entropy if width or search is not None else branches and branches.measure,
+        measure=measure,
     )
     return HostEpisodes(
         env,

@@ -13,8 +13,9 @@ import pytest
 
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
+from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import Feedback, HostEnv, Limits
-from jrl.episodes.play import Device, play_episodes
+from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.world import host_world
 from jrl.mesh import make_mesh

@@ -307,6 +307,127 @@ def test_what_cannot_be_searched_is_named():
         opened(play(game([], init=broken), search_plan("beam", 3)))
 
 
+# ---------------------------------------------------------------- contexts and players
+
+
+def folding_game(log, **more):
+    """Ten turns that fill a context of 60 tokens, with room for two summaries."""
+    limits = Limits(turns=10, turn_tokens=6, call_seconds=5, contexts=3, summary_tokens=5)
+
+    def step(state, reply):
+        state.said.append(int(reply.tokens.sum()))
+        answer = [{"role": "user", "content": f"{sum(state.said)}>"}]
+        return state, Feedback(answer, 1.0, len(state.said) == 10, True)
+
+    return game(log, limits=limits, summary="sum", step=step)._replace(**more)
+
+
+def contexts_of(episode):
+    """The segments of each context."""
+    last = max(s.context for s in episode.segments)
+    return [[s for s in episode.segments if s.context == c] for c in range(last + 1)]
+
+
+@pytest.mark.parametrize("name", ["beam", "puct"])
+def test_a_search_continues_behind_summaries(name):
+    log, plan = [], search_plan(name, 2, rounds=24)
+    played = play(folding_game(log), plan, count=2)
+    assert log.count("open") == log.count("close")
+    episodes = [episode_at(tree, i) for tree in played.trees for i in range(1, len(tree.nodes))]
+    folded, score = 0, jit(NETWORK.hidden)
+    for episode in episodes:
+        *full, _ = contexts = contexts_of(episode)
+        for segments, after in zip(full, contexts[1:], strict=True):
+            request, summary, kept = segments[-2], segments[-1], after[0]
+            assert TOKENIZER.decode(request.tokens.tolist()).endswith("sum")
+            assert (request.drawn, summary.drawn, kept.drawn) == (False, True, False)
+            np.testing.assert_array_equal(kept.tokens, summary.tokens)
+            assert 1 <= len(summary.tokens) <= 5
+            assert sum(len(s.tokens) for s in segments) <= T
+            folded += 1
+    leaves = [episode_at(tree, leaf) for tree in played.trees for leaf in tree.leaves()]
+    deep = max(leaves or episodes, key=lambda e: len(e.segments))
+    assert deep.at.context > 0
+    for segments in contexts_of(deep):  # each was sampled behind the opening and itself alone
+        ids = np.concatenate([deep.opening, *(s.tokens for s in segments)]).astype(np.int32)
+        tokens = np.zeros((1, P + T), np.int32)
+        tokens[0, : len(ids)] = ids
+        columns = np.arange(P + T, dtype=np.int32)[None]
+        hidden, _ = score(params(), tokens, columns, (columns < len(ids)).astype(np.int32))
+        chances = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden)[0]))
+        at = len(deep.opening)
+        for segment in segments:
+            if segment.drawn:
+                own = np.arange(at, at + len(segment.tokens))
+                np.testing.assert_allclose(
+                    segment.logprobs, chances[own - 1, segment.tokens], atol=3e-5
+                )
+            at += len(segment.tokens)
+    again = play(folding_game([]), plan, slots=7, count=2)
+    other = [episode_at(tree, i) for tree in again.trees for i in range(1, len(tree.nodes))]
+    assert [said_in(e) for e in other] == [said_in(e) for e in episodes]
+    # Every summary was sampled once, in the node behind whose turn the context was full.
+    own = [e for e in episodes if e.at.context and summarised(e)]
+    assert played.counts["summaries"] == len(own) > 0
+    assert folded >= len(own)
+
+
+def said_in(episode):
+    return [(s.tokens.tolist(), s.drawn, s.context, s.player) for s in episode.segments]
+
+
+def summarised(episode):
+    """Whether the last turn of an episode is the one that filled a context."""
+    last = max(i for i, s in enumerate(episode.segments) if s.drawn)
+    following = episode.segments[last + 1 :]
+    return bool(following) and following[0].context > episode.segments[last].context
+
+
+def test_siblings_of_a_new_context_share_what_it_begins_with():
+    """Their prompt is the opening, the summary and the answer, and no longer the whole path."""
+    played = play(folding_game([]), search_plan("puct", 2, rounds=40), count=2)
+    restarts, seen = {}, 0
+    for tree, root in zip(played.trees, played.roots, strict=True):
+        for i in range(1, len(tree.nodes)):
+            if tree.step(i).restart is not None:
+                begin = [*root.opening.tolist(), *tree.step(i).restart.tolist()]
+                restarts[tuple(begin)] = {
+                    tuple(tree.step(j).content) for j in tree.nodes[i].children
+                }
+        points = {leaf: float(n % 2) for n, leaf in enumerate(tree.leaves())}
+        for row in rows_of_tree(tree, root.opening.tolist(), points).siblings:
+            if (children := restarts.get(tuple(row["prompt"]))) is not None:
+                assert {tuple(r) for r in row["responses"]} <= children
+                seen += 1
+            assert len(row["prompt"]) <= P + T
+    assert restarts
+    assert seen
+
+
+def test_players_take_turns_in_a_search_as_the_environment_says():
+    def step(state, reply):
+        state.said.append(int(reply.tokens[0]))
+        answer = [{"role": "user", "content": f"{len(state.said)}>"}]
+        # Player 1 keeps the word; after player 0 it is the next one's turn.
+        named = 1 if reply.tokens[0] % 2 else None
+        return state, Feedback(answer, 1.0, len(state.said) == TURNS, True, next=named)
+
+    asked = []
+    env = game([], step=step)._replace(players=3)
+    for slots in (3, 6):
+        for tree in play(env, search_plan("beam", 3, rounds=8), slots).trees:
+            for leaf in tree.leaves():
+                players = [0]
+                turns = turns_of(tree, leaf)
+                for turn in turns[:-1]:
+                    odd = turn.content[0] % 2
+                    players.append(1 if odd else (players[-1] + 1) % 3)
+                segments = episode_at(tree, leaf).segments
+                assert [s.player for s in segments if s.drawn] == players
+                asked += players
+    assert set(asked) == {0, 1, 2}
+
+
 # ---------------------------------------------------------------- groups to train on
 
 

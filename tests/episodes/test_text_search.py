@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from jrl.episodes.play import Device
+from jrl.episodes.rounds import SearchCost
 from jrl.episodes.search import best_node, by_likelihood, by_path, play_search
-from jrl.episodes.tree import SearchCost, Tree, search_plan
+from jrl.episodes.tree import Tree, search_plan
 from jrl.episodes.tree_rows import rows_of_tree
 from jrl.episodes.world import TextWorld
 from jrl.errors import UserError
