@@ -394,7 +394,8 @@ def test_siblings_of_a_new_context_share_what_it_begins_with():
                 restarts[tuple(begin)] = {
                     tuple(tree.step(j).content) for j in tree.nodes[i].children
                 }
-        points = {leaf: float(n % 2) for n, leaf in enumerate(tree.leaves())}
+        ends = [i for i, node in enumerate(tree.nodes) if i and not node.children]
+        points = {node: float(n % 2) for n, node in enumerate(ends)}
         for row in rows_of_tree(tree, root.opening.tolist(), points).siblings:
             if (children := restarts.get(tuple(row["prompt"]))) is not None:
                 assert {tuple(r) for r in row["responses"]} <= children
