@@ -1,4 +1,4 @@
-"""Errors meant for people: each names the key, the value and what would do."""
+"""Errors for users: each names the key, the value and the valid choices."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _FEW = 24
-"""Of more choices than this a message names the nearest alone."""
+"""With more choices than this a message lists only the nearest ones."""
 
 
 class UserError(ValueError):
-    """Something the user can mend; the command line prints it without a traceback.
+    """An error that the user can fix; the command line prints it without a traceback.
 
     Attributes:
-      exit_code: what ``jrl`` ends with; ``configs/README.md`` lists them all.
+      exit_code: of the ``jrl`` command; ``configs/README.md`` lists them all.
     """
 
     exit_code = 2
 
 
 class RunStopped(UserError):
-    """A run that ended itself because training on would do no good; the message says what to do."""
+    """A run that stopped itself because further training is pointless; says what to do."""
 
     exit_code = 3
 
@@ -31,7 +31,7 @@ class Overdue(RunStopped):
 
 
 class StorageError(UserError):
-    """What a run writes cannot be written: the disk is full, read-only or gone."""
+    """A failed write of the run: the disk is full, read-only or gone."""
 
     exit_code = 4
 
@@ -41,12 +41,12 @@ INTERRUPTED = 130
 
 
 def unknown_choice(key: str, value: object, choices: Iterable[str]) -> UserError:
-    """An error for a value outside a closed set, with the nearest choice named.
+    """An error for a value outside a closed set, with the nearest choice.
 
     Args:
       key: the configuration key or argument, as the user writes it.
-      value: what was given.
-      choices: what would do.
+      value: the user's value.
+      choices: the valid values.
 
     Returns:
       The error, for the caller to raise.
@@ -58,23 +58,23 @@ def unknown_choice(key: str, value: object, choices: Iterable[str]) -> UserError
 
 
 def nearest(value: object, choices: Iterable[str]) -> str:
-    """What could be meant by a value outside a closed set: the nearest, and all if they are few.
+    """Suggestions for a value outside a closed set: the nearest choice, and all if they are few.
 
     >>> nearest("rlo", ["grpo", "rloo"])
     "did you mean 'rloo'? choose from grpo, rloo"
     """
     names = sorted(choices)
     if len(names) > _FEW:
-        near = difflib.get_close_matches(str(value), names, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "none is like it;"
+        close = difflib.get_close_matches(str(value), names, n=3)
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else "none is like it;"
         return f"{hint} there are {len(names)}"
-    near = difflib.get_close_matches(str(value), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}choose from {', '.join(names)}"
 
 
 class Mistakes:
-    """Collects what is wrong with parts of an input, so that all of it is told at once.
+    """Collects the errors of an input's parts, to report all of them at once.
 
     >>> mistakes = Mistakes()
     >>> mistakes.look(lambda: 3)
@@ -88,7 +88,7 @@ class Mistakes:
         self.lines: list[str] = []
 
     def look(self, work: Callable[[], Any], kind: type[Exception] = UserError) -> Any:
-        """What ``work`` returns; None where it raises, with the lines of its error kept."""
+        """The result of ``work``; None if it raises, with the lines of its error recorded."""
         try:
             return work()
         except kind as error:

@@ -56,7 +56,7 @@ _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 
 
 class HubName(NamedTuple):
-    """What a name of the Hub says.
+    """A parsed Hub name.
 
     Attributes:
       repo: ORG/NAME.
@@ -82,21 +82,21 @@ class HubName(NamedTuple):
 
 
 def hub_name(spec: str) -> HubName | None:
-    """What a name says, or None for one of a file or directory.
+    """The parsed Hub name, or None for a file or directory.
 
     >>> hub_name("openai/gsm8k/main:test")
     HubName(repo='openai/gsm8k', config='main', split='test', revision=None)
     >>> hub_name("data/train.jsonl") is hub_name("./model") is None
     True
     """
-    found = _NAME.fullmatch(spec)
-    if found is None:
+    match = _NAME.fullmatch(spec)
+    if match is None:
         return None
-    said = found.groupdict()
-    suffix = PurePosixPath(said["config"] or said["repo"]).suffix
-    if said.pop("hf") is None and (suffix in (*DATA_SUFFIXES, *_FILES) or Path(spec).exists()):
+    fields = match.groupdict()
+    suffix = PurePosixPath(fields["config"] or fields["repo"]).suffix
+    if fields.pop("hf") is None and (suffix in (*DATA_SUFFIXES, *_FILES) or Path(spec).exists()):
         return None
-    return HubName(**said)
+    return HubName(**fields)
 
 
 def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Path:
@@ -116,23 +116,23 @@ def model_directory(spec: str | os.PathLike[str], key: str = "model.path") -> Pa
 
 
 def near_models(directory: Path) -> str:
-    """Where a checkpoint was looked for, and the nearest names there and in the Hub's cache."""
+    """The searched directory, and the nearest names there and in the Hub's cache."""
     place = directory.absolute().parent
-    there = (
+    siblings = (
         [path.name for path in place.glob("*") if path.is_dir() and path.name != directory.name]
         if place.is_dir()
         else []
     )
-    near = [f"{directory.parent / each}" for each in _nearest(directory.name, there)]
+    nearest = [f"{directory.parent / each}" for each in _nearest(directory.name, siblings)]
     of_hub = {name.rpartition("/")[2]: name for name in _in_cache("model")}
-    near += [of_hub[each] for each in _nearest(directory.name, of_hub)]
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    nearest += [of_hub[each] for each in _nearest(directory.name, of_hub)]
+    hint = f"; did you mean {' or '.join(nearest)}?" if nearest else ""
     return f"(looked in {place}{'' if place.is_dir() else ', which is not there'}){hint}"
 
 
-def _nearest(name: str, there: Iterable[str]) -> list[str]:
+def _nearest(name: str, names: Iterable[str]) -> list[str]:
     """The nearest of some names, whatever their case."""
-    lower = {each.lower(): each for each in there}
+    lower = {each.lower(): each for each in names}
     return [lower[each] for each in difflib.get_close_matches(name.lower(), lower, n=1)]
 
 
@@ -155,13 +155,13 @@ def data_files(name: HubName, key: str) -> list[Path]:
         files has a form that is read.
     """
     patterns = [*(f"*{suffix}" for suffix in DATA_SUFFIXES), "README.md"]
-    listed = _listed(name)
-    if listed is not None:
-        commit, names = listed
+    listing = _listed(name)
+    if listing is not None:
+        commit, names = listing
         name = name._replace(revision=commit)
         card = _fetched(name, "dataset", key, ("README.md",)) if "README.md" in names else None
-        chosen = chosen_files(names, _card(card), name, key)
-        return [_fetched(name, "dataset", key, tuple(chosen)) / file for file in chosen]
+        selected = chosen_files(names, _card(card), name, key)
+        return [_fetched(name, "dataset", key, tuple(selected)) / file for file in selected]
     directory = _fetched(name, "dataset", key, tuple(patterns))
     names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
     return [directory / file for file in chosen_files(names, _card(directory), name, key)]
@@ -178,7 +178,7 @@ def pinned_name(spec: str, kind: Kind, key: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where huggingface_hub keeps what it fetched."""
+    """The cache directory of huggingface_hub."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     home = Path(os.environ.get("HF_HOME") or caches / "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
@@ -186,8 +186,8 @@ def cache_directory() -> Path:
 
 def offline() -> bool:
     """Whether the environment forbids to ask the Hub."""
-    given = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
-    return given.upper() in ("1", "ON", "YES", "TRUE")
+    flag = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return flag.upper() in ("1", "ON", "YES", "TRUE")
 
 
 # ---------------------------------------------------------------- which files are a split
@@ -211,9 +211,9 @@ def chosen_files(
     Raises:
       UserError: see ``data_files``.
     """
-    found = [file for file in sorted(files) if file.endswith(DATA_SUFFIXES)]
-    table, default = _of_card(found, card, f"{key} = {str(name)!r}")
-    table = table or _of_names(found)
+    paths = [file for file in sorted(files) if file.endswith(DATA_SUFFIXES)]
+    table, default = _of_card(paths, card, f"{key} = {str(name)!r}")
+    table = table or _of_names(paths)
     name = name._replace(revision=None) if name.pinned else name  # nobody wrote the commit
     if not table:
         raise UserError(
@@ -232,7 +232,7 @@ def chosen_files(
 
 
 def _of_card(
-    files: list[str], card: Mapping[str, Any], said: str
+    files: list[str], card: Mapping[str, Any], setting: str
 ) -> tuple[dict[str, dict[str, list[str]]], str]:
     """The files of every configuration and split of a card, and the default configuration."""
     table: dict[str, dict[str, list[str]]] = {}
@@ -240,52 +240,52 @@ def _of_card(
     configs = card.get("configs") or []
     if not isinstance(configs, list) or not all(isinstance(each, Mapping) for each in configs):
         raise UserError(
-            f"{said}: 'configs' in its README.md is {configs!r:.60}, not a list of tables with"
+            f"{setting}: 'configs' in its README.md is {configs!r:.60}, not a list of tables with"
             " config_name and data_files; datasets refuses it too"
         )
     for config in configs:
         name, folder = str(config.get("config_name", "default")), str(config.get("data_dir") or "")
         folder = folder.removeprefix("./").strip("/")
         inside = [file for file in files if not folder or file.startswith(f"{folder}/")]
-        if splits := _splits(inside, config.get("data_files"), folder, said):
+        if splits := _splits(inside, config.get("data_files"), folder, setting):
             table[name] = splits
             default = name if config.get("default") is True else default
     return table, default
 
 
-def _splits(files: list[str], given: Any, folder: str, said: str) -> dict[str, list[str]]:
+def _splits(files: list[str], entries: Any, folder: str, setting: str) -> dict[str, list[str]]:
     """The files of each split, by the ``data_files`` of a configuration or else by their names."""
     splits: dict[str, list[str]] = {}
-    if not given:
+    if not entries:
         for each in _of_names(files).values():
-            for split, found in each.items():
-                splits.setdefault(split, []).extend(found)
+            for split, matching in each.items():
+                splits.setdefault(split, []).extend(matching)
         return splits
-    if isinstance(given, Mapping) and "path" not in given:
-        given = [{"split": split, "path": path} for split, path in given.items()]
-    parts = given if isinstance(given, list) else [given]
+    if isinstance(entries, Mapping) and "path" not in entries:
+        entries = [{"split": split, "path": path} for split, path in entries.items()]
+    parts = entries if isinstance(entries, list) else [entries]
     for part in parts:
         part = {"path": part} if isinstance(part, str) else part
         paths = part.get("path") if isinstance(part, Mapping) else None
         paths = [paths] if isinstance(paths, str) else paths
         if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
             raise UserError(
-                f"{said}: 'data_files' in its README.md holds {part!r:.60}, not a path or a table"
+                f"{setting}: 'data_files' in its README.md has {part!r:.60}, not a path or a table"
                 " with split and path; datasets refuses it too"
             )
         patterns = [_glob(f"{folder}/{path}" if folder else path) for path in paths]
-        found = [file for file in files if any(each.fullmatch(file) for each in patterns)]
-        if found:
-            splits.setdefault(str(part.get("split", "train")), []).extend(found)
+        matching = [file for file in files if any(each.fullmatch(file) for each in patterns)]
+        if matching:
+            splits.setdefault(str(part.get("split", "train")), []).extend(matching)
     return splits
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
     """A pattern of paths as the Hub reads it: ``*`` stays in a folder, ``**/`` is any number."""
-    found = re.findall(r"\*\*/|\*\*|\*|\?|\[!?[^\]/]+\]|.", pattern.removeprefix("./"))
+    tokens = re.findall(r"\*\*/|\*\*|\*|\?|\[!?[^\]/]+\]|.", pattern.removeprefix("./"))
     parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     try:
-        return re.compile("".join(parts.get(each) or _class(each) for each in found), re.DOTALL)
+        return re.compile("".join(parts.get(each) or _class(each) for each in tokens), re.DOTALL)
     except re.error:  # such as [z-a]
         return re.compile(re.escape(pattern))
 
@@ -328,9 +328,9 @@ def _card(directory: Path | None) -> dict[str, Any]:
 
     # Only the front matter counts; a letter in another encoding below it must not end a run.
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    found = re.match(r"---\s*\n(.*?)\n---", text, flags=re.DOTALL)
+    header = re.match(r"---\s*\n(.*?)\n---", text, flags=re.DOTALL)
     try:
-        card = yaml.safe_load(found[1]) if found else {}
+        card = yaml.safe_load(header[1]) if header else {}
     except yaml.YAMLError:
         return {}
     return card if isinstance(card, dict) else {}
@@ -379,7 +379,7 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     """The directory that holds these files of a repository at a commit."""
     from huggingface_hub import errors
 
-    asked = name
+    requested = name
     name, cache = name._replace(config=None, split=None), str(cache_directory())
     why = "HF_HUB_OFFLINE is set, so the Hub was not asked"
     if not offline():
@@ -398,14 +398,14 @@ def _fetched(name: HubName, kind: Kind, key: str, patterns: tuple[str, ...]) -> 
     try:
         return Path(_snapshot(name, kind, patterns, cache, True))
     except Exception:
-        raise _not_found(asked, kind, key, why) from None
+        raise _not_found(requested, kind, key, why) from None
 
 
 def _not_found(name: HubName, kind: Kind, key: str, why: str) -> UserError:
-    near = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
-    hint = f"; did you mean {name._replace(repo=near[0])}, which is there?" if near else ""
-    what = "directory" if kind == "model" else "file"
+    nearest = difflib.get_close_matches(name.repo, _in_cache(kind), n=1)
+    hint = f"; did you mean {name._replace(repo=nearest[0])}, which is there?" if nearest else ""
+    kind_text = "directory" if kind == "model" else "file"
     return UserError(
-        f"{key} = {str(name)!r}: there is no such {what} in {Path.cwd()}, {why}, and its cache"
+        f"{key} = {str(name)!r}: there is no such {kind_text} in {Path.cwd()}, {why}, and its cache"
         f" {cache_directory()} does not hold it{hint}"
     )

@@ -1,4 +1,4 @@
-"""Device meshes, and the one table that says which array axis lies on which mesh axis.
+"""Device meshes, and the one table from array axes to mesh axes.
 
 Models name the axes of weights and activations ("heads", "batch", ...); ``RULES`` maps those
 names to mesh axes. Nothing else in the library mentions a mesh axis, so another placement is
@@ -90,8 +90,8 @@ def make_mesh(
         shape[free[0]] = len(devices) // fixed
         fixed = len(devices)
     if fixed > len(devices) or min(shape.values()) < 1:
-        asked = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
-        raise UserError(f"mesh {asked} needs {fixed} devices; there are {len(devices)}")
+        axes_text = ", ".join(f"{a}={n}" for a, n in shape.items() if n != 1)
+        raise UserError(f"mesh {axes_text} needs {fixed} devices; there are {len(devices)}")
     grid = arrange(devices[:fixed], shape, slices)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -109,18 +109,18 @@ def arrange(devices: Sequence[Any], shape: Mapping[str, int], slices: int = 0) -
       slices one after the other, and all other axes stay inside a slice.
     """
     sizes = [shape[a] for a in AXES]
-    found = len({getattr(d, "slice_index", None) or 0 for d in devices})
-    if slices and slices != found and (found > 1 or devices[0].platform == "tpu"):
+    actual = len({getattr(d, "slice_index", None) or 0 for d in devices})
+    if slices and slices != actual and (actual > 1 or devices[0].platform == "tpu"):
         raise UserError(
-            f"mesh.slices = {slices}: the devices are in {found}; start that many, or remove it"
+            f"mesh.slices = {slices}: the devices are in {actual}; start that many, or remove it"
         )
-    slices = slices or found
+    slices = slices or actual
     if slices > 1 and shape["data"] % slices:
         raise UserError(
             f"mesh.data = {shape['data']} does not divide over {slices} slices, between which only "
             f"the data axis can lie; make it a multiple of {slices}"
         )
-    if found > 1:
+    if actual > 1:
         inside = [shape["data"] // slices, *sizes[1:]]
         return mesh_utils.create_hybrid_device_mesh(
             inside, [slices, *[1] * len(sizes[1:])], devices, allow_split_physical_axes=True
@@ -139,7 +139,7 @@ def spec(axes: Axes, rules: Mapping[str, tuple[str, ...]] = RULES) -> PartitionS
 
 
 def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") -> NamedSharding:
-    """Where an array of this shape and these logical axes lies.
+    """The sharding of an array of this shape and these logical axes.
 
     Raises:
       UserError: an axis that its mesh axes do not divide.
@@ -148,9 +148,9 @@ def sharding(mesh: Mesh, axes: Axes, shape: Sequence[int], name: str = "array") 
         over = RULES[logical] if logical is not None else ()
         parts = int(np.prod([mesh.shape[a] for a in over]))
         if dim % parts:
-            asked = " x ".join(f"{a}={mesh.shape[a]}" for a in over)
+            axes_text = " x ".join(f"{a}={mesh.shape[a]}" for a in over)
             raise UserError(
-                f"{name}: axis {logical!r} of size {dim} does not divide over mesh {asked}; "
+                f"{name}: axis {logical!r} of size {dim} does not divide over mesh {axes_text}; "
                 f"choose a divisor of {dim}"
             )
     return NamedSharding(mesh, spec(axes))
@@ -171,7 +171,7 @@ def tree_shardings(mesh: Mesh, axes: Any, shapes: Any) -> Any:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """The sharding that replicates an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -207,10 +207,10 @@ def check_sizes(mesh: Mesh, sizes: Sequence[tuple[str, str, int]], key: str = "m
     for logical, name, size in sizes:
         parts = shards(mesh, logical)
         if size % parts:
-            asked = " x ".join(f"{key}.{a} = {mesh.shape[a]}" for a in RULES[logical])
+            axes_text = " x ".join(f"{key}.{a} = {mesh.shape[a]}" for a in RULES[logical])
             fits = [str(n) for n in range(1, parts) if size % n == 0]
             lines.append(
-                f"{asked} does not divide {name} = {size}; choose {', '.join(fits)}"
+                f"{axes_text} does not divide {name} = {size}; choose {', '.join(fits)}"
                 f" or make {name} a multiple of {parts}"
             )
     if lines:

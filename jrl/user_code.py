@@ -1,4 +1,4 @@
-"""Functions of one's own, named in a configuration as FILE.py:function or module:function.
+"""User code: functions named in a configuration as FILE.py:function or module:function.
 
 Values that a Python program passes (rows, a reward function) are named too, as python:NAME, and
 found while that program is inside ``given``.
@@ -36,7 +36,7 @@ IMPORT_SECONDS = 120.0
 """Time for a file or module to be imported."""
 
 GIVEN = "python:"
-"""What the name of a value passed in Python begins with."""
+"""Prefix of the name of a value passed in Python."""
 
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given", default=MappingProxyType({}))
 
@@ -61,8 +61,8 @@ def keep_rows(directory: Path, values: Mapping[str, Any]) -> None:
     rows = {name: value for name, value in values.items() if isinstance(value, list)}
     if rows:
         directory.mkdir(exist_ok=True)
-    for name, listed in rows.items():
-        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in listed]
+    for name, items in rows.items():
+        lines = [json.dumps(row, ensure_ascii=False, default=str) for row in items]
         (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -134,47 +134,47 @@ def load(spec: str, key: str) -> Callable[..., Any]:
     if spec.startswith(GIVEN):
         return given_value(spec, key)
     place, _, name = spec.rpartition(":")
-    said = f"{key} = {spec!r}"
+    setting = f"{key} = {spec!r}"
     if not place or not name:
-        raise UserError(f"{said}; write {FORMS}")
+        raise UserError(f"{setting}; write {FORMS}")
     is_file = place.endswith(".py")
     try:
         with _time_limit(IMPORT_SECONDS), _no_exit():
-            module = _of_file(_existing(Path(place), said)) if is_file else _of_name(place)
+            module = _of_file(_existing(Path(place), setting)) if is_file else _of_name(place)
     except UserError:
         raise
     except _TooLongError:
         raise SlowImport(
-            f"{said}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
+            f"{setting}: importing {place} took longer than {IMPORT_SECONDS:.0f} s; wait, download "
             "and load models inside the function, or in its attribute prepare"
         ) from None
     except _ExitError as error:
         raise UserError(
-            f"{said}: importing {place} calls os._exit({error.code}), which would end the run;"
+            f"{setting}: importing {place} calls os._exit({error.code}), which would end the run;"
             " remove the call"
         ) from None
     except ModuleNotFoundError as error:
         if not is_file and f"{place}.".startswith(f"{error.name}."):
             hint = "name an installed module, or a file as FILE.py:function"
-            raise UserError(f"{said}: there is no module {error.name!r}; {hint}") from None
-        raise UserError(f"{said}: {_what_failed(error, place)}") from error
+            raise UserError(f"{setting}: there is no module {error.name!r}; {hint}") from None
+        raise UserError(f"{setting}: {_what_failed(error, place)}") from error
     except (Exception, SystemExit) as error:
-        raise UserError(f"{said}: {_what_failed(error, place)}") from error
+        raise UserError(f"{setting}: {_what_failed(error, place)}") from error
     if not hasattr(module, name):
         names = [n for n, value in vars(module).items() if _is_own(value, module) and n[0] != "_"]
-        raise UserError(f"{said}: {place} has no function {name!r}; {_nearest(name, names)}")
-    found = getattr(module, name)
-    if not callable(found):
-        raise UserError(f"{said}: {name} in {place} is {found!r:.40}, not a function")
-    return found
+        raise UserError(f"{setting}: {place} has no function {name!r}; {_nearest(name, names)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise UserError(f"{setting}: {name} in {place} is {function!r:.40}, not a function")
+    return function
 
 
-def parameters_of(function: Callable[..., Any], said: str) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a function of one's own, by name.
+def parameters_of(function: Callable[..., Any], setting: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a user function, by name.
 
     Args:
       function: it.
-      said: the key that names it, for the message.
+      setting: the key that names it, for the message.
 
     Raises:
       UserError: Python does not know them, as of ``max`` and other functions written in C.
@@ -184,8 +184,8 @@ def parameters_of(function: Callable[..., Any], said: str) -> Mapping[str, inspe
     except (ValueError, TypeError):
         name = getattr(function, "__name__", "the function")
         raise UserError(
-            f"{said}: the arguments of {name} cannot be read, as it is not written in Python; call"
-            " it from a function of your own"
+            f"{setting}: the arguments of {name} cannot be read, as it is not written in Python;"
+            " call it from a function of your own"
         ) from None
 
 
@@ -211,8 +211,8 @@ def check_options(
     every = list(parameters_of(function, f"[{table}]").values())
     parameters = every[first:]
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    shown = [p.name for p in every[:first]] + list(named)
-    called = f"{getattr(function, '__name__', 'the function')}({', '.join(shown)})"
+    names = [p.name for p in every[:first]] + list(named)
+    signature = f"{getattr(function, '__name__', 'the function')}({', '.join(names)})"
     lines = []
 
     def removed(name: str) -> str:
@@ -221,69 +221,71 @@ def check_options(
 
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         unknown = {name: value for name, value in options.items() if name not in named}
-        known = [*named, *others]
+        accepted = [*named, *others]
         if len(unknown) > 2:  # most likely the options of another function
-            choice = f"choose from {', '.join(known)}" if known else "it takes none"
-            lines = [f"[{table}] has {', '.join(unknown)}, which {called} does not take; {choice}"]
+            choice = f"choose from {', '.join(accepted)}" if accepted else "it takes none"
+            lines = [
+                f"[{table}] has {', '.join(unknown)}, which {signature} does not take; {choice}"
+            ]
         else:
             lines = [
-                f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, known)}"
+                f"{table}.{name} = {value!r}: there is no such option; {_nearest(name, accepted)}"
                 + removed(name)
                 for name, value in unknown.items()
             ]
-    needed = [name for name, p in named.items() if p.default is p.empty]
-    absent = [f"{table}.{name}" for name in needed if all_given and name not in options]
+    required = [name for name, p in named.items() if p.default is p.empty]
+    absent = [f"{table}.{name}" for name in required if all_given and name not in options]
     if len(absent) == 1:
         lines.append(
-            f"{absent[0]} is missing: {called} needs it; set it, or give the argument a default"
+            f"{absent[0]} is missing: {signature} needs it; set it, or give the argument a default"
         )
     elif absent:
         lines.append(
-            f"{', '.join(absent)} are missing: {called} needs them; set them, or give the"
+            f"{', '.join(absent)} are missing: {signature} needs them; set them, or give the"
             " arguments defaults"
         )
     if lines:
         raise UserError("\n".join(lines))
 
 
-def check_takes(function: Callable[..., Any], names: Sequence[str], said: str) -> None:
+def check_takes(function: Callable[..., Any], names: Sequence[str], setting: str) -> None:
     """Raises a UserError unless a function takes arguments of these names.
 
     Args:
       function: of one's own.
       names: what the library passes to it, by name.
-      said: the key that names it with its value, for the message.
+      setting: the key that names it with its value, for the message.
     """
-    parameters = parameters_of(function, said)
+    parameters = parameters_of(function, setting)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     if not set(names) <= set(parameters):
-        called = f"{getattr(function, '__name__', 'the function')}({', '.join(parameters)})"
-        raise UserError(f"{said}: {called} must take {' and '.join(names)}")
+        signature = f"{getattr(function, '__name__', 'the function')}({', '.join(parameters)})"
+        raise UserError(f"{setting}: {signature} must take {' and '.join(names)}")
 
 
-def made_by(function: Callable[..., Any], said: str, *given: Any, **options: Any) -> Any:
-    """What a function of one's own returns, which makes a part of the run.
+def made_by(function: Callable[..., Any], setting: str, *args: Any, **options: Any) -> Any:
+    """The result of a user function that makes a part of the run.
 
     Args:
       function: it.
-      said: the key and the value that name it, for messages.
-      *given: its arguments.
+      setting: the key and the value that name it, for messages.
+      *args: its arguments.
       **options: more.
 
     Raises:
       UserError: it raised something, named with its line.
     """
     try:
-        return function(*given, **options)
+        return function(*args, **options)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{said}: {_what_failed(error, said)}") from error
+        raise UserError(f"{setting}: {_what_failed(error, setting)}") from error
 
 
 class SlowImport(UserError):
-    """A file or module of one's own takes too long to import; trying again would take as long."""
+    """A user's file or module takes too long to import; a retry would take as long."""
 
 
 class _TooLongError(BaseException):
@@ -301,10 +303,10 @@ class _ExitError(BaseException):
 @contextlib.contextmanager
 def _no_exit() -> Iterator[None]:
     """Inside, ``os._exit`` raises _ExitError; in processes that are forked there it ends them."""
-    real, here = os._exit, os.getpid()
+    real, process = os._exit, os.getpid()
 
     def refuse(status: int) -> NoReturn:
-        if os.getpid() != here or threading.current_thread() is not threading.main_thread():
+        if os.getpid() != process or threading.current_thread() is not threading.main_thread():
             real(status)
         raise _ExitError(status)
 
@@ -339,21 +341,23 @@ def _is_own(value: object, module: ModuleType) -> bool:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    listed = sorted(names)
-    near = difflib.get_close_matches(name, listed, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{hint}choose from {', '.join(listed)}" if listed else "there is none to choose from"
+    choices = sorted(names)
+    nearest = difflib.get_close_matches(name, choices, n=1)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    return f"{hint}choose from {', '.join(choices)}" if choices else "there is none to choose from"
 
 
-def _existing(path: Path, said: str) -> Path:
+def _existing(path: Path, setting: str) -> Path:
     full = path.expanduser().resolve()
     if full.is_file():
         return full
-    near = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
+    nearest = difflib.get_close_matches(path.name, [p.name for p in full.parent.glob("*.py")], n=1)
     hint = (
-        f"did you mean {path.parent / near[0]}?" if near else f"files are relative to {Path.cwd()}"
+        f"did you mean {path.parent / nearest[0]}?"
+        if nearest
+        else f"files are relative to {Path.cwd()}"
     )
-    raise UserError(f"{said}: there is no file {path}; {hint}")
+    raise UserError(f"{setting}: there is no file {path}; {hint}")
 
 
 @functools.cache

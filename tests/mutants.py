@@ -46,18 +46,6 @@ MUTANTS = {
         "        drawn = deep(collect)(state.key, policy(state), step=i, cursor=cursor)\n"
         "        batch, groups, cursor = drawn\n",
     ),
-    "a step spread over more files": Mutant(
-        2,
-        "train/step.py",
-        "        batch = batch.check()\n",
-        "        from jrl.errors import unknown_choice\n"
-        "        from jrl.methods.domains import is_zero\n"
-        "        from jrl.objectives.segments import segments\n"
-        "        from jrl.train.router import router_pairs\n"
-        "        batch = batch.check()\n"
-        "        segments(batch.members), is_zero(0), router_pairs({})\n"
-        "        unknown_choice('a', 'b', ['c'])\n",
-    ),
     "a hop that begins elsewhere": Mutant(
         2,
         "train/loop.py",

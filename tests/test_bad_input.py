@@ -388,7 +388,7 @@ def test_rewards_that_are_not_there(place):
 
 FAILURES = {
     "raise": ("raised RuntimeError: no idea", "line"),
-    "nan": ("returned nan; points must be finite",),
+    "nan": ("returned nan; rewards must be finite",),
     "length": ("returned 2 numbers for 1 sample",),
     "text": ("returned str '1'; return a list with one number a sample",),
 }

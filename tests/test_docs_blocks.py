@@ -71,7 +71,7 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "from openai import OpenAI": "serving/test_record::test_the_example_of_the_docs_runs",
     },
     "configs/README.md": {
-        "# my_env.py: the policy computes, and is judged by its last turn": (
+        "# my_env.py: the policy computes with tools; its last turn is scored": (
             "test_docs_blocks::test_the_environment_of_the_guide_is_one"
         )
     },

@@ -55,7 +55,7 @@ def refused(said, function, *arguments, **keywords):
 CONFIGURATIONS = {
     "run.dir=''": "run.dir = ''; must be a path",
     "run.dir='  '": "run.dir = '  '; must be a path",
-    "model.path=''": "model.path = ''; must be a directory or a name of the Hub",
+    "model.path=''": "model.path = ''; must be a directory or a Hub name",
     "seed=true": "seed = True; must be a whole number",
     f"seed={2**70}": "must be below 4294967296",
     "train.steps=1e3": "train.steps = 1000.0; must be a whole number",

@@ -87,7 +87,7 @@ def for_types_alone(tree):
     """The imports under ``if TYPE_CHECKING``, which never run."""
     tests = [n for n in ast.walk(tree) if isinstance(n, ast.If)]
     guarded = [n for n in tests if ast.unparse(n.test) == "TYPE_CHECKING"]
-    return {inner for n in guarded for inner in ast.walk(n)}
+    return {inner for n in guarded for statement in n.body for inner in ast.walk(statement)}
 
 
 def imported(name):
@@ -129,7 +129,7 @@ def area(module):
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_imports_go_down(name):
     if name == "jrl":
-        assert not imported(name)  # its names are looked up lazily
+        assert imported(name) == {"jrl.system.lazy_names"}  # its names are looked up lazily
         return
     for other in imported(name):
         assert other != "jrl", f"{name} imports the package's own head"
@@ -233,15 +233,68 @@ def test_no_module_loads_what_it_may_not_need():
     assert not loaded_by(statement) & HEAVY
 
 
-def test_public_names_lead_to_their_modules():
-    assert sorted(set(jrl.__all__) - {"__version__"}) == sorted(jrl._HOME)
-    for name, home in jrl._HOME.items():
-        assert getattr(jrl, name) is getattr(importlib.import_module(home), name)
-        assert name in dir(jrl)
+LAZY = sorted(name for name in SOURCES if "HOMES = {" in SOURCES[name].read_text())
+"""Packages whose public names are imported on first use."""
+
+
+def names_for_checkers(package):
+    """name -> module of the imports that type checkers and editors read."""
+    imports = [n for n in for_types_alone(TREES[package]) if isinstance(n, ast.ImportFrom)]
+    return {a.asname: n.module for n in imports for a in n.names if a.asname == a.name}
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_public_names_lead_to_their_modules(package):
+    module = importlib.import_module(package)
+    homes = {name: home for home, names in module.HOMES.items() for name in names}
+    assert names_for_checkers(package) == homes
+    assert sorted({*module.__all__} - {"__version__"}) == sorted(homes)
+    assert {*dir(module)} - {"__version__"} == {*homes}
+    for name, home in homes.items():
+        value = getattr(module, name)
+        if home == package:
+            assert value is importlib.import_module(f"{package}.{name}")
+            continue
+        assert value is getattr(importlib.import_module(home), name)
         # A name that is also a module would change its meaning with the order of imports.
-        assert f"jrl.{name}" not in SOURCES
-    with pytest.raises(AttributeError, match="'jrl' has no attribute 'generator'"):
-        jrl.generator  # noqa: B018
+        assert f"{package}.{name}" not in SOURCES
+    with pytest.raises(AttributeError, match=f"'{package}' has no attribute 'generator'"):
+        module.generator  # noqa: B018
+
+
+def test_dir_shows_public_names_alone():
+    assert {"fit", "generate", "make_step", "objectives", "methods"} <= {*dir(jrl)}
+    for package in (jrl, jrl.train, jrl.models, jrl.methods):
+        assert not {"Any", "TYPE_CHECKING", "annotations", "importlib", "lazy_names"} & {
+            *dir(package)
+        }
+
+
+def test_methods_and_losses_are_two_dots_away():
+    script = """
+import sys, jrl
+assert "jax" not in sys.modules
+assert jrl.methods.reinforce(baseline="batch").objective.surrogate.on_policy
+assert jrl.methods.step_q.name == "step_q"  # of the zoo, found by name
+import jrl.methods.policy_gradient, jrl.methods.ratios
+assert jrl.methods.reinforce.arxiv is None and jrl.methods.ratios.gspo is jrl.methods.gspo
+assert jrl.objectives.grpo_advantages is jrl.objectives.functional.grpo_advantages
+"""
+    loaded_by(script)
+
+
+def test_no_method_has_the_name_of_a_file_beside_it():
+    from jrl.methods import COMMON, all_methods
+
+    files = {name.rpartition(".")[2] for name in SOURCES if name.startswith("jrl.methods.")}
+    assert not files & {*all_methods()}
+    assert not {*vars(sys.modules["jrl.methods"])} & {*all_methods()}
+    common = {name for names in COMMON.values() for name in names}
+    in_core = {n for n in common if all_methods()[n].__module__.startswith("jrl.methods.")}
+    shown = names_for_checkers("jrl.methods")
+    assert {*shown} == in_core
+    assert all(all_methods()[name].__module__ == home for name, home in shown.items())
+    assert 20 <= len(common) <= 26
 
 
 def project():

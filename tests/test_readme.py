@@ -154,7 +154,7 @@ def test_the_example_with_values_runs(qwen, capsys):
     namespace = {}
     exec(compile(code, "README.md", "exec"), namespace)
     assert len(namespace["result"].metrics) == 2
-    assert "reward = right (right: 1 for a completion that holds the answer)" in (
+    assert "reward = right (right: 1 for a completion that contains the answer)" in (
         capsys.readouterr().out
     )
 
@@ -211,7 +211,7 @@ def test_extras_exist():
     ]
     named = {n for g in re.findall(r"'\.\[([\w,]+)\]'", PAGES) for n in g.split(",")}
     assert {"math", "data", "cuda13", "tpu"} <= named
-    further = README.partition("Further extras:")[2].partition("Always")[0]
+    further = README.partition("Further extras:")[2].partition("Install extras")[0]
     named |= set(re.findall(r"`(\w+)`", further))
     assert named <= set(extras)
 

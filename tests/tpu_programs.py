@@ -63,13 +63,14 @@ def resharded(tree: dict[str, Any], topology: str, effort: float) -> dict[str, A
 
 
 def pod(path: str, topology: str, effort: float) -> dict[str, Any]:
-    """The plan of a configuration file, from programs with few layers."""
+    """The memory of a configuration file's programs, from ones with few layers."""
     from jrl.config import load_config
     from jrl.plan import compile as plan
     from jrl.plan.text import as_json, as_text
     from jrl.plan.topology import parse_topology
 
-    found = plan.quick_plan(load_config(path), parse_topology(topology), effort=effort)
+    slices = parse_topology(topology)
+    found = plan.quick_plan(load_config(path), slices, effort=effort, timed=False)
     return as_json(found) | {"text": as_text(found)}
 
 

@@ -24,7 +24,7 @@ def main(started: Callable[[], None] | None = None) -> None:
     """Runs the command line.
 
     Args:
-      started: called before another command than ``train``, which hears signals itself.
+      started: called before every command except ``train``, which handles signals itself.
     """
     try:
         app(obj=started)
@@ -59,16 +59,16 @@ def _jrl(
 COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {
     "train": ("Train a policy.", runs.train),
     "eval": ("Measure accuracy on held-out problems.", runs.evaluate),
-    "drift": ("Measure how results move with batch, mesh and dtype.", runs.drift),
+    "drift": ("Measure how results depend on batch, mesh and dtype.", runs.drift),
     "compare": ("Compare methods over several seeds.", runs.compare),
     "report": ("Write the page of a run, or of several.", runs.report),
     "sample": ("Sample completions from a policy.", policies.sample),
     "serve": ("Serve a policy over HTTP or gRPC.", policies.serve),
     "convert": ("Export a checkpoint in Hugging Face format.", policies.convert),
-    "plan": ("Estimate what a run needs on a TPU slice.", before.plan),
+    "plan": ("Estimate a run's memory and time on a TPU slice.", before.plan),
     "methods": ("List training methods.", before.methods),
-    "doctor": ("Look at this machine and what a run lacks here.", before.doctor),
-    "imagine": ("Let a model imagine dialogues to train on.", before.imagine),
+    "doctor": ("Check this machine, and what a run is missing.", before.doctor),
+    "imagine": ("Generate synthetic dialogues to train on.", before.imagine),
     "show-config": ("Print a configuration with all keys.", before.show_config),
 }
 WITHOUT_ARGUMENTS = ("methods", "doctor", "show-config")

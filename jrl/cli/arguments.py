@@ -1,4 +1,4 @@
-"""Arguments that several commands have, and what they mean."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ Target = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or co
 
 
 def read(target: str | None, overrides: Sequence[str] | None) -> Config:
-    """The configuration that a command's first arguments name."""
+    """The configuration named by a command's first arguments."""
     changes = list(overrides or ())
     if target is not None and "=" in target and not os.path.exists(target):
         changes = [target, *changes]
         target = None
     if target is None or not os.path.isdir(target):
         return load_config(target, changes)
-    found = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
-    if found is None:
+    stored = stored_config(Path(target), [f"run.dir={json.dumps(target)}", *changes])
+    if stored is None:
         raise UserError(f"{target} is not a run directory: it has no config.toml")
-    config, said = found
-    if said:
-        typer.echo(f"jrl: {said}", err=True)
+    config, note = stored
+    if note:
+        typer.echo(f"jrl: {note}", err=True)
     remember(Path(target) / "python")  # the rows of a run from Python
     return config
 
 
 def prepare_jax() -> None:
-    """Turns the cache of compiled programs on, and finds the devices."""
+    """Enables the compilation cache and initialises the devices."""
     from jrl.system.compile_cache import enable_compile_cache
     from jrl.system.devices import find_devices
 

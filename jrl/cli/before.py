@@ -19,6 +19,7 @@ from jrl.cli.arguments import (
 )
 from jrl.cli.complete import complete_method
 from jrl.cli.console import (
+    print_common_methods,
     print_method,
     print_methods,
     print_table,
@@ -35,6 +36,9 @@ def methods(
             autocompletion=complete_method,
         ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every method, not only those used most.")
+    ] = False,
     family: Annotated[str | None, typer.Option(help="Only the methods of this family.")] = None,
     complete: Annotated[
         bool, typer.Option("--complete", help="Only methods that run as published.")
@@ -43,38 +47,44 @@ def methods(
 ) -> None:
     """List the training methods that `method = ...` can name, one a line.
 
-    "partly" marks those of which a run lacks something beside the objective. A method's details say
-    what, and give its paper, the parts of a step that it replaces (seams), those that keep state,
-    the per-token statistics it needs, and its coefficients.
+    Without options these are the two dozen used most, by kind; --all, --family, --complete and
+    --json choose from all. "partly" marks methods of which a run lacks something beside the
+    objective. A method's details say what, and give its paper, the parts of a step that it replaces
+    (seams), those that keep state, the per-token statistics it needs, and its coefficients.
 
     Example: jrl methods --family preference --complete
     """
     import jax
 
-    from jrl.methods import list_methods, show_method
+    from jrl.methods import COMMON, all_methods, list_methods, show_method
 
     # A list needs no accelerator, and one that is asked for and absent must not end it.
     jax.config.update("jax_platforms", "cpu")
     if name is not None:
-        if family is not None or complete:
-            unread = "--complete" if family is None else "--family"
-            raise UserError(f"{unread} chooses from the list, and {name!r} is one; leave one out")
-        shown = show_method(name)
+        options = {"--all": everything, "--family": family is not None, "--complete": complete}
+        unread = next((option for option, value in options.items() if value), None)
+        if unread is not None:
+            raise UserError(f"{unread} filters the list, and {name!r} names one method; remove one")
+        details = show_method(name)
         if as_json:
-            typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+            typer.echo(json.dumps(details, indent=2, ensure_ascii=False))
         else:
-            print_method(shown)
+            print_method(details)
         return
-    listed = list_methods()
-    families = {item["family"] for item in listed}
+    if not (everything or family or complete or as_json):
+        kinds = {kind: [show_method(x) for x in names] for kind, names in COMMON.items()}
+        print_common_methods(kinds, len(all_methods()))
+        return
+    entries = list_methods()
+    families = {item["family"] for item in entries}
     if family is not None and family not in families:
         raise unknown_choice("--family", family, families)
-    listed = [item for item in listed if family in (None, item["family"])]
-    listed = [item for item in listed if not (complete and item["unsupported"])]
+    entries = [item for item in entries if family in (None, item["family"])]
+    entries = [item for item in entries if not (complete and item["unsupported"])]
     if as_json:
-        typer.echo(json.dumps(listed, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(entries, indent=2, ensure_ascii=False))
     else:
-        print_methods(listed)
+        print_methods(entries)
 
 
 def show_config(
@@ -91,15 +101,17 @@ def show_config(
 
     Example: jrl show-config configs/tiny.toml sampling.group=16
     """
-    chosen = read(config, overrides)
-    if chosen.objective or chosen.method != Config().method:  # else there is nothing to be wrong
+    settings = read(config, overrides)
+    if (
+        settings.objective or settings.method != Config().method
+    ):  # else there is nothing to be wrong
         from jrl.train.objective import method_of
 
-        method_of(chosen, None)
+        method_of(settings, None)
     if as_json:
-        typer.echo(json.dumps(as_tree(chosen, none=True), indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(as_tree(settings, none=True), indent=2, ensure_ascii=False))
     else:
-        typer.echo(dump(chosen), nl=False)
+        typer.echo(dump(settings), nl=False)
 
 
 def doctor(
@@ -110,28 +122,28 @@ def doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print versions, devices, memory, caches and extras, and what a configuration lacks here.
+    """Print versions, devices, memory, caches and extras, and what a configuration is missing.
 
-    Nothing is compiled or trained. The exit code is 1 if something is lacking.
+    Nothing is compiled or trained. The exit code is 1 if something is missing.
 
     Example: jrl doctor configs/gsm8k.toml model.path=Qwen/Qwen3-0.6B data.train=openai/gsm8k/main
     """
     from jrl.cli.doctor import examine
     from jrl.run.diagnostics import lacks
 
-    found = examine()
+    machine = examine()
     lacking: list[str] = []
     if config is not None:
         try:
             lacking = lacks(read(config, overrides))
-        except UserError as error:  # what this machine is, is said all the same
+        except UserError as error:  # facts about this machine are printed in any case
             lacking = str(error).splitlines()
     if as_json:
-        typer.echo(json.dumps({**found, "lacks": lacking}, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({**machine, "lacks": lacking}, indent=2, ensure_ascii=False))
     else:
-        print_table("this machine", found)
+        print_table("this machine", machine)
         if config is not None:
-            typer.echo("\n".join([f"{config} lacks:", *(f"  {line}" for line in lacking)]))
+            typer.echo("\n".join([f"{config} is missing:", *(f"  {line}" for line in lacking)]))
             if not lacking:
                 typer.echo("  nothing")
     if lacking:
@@ -148,7 +160,7 @@ def plan(
     effort: Annotated[
         float | None,
         typer.Option(
-            help="XLA's optimization effort. A run uses 0, and so does this; -1 compiles several"
+            help="XLA's optimization effort. The default 0 is that of a run; -1 compiles several"
             " times faster, with other collectives and less exact memory. --search ranks with -1"
             " and compiles the best again with 0.",
             min=-1,
@@ -160,19 +172,19 @@ def plan(
     ] = False,
     candidates: Annotated[int, typer.Option(help="Candidates that --search compiles.", min=1)] = 6,
     seconds: Annotated[
-        float | None, typer.Option(help="About how long --search may take, seconds.", min=0)
+        float | None, typer.Option(help="Approximate time limit of --search, seconds.", min=0)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a run for a TPU slice without a TPU, and estimate what it needs there.
+    """Compile a run for a TPU slice without a TPU, and estimate its memory and time.
 
     XLA compiles the sampler and the training step for every chip of the slice. This needs libtpu,
-    but no TPU and no weights. The output has memory on each chip, operations, collectives, and a
-    lower bound of the time. The exit code is 1 if the run does not fit.
+    but no TPU and no weights. The output has memory per chip, FLOPs, collectives, and a lower bound
+    of the time. The exit code is 1 if the run does not fit.
 
     Example: jrl plan configs/pod_8b_v5e.toml --topology v5e:16x16
     """
-    chosen = read(config, overrides)
+    settings = read(config, overrides)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # libtpu only compiles
     from jrl.plan.compile import make_plan, quick_plan
     from jrl.plan.disjoint import plan_disjoint
@@ -188,16 +200,16 @@ def plan(
     if search:
         limits: dict[str, Any] = {"limit": candidates, "seconds": seconds}
         ranking = -1.0 if effort is None else effort
-        found = search_plans(chosen, slices, **limits, effort=ranking, echo=echo)
-        fits = found[0]["fits"]
-        typer.echo(json.dumps(found, indent=2) if as_json else search_text(found))
+        results = search_plans(settings, slices, **limits, effort=ranking, echo=echo)
+        fits = results[0]["fits"]
+        typer.echo(json.dumps(results, indent=2) if as_json else search_text(results))
     else:
         options: dict[str, Any] = {} if effort is None else {"effort": effort}
         planner = quick_plan if quick else make_plan
-        if chosen.placement is not None:
-            planned = plan_disjoint(chosen, slices, planner, echo=echo, **options)
+        if settings.placement is not None:
+            planned = plan_disjoint(settings, slices, planner, echo=echo, **options)
         else:
-            planned = planner(chosen, slices, echo=echo, **options)
+            planned = planner(settings, slices, echo=echo, **options)
         fits = planned.fits
         typer.echo(json.dumps(plan_json(planned), indent=2) if as_json else as_text(planned))
     if not fits:
@@ -211,27 +223,25 @@ def imagine(
     url: Annotated[
         str, typer.Option(help="Base of an OpenAI-compatible endpoint; http://HOST:PORT/v1.")
     ],
-    model: Annotated[str, typer.Option(help="Model to ask, as the endpoint calls it.")],
-    out: Annotated[str, typer.Option(help="File of dialogues, JSONL; missing ones are added.")],
-    count: Annotated[int, typer.Option(help="Dialogues in the file at the end.", min=1)] = 100,
+    model: Annotated[str, typer.Option(help="Name of the model at the endpoint.")],
+    out: Annotated[str, typer.Option(help="JSONL file of dialogues; missing ones are appended.")],
+    count: Annotated[int, typer.Option(help="Total dialogues in the file.", min=1)] = 100,
     key_variable: Annotated[
-        str | None, typer.Option(help="Environment variable that holds the endpoint's key.")
+        str | None, typer.Option(help="Environment variable with the endpoint's key.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Root of every random draw.", min=0)] = 0,
-    concurrency: Annotated[int, typer.Option(help="Dialogues imagined at once.", min=1)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of a reply.", min=1)] = 2048,
-    temperature: Annotated[float, typer.Option(help="Of the model's draws.", min=0)] = 1.0,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds until a reply must be there.", min=0.1)
-    ] = 300.0,
+    seed: Annotated[int, typer.Option(help="Root of all random numbers.", min=0)] = 0,
+    concurrency: Annotated[int, typer.Option(help="Concurrent dialogues.", min=1)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of a reply.", min=1)] = 2048,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0)] = 1.0,
+    timeout: Annotated[float, typer.Option(help="Timeout of a reply, seconds.", min=0.1)] = 300.0,
 ) -> None:
-    """Let a language model imagine conversations to train on, with rewards.
+    """Generate synthetic conversations with rewards, with a language model.
 
-    The imagination engine of arXiv:2311.05584: the model reasons about who the human could be,
-    imagines whole dialogues with each, by agents of several skills, and judges how far each reached
-    the goal, 0 to 1. TASK has description, agent, human and goal, and perhaps opening, turns,
+    The imagination engine of arXiv:2311.05584: the model proposes personas for the human, writes
+    complete dialogues with each, by agents of several skill levels, and scores how far each reached
+    the goal, 0 to 1. TASK has description, agent, human and goal, and optionally opening, turns,
     personas and criteria. Train on the file with data.train=dialogues:FILE and method=ilql. After
-    an error or Ctrl-C the same command adds what is missing.
+    an error or Ctrl-C the same command appends the missing ones.
 
     Example: jrl imagine configs/imagine/teacher.toml --url http://localhost:8000/v1 --model NAME
     --out imagined.jsonl --count 1000
@@ -239,15 +249,13 @@ def imagine(
     imagine = importlib.import_module("jrl.zoo.tools.imagine")
 
     if key_variable is not None and key_variable not in os.environ:
-        raise UserError(
-            f"--key-variable {key_variable}: there is no such environment variable; set it"
-        )
+        raise UserError(f"--key-variable {key_variable}: no such environment variable; set it")
     key = "" if key_variable is None else os.environ[key_variable]
-    asked = imagine.Model(url, model, key, max_tokens, temperature, timeout)
+    imaginer = imagine.Model(url, model, key, max_tokens, temperature, timeout)
     try:
-        found = imagine.imagine(
+        result = imagine.imagine(
             imagine.read_task(task),
-            asked,
+            imaginer,
             out,
             count=count,
             seed=seed,
@@ -257,9 +265,9 @@ def imagine(
     except KeyboardInterrupt:
         typer.echo(f"jrl: stopped; what is done is in {out}, the same command resumes", err=True)
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"{out}: {found.rows} dialogues, mean reward {found.reward:.2f}")
-    if found.unreadable:
+    typer.echo(f"{out}: {result.rows} dialogues, mean reward {result.reward:.2f}")
+    if result.unreadable:
         typer.echo(
-            f"{found.unreadable} are missing, because the model's replies could not be read; the"
-            " same command asks for them again"
+            f"{result.unreadable} are missing, because the model's replies could not be parsed; the"
+            " same command requests them again"
         )

@@ -16,9 +16,10 @@ def complete_method(incomplete: str) -> list[str]:
     Their names are read from the sources: importing them takes JAX, and so a second a key press.
     """
     found: list[str] = []
-    package = Path(__file__).parents[1]
-    for path in [*package.glob("methods/*.py"), *package.glob("zoo/methods/*.py")]:
-        found += _DECORATED.findall(path.read_text(encoding="utf-8"))
+    library = Path(__file__).parents[1]
+    for folder in (library / "methods", library / "zoo" / "methods"):
+        for path in folder.glob("*.py"):
+            found += _DECORATED.findall(path.read_text(encoding="utf-8"))
     return sorted(name for name in found if name.startswith(incomplete))
 
 

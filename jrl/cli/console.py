@@ -1,4 +1,4 @@
-"""What the ``jrl`` command prints: tables, results, methods and configuration keys."""
+"""Output of the ``jrl`` command: tables, results, methods and configuration keys."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def print_table(title: str, rows: Mapping[str, Any]) -> None:
         typer.echo(f"  {name.replace('_', ' '):<{width}}  {_cell(value)}")
 
 
-def print_drift(found: Mapping[str, Any]) -> None:
-    """What ``drift.measure_drift`` found, as two tables."""
+def print_drift(result: Mapping[str, Any]) -> None:
+    """Prints the result of ``drift.measure_drift`` as two tables."""
     for kind in ("greedy", "sampled"):
-        typer.echo(f"{kind} completions of {found['problems']} problems, step {found['step']}")
-        header = [name.replace("_", " ") for name in found[kind][0]]
-        rows = [header, *([_cell(value) for value in row.values()] for row in found[kind])]
+        typer.echo(f"{kind} completions of {result['problems']} problems, step {result['step']}")
+        header = [name.replace("_", " ") for name in result[kind][0]]
+        rows = [header, *([_cell(value) for value in row.values()] for row in result[kind])]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
@@ -72,29 +72,48 @@ def print_samples(samples: Sequence[Mapping[str, Any]]) -> None:
     """
     for item in samples:
         typer.echo(f"--- {item['prompt']}")
-        shown = ("prompt", "completion", "turns")
-        details = {k: v for k, v in item.items() if k not in shown and v is not False}
+        fields = ("prompt", "completion", "turns")
+        details = {k: v for k, v in item.items() if k not in fields and v is not False}
         if "turns" not in item:
             typer.echo(item["completion"])
         for turn in item.get("turns", ()):
-            paid = f", paid {_cell(turn['paid'])}" if turn["paid"] else ""
-            typer.echo(f"[{turn['by']}{paid}] {turn['text'].strip()}")
+            reward = f", paid {_cell(turn['paid'])}" if turn["paid"] else ""
+            typer.echo(f"[{turn['by']}{reward}] {turn['text'].strip()}")
         typer.echo("    " + "  ".join(f"{name} {_cell(value)}" for name, value in details.items()))
 
 
-def print_methods(listed: Sequence[Mapping[str, Any]]) -> None:
+def print_methods(entries: Sequence[Mapping[str, Any]]) -> None:
     """Training methods as a table, one line each, cut to the width of a terminal."""
     rows = [("name", "family", "runs", "arxiv", "summary")]
-    for item in listed:
+    for item in entries:
         runs = "partly" if item["unsupported"] else "yes"
         rows.append((item["name"], item["family"], runs, item["arxiv"] or "", item["summary"]))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    # Piped tables are read by programs and pagers: nothing is cut there.
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for *cells, summary in rows:
         line = "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-        line = f"{line}  {summary}"
-        typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
+        _echo_cut(f"{line}  {summary}")
+
+
+def print_common_methods(kinds: Mapping[str, Sequence[Mapping[str, Any]]], every: int) -> None:
+    """The methods used most, by kind, and how to see the others.
+
+    Args:
+      kinds: kind -> descriptions of its methods, as ``show_method`` gives them.
+      every: the number of all methods.
+    """
+    width = max(len(item["name"]) for listed in kinds.values() for item in listed)
+    for kind, listed in kinds.items():
+        typer.echo(f"{kind}:")
+        for item in listed:
+            _echo_cut(f"  {item['name']:<{width}}  {item['summary']}")
+    typer.echo(f"`jrl methods --all` lists all {every}; `jrl methods NAME` shows one.")
+
+
+def _echo_cut(line: str) -> None:
+    """Prints a line, cut to the width of a terminal."""
+    # Piped tables are read by programs and pagers: nothing is cut there.
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    typer.echo(line if room is None or len(line) <= room else f"{line[: room - 1]}…")
 
 
 def print_method(method: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What this machine has. What a configuration lacks on it is in ``jrl.run.diagnostics``."""
+"""Facts about this machine; ``jrl.run.diagnostics`` lists what a configuration is missing on it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def examine() -> dict[str, str]:
     Versions, devices with their memory, host memory, free disk space, caches, and extras: those
     that are installed, and for the others the line that installs them here.
     """
-    found = {"jrl": f"{version()} ({DISTRIBUTION}) in {Path(__file__).parents[1]}"}
-    found["python"] = f"{platform.python_version()}, {sys.executable}"
-    found["packages"] = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
-    found["devices"] = _devices()
-    found["host"] = f"{os.cpu_count()} cores, {_host_memory()}"
-    found["disk"] = f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free in {Path.cwd()}"
-    found["compile_cache"] = _compile_cache()
+    facts = {"jrl": f"{version()} ({DISTRIBUTION}) in {Path(__file__).parents[1]}"}
+    facts["python"] = f"{platform.python_version()}, {sys.executable}"
+    facts["packages"] = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    facts["devices"] = _devices()
+    facts["host"] = f"{os.cpu_count()} cores, {_host_memory()}"
+    facts["disk"] = f"{shutil.disk_usage(Path.cwd()).free / 1e9:.0f} GB free in {Path.cwd()}"
+    facts["compile_cache"] = _compile_cache()
     state = "offline (HF_HUB_OFFLINE)" if offline() else "online"
-    found["hub_cache"] = f"{cache_directory()}, {_held(cache_directory())}; {state}"
-    return found | {f"extra_{name}": text for name, text in _extras()}
+    facts["hub_cache"] = f"{cache_directory()}, {_held(cache_directory())}; {state}"
+    return facts | {f"extra_{name}": text for name, text in _extras()}
 
 
 def _devices() -> str:
@@ -49,8 +49,8 @@ def _devices() -> str:
     memory = devices[0].memory_stats() if devices[0].platform != "cpu" else None
     if memory and "bytes_limit" in memory:
         text += f", {memory['bytes_limit'] / 2**30:.1f} GiB each"
-    asked = os.environ.get("JAX_PLATFORMS")
-    text += f" ({devices[0].platform}{f', as JAX_PLATFORMS={asked} says' if asked else ''})"
+    platforms = os.environ.get("JAX_PLATFORMS")
+    text += f" ({devices[0].platform}{f', as JAX_PLATFORMS={platforms} says' if platforms else ''})"
     return "; ".join([text, *notes])
 
 
@@ -72,7 +72,7 @@ def _compile_cache() -> str:
 
 
 def _held(directory: Path) -> str:
-    """How much a directory holds; files that several names share count once."""
+    """Size of a directory; hard links count once."""
     if not directory.is_dir():
         return "empty"
     files = [p for p in directory.rglob("*") if p.is_file() and not p.is_symlink()]

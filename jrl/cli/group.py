@@ -1,4 +1,4 @@
-"""How the ``jrl`` command reports errors, and lists the configuration keys."""
+"""Error reporting of the ``jrl`` command, and its list of configuration keys."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ class Main(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
         try:
-            found = super().invoke(ctx)
+            result = super().invoke(ctx)
             sys.stdout.flush()
-            return found
+            return result
         except OSError as error:
             if error.errno in _FULL:
                 _say_full(error)
                 raise typer.Exit(StorageError.exit_code) from None
             if error.errno not in _NAMES or error.filename is None:
                 raise
-            said = _clipped(f"jrl: error: {error.filename!r}: {error.strerror}; name another file")
-            typer.echo(said, err=True)
+            message = _clipped(
+                f"jrl: error: {error.filename!r}: {error.strerror}; name another file"
+            )
+            typer.echo(message, err=True)
             raise typer.Exit(UserError.exit_code) from None
         except UserError as error:
             first, *rest = map(_clipped, str(error).splitlines() or ["unknown error"])
@@ -51,10 +53,10 @@ class Main(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that is named; ``ctx.obj`` is what ``main`` was given."""
-        found = super().resolve_command(ctx, args)
-        if found[0] != "train" and ctx.obj is not None:
+        resolved = super().resolve_command(ctx, args)
+        if resolved[0] != "train" and ctx.obj is not None:
             ctx.obj()
-        return found
+        return resolved
 
 
 def _say_full(error: OSError) -> None:

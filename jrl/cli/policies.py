@@ -34,11 +34,11 @@ def sample(
     overrides: Overrides = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", "-p", help="Prompt (repeatable); else held-out problems."),
+        typer.Option("--prompt", "-p", help="Prompt (repeatable); default: held-out problems."),
     ] = None,
     count: Annotated[int, typer.Option(help="Number of held-out problems.", min=1)] = 4,
     env: Annotated[
-        str | None, typer.Option("--env", help="Environment to watch it play in; else the run's.")
+        str | None, typer.Option("--env", help="Environment to play in; default: the run's.")
     ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
@@ -52,11 +52,11 @@ def sample(
 
     Example: jrl sample runs/tiny sampling.group=2 sampling.temperature=0.7
     """
-    chosen = read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
+    settings = read(target, [*(overrides or []), *([f"data.env={json.dumps(env)}"] if env else [])])
     prepare_jax()
     from jrl.evaluate import sample_run
 
-    samples = sample_run(chosen, prompts=prompt, count=count, checkpoint=checkpoint)
+    samples = sample_run(settings, prompts=prompt, count=count, checkpoint=checkpoint)
     if as_json:
         typer.echo(json.dumps(samples, indent=2, ensure_ascii=False))
         return
@@ -94,37 +94,39 @@ def serve(
     ] = 30.0,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="JRL_API_KEY", help="What clients must send as a bearer token."),
+        typer.Option(envvar="JRL_API_KEY", help="Bearer token that clients must send."),
     ] = None,
     record: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Write what is drawn to DIR, to train on (docs/environments.md)."
+            metavar="DIR", help="Record samples to DIR, to train on (docs/environments.md)."
         ),
     ] = None,
     tool_parser: Annotated[
         str | None,
-        typer.Option(help="Family whose tool calls it writes, if its template does not tell."),
+        typer.Option(
+            help="Tool-call format (model family), if the chat template does not determine it."
+        ),
     ] = None,
     checkpoint: Checkpoint = None,
 ) -> None:
     """Serve a policy with OpenAI's API over HTTP, or JetStream's over gRPC.
 
-    Without --host only this machine can connect, and without --api-key all that can connect are
-    served. Needs the extra serve
-    or jetstream. Prompts have at most data.max_prompt_tokens tokens, completions at most
-    sampling.max_new_tokens. With jetstream, sampling.temperature and so on apply to all requests.
+    Without --host only this machine can connect, and without --api-key every client is served.
+    Needs the extra serve or jetstream. Prompts have at most data.max_prompt_tokens tokens,
+    completions at most sampling.max_new_tokens. With jetstream, the sampling settings of the
+    configuration apply to all requests.
 
     Example: jrl serve runs/gsm8k --port 8000
     """
     if engine not in ("jrl", "jetstream"):
         raise unknown_choice("--engine", engine, ["jrl", "jetstream"])
-    there = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
-    is_checkpoint = there["config.json"] or hub_name(target) is not None
-    if is_checkpoint and not there["config.toml"]:
-        chosen = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
+    present = {name: os.path.exists(f"{target}/{name}") for name in ("config.json", "config.toml")}
+    is_checkpoint = present["config.json"] or hub_name(target) is not None
+    if is_checkpoint and not present["config.toml"]:
+        settings = load_config(None, [f"model.path={json.dumps(target)}", *(overrides or ())])
     else:
-        chosen = read(target, overrides)
+        settings = read(target, overrides)
     prepare_jax()
     from jrl.serving import launch
 
@@ -143,7 +145,7 @@ def serve(
     run = launch.serve_openai
     if engine == "jetstream":
         run = importlib.import_module("jrl.zoo.jetstream.launch").serve_jetstream
-    run(chosen, options, checkpoint=checkpoint, echo=typer.echo)
+    run(settings, options, checkpoint=checkpoint, echo=typer.echo)
 
 
 def convert(
@@ -155,7 +157,8 @@ def convert(
         bool, typer.Option("--adapters", help="Write only the adapters, in PEFT's format.")
     ] = False,
     policy: Annotated[
-        int, typer.Option("--policy", min=0, help="Which one, of a run that trained several.")
+        int,
+        typer.Option("--policy", min=0, help="Index of the policy, in a run that trained several."),
     ] = 0,
 ) -> None:
     """Export a checkpoint as a Hugging Face directory: config, safetensors and tokenizer.
@@ -165,10 +168,10 @@ def convert(
 
     Example: jrl convert runs/gsm8k exported
     """
-    chosen = read(target, overrides)
+    settings = read(target, overrides)
     from jrl.run.export import export_run
 
     directory = export_run(
-        chosen, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy
+        settings, Path(output), checkpoint=checkpoint, adapters=adapters, policy=policy
     )
     typer.echo(str(directory))

@@ -1,4 +1,4 @@
-"""Commands about runs: train, evaluate, compare, and look at what came out.
+"""Commands about runs: train, eval, drift, compare, report.
 
 A command imports its work when it runs, so that --help is fast.
 """
@@ -76,12 +76,14 @@ def _train(
     from jrl.system.processes import first_says, start
 
     start(coordinator, processes, process)
-    chosen = read(config, overrides)
-    if chosen.run.dir is None:
-        name = chosen.method if "=" in config else Path(config).stem
+    settings = read(config, overrides)
+    if settings.run.dir is None:
+        name = settings.method if "=" in config else Path(config).stem
         fresh = first_says(str(fresh_dir(name)))
-        chosen = chosen.model_copy(update={"run": chosen.run.model_copy(update={"dir": fresh})})
-    directory = Path(chosen.run.dir or "")
+        settings = settings.model_copy(
+            update={"run": settings.run.model_copy(update={"dir": fresh})}
+        )
+    directory = Path(settings.run.dir or "")
     typer.echo(f"run directory: {directory}")
 
     def stopped() -> str:
@@ -91,7 +93,7 @@ def _train(
         from jrl.train.loop import train as run_training
 
         try:
-            summary = run_training(chosen, echo=typer.echo)
+            summary = run_training(settings, echo=typer.echo)
         except KeyboardInterrupt as error:
             typer.echo(f"jrl: {str(error) or stopped()}", err=True)
             raise typer.Exit(INTERRUPTED) from None
@@ -113,48 +115,51 @@ def evaluate(
     width: Annotated[
         int,
         typer.Option(
-            help="Width of the search; of compute_optimal the budget, completions.", min=1
+            help="Width of the search; for compute_optimal the budget in completions.", min=1
         ),
     ] = 4,
-    step_tokens: Annotated[int, typer.Option(help="Most tokens of a search's step.", min=1)] = 64,
+    step_tokens: Annotated[int, typer.Option(help="Maximum tokens of a search step.", min=1)] = 64,
     by: Annotated[
-        str, typer.Option(help="What a search ranks paths by: likelihood, model, value or ratio.")
+        str, typer.Option(help="Score that ranks paths: likelihood, model, value or ratio.")
     ] = "likelihood",
     reduce: Annotated[
-        str, typer.Option(help="Of the values behind a path's steps: last, min or mean.")
+        str,
+        typer.Option(help="How step values are reduced to a path score: last, min or mean."),
     ] = "last",
     out: Annotated[
         str | None,
-        typer.Option(help="Search training problems; directory for rows to train on."),
+        typer.Option(
+            help="Search training problems, and write rows to train on into this directory."
+        ),
     ] = None,
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure accuracy on held-out problems: pass@1, pass@k, majority vote.
 
-    With --search also what the search took of each problem: steps, tokens drawn, tokens read again;
-    --by model goes by rewards.model.path, value by the run's own value network, ratio by the run's
-    policy against the one that it began with, which draws. compute_optimal plays all searches
-    within one budget and chooses among them by difficulty; with --out the trees' siblings.jsonl and
-    paths.jsonl are for data.pairs (docs/recipes.md).
+    With --search, also the cost per problem: steps, tokens sampled, tokens prefilled again. --by
+    model ranks by rewards.model.path, value by the run's own value network; ratio: log-ratio of the
+    trained to the initial policy; the initial policy samples. compute_optimal runs all searches
+    within one budget and selects among them by difficulty. --out writes the trees' siblings.jsonl
+    and paths.jsonl for data.pairs (docs/recipes.md).
 
     A run directory evaluates its newest checkpoint, a configuration file the model before training.
 
     Example: jrl eval runs/tiny eval.samples=8 eval.temperature=1.0
     """
-    chosen = read(target, overrides)
+    settings = read(target, overrides)
     prepare_jax()
     if search == "compute_optimal":
         from jrl.evaluate.budget import budget_run
 
         if out is not None:
             raise UserError(
-                f"--out {out}: --search compute_optimal leaves no rows; name one search, or leave "
-                "--out out"
+                f"--out {out}: --search compute_optimal writes no rows; name one search, or remove "
+                "--out"
             )
 
         result = budget_run(
-            chosen,
+            settings,
             completions=width,
             step_tokens=step_tokens,
             checkpoint=checkpoint,
@@ -167,7 +172,7 @@ def evaluate(
         from jrl.evaluate.search import search_run
 
         result = search_run(
-            chosen,
+            settings,
             search,
             width=width,
             step_tokens=step_tokens,
@@ -178,14 +183,14 @@ def evaluate(
         )
         print_result("evaluation", result, as_json)
         return
-    for flag, given, default in (("--by", by, "likelihood"), ("--reduce", reduce, "last")):
-        if given != default:
-            raise UserError(f"{flag} {given}: only a search ranks paths; add --search beam")
+    for flag, value, default in (("--by", by, "likelihood"), ("--reduce", reduce, "last")):
+        if value != default:
+            raise UserError(f"{flag} {value}: only a search ranks paths; add --search beam")
     if out is not None:
-        raise UserError(f"--out {out}: only a search leaves rows to write; add --search puct")
+        raise UserError(f"--out {out}: only a search writes rows; add --search puct")
     from jrl.evaluate import evaluate_run
 
-    result = evaluate_run(chosen, checkpoint=checkpoint)
+    result = evaluate_run(settings, checkpoint=checkpoint)
     print_result("evaluation", result, as_json)
 
 
@@ -207,19 +212,20 @@ def drift(
     checkpoint: Checkpoint = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how far results move with what should not matter: batch, mesh and dtype.
+    """Measure how much results depend on batch, mesh and dtype.
 
     Held-out problems are completed under every combination, greedily and sampled with fixed seeds.
-    Printed are deviations of accuracy, length, probabilities and log-probabilities, and where
-    completions first differ, as in "Give Me FP32 or Give Me Death?" (arXiv:2506.09501).
+    The output has deviations of accuracy, length, probabilities and log-probabilities, and the
+    first
+    differing token, as in "Give Me FP32 or Give Me Death?" (arXiv:2506.09501).
 
     Example: jrl drift runs/gsm8k --batch 1 --batch 8 --dtype bfloat16 --dtype float32
     """
-    chosen = read(target, overrides)
+    settings = read(target, overrides)
     prepare_jax()
     reproducibility = importlib.import_module("jrl.zoo.tools.reproducibility")
-    found = reproducibility.measure_drift(
-        chosen,
+    result = reproducibility.measure_drift(
+        settings,
         batches=batch or (1, 8),
         meshes=mesh or (),
         dtypes=dtype or (),
@@ -227,9 +233,9 @@ def drift(
         checkpoint=checkpoint,
     )
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(result, indent=2))
     else:
-        print_drift(found)
+        print_drift(result)
 
 
 def compare(
@@ -237,7 +243,9 @@ def compare(
     overrides: Overrides = None,
     methods: Annotated[
         str,
-        typer.Option(help="Methods, comma-separated; objective.NAME=VALUE goes to those with it."),
+        typer.Option(
+            help="Methods, comma-separated; objective.NAME=VALUE applies to those with it."
+        ),
     ] = "grpo,rloo",
     seeds: Annotated[int, typer.Option(help="Runs of each method.", min=2)] = 5,
     steps: Annotated[int | None, typer.Option(help="Training steps.", min=1)] = None,
@@ -257,8 +265,8 @@ def compare(
     Example: jrl compare configs/tiny.toml --methods grpo,rloo --steps 60 --task sorting,arithmetic
     """
     changes = [*(overrides or ()), *([] if steps is None else [f"train.steps={steps}"])]
-    chosen = read(config, changes)
-    tasks = task or (chosen.task and chosen.task.name)
+    settings = read(config, changes)
+    tasks = task or (settings.task and settings.task.name)
     if not tasks:
         raise UserError("data.task is missing; name tasks or environments with --task")
     from jrl.run.compare import compare as run_comparison
@@ -266,7 +274,7 @@ def compare(
     names = [name.strip() for name in methods.split(",")]
     task_names = [name.strip() for name in tasks.split(",")]
     run_comparison(
-        chosen, methods=names, tasks=task_names, seeds=seeds, out=Path(out), echo=typer.echo
+        settings, methods=names, tasks=task_names, seeds=seeds, out=Path(out), echo=typer.echo
     )
     typer.echo((Path(out) / "comparison.md").read_text(encoding="utf-8").rstrip())
 
@@ -279,9 +287,11 @@ def report(
 ) -> None:
     """Plot a run, and write one self-contained HTML page with its health, curves and samples.
 
-    The page is RUN/report/index.html; it needs no network and can be shared as one file. Of several
-    runs it is report/overlay.html of the first: curves over each other, runs that differ by their
-    seed alone as a mean with an interval, and where the configurations differ.
+    The page is RUN/report/index.html; it needs no network and can be shared as one file. For
+    several
+    runs it is report/overlay.html of the first: overlaid curves, runs that differ only in their
+    seed
+    as a mean with an interval, and the differences of the configurations.
 
     Example: jrl report runs/grpo-0 runs/grpo-1 runs/rloo-0 runs/rloo-1
     """

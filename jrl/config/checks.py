@@ -1,4 +1,4 @@
-"""What of a configuration does not go together, where several tables are involved."""
+"""Conflicts between keys of several tables."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 def conflicts(config: Config) -> list[str]:
     """A line for each thing in a configuration that does not go with another."""
-    found = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
+    lines = [*_table_conflicts(config), *_batch_conflicts(config, batch_parts(config.mesh_axes))]
     if config.placement is not None:
-        found += _placement_conflicts(config)
+        lines += _placement_conflicts(config)
     elif config.sampling.mesh:
-        found += _sampling_mesh_conflicts(config)
-    return found
+        lines += _sampling_mesh_conflicts(config)
+    return lines
 
 
 def batch_parts(axes: Mapping[str, int]) -> int | None:
@@ -37,10 +37,10 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             " (`model.path=` on the command line removes a key)"
         )
     if model.network is not None:
-        given = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
-        given["objective.router_replay"] = config.replays_routing
-        given["eval.dtype"] = config.eval.dtype is not None
-        for key in (key for key, is_given in given.items() if is_given):
+        features = {"[lora]": config.lora is not None, "sampling.int8": bool(sampling.int8)}
+        features["objective.router_replay"] = config.replays_routing
+        features["eval.dtype"] = config.eval.dtype is not None
+        for key in (key for key, is_given in features.items() if is_given):
             yield f"model.network = {model.network!r} and {key} are both given; remove one"
     if config.lora is not None and config.lora.path is not None and model.path is None:
         yield (
@@ -83,11 +83,11 @@ def _table_conflicts(config: Config) -> Iterator[str]:
             "sampling.top_k, top_p and min_p leave tokens out that data.pairs may hold; remove them"
         )
     best = (config.checkpoint.best or "").removeprefix("-")
-    asked = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []
+    readers = [f"checkpoint.best = {config.checkpoint.best!r}"] if best.startswith("eval/") else []
     acting = (name for name, limit in config.watch.items() if limit.action != "none")
-    asked += [f"watch.{json.dumps(name)}" for name in acting if name.startswith("eval/")]
-    if asked and not config.eval.every:
-        yield f"{asked[0]} needs evaluations between the steps; set eval.every"
+    readers += [f"watch.{json.dumps(name)}" for name in acting if name.startswith("eval/")]
+    if readers and not config.eval.every:
+        yield f"{readers[0]} needs evaluations between the steps; set eval.every"
     judges = [f"rewards.{name}.judge" for name, part in config.rewards.items() if part.judge]
     if len(judges) > 1:
         yield f"{' and '.join(judges)} are true; accuracy is measured by one part"
@@ -121,14 +121,14 @@ def _batch_conflicts(config: Config, shards: int | None) -> Iterator[str]:
 
 
 def _placement_conflicts(config: Config) -> Iterator[str]:
-    """What does not go with devices of its own for rollout."""
+    """Conflicts with separate rollout devices."""
     if config.train.mode == "compiled":
         yield (
             "[placement] and train.mode = 'compiled' are both given: a compiled run is one program"
             " on one mesh; remove [placement] or set train.mode to 'host'"
         )
-    if given := config.given_completions:
-        yield f"[placement] needs a rollout, and {given} has none; remove [placement]"
+    if source := config.given_completions:
+        yield f"[placement] needs a rollout, and {source} has none; remove [placement]"
     shards = batch_parts(config.sampling.mesh_axes)
     if shards is not None:
         yield from rollout_conflicts(config, shards)
@@ -144,15 +144,15 @@ def rollout_conflicts(config: Config, shards: int) -> Iterator[str]:
 
 
 def _sampling_mesh_conflicts(config: Config) -> Iterator[str]:
-    """What does not go with a mesh of the sampler's own over the devices of training."""
+    """Conflicts with a sampling mesh over the devices of training."""
     mine, theirs = config.mesh_axes, config.sampling.mesh_axes
     if config.train.mode == "compiled":
         yield (
             "[sampling.mesh] and train.mode = 'compiled' are both given: a compiled run is one"
             " program on one mesh; remove [sampling.mesh] or set train.mode to 'host'"
         )
-    if given := config.given_completions:
-        yield f"[sampling.mesh] needs a rollout, and {given} has none; remove [sampling.mesh]"
+    if source := config.given_completions:
+        yield f"[sampling.mesh] needs a rollout, and {source} has none; remove [sampling.mesh]"
     if theirs["context"] != 1:
         yield (
             f"sampling.mesh.context = {theirs['context']}: sampling does not split sequences;"

@@ -1,4 +1,4 @@
-"""What is said of a mistake in a configuration: the key, the value, and what would do."""
+"""Error messages for configuration mistakes: key, value, valid choices."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ RENAMED: Mapping[str, str] = {
     "data.tfds_dir": "set the environment variable TFDS_DATA_DIR",
     "eval.pass_k": "remove it: pass@k is reported for k = 1, 2, 4, ... up to eval.samples",
     "eval.reward": "set judge = true in the table of that part, as in rewards.math.judge=true",
-    "log.samples": "remove it: 8 rollouts are kept each time",
+    "log.samples": "remove it: 8 rollouts are written each time",
     "log.tensorboard": 'set log.to = "tensorboard"',
     "log.wandb": 'set log.to = "wandb:PROJECT"',
-    "mesh.slices": "remove it: the devices say in how many slices they are",
+    "mesh.slices": "remove it: the number of slices is read from the devices",
     "model.grouped_matmul": "remove it: the fastest kernel of the platform is used",
     "model.reference": "set frozen.ref",
     "model.teacher": "set frozen.teacher",
     "optimizer.mu_dtype": "remove it: moments have the type of the weights, model.param_dtype",
-    "placement.kind": "rollout has devices of its own where [placement] is given, as with"
-    " placement.staleness=1, and else shares those of training",
+    "placement.kind": "[placement], as with placement.staleness=1, gives rollout its own devices;"
+    " without it rollout shares those of training",
     "placement.rollout": "set sampling.mesh",
     "sampling.cache": 'set sampling.int8 = "cache"',
     "sampling.chunk": "remove it: slots are refilled after every 4 decode steps",
     "sampling.correction": 'set objective.correction; "none" leaves 8-bit sampling uncorrected',
-    "sampling.gather_weights": "remove it: weights are gathered to sample where a device has"
-    " room for them beside the training state and the cache",
+    "sampling.gather_weights": "remove it: weights are gathered for sampling if a device has"
+    " memory for them beside the training state and the cache",
     "sampling.weights": 'set sampling.int8 = "weights"',
     "train.epochs": "set objective.epochs",
     "train.replay_routing": "set objective.router_replay",
@@ -44,23 +44,23 @@ RENAMED: Mapping[str, str] = {
     "train.router_balance": "set objective.router_balance",
     "train.router_z": "set objective.router_z",
 }
-"""Keys of earlier versions, and what to write in their place."""
+"""Keys of earlier versions, and their replacements."""
 
 
 def without_renamed(tree: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """A line for each key of an earlier version, and the tree without them."""
-    lines, kept = [], dict(tree)
+    """Error lines for keys of earlier versions, and the tree without these keys."""
+    lines, remaining = [], dict(tree)
     for table, inside in tree.items():
         if isinstance(inside, Mapping):
             old = {key: f"{table}.{key}" for key in inside if f"{table}.{key}" in RENAMED}
-            kept[table] = {key: value for key, value in inside.items() if key not in old}
+            remaining[table] = {key: value for key, value in inside.items() if key not in old}
             lines += [
                 f"{name} = {inside[key]!r} is no longer a key; {RENAMED[name]}"
                 for key, name in old.items()
             ]
-            if old and not kept[table]:
-                del kept[table]
-    return lines, kept
+            if old and not remaining[table]:
+                del remaining[table]
+    return lines, remaining
 
 
 _SAYS = {
@@ -85,11 +85,11 @@ def explain(item: Mapping[str, Any]) -> str:
     """One pydantic error as a line (or the lines that a check of several keys wrote)."""
     path = [part for part in item["loc"] if isinstance(part, str) and part[:5] != "dict["]
     kinds = variants(path[0]) if path else {}
-    chosen = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
+    kind_name = path.pop(1) if len(path) > 1 and path[1] in kinds else ""
     key, kind, value = ".".join(path), item["type"], item["input"]
     context = item.get("ctx", {})
     if kind == "extra_forbidden":
-        return _unknown_key(key, value, chosen)
+        return _unknown_key(key, value, kind_name)
     if kind == "missing":
         return f"{key} is missing: {_text_of(key)}"
     if kind == "value_error":
@@ -103,19 +103,19 @@ def explain(item: Mapping[str, Any]) -> str:
             table = ".".join(path[:-2])
             return f"unknown key {table}.{value}; {_near(table, value, choices)}"
         return str(unknown_choice(key, value, choices))
-    says = _SAYS.get(kind, item["msg"])
+    problem = _SAYS.get(kind, item["msg"])
     if kind == "dict_type" and path[-1] == "train":
-        says = "must be text or a table of weights"
-    return f"{key} = {value!r}; {says.format(**context)}"
+        problem = "must be text or a table of weights"
+    return f"{key} = {value!r}; {problem.format(**context)}"
 
 
-def _wrong_kind(known: Key, value: object, chosen: str) -> str:
-    """What to say of a key that other kinds of its table have, and not the one that is given."""
-    if known.name in known.only:
-        return f"{known.name} = {value!r} and {chosen} are both given; remove one"
-    *most, last = known.single or known.only
+def _wrong_kind(key: Key, value: object, kind_name: str) -> str:
+    """The error for a key of another kind of its table."""
+    if key.name in key.only:
+        return f"{key.name} = {value!r} and {kind_name} are both given; remove one"
+    *most, last = key.single or key.only
     kinds = f"{', '.join(most)} or {last}" if most else last
-    return f"{known.name} = {value!r} goes with {kinds}, not with {chosen}; remove it"
+    return f"{key.name} = {value!r} goes with {kinds}, not with {kind_name}; remove it"
 
 
 def of_other_kinds(config: Config) -> list[str]:
@@ -129,23 +129,23 @@ def of_other_kinds(config: Config) -> list[str]:
 
 
 def _text_of(key: str) -> str:
-    return next((known.text for known in describe() if known.name == key), "give it")
+    return next((item.text for item in describe() if item.name == key), "give it")
 
 
 def _near(table: str, name: str, inside: Sequence[str]) -> str:
     """Names the nearest key of a table, or all of them."""
-    if near := difflib.get_close_matches(name, inside, n=1):
-        return f"did you mean {table}.{near[0]}?"
+    if nearest := difflib.get_close_matches(name, inside, n=1):
+        return f"did you mean {table}.{nearest[0]}?"
     return f"keys of [{table}] are {', '.join(inside)}"
 
 
-def _unknown_key(key: str, value: Any, chosen: str) -> str:
-    """What to write instead of a key that is not there, or not in this kind of its table."""
-    known = describe()
-    names = [each.name for each in known]
-    for each in known:
+def _unknown_key(key: str, value: Any, kind_name: str) -> str:
+    """The error for an unknown key, or one of another kind of table, with the nearest valid one."""
+    keys = describe()
+    names = [each.name for each in keys]
+    for each in keys:
         if each.name == key:
-            return _wrong_kind(each, value, chosen)
+            return _wrong_kind(each, value, kind_name)
     tables = {
         "frozen",
         "objective",
@@ -154,8 +154,10 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
         *(n.partition(".")[0] for n in names if "." in n),
     }
     table, _, last = key.rpartition(".")
-    own = [k for k in known if k.name.startswith(f"{table}.") and (not k.only or chosen in k.only)]
-    inside = [each.name.rpartition(".")[2] for each in own]
+    siblings = [
+        k for k in keys if k.name.startswith(f"{table}.") and (not k.only or kind_name in k.only)
+    ]
+    inside = [each.name.rpartition(".")[2] for each in siblings]
     if table.startswith("watch."):
         inside = list(WatchTable.model_fields)
     elsewhere = [name for name in names if name.rpartition(".")[2] == last]
@@ -163,9 +165,9 @@ def _unknown_key(key: str, value: Any, chosen: str) -> str:
         hint = _near(table, last, inside)
     elif elsewhere:  # the right name in the wrong table is a common slip
         hint = f"did you mean {' or '.join(elsewhere[:3])}?"
-    elif near := difflib.get_close_matches(key, {*names, *tables}, n=1):
-        hint = f"did you mean {near[0]}?"
+    elif nearest := difflib.get_close_matches(key, {*names, *tables}, n=1):
+        hint = f"did you mean {nearest[0]}?"
     else:
         hint = f"tables are {', '.join(sorted(tables))}"
-    given = "" if isinstance(value, dict) else f" = {value!r}"
-    return f"unknown key {key}{given}; {hint}"
+    assignment = "" if isinstance(value, dict) else f" = {value!r}"
+    return f"unknown key {key}{assignment}; {hint}"

@@ -41,19 +41,19 @@ class Key(NamedTuple):
 
 def describe() -> list[Key]:
     """Every key of the configuration in order, each once, with type, default and meaning."""
-    found: list[Key] = []
+    keys: list[Key] = []
     for name, field in Config.model_fields.items():
         if kinds := variants(name):
-            found += _of_union(name, kinds)
+            keys += _of_union(name, kinds)
         elif (table := table_of(field.annotation)) is not None:
-            found += _keys(table, name)
+            keys += _keys(table, name)
         else:
-            found.append(_leaf(name, field))
-    return found
+            keys.append(_leaf(name, field))
+    return keys
 
 
 def table_note(name: str) -> str:
-    """What to know of a table before its keys: which kinds there are, whether it may be absent."""
+    """Facts about a table that precede its keys: its kinds, and whether it may be absent."""
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
         first = [kind for kind in kinds if " and " not in kind and kind not in GIVEN_KINDS]
@@ -64,11 +64,11 @@ def table_note(name: str) -> str:
 def variants(table: str) -> dict[str, type[Table]]:
     """The kinds of a table that is a union, by tag; empty for other tables."""
     field = Config.model_fields.get(table)
-    found: dict[str, type[Table]] = {}
+    kinds: dict[str, type[Table]] = {}
     for member in get_args(field.annotation) if field is not None else ():
         kind, *marks = get_args(member) or (None,)
-        found |= {mark.tag: kind for mark in marks if isinstance(mark, Tag)}
-    return found
+        kinds |= {mark.tag: kind for mark in marks if isinstance(mark, Tag)}
+    return kinds
 
 
 def table_of(kind: Any) -> type[Table] | None:

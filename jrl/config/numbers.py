@@ -9,21 +9,21 @@ from jrl.config.tables import Config
 from jrl.config.write import leaves
 
 
-def unwritable(value: object, given: Any, key: str = "") -> Iterator[str]:
+def unwritable(value: object, text: Any, key: str = "") -> Iterator[str]:
     """A line for each None, NaN and infinity in options, which may be anything.
 
     Args:
       value: as JSON, which has neither NaN nor infinity, only null.
-      given: the same as it was given.
+      text: the same as it was given.
       key: of the two.
     """
     if value is None:
-        said = "TOML has no null: leave it out" if given is None else "must be finite"
-        yield f"{key} = {given}; {said}"
+        problem = "TOML has no null: leave it out" if text is None else "must be finite"
+        yield f"{key} = {text}; {problem}"
     inside = enumerate(value) if isinstance(value, list) else ()
     items = value.items() if isinstance(value, Mapping) else inside
     for name, item in items:
-        yield from unwritable(item, given[name], f"{key}.{name}" if key else str(name))
+        yield from unwritable(item, text[name], f"{key}.{name}" if key else str(name))
 
 
 _MOST, _SEED = 2**31 - 1, "seed"
@@ -36,11 +36,11 @@ def beyond_32_bits(config: Config) -> Iterator[str]:
 
     Options of functions of one's own are left out: they may compute as they like.
     """
-    own = {f"data.{name}" for name in config.data.model_extra or ()}
+    options = {f"data.{name}" for name in config.data.model_extra or ()}
     for name, table in config.rewards.items():
-        own |= {f"rewards.{name}.{option}" for option in table.options}
+        options |= {f"rewards.{name}.{option}" for option in table.options}
     for key, value in leaves(config.model_dump(mode="json", exclude_none=True)):
-        if any(key == name or key.startswith(f"{name}.") for name in own):
+        if any(key == name or key.startswith(f"{name}.") for name in options):
             continue
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, bool) or not isinstance(number, int | float):

@@ -104,9 +104,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not UTF-8 text: {error}") from None
     except OSError as error:
         places = (path.parent, path.parent / "configs", Path("configs"))
-        there = {p.name: p for place in reversed(places) for p in place.glob("*.toml")}
-        near = difflib.get_close_matches(path.name, there, n=1)
-        hint = f"; did you mean {there[near[0]]}?" if near else ""
+        files = {p.name: p for place in reversed(places) for p in place.glob("*.toml")}
+        nearest = difflib.get_close_matches(path.name, files, n=1)
+        hint = f"; did you mean {files[nearest[0]]}?" if nearest else ""
         raise UserError(f"{path}: {error.strerror or error}{hint}") from None
 
 
@@ -126,16 +126,16 @@ def _toml(text: str) -> dict[str, Any]:
         return not levels or any(too_deep(each, levels - 1) for each in inside)
 
     try:
-        found = tomllib.loads(text)
+        tree = tomllib.loads(text)
     except RecursionError:
         raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels") from None
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:  # such as a number of more digits than Python reads
         raise tomllib.TOMLDecodeError(str(error)) from None
-    if too_deep(found, _DEEPEST):
+    if too_deep(tree, _DEEPEST):
         raise tomllib.TOMLDecodeError("nested too deeply; use fewer levels")
-    return found
+    return tree
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -192,8 +192,12 @@ def from_table(table: str, make: type[T], values: Mapping[str, Any]) -> T:
     lines = []
     for name, value in values.items():
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {table}.{near[0]}?" if near else f"keys are {', '.join(fields)}"
+            nearest = difflib.get_close_matches(name, fields, n=1)
+            hint = (
+                f"did you mean {table}.{nearest[0]}?"
+                if nearest
+                else f"keys are {', '.join(fields)}"
+            )
             lines.append(f"unknown key {table}.{name} = {value!r}; {hint}")
     for name, field in fields.items():
         required = field.default is field.default_factory is dataclasses.MISSING

@@ -1,4 +1,4 @@
-"""Options of one's own functions that look like secrets: they are used, and not written down."""
+"""Hides options of custom functions that look like secrets: used, but not written to disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from jrl.errors import UserError
 
 HIDDEN = "(hidden)"
-"""What a run directory holds instead of a secret."""
+"""Placeholder for a secret in the run directory."""
 
 _ENVIRONMENT = "env:"
 _WORDS = {
@@ -28,24 +28,24 @@ a password in them."""
 
 
 def hide_own(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's tables with the secrets in options of one's own functions hidden.
+    """A configuration's tables with secrets in options of custom functions hidden.
 
     Args:
       tree: the tables.
       own: for ``data`` and ``optimizer`` the names of the keys that are options.
     """
-    found = dict(tree)
+    hidden = dict(tree)
     for table in ("rewards", "objective"):
-        found[table] = {
+        hidden[table] = {
             name: hide(value) if isinstance(value, Mapping) else hide({name: value})[name]
             for name, value in tree[table].items()
         }
     for table, names in own.items():
         options = {name: value for name, value in tree[table].items() if name in names}
-        found[table] = {**tree[table], **hide(options)}
+        hidden[table] = {**tree[table], **hide(options)}
     if tree["model"].get("config"):
-        found["model"] = {**tree["model"], "config": hide(tree["model"]["config"])}
-    return found
+        hidden["model"] = {**tree["model"], "config": hide(tree["model"]["config"])}
+    return hidden
 
 
 def hide(options: Mapping[str, Any]) -> dict[str, Any]:

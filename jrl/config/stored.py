@@ -37,8 +37,8 @@ def stored_config(directory: Path, overrides: Sequence[str] = ()) -> tuple[Confi
     if not path.exists():
         if header is None:
             return None
-        said = f"{path} is missing; the configuration is that of the header of metrics.jsonl"
-        return load_config(header["config"], overrides), said
+        note = f"{path} is missing; the configuration is that of the header of metrics.jsonl"
+        return load_config(header["config"], overrides), note
     try:
         load_config(path)
     except UserError as error:
@@ -74,28 +74,28 @@ def check_unchanged(directory: Path, config: Config) -> None:
         )
 
 
-def differences(old: Config, new: Config, where: str, now: str) -> list[str]:
-    """A text for each key that two configurations of one run may not differ in, and do.
+def differences(old: Config, new: Config, old_label: str, label: str) -> list[str]:
+    """A line for each fixed key that differs between two configurations of one run.
 
     Args:
-      old: one.
-      new: the other.
-      where: said of the values of the first.
-      now: said of the values of the second.
+      old: the first configuration.
+      new: the second one.
+      old_label: text after values of the first.
+      label: text after values of the second.
     """
     before, after = flatten(old), flatten(new)
-    found = [
-        f"{key} = {before.get(key)!r} {where}, {after.get(key)!r} {now}"
+    lines = [
+        f"{key} = {before.get(key)!r} {old_label}, {after.get(key)!r} {label}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not may_differ(key)
     ]
     scheduled = after["optimizer.schedule"] != "constant"
     if scheduled and before["train.steps"] != after["train.steps"]:
-        found.append(
-            f"train.steps = {before['train.steps']} {where}, {after['train.steps']} {now}: the "
-            f"learning rate schedule ({after['optimizer.schedule']}) ends at the last step"
+        lines.append(
+            f"train.steps = {before['train.steps']} {old_label}, {after['train.steps']} {label}: "
+            f"the learning rate schedule ({after['optimizer.schedule']}) ends at the last step"
         )
-    return found
+    return lines
 
 
 def _header(directory: Path) -> Mapping[str, Any] | None:
@@ -108,5 +108,5 @@ def _header(directory: Path) -> Mapping[str, Any] | None:
             record = json.loads(file.readline(_LONGEST))
     except (OSError, ValueError, RecursionError):
         return None
-    held = isinstance(record, dict) and isinstance(record.get("config"), dict)
-    return record if held else None
+    has_config = isinstance(record, dict) and isinstance(record.get("config"), dict)
+    return record if has_config else None

@@ -38,12 +38,12 @@ DType = Literal["float32", "bfloat16"]
 
 
 def _listed(value: object) -> object:
-    """A text as the list that holds it, so that a command line may say ``KEY=word``."""
+    """Wraps a text in a list, so that a command line may use ``KEY=word``."""
     return (value,) if isinstance(value, str) else value
 
 
 class RunTable(Table):
-    """Where the run lives."""
+    """Location of the run, and when to resume it."""
 
     dir: str | None = key(None, "run directory; made when missing, default runs/NAME-TIME")
     resume: Literal["auto", "never", "must"] = key(
@@ -64,11 +64,11 @@ class RunTable(Table):
 
 
 class ModelTable(Table):
-    """The policy network: a checkpoint, sizes for random weights, or a network of one's own."""
+    """The policy network: a checkpoint, sizes for random weights, or a custom network."""
 
     path: str | None = key(
         None,
-        "Hugging Face checkpoint to start from: a directory, or a name of the Hub as"
+        "Hugging Face checkpoint to start from: a directory, or a Hub name as"
         " ORG/NAME[@REVISION]; with network, its tokenizer only",
     )
 
@@ -76,7 +76,7 @@ class ModelTable(Table):
     @classmethod
     def _is_a_path(cls, value: str | None) -> str | None:
         if value is not None and (not value.strip() or "\0" in value):
-            raise ValueError("must be a directory or a name of the Hub")
+            raise ValueError("must be a directory or a Hub name")
         return value
 
     config: dict[str, Any] | None = key(
@@ -95,17 +95,17 @@ class ModelTable(Table):
         "auto",
         "attention kernel, all equal up to rounding: xla computes all scores at once; blockwise"
         " needs memory linear in the length; splash is for TPUs, in decoding too; cudnn is for GPUs"
-        " in 16 bit; auto takes the fastest that is exact here",
+        " in 16 bit; auto takes the fastest exact one for the platform",
     )
     remat: Literal["elementwise", "dots", "full", "none"] = key(
         "elementwise",
-        "what the backward pass recomputes. elementwise: all but matrix products and attention;"
-        " dots: attention as well; full: whole layers; none: nothing",
+        "rematerialisation in the backward pass. elementwise: all but matrix products and"
+        " attention; dots: attention as well; full: whole layers; none: nothing",
     )
 
 
 class LoraTable(Table):
-    """Low-rank adapters: few trained weights on top of frozen ones."""
+    """Low-rank adapters: a small set of trained weights on top of frozen ones."""
 
     rank: int = Field(description="rank of the adapters", ge=1)
     alpha: float = key(16.0, "the adapters' output is multiplied by alpha / rank", gt=0)
@@ -127,13 +127,13 @@ class ValueTable(Table):
 
     kind: Literal["head", "network"] = key(
         "head",
-        "head: a linear head on the policy's last layer; network: a network of its own, started"
-        " from the weights of model.path where there are some",
+        "head: a linear head on the policy's last layer; network: a separate network, initialised"
+        " from the weights of model.path if set",
     )
 
 
 Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length=1, strict=False)]
-"""A directory, or several, of which the weights are averaged."""
+"""A directory, or several whose weights are averaged."""
 
 
 # ---------------------------------------------------------------- sampling and rewards
@@ -141,13 +141,13 @@ Policies = Annotated[tuple[str, ...], BeforeValidator(_listed), Field(min_length
 
 def _size(value: int) -> int:
     if value < 1 and value != -1:
-        raise ValueError("must be at least 1, or -1 for all that are left")
+        raise ValueError("must be at least 1, or -1 for all remaining devices")
     return value
 
 
 Axis = Literal["data", "fsdp", "tensor", "context", "expert"]
 Mesh = dict[Axis, Annotated[int, AfterValidator(_size)]]
-"""Devices along axes of a mesh, 1 along those left out; -1 for all that are left."""
+"""Devices along the axes of a mesh, 1 along absent ones; -1 for all remaining devices."""
 
 
 def _whole(mesh: Mesh) -> dict[str, int]:
@@ -156,10 +156,10 @@ def _whole(mesh: Mesh) -> dict[str, int]:
 
 
 class SamplingTable(Table):
-    """How completions are drawn."""
+    """Sampling parameters and decoding slots."""
 
     group: int = key(8, "completions per prompt", ge=1, le=1_000_000)
-    temperature: float = key(1.0, "softmax temperature; 0 takes the likeliest token", ge=0)
+    temperature: float = key(1.0, "softmax temperature; 0 is greedy", ge=0)
     top_k: int = key(0, "keep the k likeliest tokens; 0 keeps all", ge=0)
     top_p: float = key(1.0, "keep the smallest set with this probability", gt=0, le=1)
     min_p: float = key(0.0, "keep tokens this likely relative to the likeliest", ge=0, lt=1)
@@ -168,43 +168,43 @@ class SamplingTable(Table):
     )
     slots: int = key(
         0,
-        "completions decoded at a time; a finished one makes way for the next; 0: all at once. Per"
-        " device where the mesh divides only the batch and weights are gathered to sample",
+        "completions decoded at a time; a finished one frees its slot; 0: one slot per completion."
+        " Per device if the mesh shards only the batch and weights are gathered for sampling",
         ge=0,
     )
     int8: Annotated[
         tuple[Literal["weights", "cache"], ...], BeforeValidator(_listed), Field(strict=False)
     ] = key(
         (),
-        "what is kept in 8 bits while completions to train on, and those served, are drawn:"
-        " weights, cache (keys and values), or both. That samples from another distribution than"
-        ' the policy\'s: losses are corrected for it unless objective.correction = "none"',
+        "8-bit storage while sampling for training and serving: weights, cache (keys and values),"
+        " or both. This changes the sampling distribution: losses are corrected for it unless"
+        ' objective.correction = "none"',
     )
 
     mesh: Mesh = key(
         {},
-        "how devices are arranged while completions are drawn, with the axes of [mesh]: those of"
-        " [mesh], as in training when not set; with [placement] others, one when not set",
+        "device mesh while sampling, with the axes of [mesh]; by default the devices and mesh of"
+        " training; with [placement] separate devices, one by default",
     )
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Devices along each axis while completions are drawn."""
+        """Devices along each axis of the sampling mesh."""
         return _whole(self.mesh)
 
     @property
     def formats(self) -> dict[str, str]:
-        """How the sampler keeps weights and cache, "same" or "int8", as ``quant.sampler`` asks."""
+        """Storage of the sampler's weights and cache, "same" or "int8", for ``quant.sampler``."""
         return {part: "int8" if part in self.int8 else "same" for part in ("weights", "cache")}
 
 
 class RewardTable(Table):
-    """One reward part; further keys are options of the reward function."""
+    """One reward part; other keys are options of the reward function."""
 
     model_config = ConfigDict(extra="allow")
 
     weight: float = key(1.0, "factor of the part in the total")
-    judge: bool = key(False, "accuracy is the fraction of completions with 1 point or more here")
+    judge: bool = key(False, "accuracy is the fraction of completions with 1 or more in this part")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -223,13 +223,13 @@ class RewardPoolTable(Table):
     )
     timeout_seconds: float = key(10.0, "time for one completion; see on_timeout", gt=0)
     memory_gib: float = key(
-        4.0, "memory of one process and all that it starts, in GiB; beyond it the call fails", gt=0
+        4.0, "memory limit of one process and its children, in GiB; beyond it the call fails", gt=0
     )
     on_timeout: Literal["zero", "drop", "stop"] = key(
-        "zero", "when a call takes too long: score 0, leave the completion out, or stop the run"
+        "zero", "on a timeout: reward 0, drop the completion from its group, or stop the run"
     )
     on_error: Literal["zero", "drop", "stop"] = key(
-        "stop", "when a reward function fails: the same choices"
+        "stop", "on an exception in a reward function: the same choices"
     )
 
     @field_validator("on_error", mode="before")
@@ -249,13 +249,12 @@ class TrainTable(Table):
     steps: int = key(100, "training steps, each one rollout and one update", ge=0)
     prompts: int = key(32, "prompts per step; completions are prompts times sampling.group", ge=1)
     minibatches: int = key(1, "optimizer updates per pass over a batch", ge=1)
-    microbatches: int = key(1, "parts whose gradients are added up for one update", ge=1)
+    microbatches: int = key(1, "gradient-accumulation steps per update", ge=1)
     mode: Literal["host", "in_flight", "packed", "compiled"] = key(
         "host",
-        "host: a step is two programs, with rewards in Python between them; in_flight: so too, and"
-        " with [placement] episodes take newer weights between their tokens, as soon as a training"
-        " step has made them, so that a token's version depends on the time that things take;"
-        " packed: as host, with"
+        "host: a step is two programs, with rewards in Python between them; in_flight (with"
+        " [placement]): as host, but running episodes switch to new weights as soon as a step ends;"
+        " token versions then depend on timing; packed: as host, with"
         " completions of unequal length packed into rows, at the cost of compiling about 16 shapes;"
         " compiled: the whole run of a procedural task or environment is one program",
     )
@@ -279,7 +278,7 @@ class TrainTable(Table):
 
     @property
     def microbatch_prompts(self) -> int:
-        """Prompts that go through the network at once."""
+        """Prompts per forward pass of the training step."""
         return self.prompts // (self.minibatches * self.microbatches)
 
 
@@ -306,7 +305,7 @@ class EvalTable(Table):
     dtype: DType | None = key(
         None,
         "type of activations in evaluation, by default model.dtype; with 16-bit weights float32"
-        " makes results depend least on batch, mesh and device (docs/runs.md)",
+        " minimises the effect of batch, mesh and device on results (docs/runs.md)",
     )
 
     @property
@@ -330,11 +329,11 @@ class CheckpointTable(Table):
 
     every: int = key(50, "training steps between checkpoints; 0: only at the end", ge=0)
     keep: int = key(2, "newest checkpoints kept", ge=1)
-    keep_every: int = key(0, "steps that this number divides are kept for good; 0: none", ge=0)
+    keep_every: int = key(0, "steps divisible by this number are kept forever; 0: none", ge=0)
     best: str | None = key(
         None,
-        "metric of which the best checkpoint is kept too, such as eval/accuracy; with a minus"
-        " before it, such as -loss, the least is best",
+        "metric whose best checkpoint is kept too, such as eval/accuracy; with a minus, such as"
+        " -loss, the lowest is best",
     )
 
     @field_validator("best")
@@ -346,7 +345,7 @@ class CheckpointTable(Table):
 
 
 class WatchTable(Table):
-    """A limit on a metric, and what happens where it is broken."""
+    """A limit on a metric, and the action when it is violated."""
 
     above: float | None = None
     below: float | None = None
@@ -362,8 +361,8 @@ class WatchTable(Table):
             raise ValueError("needs above, below, grows or falls")
         if self.action == "skip" and (self.steps > 1 or {*relative} != {None}):
             raise ValueError(
-                'action = "skip" looks at each step alone, inside the training step: it takes above'
-                " and below; leave steps, grows and falls out"
+                'action = "skip" acts inside the training step, on each step by itself: it takes'
+                " above and below; remove steps, grows and falls"
             )
         if self.above is not None and self.below is not None and self.above < self.below:
             raise ValueError(
@@ -374,7 +373,7 @@ class WatchTable(Table):
 
 
 class PlacementTable(Table):
-    """Rollout on devices of its own: in every process those after its devices of [mesh]."""
+    """Rollout on separate devices: in every process those after its devices of [mesh]."""
 
     staleness: int = key(
         0,
@@ -392,14 +391,14 @@ def _log_target(value: str) -> str:
 
 
 class LogTable(Table):
-    """What is kept of a run besides metrics.jsonl."""
+    """Outputs of a run besides metrics.jsonl."""
 
     KEPT: ClassVar[int] = 8
-    """As many whole groups are kept each time as have this many members."""
+    """Keep the fewest complete groups with at least 8 members in total."""
 
     samples_every: int = key(
         10,
-        "training steps between the groups kept in samples.jsonl, 8 members or more; 0: no",
+        "training steps between writes of groups to samples.jsonl, 8 members or more; 0: never",
         ge=0,
     )
     to: Annotated[
@@ -408,7 +407,7 @@ class LogTable(Table):
         Field(strict=False),
     ] = key(
         (),
-        "where metrics go besides: tensorboard (extra: tensorboard), wandb:PROJECT (Weights &"
+        "further targets of metrics: tensorboard (extra: tensorboard), wandb:PROJECT (Weights &"
         " Biases, extra: wandb), or both",
     )
 
@@ -421,17 +420,17 @@ class Config(Table):
         "training method; `jrl methods` lists them; or a function of your own as FILE.py:function"
         " or module:function",
     )
-    seed: int = key(0, "root of every random draw", ge=0, lt=2**32)
+    seed: int = key(0, "root of all random numbers", ge=0, lt=2**32)
     run: RunTable = key(RunTable(), "")
     model: ModelTable = key(ModelTable(), "")
     lora: LoraTable | None = key(None, "")
     value: ValueTable = key(ValueTable(), "")
     frozen: dict[str, Policies] = key(
         {},
-        "policies that the method reads and does not train: ref (a copy of the policy as it starts"
-        " when not set), teacher, or another name that the method has. Each a Hugging Face"
-        " checkpoint or run directory of any size with the policy's vocabulary, or a list of"
-        " directories of one network, whose weights are averaged",
+        "policies that the method reads but does not train: ref (by default a copy of the initial"
+        " policy), teacher, or another name of the method. Each a Hugging Face checkpoint or run"
+        " directory of any size with the policy's vocabulary, or a list of directories of one"
+        " network, whose weights are averaged",
     )
     data: Data = key(PromptData(), "")
     sampling: SamplingTable = key(SamplingTable(), "")
@@ -462,10 +461,10 @@ class Config(Table):
     checkpoint: CheckpointTable = key(CheckpointTable(), "")
     mesh: Mesh = key(
         {},
-        "how the devices of training, and of rollout unless it has its own, are arranged: how many"
-        " split the batch (data), the batch and the weights (fsdp), heads and layers' widths"
-        " (tensor), sequences in training (context), the batch and the experts (expert); 1 when"
-        " not set, -1 along one axis for all that are left",
+        "device mesh of training, and of rollout unless it has its own. Axes: data (shards the"
+        " batch), fsdp (batch and weights), tensor (heads and layer widths), context (sequences in"
+        " training), expert (batch and experts); default 1, -1 along one axis for all remaining"
+        " devices",
     )
     placement: PlacementTable | None = key(None, "")
     log: LogTable = key(LogTable(), "")
@@ -473,11 +472,10 @@ class Config(Table):
         {},
         "limits by metric, such as entropy or logprob_diff. Each a table with above, below, grows"
         " (more than this multiple of its mean over the first 10 steps), falls (by more than this"
-        " share from its best mean over 10 steps), steps (in a row that break it, 1 when not set)"
-        " and action (warn: say so; skip: the step's update is left out; rollback: the run resumes"
-        " with the weights of the newest checkpoint before and the next prompts, at most 3 times;"
-        " stop: save and end; none). configs/README.md lists those that hold without being asked"
-        " for",
+        " fraction from its best mean over 10 steps), steps (consecutive violations, default 1)"
+        " and action (warn; skip: skip the step's update; rollback: continue with the weights of"
+        " the newest earlier checkpoint and the next prompts, at most 3 times; stop: save and end;"
+        " none). configs/README.md lists the default limits",
     )
 
     @property
@@ -492,7 +490,7 @@ class Config(Table):
 
     @property
     def replays_routing(self) -> bool:
-        """Whether training sends each token to the experts that the sampler chose."""
+        """Whether training routes each token to the sampler's experts."""
         return self.objective.get("router_replay") is True
 
     @property
@@ -502,7 +500,7 @@ class Config(Table):
 
     @property
     def text(self) -> TextTable | None:
-        """How prompts in text are made, or None with a procedural task."""
+        """Encoding of text prompts, or None with a procedural task."""
         return self.data if isinstance(self.data, TextTable) else None
 
     @property
@@ -517,7 +515,7 @@ class Config(Table):
 
     @property
     def given_completions(self) -> str | None:
-        """The key that holds the completions of a run; None where the policy draws them."""
+        """The key of precomputed completions; None if the policy samples them."""
         if self.recorded is not None:
             return self.recorded.kind
         return None if self.pairs is None else "data.pairs"
@@ -529,7 +527,7 @@ class Config(Table):
 
     @property
     def order_seed(self) -> int | None:
-        """What the order of records is drawn with; None visits them as they stand."""
+        """Seed of the order of records; None visits them in file order."""
         return self.seed if isinstance(self.data, FileTable) and self.data.shuffle else None
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The tables of a configuration of which there are several kinds: ``[data]`` and ``[optimizer]``.
+"""Configuration tables with several kinds: ``[data]`` and ``[optimizer]``.
 
 Each kind of data is a table with its own keys, so that a key of another kind cannot be given. What
 is given says which kind it is: ``data.task``, ``data.env``, ``data.pairs``, a recording or
@@ -24,7 +24,7 @@ def key(default: Any, text: str, **limits: Any) -> Any:
 
 
 class Table(BaseModel):
-    """What all tables share: unknown keys are errors, types are exact, values do not change."""
+    """Base of all tables: unknown keys are errors, types are exact, values are immutable."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -38,7 +38,7 @@ Weights = Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1
 
 
 class FileTable(Table):
-    """What all data from files share."""
+    """Keys of all data from files."""
 
     overlong: Literal["error", "drop", "truncate"] = key(
         "error", "what happens to a prompt above the limit; the counts are printed"
@@ -47,7 +47,7 @@ class FileTable(Table):
 
 
 class RowTable(FileTable):
-    """What data share of which every row is a record."""
+    """Keys of data whose rows are records."""
 
     eval: str | None = key(None, "held-out prompts or judged completions, same forms")
     invalid: Literal["error", "skip"] = key(
@@ -56,7 +56,7 @@ class RowTable(FileTable):
 
 
 class TextTable(FileTable):
-    """What data in text share."""
+    """Keys of all text data."""
 
     max_prompt_tokens: int = key(512, "longest prompt, tokens", ge=1)
 
@@ -67,7 +67,7 @@ class TextTable(FileTable):
 
 
 class ChatTable(TextTable):
-    """How a prompt is made of a record."""
+    """Arguments for encoding a record as a prompt."""
 
     system: str | None = key(None, "system message before the question")
     template: str = key(
@@ -191,7 +191,7 @@ class EnvData(Table):
 
 
 class EpisodeData(QuestionTable):
-    """Questions, each of which opens episodes with an environment on the host; it writes messages.
+    """Questions that each open episodes with a host environment, which writes the messages.
 
     Further keys are options of the environment.
     """
@@ -263,9 +263,9 @@ class DialogueData(RecordedData):
 
 
 RECORDED = "recorded:"
-"""What a ``data.train`` begins with that names sessions a server recorded."""
+"""Prefix of a ``data.train`` with sessions recorded by a server."""
 DIALOGUES = "dialogues:"
-"""What a ``data.train`` begins with that names a file of conversations."""
+"""Prefix of a ``data.train`` with a file of conversations."""
 RECORDED_KIND = "data.train = 'recorded:DIR'"
 DIALOGUES_KIND = "data.train = 'dialogues:FILE'"
 GIVEN_KINDS = (RECORDED_KIND, DIALOGUES_KIND)
@@ -278,10 +278,10 @@ def _data_kind(value: Any) -> str:
     for prefix, kind in zip((RECORDED, DIALOGUES), GIVEN_KINDS, strict=True):
         if isinstance(train, str) and train.startswith(prefix):
             return kind
-    given = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
-    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in given]:
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
+    if kinds := [f"data.{name}" for name in ("pairs", "task") if name in keys]:
         return " and ".join(kinds)
-    return " and ".join(f"data.{n}" for n in ("env", "train") if n in given) or "data.train"
+    return " and ".join(f"data.{n}" for n in ("env", "train") if n in keys) or "data.train"
 
 
 Data = Annotated[

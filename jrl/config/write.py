@@ -27,15 +27,15 @@ def as_tree(config: Config, *, none: bool = False) -> dict[str, Any]:
 
 def flatten(config: Config) -> dict[str, Any]:
     """The configuration as dotted keys and JSON values, None left out."""
-    found = dict(leaves(as_tree(config)))
+    values = dict(leaves(as_tree(config)))
     # Without lag, rollout on devices of its own gives the numbers of shared devices: no setting.
-    return {k: v for k, v in found.items() if (k, v) != ("placement.staleness", 0)}
+    return {k: v for k, v in values.items() if (k, v) != ("placement.staleness", 0)}
 
 
 def config_hash(config: Config) -> str:
     """12 hex digits that name the experiment: every key but ``run.*`` and ``train.steps``."""
-    kept = {k: v for k, v in flatten(config).items() if not may_differ(k)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
+    fixed = {k: v for k, v in flatten(config).items() if not may_differ(k)}
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
 
 
 _FREE_TABLES = ("run.", "log.", "checkpoint.", "mesh", "sampling.mesh", "reward_pool.", "watch.")

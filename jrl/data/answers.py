@@ -68,13 +68,13 @@ class AnswerFinder:
         ready, _, _ = select.select([process.stdout], [], [], MOST_SECONDS)
         reply = process.stdout.readline() if ready else ""
         if not reply:
-            said = f"takes longer than {MOST_SECONDS:g} s" if not ready else "cannot be matched"
+            problem = f"takes longer than {MOST_SECONDS:g} s" if not ready else "cannot be matched"
             raise UserError(
-                f"{where}: data.answer_pattern = {self.pattern!r} {said} on this answer; avoid "
+                f"{where}: data.answer_pattern = {self.pattern!r} {problem} on this answer; avoid "
                 "repeats inside repeats, such as (a+)+"
             )
-        found: str | None = json.loads(reply)
-        return found
+        match: str | None = json.loads(reply)
+        return match
 
     def _say(self, text: str) -> None:
         assert self._process is not None

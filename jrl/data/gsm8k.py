@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--dir", required=True, help="TFDS data directory to write to")
     parser.add_argument("--train", help="JSONL file of the training split")
     parser.add_argument("--test", help="JSONL file of the test split")
-    given = vars(parser.parse_args())
-    directory = given.pop("dir")
-    files = {split: path for split, path in given.items() if path}
+    arguments = vars(parser.parse_args())
+    directory = arguments.pop("dir")
+    files = {split: path for split, path in arguments.items() if path}
     if not files:
         parser.error("give --train, --test or both")
     try:

@@ -40,15 +40,15 @@ class BadRows:
         except UserError as error:
             if not self._found:
                 self._last = index + _LOOKED
-            said = str(error)  # one about the template or the tokenizer does not know the row
-            self._found.append((where, said if where in said else f"{where}: {said}"))
+            message = str(error)  # one about the template or the tokenizer does not know the row
+            self._found.append((where, message if where in message else f"{where}: {message}"))
 
     def enough(self, index: int) -> bool:
         """Whether no more rows need be read, because an error will be raised."""
         return bool(self._found) and not self._skip and index > self._last
 
     def finish(self, rows: int) -> str:
-        """What was left out, for a log; "" for nothing.
+        """The skipped rows, for a log; "" if none.
 
         Args:
           rows: read, usable or not.

@@ -105,13 +105,13 @@ def build_prompts(
     prompts: list[Prompt] = []
     dropped = truncated = longest = 0
     questions: set[str] = set()  # two are enough to tell whether they differ
-    bad = BadRows(skip=invalid == "skip")
+    bad_rows = BadRows(skip=invalid == "skip")
     with AnswerFinder(answer_pattern) as answers:
         for index in range(len(source)):
             where = source.where(index)
-            if bad.enough(index):
+            if bad_rows.enough(index):
                 break
-            with bad.row(index, where):
+            with bad_rows.row(index, where):
                 row = source[index]
                 _check_fields(row, question_key, answer_key, where)
                 question = _question(row, question_key, where)
@@ -139,7 +139,7 @@ def build_prompts(
                 if solution_key is not None:
                     solution = _solution(row, solution_key, where, tokenizer)
                 prompts.append(Prompt(index, text, np.array(ids, np.int32), answer, meta, solution))
-    left_out = bad.finish(len(source))
+    left_out = bad_rows.finish(len(source))
     if not prompts:
         raise _none_left(len(source), longest, max_prompt_tokens)
     if template == "chat" and len(questions) > 1:
@@ -257,12 +257,12 @@ def _question(row: Mapping[str, Any], key: str, where: str) -> Any:
 def _answer(row: Mapping[str, Any], key: str, answers: AnswerFinder, where: str) -> Any:
     answer = _look_up(row, key)
     if answers.pattern is not None:
-        found = answers.find(str(answer), where)
-        if found is None:
+        match = answers.find(str(answer), where)
+        if match is None:
             raise UserError(
                 f"{where}: {key} has no match of data.answer_pattern = {answers.pattern!r}"
             )
-        answer = re.sub(r"(?<=\d),(?=\d{3})", "", found.strip())
+        answer = re.sub(r"(?<=\d),(?=\d{3})", "", match.strip())
     if isinstance(answer, float) and not math.isfinite(answer):
         raise UserError(f"{where}: {key} is {answer}; a reference answer is finite, or text")
     if answer is None or (isinstance(answer, str) and not answer.strip()):

@@ -74,10 +74,10 @@ def open_source(
     if _suffix(path) is None:
         raise UserError(f"{key} = {spec!r}; {_FORMS}")
     if not path.is_file() and set("*?[") & set(spec):
-        found = sorted(glob.glob(str(path), recursive=True))
-        if not found:
+        paths = sorted(glob.glob(str(path), recursive=True))
+        if not paths:
             raise UserError(f"{key} = {spec!r}: no file matches (looked from {Path.cwd()})")
-        return _rows_of([Path(each) for each in found], spec, key)
+        return _rows_of([Path(each) for each in paths], spec, key)
     if not path.is_file():
         raise UserError(f"{key} = {spec!r}: there is no such file {_looked(path)}")
     return _rows_of([path], spec, key)
@@ -89,12 +89,14 @@ def _suffix(path: Path) -> str | None:
 
 
 def _looked(path: Path) -> str:
-    """Where a file was looked for, and the one there whose name is nearest."""
-    there = path.parent.resolve()
-    names = [each.name for each in there.glob("*") if _suffix(each)] if there.exists() else []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    return f"(looked in {there}{'' if there.exists() else ', which is not there'}){hint}"
+    """The searched directory, and its file with the nearest name."""
+    directory = path.parent.resolve()
+    names = (
+        [each.name for each in directory.glob("*") if _suffix(each)] if directory.exists() else []
+    )
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    hint = f"; did you mean {path.parent / nearest[0]}?" if nearest else ""
+    return f"(looked in {directory}{'' if directory.exists() else ', which is not there'}){hint}"
 
 
 def _rows_of(paths: Sequence[Path], spec: str, key: str) -> Source:
@@ -175,7 +177,7 @@ class JsonlSource:
         return row
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._lines[index]}"
 
 
@@ -282,8 +284,8 @@ def _tfds_rows(spec: str, tfds_dir: str | None, key: str) -> Any:
         raise
     except Exception as error:  # TFDS raises many kinds, most of them its own
         first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        near = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
-        hint = f"; did you mean tfds:{near[0]}?" if near else ""
+        nearest = difflib.get_close_matches(name.split("/")[0], _tfds_names(root), n=1)
+        hint = f"; did you mean tfds:{nearest[0]}?" if nearest else ""
         raise UserError(
             f"{key} = {spec!r}, looked for in {root}: {type(error).__name__}: {first}{hint};"
             " name a prepared dataset and one of its splits as tfds:NAME[/CONFIG][:SPLIT], and its"
@@ -293,8 +295,8 @@ def _tfds_rows(spec: str, tfds_dir: str | None, key: str) -> Any:
 
 def _tfds_names(root: Path) -> list[str]:
     """Data sets that are prepared here, and GSM8K, which this library prepares itself."""
-    there = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    return [*there, "gsm8k"]
+    names = [path.name for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    return [*names, "gsm8k"]
 
 
 def _prepared(directory: Path) -> str | None:

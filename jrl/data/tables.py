@@ -83,7 +83,7 @@ class CsvSource:
         return dict(zip(self._names, values, strict=True))
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._rows[index][0]}"
 
 
@@ -175,12 +175,12 @@ class GzipSource:
         return row
 
     def where(self, index: int) -> str:
-        """File and line of a row."""
+        """The file and line of a row."""
         return f"{self.path}, line {self._rows[index][0]}"
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether a .json file is of one object a line: the first line is one, and more follow."""
+    """Whether a .json file has one object per line: the first line is one, and more follow."""
     with path.open("rb") as file:
         first, second = next((line for line in file if line.strip()), b""), b""
         if first.removeprefix(codecs.BOM_UTF8).strip().startswith(b"{"):
@@ -252,8 +252,8 @@ _ROW_BYTES = 5 * 8
 class Mixture:
     """Rows of several sources in given proportions.
 
-    The source that is largest for its weight gives each row once; of the others, rows come again
-    from the first until they make up their part. Rows of the sources alternate evenly.
+    An epoch ends when the source largest relative to its weight is exhausted; the others repeat.
+    Rows of the sources alternate evenly.
 
     Args:
       sources: by name.
@@ -262,15 +262,15 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, Source], weights: Mapping[str, float]) -> None:
         self._sources = [sources[name] for name in weights]
-        given = np.array(list(weights.values()), np.float64)
-        parts = given / given.sum()
+        shares = np.array(list(weights.values()), np.float64)
+        parts = shares / shares.sum()
         sizes = np.array([len(source) for source in self._sources])
         largest = int(np.argmax(sizes / parts))
         rows = np.maximum(np.round(parts * sizes[largest] / parts[largest]), 1)
-        shown = ", ".join(f"{name!r} = {weight:g}" for name, weight in weights.items())
+        weights_text = ", ".join(f"{name!r} = {weight:g}" for name, weight in weights.items())
         remedy = "bring the weights nearer to the sizes of the sources"
-        said = f"data of {rows.sum():.3g} rows by the weights {shown}"
-        check_fits(said, _ROW_BYTES * float(rows.sum()), remedy)
+        setting = f"data of {rows.sum():.3g} rows by the weights {weights_text}"
+        check_fits(setting, _ROW_BYTES * float(rows.sum()), remedy)
         counts = rows.astype(np.int64)
         # The i-th of n rows of a source has its place at (i + 1/2) / n of the whole.
         place = np.concatenate([(np.arange(n) + 0.5) / n for n in counts])

@@ -213,5 +213,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
 
 
 def _words(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0]
+    try:
+        text = str(error).strip().partition("\n")[0]
+    except BaseException:  # an error whose text cannot be made ends its member like any other
+        text = "an error without a text"
     return text if isinstance(error, EnvError) else f"{type(error).__name__}: {text}"[:300]

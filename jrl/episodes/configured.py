@@ -1,10 +1,11 @@
 """The environment that ``[data]`` of a configuration names, with the options that all of them have.
 
-Beside the arguments of the function that ``data.env`` names, ``[data]`` may hold
+``data.env`` names a function that makes a ``HostEnv``, or an episode, ``async def episode(policy,
+prompt)`` (``jrl.episodes.coroutine``). Further keys of ``[data]`` are its arguments, and
 
-- limits that the engine keeps whatever the environment is: ``turn_tokens``, ``call_seconds``,
-  ``turn_seconds``, ``episode_seconds``, ``answer_chars``, ``contexts``, ``summary_tokens``
-  (``host.Limits``);
+- limits that the engine keeps whatever the environment is: the fields of ``host.Limits``. A
+  function that reads limits itself, as environments of tools do, takes them all as ``limits``, an
+  argument whose default is a ``Limits``; ``tool_calls`` is for these alone;
 - ``summary``, the message that asks for a summary;
 - ``writer``, what writes new problems (``writer.configured_writer``);
 - ``template_variables``, variables of the chat template, such as ``{enable_thinking = false}``;
@@ -15,54 +16,99 @@ An argument of the function of the same name comes first.
 
 from __future__ import annotations
 
-import inspect
+import functools
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.episodes.host import HostEnv, check_env
+from jrl.episodes.check_env import check_env
+from jrl.episodes.coroutine import check_episode, coroutine_env, is_episode
+from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.episodes.process import process_env
-from jrl.errors import UserError
-from jrl.user_code import GIVEN, check_options, load, made_by
+from jrl.errors import UserError, unknown_choice
+from jrl.user_code import FORMS, GIVEN, check_options, load, made_by, parameters_of
 
-LIMITS = (
-    *("turn_tokens", "call_seconds", "turn_seconds", "episode_seconds", "answer_chars"),
-    *("contexts", "summary_tokens"),
-)
-"""Fields of ``Limits`` that no environment reads by itself."""
+LIMITS = Limits._fields
 COMMON = (*LIMITS, "template_variables", "isolate", "summary", "writer")
+"""Keys of ``[data]`` for every environment."""
 CONFIGURED_WRITER = "jrl.zoo.envs.writer:configured_writer"
+
+_RECORD_OF = {
+    name: f"{field}={record.__name__}({name}=...)"
+    for field, record in (("chat", ChatOptions), ("lifecycle", Lifecycle), ("extras", EnvExtras))
+    for name in record._fields
+}
+_PLAYERS, _ADAPTERS = "jrl.zoo.envs.players", "jrl.zoo.adapters"
+HOST_ENVS: Mapping[str, str] = {
+    "consultation": f"{_PLAYERS}:consultation",
+    "dialogue": f"{_PLAYERS}:dialogue",
+    "discussion": f"{_PLAYERS}:discussion_env",
+    "expert": f"{_PLAYERS}:expert_env",
+    "foretell": "jrl.zoo.envs.foretell:foretell",
+    "guided": f"{_PLAYERS}:guided",
+    "gymnasium": f"{_ADAPTERS}.gymnasium:gymnasium",
+    "mcp": f"{_ADAPTERS}.mcp:mcp",
+    "multi_hop": "jrl.zoo.envs.tool_questions:multi_hop",
+    "openenv": f"{_ADAPTERS}.openenv:from_openenv",
+    "pair": f"{_PLAYERS}:pair",
+    "prover": "jrl.zoo.envs.prover:prover",
+    "python_math": "jrl.zoo.envs.tool_questions:python_math",
+    "ranked_list": "jrl.zoo.envs.ranked_list:ranked_list",
+    "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:from_reasoning_gym",
+    "textarena": f"{_ADAPTERS}.textarena:from_textarena",
+    "verifiers": f"{_ADAPTERS}.verifiers:from_verifiers",
+    "zero_search": "jrl.zoo.envs.zero_search:zero_search",
+}
+"""Environments on the host by name: where the function is that makes each."""
+_FORMER = "jrl." + "envs"
+_RENAMED = {
+    **{f"{_FORMER}.named:{n}": n for n in ("guided", "dialogue", "pair", "consultation", "mcp")},
+    **{f"{_FORMER}.named:{n}": n for n in ("zero_search", "gymnasium")},
+    **{f"{_FORMER}.shipped:{n}": n for n in ("python_math", "multi_hop")},
+    **{f"{_FORMER}.labelled:{n}": n for n in ("foretell", "ranked_list")},
+    **{f"{_FORMER}.players:{n}_env": n for n in ("discussion", "expert")},
+    f"{_FORMER}.prover:prover": "prover",
+    f"{_FORMER}.textarena_games:from_textarena": "textarena",
+    f"{_FORMER}.reasoning:from_reasoning_gym": "reasoning_gym",
+    f"{_FORMER}.openenv_client:from_openenv": "openenv",
+    f"{_FORMER}.verifiers_env:from_verifiers": "verifiers",
+}
+"""Former names of environments, and those of ``HOST_ENVS`` that took their place."""
 
 
 def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
     """The environment of a configuration.
 
     Args:
-      spec: ``data.env``, FILE.py:function or module:function.
+      spec: ``data.env``, a name of ``HOST_ENVS``, FILE.py:function or module:function.
       options: further keys of ``[data]``.
 
     Raises:
       UserError: there is no such function or option, or what it returns is no environment.
     """
+    _check_renamed(spec, options)
+    if ":" not in spec and spec not in HOST_ENVS:
+        raise UserError(f"{unknown_choice('data.env', spec, HOST_ENVS)}, {FORMS}")
+    spec = HOST_ENVS.get(spec, spec)
     make = load(spec, "data.env")
-    common = {name: options[name] for name in _left_over(make) if name in options}
-    own = {name: value for name, value in options.items() if name not in common}
-    check_options(make, own, "data", others=_left_over(make))
-    said = f"data.env = {spec!r}"
-    env = check_env(made_by(make, said, **own), f"{said}: what it returns")
+    shared = _shared_keys(make)
+    common = {name: options[name] for name in shared if name in options}
+    arguments = {name: value for name, value in options.items() if name not in common}
+    env = _made(make, spec, arguments, common, shared)
     isolate = common.pop("isolate", False)
     if not isinstance(isolate, bool):
         raise UserError(f"data.isolate = {isolate!r}; must be true or false")
-    variables = common.pop("template_variables", env.variables)
+    variables = common.pop("template_variables", env.chat.variables)
     if not isinstance(variables, Mapping):
         raise UserError(
             f"data.template_variables = {variables!r:.60}; write a table, such as "
             "{enable_thinking = false}"
         )
-    write = env.write
+    write = env.extras.write
     if "writer" in common:
         write = load(CONFIGURED_WRITER, "data.writer")(common.pop("writer"))
     unread = [name for name in ("summary", "summary_tokens") if name in common]
-    summary = common.pop("summary", env.summary)
+    summary = common.pop("summary", env.chat.summary)
     if not isinstance(summary, str) or not summary.strip():
         raise UserError(f"data.summary = {summary!r:.60}; write what asks the policy for a summary")
     limits = env.limits._replace(**common).check("data")
@@ -71,16 +117,67 @@ def configured_env(spec: str, options: Mapping[str, Any]) -> HostEnv:
             f"data.{unread[0]} is read where episodes have several contexts; set data.contexts to 2"
             " or more, or remove it"
         )
-    env = env._replace(limits=limits, variables=variables, summary=summary, write=write)
-    return _isolated(env, spec, own) if isolate else env
+    env = env._replace(
+        limits=limits,
+        chat=env.chat._replace(variables=variables, summary=summary),
+        extras=env.extras._replace(write=write),
+    )
+    return _isolated(env, spec, arguments) if isolate else env
 
 
-def _left_over(make: Callable[..., Any]) -> tuple[str, ...]:
-    """The common options that a function does not take itself."""
-    parameters = inspect.signature(make).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return tuple(name for name in COMMON if name == "isolate")
-    return tuple(name for name in COMMON if name not in {p.name for p in parameters})
+def _made(
+    make: Callable[..., Any],
+    spec: str,
+    arguments: dict[str, Any],
+    common: Mapping[str, Any],
+    shared: tuple[str, ...],
+) -> HostEnv:
+    """What the function makes of its arguments, checked; adds ``limits`` to those that take it."""
+    where = f"data.env = {spec!r}"
+    if is_episode(make):
+        check_episode(make, where, options=True)
+        # The engine gives the seed, and policy and prompt by position.
+        given = {"seed": 0} if "seed" in parameters_of(make, where) else {}
+        check_options(make, arguments | given, "data", first=2, others=shared)
+        roles = getattr(make, "roles", ())
+        return check_env(coroutine_env(functools.partial(make, **arguments), roles=roles), where)
+    check_options(make, arguments, "data", others=shared)
+    if (limits := _limits_argument(make)) is not None:
+        own = {name: value for name, value in common.items() if name in LIMITS}
+        arguments["limits"] = limits._replace(**own).check("data")
+    try:
+        return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
+    except UserError as error:
+        moved = re.search(r"unexpected (?:keyword argument|field names:) \[?'(\w+)'", str(error))
+        if moved is None or moved[1] not in _RECORD_OF:
+            raise
+        raise UserError(
+            f"{error}; HostEnv takes {moved[1]} as {_RECORD_OF[moved[1]]} (jrl.episodes.host)"
+        ) from None
+
+
+def _limits_argument(make: Callable[..., Any]) -> Limits | None:
+    """The default of a function's argument ``limits``, where that is a record of all limits."""
+    parameter = parameters_of(make, "data.env").get("limits")
+    default = None if parameter is None else parameter.default
+    return default if isinstance(default, Limits) else None
+
+
+def _shared_keys(make: Callable[..., Any]) -> tuple[str, ...]:
+    """The keys of ``COMMON`` that a function does not take by itself."""
+    parameters = parameters_of(make, "data.env")
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return ("isolate",)
+    unread = () if _limits_argument(make) else ("tool_calls",)
+    return tuple(name for name in COMMON if name not in parameters and name not in unread)
+
+
+def _check_renamed(spec: str, options: Mapping[str, Any]) -> None:
+    """Raises UserError for former names of shipped environments and of their arguments."""
+    if spec in _RENAMED:
+        raise UserError(f"data.env = {spec!r} is now {_RENAMED[spec]!r}")
+    if spec == "openenv" and "seconds" in options:
+        raise UserError("data.seconds of openenv is now data.call_seconds, as everywhere")
 
 
 def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
@@ -91,12 +188,17 @@ def _isolated(env: HostEnv, spec: str, options: Mapping[str, Any]) -> HostEnv:
             "file as FILE.py:function"
         )
     played = process_env(
-        spec, options, roles=env.roles, parts=env.parts, limits=env.limits, at_once=env.at_once
+        spec,
+        options,
+        roles=env.chat.roles,
+        parts=env.parts,
+        limits=env.limits,
+        at_once=env.lifecycle.at_once,
     )
     return env._replace(
         init=played.init,
         step=played.step,
         close=played.close,
-        shutdown=played.shutdown,
         fork=played.fork,
+        lifecycle=env.lifecycle._replace(shutdown=played.lifecycle.shutdown),
     )

@@ -489,7 +489,7 @@ def _labels(
     """
     found: dict[str, int | list[int]] = {}
     for name, given in feedback.labels.items():
-        if name not in (env.labels if isinstance(given, int) else env.token_labels):
+        if name not in (env.extras.labels if isinstance(given, int) else env.extras.token_labels):
             raise EnvError(f"label {name} is not declared by the environment")
         if isinstance(given, int):
             found[name] = given

@@ -128,7 +128,7 @@ class Rules(NamedTuple):
 def rules_of(env: HostEnv, chat: Format) -> Rules:
     """The rules of an environment's episodes."""
     reserve = summary_room(env, chat)
-    return Rules(env.limits, env.players, StopReason.DONE, chat, env.summary, reserve)
+    return Rules(env.limits, env.players, StopReason.DONE, chat, env.chat.summary, reserve)
 
 
 def summary_request(chat: Format, text: str, *, closed: bool, first: bool) -> list[int]:
@@ -143,7 +143,7 @@ def summary_room(env: HostEnv, chat: Format) -> int:
         return 0
     ways = itertools.product((True, False), repeat=2)
     lengths = [
-        len(summary_request(chat, env.summary, closed=closed, first=first))
+        len(summary_request(chat, env.chat.summary, closed=closed, first=first))
         for closed, first in ways
     ]
     return env.limits.summary_tokens + max(lengths)

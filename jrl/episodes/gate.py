@@ -59,6 +59,11 @@ class _Clock:
 _clock: contextvars.ContextVar[_Clock | None] = contextvars.ContextVar("clock", default=None)
 
 
+def share_clock(context: contextvars.Context) -> None:
+    """Lets code that runs in another context stop the clock of the call under way."""
+    context.run(_clock.set, _clock.get())
+
+
 async def run_within(work: Coroutine[Any, Any, Any], seconds: float) -> asyncio.Task[Any]:
     """The task of a coroutine once it is done, or has used its seconds and is not.
 

@@ -30,23 +30,17 @@ from jrl.models.chat_frames import Message
 from jrl.models.tokenizer import FileTokenizer, Tokenizer
 from jrl.types import NOTHING, Prompt
 
-OWN_IDS = (
-    *("turn", "step", "state", "node", "context", "episode", "role"),
-    *("prompt", "ask", "stratum", "answer", "replayed"),
-)
-"""Names in ``batch.ids`` that every environment's rows may have."""
-
 
 class EnvError(Exception):
-    """What an environment did wrong, for the member's record."""
+    """A fault of an environment, recorded with the member that it ends."""
 
 
 class Limits(NamedTuple):
-    """What an episode may take.
+    """Limits of an episode.
 
     Attributes:
-      turns: of the policy.
-      turn_tokens: the policy's in one turn; 0 for what is left of the completion.
+      turns: turns of the policy.
+      turn_tokens: sampled tokens in one turn; 0 for what is left of the completion.
       tool_calls: in an episode; 0 for any number. Read by environments of tools.
       call_seconds: for one call of init, step or close.
       turn_seconds: for a turn, from its first token to the answer; 0 for any time.
@@ -78,21 +72,21 @@ class Limits(NamedTuple):
         """
         least: dict[str, float] = {"call_seconds": 0.001}
         least |= dict.fromkeys(("turns", "answer_chars", "contexts", "summary_tokens"), 1)
-        given: dict[str, Any] = self._asdict()
-        for name, value in given.items():
+        values: dict[str, Any] = self._asdict()
+        for name, value in values.items():
             seconds = name.endswith("seconds")
             if isinstance(value, bool) or not issubclass(
                 type(value), Real if seconds else Integral
             ):
-                said = "a number" if seconds else "an integer"
-                raise UserError(f"{table}.{name} = {value!r:.40}; must be {said}")
+                kind = "a number" if seconds else "an integer"
+                raise UserError(f"{table}.{name} = {value!r:.40}; must be {kind}")
             if not float(value) >= least.get(name, 0) or not math.isfinite(value):
                 raise UserError(f"{table}.{name} = {value}; must be at least {least.get(name, 0)}")
         return self
 
 
 class Reply(NamedTuple):
-    """What the policy said in a turn.
+    """The policy's turn.
 
     Attributes:
       text: without control tokens.
@@ -110,18 +104,18 @@ class Reply(NamedTuple):
 
 
 class Feedback(NamedTuple):
-    """What an environment answers to a turn.
+    """An environment's answer to a turn.
 
     Attributes:
-      messages: what the policy sees next, dicts with "role" and "content"; none when done.
-      reward: points for the turn, or one number for each reward part.
+      messages: shown to the policy next, dicts with "role" and "content"; none when done.
+      reward: of the turn, a number or one for each reward part.
       done: whether the episode has ended.
       success: whether it has ended well.
       state_key: names the state that the environment is in now, for methods that compare the turns
         taken in one state; None for the text of ``messages``.
       metrics: numbers to add up over the episode, by name.
-      earlier: points, as ``reward`` is, for the turns before this one, from the first on: what is
-        known of them only now.
+      earlier: rewards of the turns before this one, from the first on, where they are known only
+        now; each as ``reward`` is, added to what the turn has.
       cut: whether it is done only because a limit of tokens ended the policy's turn; it then counts
         as truncated.
       next: the player that takes the next turn; None for the one after this turn's.
@@ -163,6 +157,68 @@ Writer = Callable[[Sequence[str], int, int], Any]
 ``data.train`` has them; sync or async."""
 
 
+class ChatOptions(NamedTuple):
+    """What the chat template renders beside the messages.
+
+    Attributes:
+      roles: of the messages that ``step`` answers with.
+      tools: descriptions of the tools, as OpenAI's API writes them.
+      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
+      variables: of the template, such as {"enable_thinking": False}.
+      summary: the message that asks for a summary, in the role "user"; see ``Limits.contexts``.
+    """
+
+    roles: tuple[str, ...] = ("user",)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    family: str = ""
+    variables: Mapping[str, Any] = NOTHING
+    summary: str = (
+        "There is little room left. Write a summary of all that is needed to finish the task: what "
+        "was tried, what was found, and what is to be done next. Only the question and this summary"
+        " will be kept."
+    )
+
+
+class Lifecycle(NamedTuple):
+    """Calls around the episodes of a training step and of a run.
+
+    Attributes:
+      begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
+        for environments that change with the training. A run that resumes begins with its step, so
+        that what depends on the step alone is what it would have been.
+      shutdown: async () -> None, at the end of the run; releases what all episodes share. A run
+        makes an environment to check it, one for training and one for evaluation, and shuts each
+        down.
+      at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
+    """
+
+    begin: Callable[[int, str], None] = nothing_begins
+    shutdown: Callable[[], Any] = nothing_shared
+    at_once: int = 0
+
+
+class EnvExtras(NamedTuple):
+    """What only some methods read.
+
+    Attributes:
+      labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
+      token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
+      asks: groups of a problem in training, whose episodes ``init`` begins differently: it finds
+        the number of the group, from 0 on, in ``prompt.meta["ask"]``, and methods in
+        ``ids["ask"]``. Held-out episodes are those of number 0.
+      write: writes new problems after those that the policy fails, for methods with a curriculum;
+        None for none.
+      verified: whether a success is known to be right, as a checked proof is, without an answer
+        to compare with: a search at evaluation may stop there.
+    """
+
+    labels: tuple[str, ...] = ()
+    token_labels: tuple[str, ...] = ()
+    asks: int = 1
+    write: Writer | None = None
+    verified: bool = False
+
+
 class HostEnv(NamedTuple):
     """An environment on the host. Sync functions run in threads of their own.
 
@@ -175,100 +231,30 @@ class HostEnv(NamedTuple):
         they start alike.
       step: (state, ``Reply``) -> (state, ``Feedback``, or a dict with its fields).
       close: (state) -> None; called once for every state that init returned.
-      roles: of the messages that ``step`` answers with.
-      tools: what the chat template is told of tools, as OpenAI's API writes them.
-      parts: names of the reward parts.
-      limits: of an episode.
-      shutdown: async () -> None, at the end of the run; ends what all episodes share. A run makes
-        an environment to check it, one for training and one for evaluation, and ends each.
-      family: of the parser that reads the policy's calls, of ``parsers.PARSERS``; "" for none.
-      variables: of the chat template, such as {"enable_thinking": False}.
-      at_once: episodes that can be open at a time, others wait in ``init``; 0 for any number.
-      begin: (training step, "train" or "eval") -> None, before the episodes of a step are opened,
-        for environments that change with the training. A run that resumes begins with its step, so
-        that what depends on the step alone is what it would have been.
-      fork: (state) -> a copy that plays on by itself and is closed by itself; sync or async. Called
+      fork: (state) -> a copy that is played and closed independently; sync or async. Called
         between an answer and the next ``step``, where episodes branch (``objective.tree``). One
-        that raises ends the branch and nothing else. None for a state that no copy can be made of,
-        such as a connection; then no episodes branch.
-      summary: the message that asks for a summary, in the role "user".
-      players: whose turns are drawn, from player 0 on. With several each becomes a row and a group
-        of its own in training, paid for its own turns; see ``transcript.rows_of_players``.
-      asks: groups of a problem in training, whose episodes ``init`` begins differently: it finds
-        the number of the group, from 0 on, in ``prompt.meta["ask"]``, and methods in
-        ``ids["ask"]``. Held-out episodes are those of number 0.
-      labels: names of numbers of an episode, which methods find in ``ids``, [N, G]; -1 for none.
-      token_labels: names of numbers of tokens, [N, G, T]; -1 for none.
-      verified: whether an episode that ends well is known to be right, as a proof is that was
-        checked, without an answer having been compared: a search at evaluation may stop there.
-      write: of new problems after those that the policy fails, for methods with a curriculum; None
-        where nobody writes any.
+        that raises ends the branch and nothing else. None for a state that cannot be copied, such
+        as a connection; then episodes do not branch.
+      parts: names of the reward parts.
+      players: roles whose turns are sampled; player 0 begins. With several each becomes a row and
+        a group of its own in training, rewarded for its own turns; see
+        ``transcript.rows_of_players``.
+      limits: of an episode.
+      chat: what the chat template renders beside the messages.
+      lifecycle: calls around the episodes of a step and of a run.
+      extras: what only some methods read.
     """
 
     init: Callable[[Prompt, int], Any]
     step: Callable[[Any, Reply], Any]
     close: Callable[[Any], Any] = nothing
-    roles: tuple[str, ...] = ("user",)
-    tools: tuple[Mapping[str, Any], ...] = ()
-    parts: tuple[str, ...] = ("reward",)
-    limits: Limits = Limits()
-    shutdown: Callable[[], Any] = nothing_shared
-    family: str = ""
-    variables: Mapping[str, Any] = NOTHING
-    at_once: int = 0
-    begin: Callable[[int, str], None] = nothing_begins
     fork: Callable[[Any], Any] | None = copied
-    summary: str = (
-        "There is little room left. Write a summary of all that is needed to finish the task: what "
-        "was tried, what was found, and what is to be done next. Only the question and this summary"
-        " will be kept."
-    )
+    parts: tuple[str, ...] = ("reward",)
     players: int = 1
-    asks: int = 1
-    labels: tuple[str, ...] = ()
-    token_labels: tuple[str, ...] = ()
-    write: Writer | None = None
-    verified: bool = False
-
-
-def check_env(env: Any, key: str = "env") -> HostEnv:
-    """The environment.
-
-    Raises:
-      UserError: it is none, or lacks a function; names the key.
-    """
-    if not isinstance(env, HostEnv):
-        raise UserError(f"{key} is a {type(env).__name__}; give a jrl.episodes.host.HostEnv")
-    for name in ("init", "step", "close"):
-        if not callable(getattr(env, name)):
-            raise UserError(f"{key}.{name} = {getattr(env, name)!r:.40}; must be a function")
-    if env.fork is not None and not callable(env.fork):
-        raise UserError(f"{key}.fork = {env.fork!r:.40}; must be a function or None")
-    if env.write is not None and not callable(env.write):
-        raise UserError(f"{key}.write = {env.write!r:.40}; must be a function or None")
-    for name in ("players", "asks"):
-        value = getattr(env, name)
-        if not isinstance(value, int) or value < 1:
-            raise UserError(f"{key}.{name} = {value!r:.40}; must be a number, at least 1")
-    _check_labels(env, key)
-    env.limits.check()
-    return env
-
-
-def _check_labels(env: HostEnv, key: str) -> None:
-    """Raises UserError for names that are none, that stand twice, or that ids already have."""
-    seen = set(OWN_IDS)
-    for field in ("labels", "token_labels"):
-        names = getattr(env, field)
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise UserError(f"{key}.{field} = {names!r:.60}; must be a tuple of names")
-        for name in names:
-            if name in seen:
-                raise UserError(
-                    f"{key}.{field}: {name!r} is taken; choose a name that is not a label yet,"
-                    f" and none of {', '.join(OWN_IDS)}"
-                )
-            seen.add(name)
+    limits: Limits = Limits()
+    chat: ChatOptions = ChatOptions()
+    lifecycle: Lifecycle = Lifecycle()
+    extras: EnvExtras = EnvExtras()
 
 
 def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
@@ -279,32 +265,33 @@ def format_of(env: HostEnv, tokenizer: Tokenizer) -> Format:
         continue a conversation with it, or nothing would tell the policy its tools.
     """
     if isinstance(tokenizer, FileTokenizer) and tokenizer.templates:
-        name = chat_template(tokenizer, tools=bool(env.tools))
-        if env.family and name in tokenizer.templates:
-            get_parser(env.family, tokenizer.templates[name])
+        name = chat_template(tokenizer, tools=bool(env.chat.tools))
+        if env.chat.family and name in tokenizer.templates:
+            get_parser(env.chat.family, tokenizer.templates[name])
         asks = ["user"] if env.limits.contexts > 1 else []  # for summaries
         chat = ChatFormat(
             tokenizer,
-            tools=env.tools,
-            roles=tuple(dict.fromkeys([*env.roles, *asks])),
-            variables=env.variables,
-            family=env.family,
+            tools=env.chat.tools,
+            roles=tuple(dict.fromkeys([*env.chat.roles, *asks])),
+            variables=env.chat.variables,
+            family=env.chat.family,
         )
         if not chat.tells_tools:
             raise UserError(f"the chat template writes no tools, and {_UNTOLD}")
         return chat
-    if env.tools and not env.family:
+    if env.chat.tools and not env.chat.family:
         raise UserError(f"the model has no chat template to write tools, and {_UNTOLD}")
-    return PlainFormat(tokenizer, describe(env.tools, env.family) if env.tools else None)
+    described = describe(env.chat.tools, env.chat.family) if env.chat.tools else None
+    return PlainFormat(tokenizer, described)
 
 
 _UNTOLD = (
-    "the environment names no parser of jrl.episodes.parsers that says how; set HostEnv.family, or "
-    "describe the tools in a system message and leave HostEnv.tools empty"
+    "the environment names no parser of jrl.episodes.parsers that says how; set ChatOptions.family,"
+    " or describe the tools in a system message and leave ChatOptions.tools empty"
 )
 
 
-# ---------------------------------------------------------------- checks of what comes back
+# ---------------------------------------------------------------- checks of returned values
 
 
 def check_messages(messages: Any, limits: Limits) -> list[Message]:
@@ -341,10 +328,10 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
         value = Feedback(**value)
     if not isinstance(value, Feedback):
         raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
-    reward = _points(value.reward, parts)
+    reward = reward_parts(value.reward, parts)
     if not isinstance(value.earlier, list | tuple):
         raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of points")
-    earlier = tuple(_points(points, parts) for points in value.earlier)
+    earlier = tuple(reward_parts(points, parts) for points in value.earlier)
     if not isinstance(value.metrics, Mapping):
         raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
@@ -355,17 +342,30 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
     if not isinstance(value.labels, Mapping):
         raise EnvError(f"labels are {value.labels!r:.60}, not a dict")
     labels = {str(name): _label(x, str(name)) for name, x in value.labels.items()}
-    ends = done, bool(value.success), value.state_key
-    more = bool(value.cut), value.next, labels
-    return Feedback(messages, reward, *ends, metrics, earlier, *more)
+    return Feedback(
+        messages=messages,
+        reward=reward,
+        done=done,
+        success=bool(value.success),
+        state_key=value.state_key,
+        metrics=metrics,
+        earlier=earlier,
+        cut=bool(value.cut),
+        next=value.next,
+        labels=labels,
+    )
 
 
-def _points(given: Any, parts: int) -> tuple[float, ...]:
-    """The reward of one turn."""
-    given = given if isinstance(given, list | tuple) else [given]
-    if len(given) != parts:
-        raise EnvError(f"{len(given)} reward parts; the environment names {parts}")
-    return tuple(_number(x, "reward") for x in given)
+def reward_parts(value: Any, parts: int) -> tuple[float, ...]:
+    """The reward of one turn as one number for each part.
+
+    Raises:
+      EnvError: another number of parts, or one that is not a finite number.
+    """
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if len(numbers) != parts:
+        raise EnvError(f"{len(numbers)} reward parts; the environment names {parts}")
+    return tuple(_number(x, "reward") for x in numbers)
 
 
 def _label(value: Any, name: str) -> int | list[int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.episodes.gate import Gate
-from jrl.episodes.host import EnvError, HostEnv, Limits, Reply
+from jrl.episodes.host import ChatOptions, EnvError, HostEnv, Lifecycle, Limits, Reply
 from jrl.errors import UserError
 from jrl.types import NOTHING, Prompt
 
@@ -93,10 +93,11 @@ def process_env(
     """The environment that a function returns, played in processes.
 
     Args:
-      env: ``FILE.py:function`` or ``module:function``. The function is called in each process and
-        returns an object with ``init``, ``step`` and perhaps ``close``, as ``HostEnv`` has them;
-        prompt and reply have the same attributes, and feedback may be a dict.
-      options: arguments of the function, JSON values.
+      env: ``FILE.py:function`` or ``module:function``: an episode (``coroutine.coroutine_env``), or
+        a function that is called in each process and returns an object with ``init``, ``step`` and
+        perhaps ``close``, as ``HostEnv`` has them; prompt and reply have the same attributes, and
+        feedback may be a dict.
+      options: arguments of the function, JSON values or a ``Limits`` as "limits".
       python: the interpreter; None for this one.
       roles: of the messages that it answers with.
       parts: names of its reward parts.
@@ -123,7 +124,10 @@ def process_env(
         raise UserError(f"python = {python!r}: there is no such interpreter")
     if at_once < 0:
         raise UserError(f"at_once = {at_once}; must be at least 0")
-    given = {"env": env, "options": dict(options), "memory_bytes": memory_bytes}
+    told = dict(options)
+    if isinstance(told.get("limits"), Limits):
+        told["limits"] = told["limits"]._asdict()
+    given = {"env": env, "options": told, "memory_bytes": memory_bytes}
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
     most = 1024 + 8 * limits.answer_chars
     pool = _Pool([python, str(_WORKER), json.dumps(given)], most, at_once)
@@ -131,12 +135,11 @@ def process_env(
         init=pool.init,
         step=pool.step,
         close=pool.close,
-        roles=roles,
+        fork=None,  # the state is the process
         parts=parts,
         limits=limits,
-        at_once=at_once,
-        shutdown=pool.shutdown,
-        fork=None,  # the state is the process
+        chat=ChatOptions(roles=roles),
+        lifecycle=Lifecycle(shutdown=pool.shutdown, at_once=at_once),
     )
 
 

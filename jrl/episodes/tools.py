@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from jrl.episodes.calls import run_either
 from jrl.episodes.gate import run_within, seen
-from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.episodes.host import ChatOptions, EnvError, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.parsers import Call, Malformed, Parser, Schemas
 from jrl.episodes.schemas import check_schema, fault
 from jrl.errors import UserError, unknown_choice
@@ -118,10 +118,12 @@ def tool_env(
     return HostEnv(
         init=_async(init),
         step=step,
-        roles=(parser.role,),
-        tools=tuple(tool.schema() for tool in tools),
-        family=parser.name,
         limits=limits,
+        chat=ChatOptions(
+            roles=(parser.role,),
+            tools=tuple(tool.schema() for tool in tools),
+            family=parser.name,
+        ),
     )
 
 
@@ -132,7 +134,9 @@ async def _judged(
     points = await run_either(reward, prompt, reply)
     won = isinstance(points, int | float) and points >= 1
     # An answer that was cut before it was right is truncated, as a completion of one turn is.
-    return Feedback((), points, True, bool(won), None, metrics, cut=reply.cut and not won)
+    return Feedback(
+        reward=points, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
+    )
 
 
 def _async(function: Callable[..., Any]) -> Callable[..., Any]:

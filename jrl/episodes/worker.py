@@ -7,6 +7,7 @@ in eight bytes.
 
 import asyncio
 import ctypes
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -36,6 +37,14 @@ def load(spec: str) -> Any:
     return getattr(module, name)
 
 
+def words(error: BaseException) -> str:
+    """An error in one line; one whose text cannot be made is named by its type."""
+    try:
+        return f"{type(error).__name__}: {error}"[:300]
+    except BaseException:
+        return type(error).__name__
+
+
 def fields(value: Any) -> Any:
     """A feedback as a dict: a dict already, a NamedTuple, or an object with attributes."""
     if isinstance(value, dict):
@@ -54,22 +63,36 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, (set, frozenset, range)) else repr(value)
 
 
+def made_env(make: Any, options: dict) -> Any:
+    """The environment of a function, or of an episode: only the latter needs JRL installed here."""
+    if inspect.iscoroutinefunction(make):
+        from jrl.episodes.coroutine import coroutine_env
+
+        roles = getattr(make, "roles", ())
+        return coroutine_env(functools.partial(make, **options), roles=roles)
+    if isinstance(options.get("limits"), dict):  # a record, which JSON has as a table
+        default = inspect.signature(make).parameters["limits"].default
+        options = {**options, "limits": default._replace(**options["limits"])}
+    return make(**options)
+
+
 class Session:
     """The environment, and the state of its one episode."""
 
     def __init__(self, spec: str, options: dict) -> None:
-        self.env = load(spec)(**options)
+        self.env = made_env(load(spec), options)
         self.state: Any = None
+        self._loop = asyncio.new_event_loop()  # one for all calls: what init opens, step may use
 
     def call(self, name: str, *arguments: object) -> Any:
-        """What a function of the environment returns, also an async one."""
+        """The result of a function of the environment, also of an async one."""
         value = getattr(self.env, name)(*arguments)
         if inspect.isawaitable(value):
 
             async def wait() -> Any:
                 return await value
 
-            return asyncio.run(wait())
+            return self._loop.run_until_complete(wait())
         return value
 
     def answer(self, request: dict) -> Any:
@@ -108,7 +131,7 @@ def main() -> None:
     try:
         session = Session(given["env"], given["options"])
     except BaseException as error:
-        failure = f"{type(error).__name__}: {error}"[:300]
+        failure = words(error)
     while len(head := requests.read(8)) == 8:
         request = json.loads(requests.read(int.from_bytes(head, "big")))
         out: dict[str, Any] = {"error": failure}
@@ -116,7 +139,7 @@ def main() -> None:
             try:
                 out = {"value": session.answer(request)}
             except BaseException as error:  # SystemExit too: the next episode is played
-                out = {"error": f"{type(error).__name__}: {error}"[:300]}
+                out = {"error": words(error)}
         try:
             body = json.dumps(out, default=plain).encode()
         except (ValueError, TypeError, RecursionError, MemoryError) as error:

@@ -81,7 +81,7 @@ class HostWorld(NamedTuple):
     @property
     def verified(self) -> bool:
         """Whether an end that is well is known to be right."""
-        return self.env.verified
+        return self.env.extras.verified
 
     @property
     def inbox(self) -> queue.SimpleQueue[Answer]:

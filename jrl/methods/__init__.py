@@ -1,7 +1,13 @@
-"""Published methods by name. A file added to one of ``PACKAGES`` adds its decorated functions.
+"""Published methods by name: ``jrl.methods.grpo(clip_high=0.28)`` is a ``Method``.
 
->>> get_method("grpo", clip_high=0.28).min_group
+>>> import jrl
+>>> jrl.methods.grpo(clip_high=0.28).min_group
 2
+>>> jrl.methods.grpo is all_methods()["grpo"]
+True
+
+``COMMON`` lists those that practitioners use. A file added to one of ``PACKAGES`` adds its
+decorated functions.
 """
 
 from __future__ import annotations
@@ -10,22 +16,89 @@ import functools
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jrl.errors import UserError, unknown_choice
 from jrl.methods.base import Draw, GroupEditor, Method, Schedule, refill
 from jrl.methods.definition import Published, published, variant
+from jrl.methods.domains import (
+    AboveOne,
+    AtLeastOne,
+    Choice,
+    Count,
+    Flag,
+    Fraction,
+    NonNegative,
+    Positive,
+    Range,
+    Tokens,
+    Whole,
+)
 from jrl.user_code import FORMS, check_options, load, made_by, parameters_of
 
+if TYPE_CHECKING:
+    from jrl.methods.actor_critic import ppo as ppo
+    from jrl.methods.actor_critic import vapo as vapo
+    from jrl.methods.distillation import gkd as gkd
+    from jrl.methods.distillation import on_policy_distillation as on_policy_distillation
+    from jrl.methods.group_relative import dapo as dapo
+    from jrl.methods.group_relative import dr_grpo as dr_grpo
+    from jrl.methods.group_relative import grpo as grpo
+    from jrl.methods.policy_gradient import maxrl as maxrl
+    from jrl.methods.policy_gradient import reinforce as reinforce
+    from jrl.methods.policy_gradient import reinforce_plus_plus as reinforce_plus_plus
+    from jrl.methods.policy_gradient import remax as remax
+    from jrl.methods.policy_gradient import rloo as rloo
+    from jrl.methods.preference import dpo as dpo
+    from jrl.methods.preference import ipo as ipo
+    from jrl.methods.preference import orpo as orpo
+    from jrl.methods.preference import simpo as simpo
+    from jrl.methods.ratios import cispo as cispo
+    from jrl.methods.ratios import gmpo as gmpo
+    from jrl.methods.ratios import gspo as gspo
+    from jrl.methods.reward_model import bradley_terry as bradley_terry
+    from jrl.methods.reward_model import prm as prm
+    from jrl.methods.supervised import dft as dft
+    from jrl.methods.supervised import sft as sft
+
+COMMON: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "groups of completions, compared with one another": (
+            *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "gmpo"),
+        ),
+        "policy gradient with a baseline": (
+            *("reinforce", "rloo", "remax", "reinforce_plus_plus", "maxrl"),
+        ),
+        "with a value network": ("ppo", "vapo"),
+        "preference pairs": ("dpo", "ipo", "kto", "simpo", "orpo", "online_dpo"),
+        "given completions": ("sft", "dft"),
+        "distillation from a teacher": ("gkd", "on_policy_distillation"),
+        "reward models": ("bradley_terry", "prm"),
+    }
+)
+"""Group -> the methods that practitioners use first; ``jrl methods`` prints them."""
+
 __all__ = [
+    "COMMON",
+    "AboveOne",
+    "AtLeastOne",
+    "Choice",
+    "Count",
     "Draw",
+    "Flag",
+    "Fraction",
     "GroupEditor",
     "Method",
+    "NonNegative",
     "OwnMethod",
+    "Positive",
     "Published",
+    "Range",
     "Schedule",
+    "Tokens",
+    "Whole",
     "all_methods",
     "find_method",
     "get_method",
@@ -35,6 +108,28 @@ __all__ = [
     "show_method",
     "variant",
 ]
+
+
+def __getattr__(name: str) -> Published:
+    """The published method of that name, as ``jrl.methods.grpo``."""
+    # Modules of the package are asked for here before they are imported: by then the table of all
+    # methods may be half made. And no method's name begins with an underscore.
+    if not name.startswith("_") and name not in _modules():
+        method = all_methods().get(name)
+        if method is not None:
+            return method
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; `jrl methods --all`")
+
+
+def __dir__() -> list[str]:
+    """The public names and the methods in ``COMMON``."""
+    return sorted({*__all__, *(name for names in COMMON.values() for name in names)})
+
+
+@functools.cache
+def _modules() -> frozenset[str]:
+    """Names of the files of this package."""
+    return frozenset(file.name for file in pkgutil.iter_modules(__path__))
 
 
 PACKAGES = ("jrl.methods", "jrl.zoo.methods")

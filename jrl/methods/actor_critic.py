@@ -183,7 +183,7 @@ def a2c(base: Method) -> Method:
 
 @variant(ppo, without=RATIO, value_clip=None)
 def awr(base: Method, temperature: Positive = 1.0, weight_cap: Positive = 20.0) -> Method:
-    """Likelihood of the drawn tokens, weighted by the exponential of their advantages.
+    """Likelihood of the sampled tokens, weighted by the exponential of their advantages.
 
     "Advantage-Weighted Regression: Simple and Scalable Off-Policy Reinforcement Learning"
     (arXiv:1910.00177):
@@ -213,15 +213,15 @@ def in_nucleus(logprobs: Array, top_p: float, min_tokens: int = 1) -> Array:
     chex.assert_rank(logprobs, 1)
     ordered = -jnp.sort(-logprobs)
     before = jnp.cumsum(jnp.exp(ordered)) - jnp.exp(ordered)
-    kept = (before < top_p) | (jnp.arange(ordered.shape[0]) < min_tokens)
-    least = jnp.min(jnp.where(kept, ordered, jnp.inf))
+    in_set = (before < top_p) | (jnp.arange(ordered.shape[0]) < min_tokens)
+    least = jnp.min(jnp.where(in_set, ordered, jnp.inf))
     return (logprobs >= least) & (logprobs > -jnp.inf)
 
 
 def nucleus_statistics(
     top_p: float, mask_policy: str, min_tokens: int = 1
 ) -> tuple[Statistic, ...]:
-    """What ``keep_nucleus`` and ``on_nucleus`` read.
+    """Statistics read by ``keep_nucleus`` and ``on_nucleus``.
 
     Returns:
       "in_nucleus" 1 or 0 and "rollout_nucleus_logprob", both at the start of the step, and
@@ -229,8 +229,8 @@ def nucleus_statistics(
     """
 
     def inside(distributions: Stats, token: Array) -> Array:
-        kept = in_nucleus(distributions[mask_policy], top_p, min_tokens)
-        return kept[token].astype(jnp.float32)
+        nucleus = in_nucleus(distributions[mask_policy], top_p, min_tokens)
+        return nucleus[token].astype(jnp.float32)
 
     def restricted(distributions: Stats, token: Array) -> Array:
         policy = distributions["policy"]
@@ -261,30 +261,30 @@ def on_nucleus(inner: Surrogate, statistics: tuple[Statistic, ...]) -> Surrogate
     """A surrogate of ratios to the sampler, now between distributions within the nucleus."""
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        shown = stats | {
+        renamed = stats | {
             "logprobs": stats["nucleus_logprob"],
             "sampler_logprobs": stats["rollout_nucleus_logprob"],
         }
-        return inner.apply(shown, advantages, mask)
+        return inner.apply(renamed, advantages, mask)
 
-    read = frozenset[str]()
-    return Surrogate(apply, read, statistics=statistics, labels=inner.labels, on_policy=True)
+    no_needs = frozenset[str]()
+    return Surrogate(apply, no_needs, statistics=statistics, labels=inner.labels, on_policy=True)
 
 
 def against_policy(transform: Transform, name: str) -> Transform:
     """A transform that reads ``ref_logprobs``, made to read those of another frozen policy."""
     if "ref_logprobs" not in transform.needs:
         return transform
-    read = f"{name}_logprobs"
+    source = f"{name}_logprobs"
 
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
-        given = {n: x for n, x in batch.stats.items() if n == "ref_logprobs"}
-        shown = batch.replace(stats={**batch.stats, "ref_logprobs": batch.stats[read]})
-        values, shown, state = transform.apply(values, shown, state)
-        rest = {n: x for n, x in shown.stats.items() if n != "ref_logprobs"}
-        return values, shown.replace(stats={**rest, **given}), state
+        original = {n: x for n, x in batch.stats.items() if n == "ref_logprobs"}
+        renamed = batch.replace(stats={**batch.stats, "ref_logprobs": batch.stats[source]})
+        values, renamed, state = transform.apply(values, renamed, state)
+        rest = {n: x for n, x in renamed.stats.items() if n != "ref_logprobs"}
+        return values, renamed.replace(stats={**rest, **original}), state
 
-    needs = (transform.needs - {"ref_logprobs"}) | {read}
+    needs = (transform.needs - {"ref_logprobs"}) | {source}
     return transform._replace(apply=apply, needs=needs)
 
 
@@ -371,7 +371,7 @@ def retool(base: Method, correct: Positive = 1.0) -> Method:
 
 @variant(ppo, discount=0.99, kl_coef=0.005, kl_target=0.5, value_clip=None, epochs=5)
 def dsp(base: Method) -> Method:
-    """PPO on a hint that another model reads: the points are those of the other model's answer.
+    """PPO on a hint for another model: the reward is that of the other model's answer.
 
     "Guiding Large Language Models via Directional Stimulus Prompting" (arXiv:2302.11520), z being a
     hint, written by a small policy and put into the prompt of a model that is not trained:

@@ -93,6 +93,10 @@ class Published:
         self.coefficients = coefficients
         self.base = base
         self._build = build
+        # What help() and completion show: a variant's own function takes its base instead.
+        self.__signature__ = inspect.Signature(
+            [c.parameter for c in coefficients.values()], return_annotation=Method
+        )
 
     def __call__(self, **coefficients: Any) -> Method:
         """The method with these coefficients, the others at their defaults.

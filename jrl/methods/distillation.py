@@ -124,8 +124,8 @@ def adaptive_teacher(beta: float, beta2: float) -> Statistic:
         )
         weight = beta2 * 2 * distill.total_variation(dpo, reverse) + 1e-3
         # A token that one of the distributions leaves out says nothing about the direction.
-        known = jnp.isfinite(dpo) & jnp.isfinite(reverse)
-        step = jnp.where(known, dpo - jnp.where(known, reverse, 0), 0)
+        finite = jnp.isfinite(dpo) & jnp.isfinite(reverse)
+        step = jnp.where(finite, dpo - jnp.where(finite, reverse, 0), 0)
         step = jnp.clip(step, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         teacher = jax.nn.log_softmax(dpo + weight * step)
         teacher = jnp.where(jnp.isnan(dpo + reverse), jnp.nan, teacher)

@@ -1,4 +1,4 @@
-"""What a method's coefficients may be: write the domain in the signature.
+"""Domains of a method's coefficients, written in its signature.
 
     def my_method(clip: NonNegative = 0.2, rounds: Count = 1, kl_kind: KlInLoss = "k2") -> Method:
 
@@ -36,8 +36,8 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         noun = "a whole number" if self.whole else "a number"
-        bound = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
-        return f"{noun} {bound}" + ("" if self.high == math.inf else f", at most {self.high:g}")
+        limits = f"above {self.low:g}" if self.open_low else f"of at least {self.low:g}"
+        return f"{noun} {limits}" + ("" if self.high == math.inf else f", at most {self.high:g}")
 
     @property
     def example(self) -> Any:
@@ -120,6 +120,13 @@ class Coefficient(NamedTuple):
         """True when there is no default."""
         return self.default is inspect.Parameter.empty
 
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """The argument by keyword, annotated with the domain in words."""
+        kind = inspect.Parameter.KEYWORD_ONLY
+        words = f"{self.domain}{', or None' if self.optional else ''}"
+        return inspect.Parameter(self.name, kind, default=self.default, annotation=words)
+
     def check(self, method: str, value: Any) -> None:
         """Raises a UserError that names the domain when the value is outside it.
 
@@ -145,7 +152,7 @@ def coefficients_of(build: Callable[..., Any], *, skip: int = 0) -> dict[str, Co
       TypeError: for an argument that is not annotated with exactly one domain.
     """
     hints = typing.get_type_hints(build, include_extras=True)
-    found = {}
+    coefficients = {}
     parameters = inspect.signature(build).parameters
     for name, parameter in list(parameters.items())[skip:]:
         hint, optional = hints[name], False
@@ -155,5 +162,5 @@ def coefficients_of(build: Callable[..., Any], *, skip: int = 0) -> dict[str, Co
         domains = [part for part in typing.get_args(hint) if isinstance(part, Domain)]
         if len(domains) != 1:
             raise TypeError(f"{build.__name__}: annotate {name} with a domain, such as NonNegative")
-        found[name] = Coefficient(name, domains[0], parameter.default, optional)
-    return found
+        coefficients[name] = Coefficient(name, domains[0], parameter.default, optional)
+    return coefficients

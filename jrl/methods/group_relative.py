@@ -66,11 +66,11 @@ def grpo(
     weight, and its least where not the name's own) and ``off_policy_limit`` are not in the paper;
     see ``objectives.ratios``.
     """
-    held = clip(clip_low, clip_high, dual_clip)
+    rule = clip(clip_low, clip_high, dual_clip)
     named = named_correction(correction, correction_cap, correction_low)
     return against_others(
         normalised(eps, ddof),
-        ratio_loss(token, held, named, off_policy_limit),
+        ratio_loss(token, rule, named, off_policy_limit),
         regularizers=kl_term(kl_kind, kl_coef),
         epochs=epochs,
     )
@@ -179,9 +179,9 @@ def reward_parts(
     return tuple(np.moveaxis(np.asarray(rewards, np.float32), 2, 0))
 
 
-def as_first(score: np.ndarray, like: np.ndarray) -> np.ndarray:
+def as_first(score: np.ndarray, shape_source: np.ndarray) -> np.ndarray:
     """Parts [N, G, R]: the score, then zeros."""
-    return np.stack([score, *[np.zeros_like(score)] * (like.shape[2] - 1)], axis=2)
+    return np.stack([score, *[np.zeros_like(score)] * (shape_source.shape[2] - 1)], axis=2)
 
 
 @variant(grpo)
@@ -223,9 +223,10 @@ def tool_star(base: Method, bonus: NonNegative = 0.1) -> Method:
 
     def ordered(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
         form, score, used = reward_parts("tool_star", rewards, 3, "form, answer, tools used")
-        good = np.where(score > 0, score + bonus * (used > 0), score * 0)
+        correct_scores = np.where(score > 0, score + bonus * (used > 0), score * 0)
         return as_first(
-            np.where(form > 0, good, np.where(np.isnan(form + score), np.nan, -1)), rewards
+            np.where(form > 0, correct_scores, np.where(np.isnan(form + score), np.nan, -1)),
+            rewards,
         )
 
     return base.with_(rewards=ordered)
@@ -245,9 +246,9 @@ def zerosearch(base: Method) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i)
                                              - beta k3_t]
 
-    over drawn tokens: documents are read and not trained on. ``zoo.envs.named.zero_search`` is the
-    search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``), groups of 5
-    and p from 0 to 0.5 are the released scripts'; the paper trains as well with
+    over drawn tokens: documents are read and not trained on. ``zoo.envs.zero_search.zero_search``
+    is the search, with the model behind an endpoint and ``reward = "f1"``. beta (``kl_coef``),
+    groups of 5 and p from 0 to 0.5 are the released scripts'; the paper trains as well with
     ``reinforce_plus_plus`` and ``ppo`` in the same environment. Departures: a mean over the batch's
     tokens, where the code takes that of each microbatch.
     """
@@ -256,7 +257,7 @@ def zerosearch(base: Method) -> Method:
 
 @variant(grpo, clip_high=0.28)
 def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
-    """GRPO of whole consultations, each worth what its turns were paid, with an entropy bonus.
+    """GRPO of complete consultations, scored by the rewards of their turns, with an entropy bonus.
 
     "DoctorAgent-RL: A Multi-Agent Collaborative Reinforcement Learning System for Multi-Turn
     Clinical Dialogue" (arXiv:2505.19630). A doctor asks a patient, another model, and a turn earns
@@ -268,12 +269,13 @@ def doctoragent_rl(base: Method, entropy_coef: NonNegative = 0.001) -> Method:
         loss = -1/(sum_i |o_i|) sum_i sum_t [min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.28) A_i)
                                              + c H_t]
 
-    over drawn tokens, H_t the policy's entropy. ``zoo.envs.named.consultation`` is the environment;
-    it draws each group's number of turns, 2 to 10, and tells the doctor. c (``entropy_coef``), the
-    bounds, groups of 8 and no divergence from a reference are the released script's, which begins
-    with supervised training. Departures: a mean over the batch's tokens, where the code takes that
-    of each microbatch; the code clips twice, at 3 (``dual_clip``), and draws a number of turns for
-    each episode, where here the members of a group share one, as they are compared.
+    over drawn tokens, H_t the policy's entropy. ``zoo.envs.players.consultation`` is the
+    environment; it draws each group's number of turns, 2 to 10, and tells the doctor. c
+    (``entropy_coef``), the bounds, groups of 8 and no divergence from a reference are the released
+    script's, which begins with supervised training. Departures: a mean over the batch's tokens,
+    where the code takes that of each microbatch; the code clips twice, at 3 (``dual_clip``), and
+    draws a number of turns for each episode, where here the members of a group share one, as they
+    are compared.
     """
     bonus = () if is_zero(entropy_coef) else (regularizers.entropy_bonus(entropy_coef),)
     return base.with_(aggregate=aggregates.token_mean).plus(*bonus)

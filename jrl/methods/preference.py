@@ -13,7 +13,7 @@ Relatives of DPO inherit its coefficients: ``loss``, ``label_smoothing``, ``min_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 import jax
@@ -24,9 +24,16 @@ from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
 from jrl.objectives import aggregates, comparisons, pairs
 from jrl.objectives.comparisons import START, extremes, start_log_ratio, sums, write
-from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.members import GroupLoss, over_group
-from jrl.objectives.pairs import Reward, Side, sigmoid, softplus
+from jrl.objectives.pairs import (
+    PAIR_LOSSES,
+    Reward,
+    Side,
+    odds_ratio_loss,
+    reward_loss,
+    sigmoid,
+    softplus,
+)
 from jrl.objectives.transforms import stateless
 from jrl.types import Array, Batch, Objective, Surrogate, Transform
 
@@ -40,35 +47,7 @@ Steps = Annotated[int, Range(0, whole=True)]
 
 # ---------------------------------------------------------------- DPO
 
-
-def _discopop(a: Array, b: Array, noise: Any) -> Array:
-    share = sigmoid((a - b) / 0.05)
-    exponential = jnp.exp(-jnp.clip(a - b, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return (1 - share) * softplus(b - a) + share * exponential
-
-
-def _hinge(a: Array, b: Array, noise: Any) -> Array:
-    right, wrong = jnp.maximum(0, 1 - (a - b)), jnp.maximum(0, 1 + (a - b))
-    return (1 - noise) * right + noise * wrong
-
-
-LOSSES: dict[str, Callable[[Array, Array, Any], Array]] = {
-    "sigmoid": pairs.logistic,
-    "hinge": _hinge,
-    "ipo": lambda a, b, noise: jnp.square(a - b - 0.5),
-    "nca": lambda a, b, noise: softplus(-a) + softplus(a) / 2 + softplus(b) / 2,
-    "discopop": _discopop,
-    "apo_zero": lambda a, b, noise: sigmoid(-a) + sigmoid(b),
-    "apo_down": lambda a, b, noise: sigmoid(a) + sigmoid(b - a),
-}
-"""Losses of ``dpo`` by name, of (a, b, label_smoothing); "ipo" is still to be divided by beta^2."""
-PairLossName = Annotated[str, Choice(tuple(LOSSES))]
-
-
-def reward_loss(name: str, beta: float, noise: float = 0.0) -> Callable[[Array, Array], Array]:
-    """The loss of ``dpo`` by name, as a function of the two implicit rewards (a, b)."""
-    scale = beta**2 if name == "ipo" else 1.0
-    return lambda a, b: LOSSES[name](a, b, noise) / scale
+PairLossName = Annotated[str, Choice(tuple(PAIR_LOSSES))]
 
 
 def dpo_loss(
@@ -81,7 +60,7 @@ def dpo_loss(
     """The loss of ``dpo`` by name, as a function of the two sides.
 
     Args:
-      name: of ``LOSSES``.
+      name: of ``PAIR_LOSSES``.
       beta: per unit of ``of``.
       noise: ``label_smoothing``.
       of: what of a side times beta is its implicit reward.
@@ -264,21 +243,6 @@ def cpo(
     return base.with_(surrogate=pairs.pair(with_likelihood, lambda side: beta * side.logprob, ()))
 
 
-def log_odds(mean: Array) -> Array:
-    """log(p / (1 - p)) of p = exp(mean), held where p is within 1e-6 of 1.
-
-    Args:
-      mean: [] nats, the mean log-probability of a completion's tokens.
-    """
-    mean = jnp.minimum(mean, -1e-6)
-    # Two forms of log(1 - exp(mean)), each where it loses no digits; the argument of the one that
-    # is not taken stays in its domain, or its gradient would be NaN.
-    near = mean > -0.6931472
-    small, large = jnp.where(near, mean, -0.5), jnp.where(near, -1.0, mean)
-    complement = jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
-    return mean - complement
-
-
 @published
 def orpo(lambda_: NonNegative = 0.1, min_gap: NonNegative = 0.0) -> Method:
     """Supervised learning of the chosen completion plus a penalty on the odds of the rejected one.
@@ -293,8 +257,7 @@ def orpo(lambda_: NonNegative = 0.1, min_gap: NonNegative = 0.0) -> Method:
     """
 
     def loss(chosen: Side, rejected: Side) -> Array:
-        odds = log_odds(chosen.mean) - log_odds(rejected.mean)
-        return -chosen.mean + lambda_ * softplus(-odds)
+        return odds_ratio_loss(chosen.mean, rejected.mean, lambda_)
 
     return pair_method(loss, lambda side: lambda_ * side.mean, (), min_gap)
 
@@ -336,16 +299,16 @@ def quantile_shift(paired: bool) -> Transform:
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         best, worst = extremes(scores, batch)
-        here = best.any(axis=1) & worst.any(axis=1)
+        has_both = best.any(axis=1) & worst.any(axis=1)
 
         def gather(values: Array, at: Array) -> Array:
             return jnp.where(at, values, 0).sum(axis=1)
 
         def same_rank(values: Array, others: Array) -> Array:
             """[N, 1]: the others' value of each value's rank; groups without a pair sort last."""
-            order = jnp.argsort(jnp.argsort(jnp.where(here, values, jnp.inf)))
-            matched = jnp.sort(jnp.where(here, others, jnp.inf))[order]
-            return jnp.expand_dims(jnp.where(here, matched, 0), 1)
+            order = jnp.argsort(jnp.argsort(jnp.where(has_both, values, jnp.inf)))
+            matched = jnp.sort(jnp.where(has_both, others, jnp.inf))[order]
+            return jnp.expand_dims(jnp.where(has_both, matched, 0), 1)
 
         if paired:
             policy, ref = sums("proximal_logprobs", batch), sums("ref_logprobs", batch)
@@ -365,7 +328,7 @@ def aot(
     beta: Positive,
     pairing: Annotated[str, Choice(("paired", "unpaired"))] = "paired",
 ) -> Method:
-    """DPO on quantiles: log-ratios of the whole batch are sorted before they are compared.
+    """DPO on quantiles: log-ratios of the batch are sorted before they are compared.
 
     AOT of "Distributional Preference Alignment of LLMs via Optimal Transport" (arXiv:2406.05882)
     with the logistic loss, sums over the n pairs of the batch, x_(i) the i-th smallest:

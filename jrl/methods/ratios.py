@@ -40,7 +40,7 @@ CLIPS = ("clip_low", "clip_high", "dual_clip")
 
 @variant(grpo, clip_low=3e-4, clip_high=4e-4)
 def gspo(base: Method) -> Method:
-    """GRPO with one ratio a completion: the geometric mean of its tokens' ratios, clipped.
+    """GRPO with one ratio per completion: the geometric mean of its tokens' ratios, clipped.
 
     "Group Sequence Policy Optimization" (arXiv:2507.18071):
 
@@ -170,7 +170,7 @@ def vespo(
     power_negative: NonNegative = 3.0,
     rate_negative: Positive = 2.0,
 ) -> Method:
-    """REINFORCE weighted by a smooth kernel of the whole completion's importance weight.
+    """REINFORCE weighted by a smooth kernel of the completion's importance weight.
 
     "VESPO: Variational Sequence-level Soft Policy Optimization for Off-Policy LLM Training"
     (arXiv:2602.10693):
@@ -213,7 +213,7 @@ def dppo_tv(
 def dppo_kl(
     base: Method, limit_low: NonNegative, limit_high: NonNegative, weight_cap: AtLeastOne
 ) -> Method:
-    """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the drawn token, in nats.
+    """``dppo_tv`` with the divergence KL((q, 1 - q) || (p, 1 - p)) of the sampled token, in nats.
 
     DPPO-Binary-KL, of the paper of ``dppo_tv``, with its departures.
     """
@@ -273,22 +273,22 @@ def smoothed_standard(slots: int, eps: float = 1e-6, ddof: int = 1) -> Transform
         if ids is None:
             return now, batch, table
         before, _ = prompt_table.read(table, ids, BLANK)
-        known = _with_these(values, batch.members, ids, before)
-        spread = jnp.sqrt(known["squares"] / jnp.maximum(known["count"] - ddof, 1))
-        ever = (values - known["mean"][:, None]) / (spread[:, None] + eps)
+        statistics = _with_these(values, batch.members, ids, before)
+        spread = jnp.sqrt(statistics["squares"] / jnp.maximum(statistics["count"] - ddof, 1))
+        ever = (values - statistics["mean"][:, None]) / (spread[:, None] + eps)
         ever = jnp.where(batch.members, ever, 0)
-        visit = jnp.maximum(known["visits"], 1)[:, None]
+        visit = jnp.maximum(statistics["visits"], 1)[:, None]
         mostly_now = ((visit - 1) * now + ever) / visit
         mostly_ever = (now + (visit - 1) * ever) / visit
         nearer = jnp.abs(mostly_now) < jnp.abs(mostly_ever)
-        table = prompt_table.write(table, ids, known, batch.members.any(axis=1))
+        table = prompt_table.write(table, ids, statistics, batch.members.any(axis=1))
         return jnp.where(nearer, mostly_now, mostly_ever), batch, table
 
     return Transform(init=lambda: prompt_table.empty(slots, BLANK), apply=apply)
 
 
 def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict:
-    """What is known of each prompt once the batch's scores are counted; [N] each.
+    """The running statistics of each prompt, updated with the batch's scores; [N] each.
 
     Rows of one prompt are counted together and get the same numbers.
     """
@@ -300,14 +300,14 @@ def _with_these(values: Array, members: Array, ids: Array, before: dict) -> dict
         jnp.max(x, axis=1, where=members, initial=-jnp.inf)
         for x in (segments.count(seg), mean, squares)
     )
-    seen = members.any(axis=1)
-    count, mean, squares = (jnp.where(seen, x, 0) for x in (count, mean, squares))
+    visited = members.any(axis=1)
+    count, mean, squares = (jnp.where(visited, x, 0) for x in (count, mean, squares))
     total = before["count"] + count
     # The parallel form of Welford's update: exact when the two means are equal.
     step = mean - before["mean"]
     share = count / jnp.maximum(total, 1)
     return {
-        "visits": before["visits"] + seen,
+        "visits": before["visits"] + visited,
         "count": total,
         "mean": before["mean"] + step * share,
         "squares": before["squares"] + squares + jnp.square(step) * before["count"] * share,

@@ -25,7 +25,7 @@ from jrl.types import Array, Batch, Objective, Stats, Surrogate, Transform
 
 
 def last_value(group: Members) -> Array:
-    """[G] points: the value at each member's last trained token."""
+    """[G] the value at each member's last trained token."""
     return group.last("values")
 
 
@@ -61,7 +61,7 @@ def bradley_terry(
 
 @published
 def plackett_luce() -> Method:
-    """The likelihood of a whole ranking: each completion drawn before all those below it.
+    """The likelihood of a complete ranking: each completion is chosen before all those below it.
 
     "The Analysis of Permutations" (Plackett, 1975; not on arXiv):
 
@@ -109,16 +109,16 @@ def step_ends() -> Transform:
 
         def ends(step: Array, live: Array) -> Array:
             def look(later: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-                label, here = now
-                end = here & (label != later)
-                return jnp.where(here, label, later), end
+                label, is_live = now
+                end = is_live & (label != later)
+                return jnp.where(is_live, label, later), end
 
             none = jnp.full((), jnp.iinfo(jnp.int32).min, jnp.int32)
             return jax.lax.scan(look, none, (step, live), reverse=True)[1]
 
         end = jax.vmap(jax.vmap(ends))(segments.step_ids(batch), live)
-        whole = jnp.broadcast_to(scores[:, :, None], live.shape)
-        labels = jnp.clip(batch.stats.get("step_labels", whole), 0, 1)
+        sequence_labels = jnp.broadcast_to(scores[:, :, None], live.shape)
+        labels = jnp.clip(batch.stats.get("step_labels", sequence_labels), 0, 1)
         return labels, batch.replace(mask=batch.mask & end)
 
     return stateless(apply)
@@ -165,8 +165,8 @@ def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
 
     def on(value: Array, now: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         reward, start, distance = now
-        moved = jnp.maximum(value + (1 - value) / (distance + 1) * reward, 0)
-        value = jnp.where(start, moved, value)
+        updated = jnp.maximum(value + (1 - value) / (distance + 1) * reward, 0)
+        value = jnp.where(start, updated, value)
         return value, value
 
     first = segments.at_step_start(rewards, steps, mask)
@@ -176,7 +176,7 @@ def quality_values(rewards: Array, steps: Array, mask: Array) -> Array:
 
 
 def step_qualities() -> Transform:
-    """``step_ends``, with the labels r turned into ``quality_values`` of 2 r - 1."""
+    """``step_ends``, with the labels r mapped to ``quality_values`` of 2 r - 1."""
     ends = step_ends()
 
     def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:

@@ -59,8 +59,8 @@ def sft(weigh: Weigh = "tokens") -> Method:
     means instead; the paper does not say which it uses.
     """
     mean = aggregates.token_mean if weigh == "tokens" else aggregates.sequence_mean
-    given = Draw(demonstrations=1, own=False)
-    return Method(Objective(transforms.identity(), ratios.nll(), mean), draw=given)
+    draw = Draw(demonstrations=1, own=False)
+    return Method(Objective(transforms.identity(), ratios.nll(), mean), draw=draw)
 
 
 @variant(sft)
@@ -131,7 +131,7 @@ def one_token_rollout(wrong: float, temperature: float) -> Statistic:
 
 @variant(sft, weigh="sequences")
 def otr(base: Method, beta: BelowOne = -0.1, temperature: Positive = 1.3) -> Method:
-    """At every given token: policy gradient on one token drawn in its place, right or wrong.
+    """At every data token: policy gradient on one token sampled in its place, right or wrong.
 
     "One-Token Rollout: Guiding Supervised Fine-Tuning of LLMs with Policy Gradient"
     (arXiv:2509.26313). With the given prefix, a token a drawn from the policy's distribution q at a
@@ -341,10 +341,10 @@ def nft_loss(level: str, floor: float) -> Surrogate:
         ratio = bounded_exp(log_ratio)
         rate = stats["pass_rate"]
         rest = (1 - rate * ratio) / (1 - rate)
-        held = jax.lax.stop_gradient(jnp.maximum(rest, floor))
+        bounded = jax.lax.stop_gradient(jnp.maximum(rest, floor))
         # The value of log(held) with the gradient of rest / held: exact, where adding and taking
         # away a large number again would round.
-        negative = -(jnp.log(held) + (rest - jax.lax.stop_gradient(rest)) / held)
+        negative = -(jnp.log(bounded) + (rest - jax.lax.stop_gradient(rest)) / bounded)
         losses = jnp.where(advantages < 0, -advantages * negative, -advantages * log_ratio)
         return losses, {"ratio": ratio, "negative_floor": (rest < floor).astype(jnp.float32)}
 
@@ -407,9 +407,9 @@ def outcome_cross_entropy(
         loss = label * jax.nn.softplus(-psi) + (1 - label) * jax.nn.softplus(psi)
         if balanced:
             right = label.sum()
-            own = jnp.where(label > 0.5, right, count - right)
+            same_label = jnp.where(label > 0.5, right, count - right)
             mixed = (right > 0) & (right < count)
-            loss = loss * jnp.where(mixed, count / jnp.maximum(2 * own, 1), 1)
+            loss = loss * jnp.where(mixed, count / jnp.maximum(2 * same_label, 1), 1)
         # Times 0 rather than replaced by it, so that a NaN is kept.
         total = jnp.where(live, loss, 0).sum() * (count > 1) / jnp.maximum(count, 1)
         return total, {"predicted_outcome": jax.nn.sigmoid(psi)}

@@ -32,13 +32,13 @@ MOST_ITEMS = 100_000
 """Of a list, as Jinja's own range allows."""
 
 MOST_WORKED = 1_000_000
-"""Characters of a text that a filter takes apart or rewrites letter by letter."""
+"""Maximum characters of a text for filters that process it letter by letter."""
 
 MOST_INDENT = 16
 """Characters that tojson puts before each level."""
 
 MOST_SECONDS = 5.0
-"""Of one conversation; usual ones take a thousandth of a second."""
+"""Time limit of one conversation; typical ones take a millisecond."""
 
 
 class _Beyond(Exception):
@@ -112,16 +112,16 @@ def render(template: str, variables: Mapping[str, Any], source: str) -> str:
         return text
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
-        said = f"it writes {half}, half of a character (a lone surrogate)"
+        problem = f"it writes {half}, half of a character (a lone surrogate)"
     except jinja2.TemplateSyntaxError as error:
-        said = f"line {error.lineno}: {error}"
+        problem = f"line {error.lineno}: {error}"
     except (jinja2.TemplateError, _Beyond) as error:
-        said = str(error)
+        problem = str(error)
     except MemoryError:
-        said = "it needs more memory than there is"
+        problem = "it needs more memory than there is"
     except Exception as error:  # what Python's operators raise: dividing by 0, text plus number
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-    first = said.partition("\n")[0]
+        problem = f"{type(error).__name__}: {str(error)[:200]}"
+    first = problem.partition("\n")[0]
     raise UserError(f"the chat template of {source} says: {first}")
 
 
@@ -174,7 +174,7 @@ def _size(value: Any) -> int:
 
 
 def _flat(value: Any) -> list[Any]:
-    """What a value holds, at any depth; of a table its values."""
+    """All values nested in a value, at any depth; of a mapping its values."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -305,9 +305,9 @@ def _checked_filter(name: str, usual: Any) -> Any:
 
     @functools.wraps(usual)  # with the marks that say what Jinja passes first
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = args[1:] if getattr(usual, "jinja_pass_arg", None) else args
-        if given:
-            _check_result(name, given[0], (*given[1:], *kwargs.values()))
+        values = args[1:] if getattr(usual, "jinja_pass_arg", None) else args
+        if values:
+            _check_result(name, values[0], (*values[1:], *kwargs.values()))
         return usual(*args, **kwargs)
 
     return checked

@@ -14,7 +14,7 @@ import jax
 from jrl.types import Array
 
 _LINE = 8
-"""Groups up to this size are taken to be a line."""
+"""Groups up to this size are assumed to form a line."""
 
 
 def sum_scattered(x: Array, axis: str, dim: int) -> Array:
@@ -34,7 +34,7 @@ def gathered(x: Array, axis: str, dim: int) -> Array:
 
 
 def _steps(n: int) -> list[list[list[int]] | None]:
-    """The groups of each step of a sum over n devices, of which device i keeps part i.
+    """The groups of each step of a reduce-scatter over n devices; device i keeps part i.
 
     First those that keep one block of parts apart, then those inside of a block.
 

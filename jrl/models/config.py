@@ -21,7 +21,7 @@ ROPE_SCALINGS = ("linear", "llama3", "none")
 
 
 class Rope(NamedTuple):
-    """How one layer rotates its queries and keys; ``theta`` 0 means that it does not.
+    """Rotary embedding of one layer; ``theta`` 0 means none.
 
     Attributes:
       theta: base of the wavelengths.
@@ -174,28 +174,28 @@ class ModelConfig:
     @functools.cached_property
     def ropes(self) -> tuple[Rope, ...]:
         """Each layer's rotation."""
-        far = Rope(self.rope_theta, self.rope_scaling)  # without numbers that nothing reads
+        global_rope = Rope(self.rope_theta, self.rope_scaling)  # without numbers that nothing reads
         if self.rope_scaling != "none":
-            far = far._replace(factor=self.rope_factor)
+            global_rope = global_rope._replace(factor=self.rope_factor)
         if self.rope_scaling == "llama3":
-            far = far._replace(
+            global_rope = global_rope._replace(
                 low_freq_factor=self.rope_low_freq_factor,
                 high_freq_factor=self.rope_high_freq_factor,
                 original_length=self.rope_original_length,
             )
-        near = far
+        local_rope = global_rope
         if self.rope_local_theta is not None:
             scaling = "none" if self.rope_local_factor == 1.0 else "linear"
-            near = Rope(self.rope_local_theta, scaling, self.rope_local_factor)
+            local_rope = Rope(self.rope_local_theta, scaling, self.rope_local_factor)
         rotates = _cycle(self.rope_pattern, self.layers)
         return tuple(
-            (far if window is None else near) if rotate else NO_ROPE
+            (global_rope if window is None else local_rope) if rotate else NO_ROPE
             for rotate, window in zip(rotates, self.windows, strict=True)
         )
 
     @functools.cached_property
     def sparse(self) -> tuple[bool, ...]:
-        """Which layers route their tokens to experts."""
+        """Whether each layer routes its tokens to experts."""
         if not self.experts:
             return (False,) * self.layers
         return _cycle(self.expert_pattern, self.layers)
@@ -227,8 +227,8 @@ def _check_type(name: str, value: object, kind: str) -> None:
     kind = kind.removesuffix(" | None")
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if kind == "int":
-        whole = is_number and isinstance(value, numbers.Integral)
-        _require(name, value, whole, "a whole number")
+        is_integer = is_number and isinstance(value, numbers.Integral)
+        _require(name, value, is_integer, "a whole number")
         _require(name, value, abs(int(value)) < 2**31, "at most 2147483647")  # type: ignore[call-overload]
     elif kind == "float":
         _require(name, value, is_number, "a number")
@@ -237,8 +237,8 @@ def _check_type(name: str, value: object, kind: str) -> None:
     elif kind == "bool":
         _require(name, value, isinstance(value, bool), "true or false")
     else:
-        listed = isinstance(value, tuple | list) and all(isinstance(v, bool) for v in value)
-        _require(name, value, listed, "a list of true and false")
+        is_bools = isinstance(value, tuple | list) and all(isinstance(v, bool) for v in value)
+        _require(name, value, is_bools, "a list of true and false")
 
 
 def _require(name: str, value: object, holds: bool, remedy: str) -> None:

@@ -34,9 +34,9 @@ VERY_FEW = 8
 """Rows up to which such a product is left to YNNPACK, if the weights are ``MANY`` numbers."""
 MANY = 2**16
 LARGE = 2**24
-"""Multiplications from which a product of many rows is worth the choice."""
+"""Multiplications from which choosing the operand order of a product pays."""
 REORDERED = 2**18
-"""Numbers in an operand of a gradient that make the order of the operands worth the choice."""
+"""Numbers in an operand of a gradient from which choosing the order pays."""
 WIDE = 2**12
 """Columns from which a matrix is better the first operand of a sum over rows."""
 
@@ -46,8 +46,8 @@ def tuned(dtype: Any) -> bool:
 
     Floats shorter than float32 are widened, as they are for any product on a CPU.
     """
-    short = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 4
-    return short and platform() == "cpu" and not divided()
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 4
+    return narrow and platform() == "cpu" and not divided()
 
 
 def time_follows_rows() -> bool:
@@ -65,13 +65,13 @@ def gradient_einsum(spec: str, a: Array, b: Array) -> Array:
     """The einsum in float32, with operands ordered to need the fewest transposes."""
     left, right, out = _letters(spec)
     swapped = f"{right},{left}->{out}"
-    for found in (_large(spec, a, b), _large(swapped, b, a)):
-        if found is not None:
-            return found
+    for product in (_large(spec, a, b), _large(swapped, b, a)):
+        if product is not None:
+            return product
     if max(a.size, b.size) < REORDERED:
         return _plain(spec, a, b)
-    if (found := _sum_over_rows(spec, a, b)) is not None:
-        return found
+    if (product := _sum_over_rows(spec, a, b)) is not None:
+        return product
     if a.dtype != jnp.float32:
         return _plain(spec, a, b)
     size = dict(zip(left + right, a.shape + b.shape, strict=True))
@@ -81,8 +81,8 @@ def gradient_einsum(spec: str, a: Array, b: Array) -> Array:
     if other[0] < straight[0]:
         left, right, a, b, straight = right, left, b, a, other
     # Without the barrier XLA would fold the last transpose into the product, and copy an operand.
-    made = jax.lax.optimization_barrier(_plain(f"{left},{right}->{straight[1]}", a, b))
-    return jnp.einsum(f"{straight[1]}->{out}", made)
+    straight_product = jax.lax.optimization_barrier(_plain(f"{left},{right}->{straight[1]}", a, b))
+    return jnp.einsum(f"{straight[1]}->{out}", straight_product)
 
 
 class WeightFirst(struct.PyTreeNode, Factored):
@@ -111,8 +111,8 @@ class WeightFirst(struct.PyTreeNode, Factored):
         w_nk, x_mk = w.reshape(math.prod(outputs), -1), x.reshape(math.prod(rows), -1)
         if 1 < x_mk.shape[0] <= FEW and tuned(x.dtype):
             # Without the barriers XLA would fold the transposes into the product.
-            still = jax.lax.optimization_barrier
-            out = still(_weight_first(w_nk, still(x_mk.T))).T
+            barrier = jax.lax.optimization_barrier
+            out = barrier(_weight_first(w_nk, barrier(x_mk.T))).T
         else:
             out = _plain("mk,nk->mn", x_mk, w_nk)
         return out.reshape(*rows, *outputs).astype(dtype or x.dtype)
@@ -182,9 +182,9 @@ def matrices(spec: str) -> tuple[str, str, str] | None:
 
 def _large(spec: str, x: Array, w: Array) -> Array | None:
     """``einsum(spec, x, w)`` if it is one large product of two matrices; else None."""
-    if (found := matrices(spec)) is None:
+    if (roles := matrices(spec)) is None:
         return None
-    rows, summed, columns = found
+    rows, summed, columns = roles
     m = math.prod(x.shape[: len(rows)])
     k = x.size // max(m, 1)
     n = w.size // max(k, 1)
@@ -214,21 +214,21 @@ def _sum_over_rows(spec: str, a: Array, b: Array) -> Array | None:
         return None
     rows, columns = left.removeprefix(lead), right.removeprefix(lead)
     size = dict(zip(left + right, a.shape + b.shape, strict=True))
-    many, count = (math.prod(size[x] for x in axes) for axes in (batch, summed))
-    a_srm, b_srn = (x.reshape(many, count, -1).astype(jnp.float32) for x in (a, b))
+    batches, count = (math.prod(size[x] for x in axes) for axes in (batch, summed))
+    a_srm, b_srn = (x.reshape(batches, count, -1).astype(jnp.float32) for x in (a, b))
     m, n = a_srm.shape[2], b_srn.shape[2]
     # The narrower one first takes up to a third less time; where one is very wide, a tenth more.
     if (m <= n) == (max(m, n) < WIDE):
-        natural, made = batch + rows + columns, jnp.einsum("srm,srn->smn", a_srm, b_srn)
+        natural, product = batch + rows + columns, jnp.einsum("srm,srn->smn", a_srm, b_srn)
     else:
-        natural, made = batch + columns + rows, jnp.einsum("srn,srm->snm", b_srn, a_srm)
+        natural, product = batch + columns + rows, jnp.einsum("srn,srm->snm", b_srn, a_srm)
     # Without the barrier XLA would fold the transpose into the product, and copy an operand.
-    made = made if natural == out else jax.lax.optimization_barrier(made)
-    return jnp.einsum(f"{natural}->{out}", made.reshape([size[x] for x in natural]))
+    product = product if natural == out else jax.lax.optimization_barrier(product)
+    return jnp.einsum(f"{natural}->{out}", product.reshape([size[x] for x in natural]))
 
 
 def _transposed(spec: str, size: Mapping[str, int]) -> tuple[int, str]:
-    """How many numbers a product in this order of operands transposes, and its own result's axes.
+    """The number of elements transposed in this order of operands, and the axes of its result.
 
     XLA's products want the summed axes last in the first operand and first in the second, and give
     the free axes of the first one before those of the second.
@@ -239,5 +239,5 @@ def _transposed(spec: str, size: Mapping[str, int]) -> tuple[int, str]:
     rows = "".join(x for x in left if x not in right)
     columns = "".join(x for x in right if x not in left)
     natural = batch + rows + columns
-    wanted = (left, batch + rows + summed), (right, batch + summed + columns), (out, natural)
-    return sum(math.prod(size[x] for x in has) for has, wants in wanted if has != wants), natural
+    layouts = (left, batch + rows + summed), (right, batch + summed + columns), (out, natural)
+    return sum(math.prod(size[x] for x in has) for has, wants in layouts if has != wants), natural

@@ -51,7 +51,7 @@ from jrl.models.weights import Factored, WeightSpec, weights
 from jrl.types import Array, Cache, Params
 
 AXES = {"k": 2, "v": 2, "k_scale": 3, "v_scale": 3, "experts": 1}
-"""Which axis of a cache's arrays its columns are."""
+"""The column axis of a cache's arrays."""
 
 
 def prepare(params: Params, *, config: ModelConfig, gather: bool = True) -> Any:
@@ -191,7 +191,7 @@ def extend(
     x_sqd = embed(config, weights, tokens, divided=False)
     # Masks and rotations are the same in all layers of a kind, and made once.
     views = {window: cache_views(cache, positions, live, window) for window in set(config.windows)}
-    found, rotation_ids = rotations(config, positions)
+    tables, rotation_ids = rotations(config, positions)
     attention = cached_attention(options.attention, config)
     put = cache_writer(options.attention, config)
     entries: list[tuple] = []
@@ -200,16 +200,16 @@ def extend(
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, tuple]:
             parts, pieces = [], []
             for view in views:
-                held = view.arrays(cache, i)
+                entries = view.arrays(cache, i)
                 if view.columns is not None:
                     # Written before it is read, so that a token sees itself.
-                    held = put(held, {"k": k, "v": v}, view.columns, live, column=view.column)
-                    held = {
-                        n: constrain(a, "batch", "kv_heads", None, None) for n, a in held.items()
+                    entries = put(entries, {"k": k, "v": v}, view.columns, live, column=view.column)
+                    entries = {
+                        n: constrain(a, "batch", "kv_heads", None, None) for n, a in entries.items()
                     }
-                    pieces.append(held)
-                scales = held.get("k_scale"), held.get("v_scale")
-                parts.append(Part(held["k"], held["v"], view.mask, view.reached, *scales))
+                    pieces.append(entries)
+                scales = entries.get("k_scale"), entries.get("v_scale")
+                parts.append(Part(entries["k"], entries["v"], view.mask, view.reached, *scales))
             if fresh is not None:
                 return fresh(q, k, v, config.windows[i] or int(NO_WINDOW)), tuple(pieces)
             same = views[0].column is not None
@@ -219,7 +219,7 @@ def extend(
 
     # Unrolled: a scan over layers would copy the cache of each out of a stack and back.
     for i, window in enumerate(config.windows):
-        mix, rotation = bind_cache(i, views[window]), found[rotation_ids[i]]
+        mix, rotation = bind_cache(i, views[window]), tables[rotation_ids[i]]
         x_sqd, new, routing = block(
             config, weights["layers"][i], x_sqd, live, rotation, mix, None, options
         )
@@ -240,7 +240,7 @@ def fill(
     config: ModelConfig,
     options: Options = PLAIN,
 ) -> Cache:
-    """``extend`` of an empty cache by whole rows; see ``types.NetworkExtras.fill``."""
+    """``extend`` of an empty cache by complete rows; see ``types.NetworkExtras.fill``."""
     n, p = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(p, dtype=jnp.int32), (n, p))
     live = positions < lengths[:, None]
@@ -278,8 +278,8 @@ def init_cache(
         length = tiles * SHORTEST
         # The kernel that reads finds what is in use by itself, so that one piece does, unless the
         # rows are too many for its tables.
-        alone = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
-        pieces = 1 if alone else max(n for n in range(1, pieces + 1) if tiles % n == 0)
+        one_piece = reads_in_one_piece(attention, rows // parts_of("batch", rows), length)
+        pieces = 1 if one_piece else max(n for n in range(1, pieces + 1) if tiles % n == 0)
 
     def empty(*shape: int) -> Array:
         zeros = jnp.zeros((rows, config.kv_heads, *shape), jnp.dtype(config.dtype))
@@ -295,7 +295,7 @@ def init_cache(
 
 
 class View(NamedTuple):
-    """How queries look at one piece of a cache: the same in all layers with one window.
+    """View of one piece of a cache, shared by all layers with the same window.
 
     Attributes:
       piece: which piece of the rows' own arrays; None for the prefix.
@@ -317,7 +317,7 @@ class View(NamedTuple):
 
 
 def cache_views(cache: Cache, positions: Array, live: Array, window: int | None) -> list[View]:
-    """How queries at these positions [S, Q] look at each piece, and at the prefix, last."""
+    """The views of queries at these positions [S, Q] on each piece, and on the prefix, last."""
     reach = NO_WINDOW if window is None else np.int32(window)
     offsets = cache.offsets()[:, None]
     # Several tokens at once go to several columns, which one slice cannot write.
@@ -347,20 +347,20 @@ def cache_views(cache: Cache, positions: Array, live: Array, window: int | None)
 # ---------------------------------------------------------------- writing
 
 
-def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array]]:
+def cache_writer(attention: str, config: ModelConfig) -> Callable[..., dict[str, Array]]:
     """``write`` as a model does it, by the kernel for TPUs where there is one.
 
     Args:
-      how: one of ``choice.ATTENTION``.
+      attention: one of ``choice.ATTENTION``.
       config: the model.
     """
-    if not caches_in_tiles(how):
+    if not caches_in_tiles(attention):
         return write
     from jrl.models.attention.cache_write import takes, write_columns  # Pallas is slow to import
 
-    def kernel(held: dict[str, Array], new: dict[str, Array], columns: Array) -> dict[str, Array]:
-        entries = entries_of(held, new)
-        return write_columns(held, entries, columns, axes=AXES, interpret=platform() != "tpu")
+    def kernel(stored: dict[str, Array], new: dict[str, Array], columns: Array) -> dict[str, Array]:
+        entries = entries_of(stored, new)
+        return write_columns(stored, entries, columns, axes=AXES, interpret=platform() != "tpu")
 
     def put(
         old: dict[str, Array], new: dict[str, Array], columns: Array, live: Array, **where: Any
@@ -372,9 +372,9 @@ def cache_writer(how: str, config: ModelConfig) -> Callable[..., dict[str, Array
         if several or not takes(old):
             return write(old, new, columns, live, **where)
         spec = PartitionSpec(batch, mesh_axes("kv_heads", config.kv_heads))
-        kept = {name: x for name, x in old.items() if x.ndim == 4}
-        specs = dict.fromkeys(kept, spec), dict.fromkeys(new, spec), PartitionSpec(batch)
-        return by_device(kernel, specs, kept, new, jnp.where(live, columns, -1)[:, 0])
+        stored = {name: x for name, x in old.items() if x.ndim == 4}
+        specs = dict.fromkeys(stored, spec), dict.fromkeys(new, spec), PartitionSpec(batch)
+        return by_device(kernel, specs, stored, new, jnp.where(live, columns, -1)[:, 0])
 
     return put
 

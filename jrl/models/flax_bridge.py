@@ -101,7 +101,7 @@ def nnx_network(
 def linen_value(
     module: nn.Module, *, packed: bool = True, call: Call | None = None
 ) -> ValueNetwork:
-    """A Linen module that returns [B, L], points, as a separate value network.
+    """A Linen module that returns [B, L] values, as a separate value network.
 
     Args:
       module: called like a policy; returns one number a token.
@@ -130,7 +130,7 @@ def nnx_value(
 def linen_reward(
     module: nn.Module, *, packed: bool = True, call: Call | None = None
 ) -> RewardNetwork:
-    """A Linen module that returns [B, L], points, as a reward network.
+    """A Linen module that returns [B, L] rewards, as a reward network.
 
     Args:
       module: called like a policy; the number at a sequence's last token is its reward.

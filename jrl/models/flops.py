@@ -45,10 +45,10 @@ def layer_matrices(model: ModelConfig) -> float:
 
 def attention_pairs(model: ModelConfig, sizes: Lengths) -> float:
     """Pairs of a query and a key that it sees, of one group, summed over layers."""
-    seen = np.arange(1, sizes.prompt + sizes.new + 1, dtype=np.float64)
+    positions = np.arange(1, sizes.prompt + sizes.new + 1, dtype=np.float64)
     total = 0.0
     for window in model.windows:
-        keys = seen if window is None else np.minimum(seen, window)
+        keys = positions if window is None else np.minimum(positions, window)
         total += keys[: sizes.prompt].sum() + sizes.group * keys[sizes.prompt :].sum()
     return total
 

@@ -90,9 +90,9 @@ def axes_of(name: str, shapes: Any, specs: Any) -> Any:
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     is_spec = lambda x: isinstance(x, jax.sharding.PartitionSpec)  # noqa: E731
-    found = jax.tree.leaves(specs, is_leaf=is_spec)
+    spec_leaves = jax.tree.leaves(specs, is_leaf=is_spec)
     axes = []
-    for (path, leaf), spec in zip(leaves, found, strict=True):
+    for (path, leaf), spec in zip(leaves, spec_leaves, strict=True):
         names = tuple(spec) + (None,) * (leaf.ndim - len(spec))
         for axis in names:
             if axis is not None and axis not in RULES:
@@ -111,10 +111,10 @@ def one_sequence_a_row(run: Callable[..., Array]) -> Callable[..., Array]:
         rows, columns = tokens.shape
         live = segments != 0
         row = jnp.arange(rows)[:, None]
-        laid = jnp.zeros_like(tokens).at[row, jnp.where(live, positions, columns)]
-        laid_live = jnp.zeros_like(segments).at[row, jnp.where(live, positions, columns)]
+        packed = jnp.zeros_like(tokens).at[row, jnp.where(live, positions, columns)]
+        packed_live = jnp.zeros_like(segments).at[row, jnp.where(live, positions, columns)]
         column = jnp.broadcast_to(jnp.arange(columns, dtype=jnp.int32), tokens.shape)
-        out = run(params, laid.set(tokens, mode="drop"), column, laid_live.set(1, mode="drop"))
+        out = run(params, packed.set(tokens, mode="drop"), column, packed_live.set(1, mode="drop"))
         back = jnp.clip(positions, 0, columns - 1).reshape(rows, columns, *(1,) * (out.ndim - 2))
         out = jnp.take_along_axis(out, back, axis=1)
         fits = (segments == segments.max(axis=1, keepdims=True)) & (positions < columns)
@@ -154,7 +154,7 @@ def network_of(functions: Functions, vocab_size: int, max_length: int) -> Networ
 
 
 def value_of(functions: Functions) -> ValueNetwork:
-    """A value network of its own, from functions that return [B, L], points."""
+    """A separate value network, from functions that return [B, L] values."""
     init, axes, run = functions
 
     def apply(

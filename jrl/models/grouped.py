@@ -1,4 +1,4 @@
-"""Products of runs of rows with a matrix each: what routed experts are made of.
+"""Grouped matrix products, the core of routed experts: each run of rows has its own matrix.
 
 Rows are sorted by group, and each group multiplies its own run, so the work is that of the rows
 there are, whatever the balance between groups, and no row is left out.
@@ -22,7 +22,7 @@ from jrl.models.matmul import PRODUCT
 from jrl.types import Array
 
 KERNELS = ("auto", "blocks", "megablox", "ragged")
-"""How grouped products are made: ``ragged`` by XLA's own operation, ``megablox`` by the Pallas
+"""Kernels of grouped products: ``ragged`` is XLA's own operation, ``megablox`` the Pallas
 kernels for TPUs, ``blocks`` by a loop over runs of equal height. ``auto`` takes blocks on the CPU,
 where XLA multiplies every row by every matrix; on TPUs ragged, but megablox for the gradients of
 matrices, for which XLA multiplies so there, too (E times the work, as compiled); else ragged."""
@@ -34,13 +34,13 @@ _LEAST = 8
 
 
 class Gather(NamedTuple):
-    """Where matrices are divided when a product begins: parts along ``dim`` over a mesh axis."""
+    """Sharding of the matrices before a product: parts along ``dim`` over a mesh axis."""
 
     axis: str
     dim: int
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     """Static; the platform is that of the mesh while the product is traced."""
 
     kernel: str
@@ -81,32 +81,35 @@ def grouped_matmul(
     chex.assert_rank([x_md, w_edf, rows_e], [2, 3, 1])
     if kernel not in KERNELS:
         raise unknown_choice("model.grouped_matmul", kernel, KERNELS)
-    how = _How(kernel, platform(), gather, one_of)
-    return checkpoint_name(_grouped(how, x_md, w_edf, rows_e), PRODUCT)
+    options = _Options(kernel, platform(), gather, one_of)
+    return checkpoint_name(_grouped(options, x_md, w_edf, rows_e), PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
-    return _rows_times(how, x_md, _whole(how, w_edf, x_md), rows_e).astype(x_md.dtype)
+def _grouped(options: _Options, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+    return _rows_times(options, x_md, _whole(options, w_edf, x_md), rows_e).astype(x_md.dtype)
 
 
 def _forward(
-    how: _How, x_md: Array, w_edf: Array, rows_e: Array
+    options: _Options, x_md: Array, w_edf: Array, rows_e: Array
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _grouped(how, x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
+    return _grouped(options, x_md, w_edf, rows_e), (x_md, w_edf, rows_e)
 
 
 def _backward(
-    how: _How, kept: tuple[Array, Array, Array], g_mf: Array
+    options: _Options, residuals: tuple[Array, Array, Array], g_mf: Array
 ) -> tuple[Array, Array, None]:
     # Written out because the derivative JAX makes multiplies float32 cotangents by bfloat16
     # weights, which loses the fast matrix units, and rounds the weights' gradient to bfloat16.
-    x_md, w_edf, rows_e = kept
-    w_efd = _whole(how, w_edf, x_md).transpose(0, 2, 1)
-    dx_md = _rows_times(how, g_mf, w_efd, rows_e)
-    dw_edf = _by_group(how, x_md, g_mf, rows_e)
-    if how.gather is not None:
-        axis, dim = how.gather
+    x_md, w_edf, rows_e = residuals
+    # Gathered again instead of kept: kept, the whole matrices of every layer would stay in memory
+    # until the backward pass.
+    w_efd = _whole(options, w_edf, x_md).transpose(0, 2, 1)
+    dx_md = _rows_times(options, g_mf, w_efd, rows_e)
+    dw_edf = _by_group(options, x_md, g_mf, rows_e)
+    if options.gather is not None:
+        axis, dim = options.gather
+        # Each device returns the gradient of the part that it stores, summed over all.
         dw_edf = sum_scattered(dw_edf, axis, dim)
     return dx_md.astype(x_md.dtype), dw_edf.astype(w_edf.dtype), None
 
@@ -114,36 +117,39 @@ def _backward(
 _grouped.defvjp(_forward, _backward)
 
 
-def _whole(how: _How, w_edf: Array, like: Array) -> Array:
+def _whole(options: _Options, w_edf: Array, x: Array) -> Array:
     """The matrices in the dtype of the rows, put together after that so that less is moved."""
-    w_edf = w_edf.astype(like.dtype)
-    if how.gather is None:
+    # Convert before the gather: bfloat16 halves what is sent.
+    w_edf = w_edf.astype(x.dtype)
+    if options.gather is None:
         return w_edf
-    return gathered(w_edf, *how.gather)
+    return gathered(w_edf, *options.gather)
 
 
-def _rows_times(how: _How, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
+def _rows_times(options: _Options, x_md: Array, w_edf: Array, rows_e: Array) -> Array:
     """[M, F] float32."""
-    y_mf = _choose(how, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    y_mf = _choose(options, _KERNELS_OF_ROWS, x_md, w_edf, rows_e)
+    # Kernels may leave the rows past the last group uninitialised, and NaN times 0 is NaN.
     return jnp.where((jnp.arange(x_md.shape[0]) < rows_e.sum())[:, None], y_mf, 0)
 
 
-def _by_group(how: _How, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
+def _by_group(options: _Options, x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     """[E, D, F] float32: the sum over each group's rows of their outer products."""
-    return _choose(how, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
+    return _choose(options, _KERNELS_BY_GROUP, x_md, g_mf, rows_e)
 
 
-def _choose(how: _How, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
-    kernel, where = how.kernel, how.platform
+def _choose(options: _Options, kernels: dict[str, Callable[..., Array]], *args: Array) -> Array:
+    kernel, where = options.kernel, options.platform
     if kernel == "auto":
+        # XLA's ragged products on TPUs are fast for rows times matrices only; see ``KERNELS``.
         on_tpu = "megablox" if kernels is _KERNELS_BY_GROUP else "ragged"
         kernel = {"cpu": "blocks", "tpu": on_tpu}.get(where, "ragged")
     run = kernels[kernel]
     if kernel == "megablox":
         run = functools.partial(run, interpret=where != "tpu")
-    if how.one_of == 1:
+    if options.one_of == 1:
         return run(*args)
-    with jax.named_scope(f"one_of_{how.one_of}"):  # read by plan.costs
+    with jax.named_scope(f"one_of_{options.one_of}"):  # read by plan.costs
         return run(*args)
 
 
@@ -180,12 +186,15 @@ class Block(NamedTuple):
 
 def _height(rows: int, groups: int) -> int:
     """Rows of a block: a power of two near the mean run, so that half a block is lost to each."""
+    # A block reads one matrix: lower blocks read matrices more often, higher ones pad more rows.
     mean = max(rows // groups, 1)
     return min(max(1 << (mean.bit_length() - 1), _LEAST), _TILE)
 
 
 def blocks(rows_e: Array, height: int) -> tuple[Array, Callable[[Array], Block]]:
-    """How many blocks there are, [] int32, and the one of each number, in the order of the rows."""
+    """The number of blocks, [] int32, and the block of each index, in row order."""
+    # Shapes are static but run lengths are not: the list of blocks exists only as this function of
+    # i, and the loop runs to the actual count.
     count_e = (rows_e + height - 1) // height
     last_e, end_e = jnp.cumsum(count_e), jnp.cumsum(rows_e)
 
@@ -217,6 +226,8 @@ def _blocks_rows(x_md: Array, w_edf: Array, rows_e: Array) -> Array:
         y = jnp.matmul(x, w, preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(y_mf, y, at.start, 0)
 
+    # ``height`` rows of slack, so that the last block's slice stays inside: XLA would clamp its
+    # start and multiply the wrong rows.
     y_mf = jnp.zeros((m + height, f), jnp.float32)
     return jax.lax.fori_loop(0, count, visit, y_mf)[:m]
 
@@ -231,6 +242,8 @@ def _blocks_groups(x_md: Array, g_mf: Array, rows_e: Array) -> Array:
     def visit(i: Array, dw_edf: Array) -> Array:
         at = block(i)
         x, g = (jax.lax.dynamic_slice_in_dim(a, at.start, height) for a in (x_md, g_mf))
+        # A block reaches into the next group's rows; here they would be summed into the wrong
+        # matrix, while the forward pass just overwrites them.
         g = jnp.where((row < at.rows)[:, None], g, 0)
         dw = jnp.matmul(x.T, g, preferred_element_type=jnp.float32)
         old = jax.lax.dynamic_index_in_dim(dw_edf, at.group, keepdims=False)
@@ -254,6 +267,8 @@ def _megablox_rows(x_md: Array, w_edf: Array, rows_e: Array, *, interpret: bool)
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiles = _tiles(x_md.shape[0], *w_edf.shape[1:])
+    # The kernel's grid is in whole tiles of rows; the padding belongs to no group and is cut off
+    # below.
     padded = _whole_tiles(x_md)
     y_mf = gmm(padded, w_edf, rows_e, jnp.float32, tiles, interpret=interpret)
     return y_mf[: x_md.shape[0]]

@@ -1,4 +1,4 @@
-"""Networks that end in one number a token: value estimates and scalar rewards."""
+"""Networks with one output per token: value estimates and scalar rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jrl.types import Array, Network, Params, SharedRows, ValueNetwork
 
 
 class RewardNetwork(NamedTuple):
-    """Scores whole sequences.
+    """Scores complete sequences.
 
     Attributes:
       init: (key) -> params.
@@ -107,14 +107,14 @@ def after_token(value: ValueNetwork) -> ValueNetwork:
     def apply(
         params: Params, policy_hidden: Array, tokens: Array, positions: Array, segments: Array
     ) -> Array:
-        found = value.apply(params, policy_hidden, tokens, positions, segments)
+        values = value.apply(params, policy_hidden, tokens, positions, segments)
         size = segments.shape[1]
         column = jnp.arange(size)[None]
         live = jnp.where(segments > 0, column, size)
-        ahead = jnp.pad(live[:, 1:], ((0, 0), (0, 1)), constant_values=size)
-        following = jax.lax.cummin(ahead, axis=1, reverse=True)
+        next_live = jnp.pad(live[:, 1:], ((0, 0), (0, 1)), constant_values=size)
+        following = jax.lax.cummin(next_live, axis=1, reverse=True)
         following = jnp.where(following < size, following, column)
-        return jnp.take_along_axis(found, following, axis=1)
+        return jnp.take_along_axis(values, following, axis=1)
 
     return ValueNetwork(value.init, value.axes, apply)
 

@@ -1,4 +1,4 @@
-"""One layer of the decoder, and the pass of whole sequences through all of them.
+"""One layer of the decoder, and the forward pass of complete sequences.
 
 The pass of decoding (``decode.extend``) is made of the same layers. The two differ in ``mix``: what
 the queries of a layer attend to. The weights of all layers are stacked on a leading "layers" axis.
@@ -58,8 +58,12 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
     >>> frequencies(Rope(100.0), 4).round(4).tolist()
     [1.0, 0.10000000149011612]
     """
+    # Layers without rotary embedding (NoPE) go through the same code with angle 0, so the scan
+    # stays uniform.
     if rope.theta == 0:
         return np.zeros(head_dim // 2, np.float32)
+    # NumPy float32, as in the checkpoints' original code: float64 gives other last bits at large
+    # positions.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     base = (1.0 / np.float32(rope.theta) ** exponents).astype(np.float32)
     if rope.scaling == "none":
@@ -68,6 +72,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
         return (base / np.float32(rope.factor)).astype(np.float32)
     wavelengths = 2 * math.pi / base
     low, high = rope.low_freq_factor, rope.high_freq_factor
+    # Short wavelengths are kept, long ones divided by the factor, with a linear blend between.
     keep = np.clip((rope.original_length / wavelengths - low) / (high - low), 0.0, 1.0)
     return ((1 - keep) * base / rope.factor + keep * base).astype(np.float32)
 
@@ -95,6 +100,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
       cos: [..., h / 2] float32, broadcast against ``x`` by the caller's axes of size 1.
       sin: the same shape.
     """
+    # Halves, not interleaved pairs: the layout of Hugging Face checkpoints.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     both = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return both.astype(x.dtype)
@@ -102,9 +108,10 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 def rotations(config: ModelConfig, positions: Array) -> tuple[list[Rotation], list[int]]:
     """The distinct rotations of the model at these positions, and which one each layer uses."""
+    # Most models have one or two: computing cosines once each keeps them out of the layer loop.
     distinct = list(dict.fromkeys(config.ropes))
-    found = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
-    return found, [distinct.index(rope) for rope in config.ropes]
+    tables = [angles(positions, jnp.asarray(frequencies(r, config.head_dim))) for r in distinct]
+    return tables, [distinct.index(rope) for rope in config.ropes]
 
 
 # ---------------------------------------------------------------- embedding and norms
@@ -119,10 +126,12 @@ def embed(config: ModelConfig, params: Params, tokens: Array, *, divided: bool =
     """
     dtype = jnp.dtype(config.dtype)
     if divided:
+        # Both constraints together make XLA exchange activations in place of gathering the table.
         tokens = constrain(tokens, "lookup", "length")
     x_bld = params["embed"][tokens].astype(dtype)
     if divided:
         x_bld = constrain(x_bld, "lookup", "length", "embed")
+    # In the activations' dtype, as Gemma was trained: a float32 factor would round differently.
     if config.embed_scale != 1.0:
         x_bld = x_bld * jnp.asarray(config.embed_scale, dtype)
     return constrain(x_bld, "batch", "length", "act_embed")
@@ -135,6 +144,7 @@ def _row(x: Array, ndim: int) -> Array:
 
 def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
     """``x`` over the root of its mean square, times the weight; float32, then as ``x``."""
+    # A bfloat16 sum of D squares keeps 8 bits: most of its terms would be rounded away.
     x32, w = x.astype(jnp.float32), _row(weight.astype(jnp.float32), x.ndim)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.norm_eps)
     return (x32 * scale * (1.0 + w if config.norm_plus_one else w)).astype(x.dtype)
@@ -146,6 +156,7 @@ def rms_norm(x: Array, weight: Array, config: ModelConfig) -> Array:
 def layer_weights(config: ModelConfig, stacked: Params, i: int) -> Params:
     """Layer i's weights out of the stacks; the two feed-forward stacks skip each other's layers."""
     sparse = config.sparse
+    # Dense and sparse layers have stacks of their own, so layer i is at its rank among its kind.
     position = sum(s == sparse[i] for s in sparse[:i])
     absent = "mlp" if sparse[i] else "experts"
     return {
@@ -161,7 +172,7 @@ Mix = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 class Options(NamedTuple):
-    """How attention and routed experts are computed.
+    """Kernels of attention and routed experts.
 
     Attributes:
       attention: of ``attention.choice.ATTENTION``.
@@ -178,7 +189,7 @@ PLAIN = Options()
 
 
 class Routed(NamedTuple):
-    """Where a layer's router sent tokens; of a dense layer, nothing.
+    """The routing of a layer's tokens; empty for a dense layer.
 
     Attributes:
       experts: [B, Q, k] int32.
@@ -204,6 +215,7 @@ def _projected(
         v_bqkd = v_bqkd + _row(w["v_bias"], 4).astype(x_bqd.dtype)
     if config.qk_norm:
         q_bqhd = rms_norm(q_bqhd, w["q_norm"], config)
+        # Norms before the rotation, as Qwen3 and Gemma 3 were trained.
         k_bqkd = rms_norm(k_bqkd, w["k_norm"], config)
     q_bqhd, k_bqkd = (rotate(x, cos[:, :, None], sin[:, :, None]) for x in (q_bqhd, k_bqkd))
     # Transposed last: before the rotation, XLA would fold this into the product and transpose x.
@@ -219,6 +231,8 @@ def _projected_at_once(
     """
     cos, sin = (x[:, :, None, None] for x in rotation)
     queries = config.heads // config.kv_heads
+    # One product of a decode step in place of three: each reads its weights at memory speed, and
+    # the fixed cost of an operation is what is saved.
     all_bqkgh = project("bqd,dkgh->bqkgh", x_bqd, w["qkv"])
     if config.qkv_bias:
         of_queries = w["q_bias"].reshape(config.kv_heads, queries, -1)
@@ -238,10 +252,11 @@ def _attention(
     config: ModelConfig, w: Params, x_bqd: Array, rotation: Rotation, mix: Mix
 ) -> tuple[Array, Any]:
     """Projections, head norms and rotation around ``mix``, which sees the keys and values."""
-    made = _projected_at_once if "qkv" in w else _projected
-    q_bqhd, k_bkqd, v_bkqd = made(config, w, x_bqd, rotation)
+    projection = _projected_at_once if "qkv" in w else _projected
+    q_bqhd, k_bkqd, v_bkqd = projection(config, w, x_bqd, rotation)
     q_bqhd = constrain(q_bqhd, "batch", "length", "heads", None)
     # Where the length is divided each device keeps its queries and gets all keys and values.
+    # Left to itself XLA may divide keys by length and then gather them inside the scores.
     k_bkqd = constrain(k_bkqd, "batch", "kv_heads", None, None)
     v_bkqd = constrain(v_bkqd, "batch", "kv_heads", None, None)
     seen_bqhd, extra = mix(q_bqhd, k_bkqd, v_bkqd)
@@ -259,11 +274,13 @@ def _mlp(config: ModelConfig, w: Params, x_bqd: Array) -> Array:
 
     if "gate_up" in w:  # prepared for sampling
         both = project("bqd,dcf->bqcf", x_bqd, w["gate_up"])
+        # One product with both matrices: few rows wait for weights, not for arithmetic.
         gate, up = both[:, :, 0], both[:, :, 1]
     else:
         wide = "embed", "mlp"
         gate, up = (project("bqd,df->bqf", x_bqd, w[name], axes=wide) for name in ("gate", "up"))
     hidden_bqf = _ACTIVATIONS[config.activation](bias("gate", gate)) * bias("up", up)
+    # Divided along F before the second product, whose sum over F is then the only communication.
     hidden_bqf = constrain(hidden_bqf, "batch", "length", "mlp")
     return bias("down", project("bqf,fd->bqd", hidden_bqf, w["down"], axes=("mlp", "embed")))
 
@@ -278,6 +295,8 @@ def _experts(
 ) -> tuple[Array, Routed]:
     """The feed-forward part of a sparse layer, and where its router sent the tokens."""
     b, q, _ = x_bqd.shape
+    # float32 scores: between bfloat16 ones near ties are common, and sampling and training would
+    # send such tokens to different experts.
     logits = project("bqd,de->bqe", x_bqd, w["router"], jnp.float32)
     logits_me = constrain(logits, "batch", "length", None).reshape(b * q, -1)
     routing = moe.route(
@@ -341,12 +360,13 @@ def hidden(
     remat: str = "none",
     options: Options = PLAIN,
 ) -> tuple[Array, dict[str, Array]]:
-    """The normalised output of the last layer for whole sequences; see ``types.Network.hidden``."""
+    """The normalised last-layer output for complete sequences; see ``types.Network.hidden``."""
     chex.assert_rank(tokens, 2)
     chex.assert_equal_shape([tokens, positions, segments])
+    # Only live tokens may visit experts: padding would change balance statistics and take time.
     x_bld, live = embed(config, params, tokens), segments != 0
     attention = row_attention(options.attention, config, positions, segments)
-    found, rotation_ids = _stacked_rotations(config, positions)
+    tables, rotation_ids = _stacked_rotations(config, positions)
 
     def body(x_bld: Array, layer: tuple) -> tuple[Array, dict[str, Array]]:
         w, rotation_id, window, _ = layer
@@ -354,7 +374,7 @@ def hidden(
         def mix(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return attention(q, k, v, window), None
 
-        rotation = _pick(found, rotation_id)
+        rotation = _pick(tables, rotation_id)
         x_bld, _, routing = block(config, w, x_bld, live, rotation, mix, None, options)
         return x_bld, dict(routing.sums)
 
@@ -437,6 +457,7 @@ def _by_layer(routing: RoutingRecord) -> tuple[Array, Array]:
 def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
     """[M, K, b * P, h]: keys or values of the prompts of a block one after the other."""
     n, k, p, d = x_nkpd.shape
+    # One prompt a block is the layout already; a transpose would copy all keys of the prompts.
     if n == blocks:
         return x_nkpd
     x_mkbpd = x_nkpd.reshape(blocks, n // blocks, k, p, d).transpose(0, 2, 1, 3, 4)
@@ -445,8 +466,8 @@ def _side_by_side(x_nkpd: Array, blocks: int) -> Array:
 
 def _stacked_rotations(config: ModelConfig, positions: Array) -> tuple[Rotation, np.ndarray]:
     """All distinct rotations, cosines and sines stacked; which one each layer uses."""
-    found, rotation_ids = rotations(config, positions)
-    cos, sin = (jnp.stack(part) for part in zip(*found, strict=True))
+    tables, rotation_ids = rotations(config, positions)
+    cos, sin = (jnp.stack(part) for part in zip(*tables, strict=True))
     return (cos, sin), np.array(rotation_ids, np.int32)
 
 
@@ -468,13 +489,17 @@ def _through_layers(
     Its second results are stacked. The record, if any, has a leading axis of sparse layers.
     """
     if remat in _KEPT:
-        kept = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+        policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
         if SEEN in _KEPT[remat]:
-            kept = jax.checkpoint_policies.save_from_both_policies(kept, is_cudnn)
-        body = jax.checkpoint(body, policy=kept, prevent_cse=False)
+            policy = jax.checkpoint_policies.save_from_both_policies(policy, is_cudnn)
+        # Inside a scan nothing is shared across the loop's boundary, so the barriers of prevent_cse
+        # would only block fusions.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    # Numbers, so that layers with and without a window share one compiled body.
     windows = np.array([NO_WINDOW if w is None else np.int32(w) for w in config.windows])
     if len(set(config.sparse)) == 1:
         xs = (layers, jnp.asarray(rotation_ids), jnp.asarray(windows), recorded)
+        # The body is compiled once, whatever the depth.
         return jax.lax.scan(body, carry, xs)
     per_layer: list[dict[str, Array]] = []  # layers of two shapes cannot be stacked
     for i in range(config.layers):
@@ -490,17 +515,20 @@ def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
     """[..., V] float32 scores of the next token; soft cap applied, no temperature."""
     lead = "abcdefg"[: hidden.ndim - 1]
     with jax.named_scope("logits"):
+        # A head prepared for sampling is a copy in another layout, so its presence decides, not the
+        # configuration.
         tied = "head" not in params  # and not prepared for sampling, which brings a head
         head = params["embed" if tied else "head"]
         spec = f"{lead}x,vx->{lead}v" if tied else f"{lead}x,xv->{lead}v"
         out = project(spec, hidden.astype(jnp.dtype(config.dtype)), head, jnp.float32)
+        # The cap before any temperature, as Gemma applies it to scores.
         if config.logit_softcap is not None:
             out = config.logit_softcap * jnp.tanh(out / config.logit_softcap)
         return out
 
 
 def head(params: Params, *, config: ModelConfig) -> Head:
-    """The product behind ``logits``; see ``types.NetworkExtras.head``."""
+    """The weight and layout of ``logits``; see ``types.NetworkExtras.head``."""
     weight, axis = (params["embed"], 0) if config.tied_embeddings else (params["head"], 1)
     return Head(weight, axis, config.logit_softcap)
 

@@ -42,11 +42,11 @@ ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 TARGETS = (*ATTENTION, *FEED_FORWARD)
 """The projections that may have adapters."""
 BASES = ("float", "int8")
-"""How the frozen matrices may be kept."""
+"""Storage formats of the frozen matrices."""
 
 
 class Lora(NamedTuple):
-    """Which projections have adapters, and of what size.
+    """The projections with adapters, and their size.
 
     Attributes:
       rank: of the product of the two thin matrices.
@@ -62,7 +62,7 @@ class Lora(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
+        """The scale of the adapters' product."""
         return self.alpha / self.rank
 
     def check(self, config: ModelConfig) -> Lora:
@@ -79,10 +79,10 @@ class Lora(NamedTuple):
                 f"adapters of that rank are no smaller; lower it"
             )
         check_targets(self.targets)
-        ahead = sorted(set(self.targets) & set(FEED_FORWARD))
-        if ahead and any(config.sparse):
+        unsupported = sorted(set(self.targets) & set(FEED_FORWARD))
+        if unsupported and any(config.sparse):
             raise UserError(
-                f"lora.targets has {', '.join(ahead)}: the model's feed-forward parts are "
+                f"lora.targets has {', '.join(unsupported)}: the model's feed-forward parts are "
                 f"{config.experts} routed experts, which have no adapters; choose from "
                 + ", ".join(ATTENTION)
             )
@@ -136,8 +136,8 @@ class Adapted(struct.PyTreeNode, Factored):
             full = matmul(spec, x, self.base, jnp.float32)
         low = matmul(f"{left},{inputs}{r}->{middle}", x, self.a)
         low = low * jnp.asarray(self.scale, low.dtype)
-        added = matmul(f"{middle},{r}{outputs}->{out}", low, self.b, jnp.float32)
-        return (full + added).astype(dtype or x.dtype)
+        update = matmul(f"{middle},{r}{outputs}->{out}", low, self.b, jnp.float32)
+        return (full + update).astype(dtype or x.dtype)
 
     def in_8_bits(self, inputs: int, quantise: Callable[..., Int8]) -> Adapted | Int8:
         """Merged and rounded; with a base in 8 bits itself."""
@@ -149,8 +149,8 @@ class Adapted(struct.PyTreeNode, Factored):
         multiply: Callable[..., Array] = partial(jnp.tensordot, axes=1)
         if self.a.ndim + self.b.ndim == base.ndim + 3:  # layers are stacked
             multiply = jax.vmap(multiply)
-        added = self.scale * multiply(self.a, self.b)
-        return (base.astype(jnp.float32) + added).astype(base.dtype)
+        update = self.scale * multiply(self.a, self.b)
+        return (base.astype(jnp.float32) + update).astype(base.dtype)
 
 
 # ---------------------------------------------------------------- the two trees
@@ -171,7 +171,7 @@ def split(params: Any) -> tuple[Any, Any]:
 
 
 def join(trained: Any, base: Any, *, scale: float) -> Any:
-    """The tree that ``split`` took apart."""
+    """The joined tree, the inverse of ``split``."""
     tree = dict(base)
     for name, node in trained.items():
         if set(node) == {"a", "b"}:
@@ -185,12 +185,12 @@ def _targeted(config: ModelConfig, lora: Lora) -> dict[str, dict[str, WeightSpec
     """The described weights that have adapters, by part of a layer and name."""
     layers = weights(config)["layers"]
     parts = {"attention": ATTENTION, "mlp": FEED_FORWARD}
-    found = {
+    adapted = {
         part: {name: layers[part][name] for name in names if name in lora.targets}
         for part, names in parts.items()
         if part in layers
     }
-    return {part: specs for part, specs in found.items() if specs}
+    return {part: specs for part, specs in adapted.items() if specs}
 
 
 def init_adapters(key: Array, *, config: ModelConfig, lora: Lora) -> Params:
@@ -201,8 +201,8 @@ def init_adapters(key: Array, *, config: ModelConfig, lora: Lora) -> Params:
         for name, spec in specs.items():
             n, sizes = spec.shape[0], spec.shape[1:]
             inputs, outputs = sizes[: spec.inputs], sizes[spec.inputs :]
-            own = jax.random.fold_in(key, TARGETS.index(name))
-            normal = jax.random.normal(own, (n, *inputs, lora.rank), jnp.float32)
+            weight_key = jax.random.fold_in(key, TARGETS.index(name))
+            normal = jax.random.normal(weight_key, (n, *inputs, lora.rank), jnp.float32)
             zeros = jnp.zeros((n, lora.rank, *outputs), jnp.float32)
             pair = {"a": normal * math.prod(inputs) ** -0.5, "b": zeros}
             out["layers"][part][name] = pair
@@ -217,8 +217,10 @@ def adapter_axes(config: ModelConfig, lora: Lora) -> Any:
         outputs = spec.axes[1 + spec.inputs :]
         return {"a": (*layers, *inputs, None), "b": (*layers, None, *outputs)}
 
-    found = _targeted(config, lora).items()
-    return {"layers": {part: {n: pair(s) for n, s in specs.items()} for part, specs in found}}
+    specs_by_part = _targeted(config, lora).items()
+    return {
+        "layers": {part: {n: pair(s) for n, s in specs.items()} for part, specs in specs_by_part}
+    }
 
 
 def merge(params: Params, *, config: ModelConfig) -> Params:
@@ -227,16 +229,16 @@ def merge(params: Params, *, config: ModelConfig) -> Params:
     Frozen matrices are rounded to their dtype again, so that the two agree to that dtype's
     precision, not bit for bit.
     """
-    held = lambda x: isinstance(x, Adapted)  # noqa: E731
+    is_adapted = lambda x: isinstance(x, Adapted)  # noqa: E731
     dtype = jnp.dtype(config.param_dtype)
     merged = jax.tree.map(
-        lambda x: x.merged().astype(dtype) if held(x) else x, params, is_leaf=held
+        lambda x: x.merged().astype(dtype) if is_adapted(x) else x, params, is_leaf=is_adapted
     )
     return dequantise(merged, dtype)
 
 
 def count_trained(config: ModelConfig, lora: Lora) -> int:
-    """How many numbers the adapters hold."""
+    """The number of elements in the adapters."""
     shapes = jax.eval_shape(partial(init_adapters, config=config, lora=lora), jax.random.key(0))
     return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
 
@@ -267,18 +269,18 @@ def with_adapters(
     lora = lora.check(config)
     dtype = jnp.dtype(config.param_dtype)
     adapters = partial(init_adapters, config=config, lora=lora)
-    joined = partial(join, scale=lora.scale)
+    join_adapters = partial(join, scale=lora.scale)
 
     def freeze(params: Params) -> Params:
         return quantise_layers(params, config) if lora.base == "int8" else params
 
     def init(key: Array) -> Params:
-        return joined(adapters(jax.random.fold_in(key, 1)), freeze(network.init(key)))
+        return join_adapters(adapters(jax.random.fold_in(key, 1)), freeze(network.init(key)))
 
     def axes() -> Any:
         base = network.axes()
         base = layer_axes(config, base) if lora.base == "int8" else base
-        return joined(adapter_axes(config, lora), base)
+        return join_adapters(adapter_axes(config, lora), base)
 
     def prepare(params: Params) -> Any:
         exact = lora.base == "float" and config.dtype == config.param_dtype == "float32"
@@ -295,7 +297,7 @@ def with_adapters(
             split=Split(
                 init=adapters,
                 split=split,
-                join=joined,
+                join=join_adapters,
                 freeze=freeze,
                 thaw=partial(dequantise, dtype=dtype),
                 merge=partial(merge, config=config),
@@ -306,12 +308,12 @@ def with_adapters(
 
 
 def _factored(params: Params) -> bool:
-    held = lambda x: isinstance(x, Factored)  # noqa: E731
-    return any(held(x) for x in jax.tree.leaves(params, is_leaf=held))
+    is_factored = lambda x: isinstance(x, Factored)  # noqa: E731
+    return any(is_factored(x) for x in jax.tree.leaves(params, is_leaf=is_factored))
 
 
 def _prepare_separate(params: Params, config: ModelConfig, axes: Any, gather: bool) -> Any:
-    """What ``prepare`` gives with every matrix by itself, adapters and integers as they are.
+    """``prepare`` with every matrix separate, adapters and integers unchanged.
 
     Args:
       params: of the network.

@@ -36,6 +36,7 @@ def project(
     spec: str, x: Array, w: Array | Factored, dtype: Any = None, axes: Axes | None = None
 ) -> Array:
     """``matmul`` of activations with a weight, named ``PRODUCT`` for rematerialisation."""
+    # Every product with a weight passes here, so that "dots" and "elementwise" can keep its result.
     # A policy that looks for products does not find those inside a custom derivative.
     if isinstance(w, Factored):
         out = w.times(spec, x, dtype, axes)
@@ -45,7 +46,7 @@ def project(
 
 
 def summed_short(spec: str, shape: tuple[int, ...], axes: Axes | None) -> str | None:
-    """Which sum with a weight devices share: over its "inputs", its "outputs" (backward), or none.
+    """The sum with a weight that devices share: over "inputs", "outputs" (backward), or None.
 
     Such sums are sent in the dtype of the activations. A device sums its own part in float32 and
     rounds it once, which halves what tensor parallelism sends; the parts are few, so that this is
@@ -57,6 +58,7 @@ def summed_short(spec: str, shape: tuple[int, ...], axes: Axes | None) -> str | 
       shape: the weight's.
       axes: its logical axes.
     """
+    # Without logical axes the operand is no weight, and no sum over it crosses devices.
     if axes is None or platform() == "cpu":
         return None
     operands, out = spec.split("->")
@@ -100,8 +102,10 @@ def matmul(spec: str, x: Array, w: Array, dtype: Any = None, axes: Axes | None =
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _matmul(spec: str, x: Array, w: Array, dtype: Any, axes: Axes | None) -> Array:
-    short = summed_short(spec, w.shape, axes) == "inputs"
-    out = einsum(spec, x, w.astype(x.dtype), x.dtype if short else jnp.float32)
+    narrow = summed_short(spec, w.shape, axes) == "inputs"
+    # The product's own dtype is what XLA sends between devices, so a sum that is sent short must be
+    # asked for here; converting the result afterwards would send float32.
+    out = einsum(spec, x, w.astype(x.dtype), x.dtype if narrow else jnp.float32)
     return out.astype(dtype or x.dtype)
 
 
@@ -112,10 +116,10 @@ def _forward(
 
 
 def _backward(
-    spec: str, dtype: Any, axes: Axes | None, kept: tuple[Array, Array], g: Array
+    spec: str, dtype: Any, axes: Axes | None, operands: tuple[Array, Array], g: Array
 ) -> tuple[Array, Array]:
     del dtype
-    return gradients(spec, *kept, g, axes)
+    return gradients(spec, *operands, g, axes)
 
 
 _matmul.defvjp(_forward, _backward)
@@ -127,11 +131,14 @@ def gradients(
     """Of ``x`` and ``w``, in their dtypes, where that of ``matmul(spec, x, w)`` is ``g``."""
     operands, out = spec.split("->")
     left, right = operands.split(",")
+    # float32 cotangents times bfloat16 weights would leave the fast matrix units.
     g = g.astype(x.dtype)
     # Weights first: XLA's CPU backend cannot sum bfloat16 in float32 for every other order.
-    short = summed_short(spec, w.shape, axes) == "outputs"
-    sent = x.dtype if short else jnp.float32
-    dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, sent)
+    narrow = summed_short(spec, w.shape, axes) == "outputs"
+    accumulator = x.dtype if narrow else jnp.float32
+    dx = gradient_einsum(f"{right},{out}->{left}", w.astype(x.dtype), g, accumulator)
+    # The gradient of a float32 weight must not pass through bfloat16: it is a sum over all rows,
+    # whose small terms rounding would lose.
     dw = weight_gradient(f"{left},{out}->{right}", x, g, axes)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
@@ -159,6 +166,7 @@ def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
     ins, out, along, others = split
 
     def local(x: Array, g: Array) -> Array:
+        # Scatter over fsdp first: the psum over the other axes then moves 1/fsdp of the gradient.
         part = sum_scattered(gradient_einsum(spec, x, g), "fsdp", along)
         return jax.lax.psum(part, others) if others else part
 
@@ -166,7 +174,7 @@ def weight_gradient(spec: str, x: Array, g: Array, axes: Axes | None) -> Array:
 
 
 def whole_width(w: Array, axes: Axes) -> Array:
-    """A weight, or a part of one, of which every device has all of its width (an all-gather).
+    """A weight, or a part of one, with its full width on every device (an all-gather).
 
     Asked for by a constraint alone, XLA may sum parts that are zero elsewhere over all devices,
     which sends twice as much, as compiled for TPUs.
@@ -175,22 +183,26 @@ def whole_width(w: Array, axes: Axes) -> Array:
       w: divided as ``axes`` say.
       axes: its logical axes, "embed" among them.
     """
-    whole = tuple("act_embed" if name == "embed" else name for name in axes)
+    unsharded = tuple("act_embed" if name == "embed" else name for name in axes)
     mesh = jax.sharding.get_abstract_mesh()
+    # Inside another shard_map the axes are manual already, and a second one would fail to trace.
     if free_axes().get("fsdp", 1) == 1 or mesh.manual_axes:
-        return constrain(w, *whole)
+        return constrain(w, *unsharded)
     sizes = zip(axes, w.shape, strict=True)
+    # shard_map needs equal parts; a constraint also works for a size that the mesh does not divide.
     if not all(name is None or divides(mesh, name, size) for name, size in sizes):
-        return constrain(w, *whole)
+        return constrain(w, *unsharded)
     gather = functools.partial(gathered, axis="fsdp", dim=axes.index("embed"))
-    ins, out = partition(axes), partition(whole)
+    ins, out = partition(axes), partition(unsharded)
+    # check_vma=False: the check cannot see that an all-gather makes the result equal on all
+    # devices.
     return jax.shard_map(gather, in_specs=ins, out_specs=out, check_vma=False)(w)
 
 
 def _scattered(
     spec: str, x: Array, g: Array, axes: Axes
 ) -> tuple[tuple[PartitionSpec, PartitionSpec], PartitionSpec, int, tuple[str, ...]] | None:
-    """How ``weight_gradient`` divides its operands and its result; None where it does not.
+    """Partitions of ``weight_gradient``'s operands and result; None if it is not sharded.
 
     Returns:
       Partitions of the operands and of the result, the result's axis that ``fsdp`` divides, and the
@@ -202,6 +214,8 @@ def _scattered(
         return None
     operands, weight = spec.split("->")
     named = dict(zip(weight, axes, strict=True))
+    # A length that the context axis does not divide is replicated over it; summing over that axis
+    # would then count each row several times.
     rows = "batch", "length" if divides(mesh, "length", x.shape[1]) else None
     if not divides(mesh, "batch", x.shape[0]):
         return None
@@ -212,6 +226,7 @@ def _scattered(
             if name is not None and not divides(mesh, name, size):
                 return None
         ins.append(partition(tuple("act_embed" if n == "embed" else n for n in logical)))
+    # fsdp is summed by the reduce-scatter, so it must not be among the axes of the psum.
     over = {a for name in rows if name is not None for a in RULES[name]} - {"fsdp"}
     others = tuple(a for a in AXES if a in over and sizes.get(a, 1) > 1)
     return (ins[0], ins[1]), partition(axes), axes.index("embed"), others

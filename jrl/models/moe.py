@@ -20,7 +20,7 @@ from jrl.types import Array
 
 
 class Routing(NamedTuple):
-    """Where M tokens go.
+    """Destinations of M tokens.
 
     Attributes:
       weights: [M, k] float32, what each expert's output is multiplied by; carries gradient.
@@ -42,7 +42,7 @@ def route(
     norm_topk_prob: bool,
     recorded: Array | None = None,
 ) -> Routing:
-    """Which experts each token visits, and with what weight.
+    """The experts of each token, and their weights.
 
     With ``recorded`` experts it is the replay of "Stabilizing MoE Reinforcement Learning by
     Aligning Training and Inference Routers" (arXiv:2510.11370): the experts are those on record,
@@ -58,23 +58,26 @@ def route(
     """
     chex.assert_rank(logits, 2)
     chex.assert_type(logits, jnp.float32)
+    # Softmax over all experts before top-k, as Mixtral and Qwen3-MoE do; after it, norm_topk_prob
+    # would change nothing.
     probs = jax.nn.softmax(logits, axis=-1)
-    weights, own = jax.lax.top_k(probs, experts_per_token)
-    experts = own
+    weights, top_k = jax.lax.top_k(probs, experts_per_token)
+    experts = top_k
     if recorded is not None:
-        chex.assert_equal_shape([recorded, own])
-        experts = jnp.where(recorded < 0, own, recorded.astype(jnp.int32))
+        chex.assert_equal_shape([recorded, top_k])
+        experts = jnp.where(recorded < 0, top_k, recorded.astype(jnp.int32))
+        # The probabilities are of the current router: gradients of a replayed choice must reach it.
         weights = jnp.take_along_axis(probs, experts, axis=1)
     if norm_topk_prob:
         weights = weights / weights.sum(axis=-1, keepdims=True)
-    return Routing(weights, experts, probs, own)
+    return Routing(weights, experts, probs, top_k)
 
 
 # ---------------------------------------------------------------- numbers of a router
 
 
 def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array]:
-    """What live tokens did in one layer, as sums; those of several parts of a batch add up.
+    """Router statistics of live tokens in one layer, as sums that add up over parts of a batch.
 
     Args:
       logits: [M, E] float32.
@@ -89,25 +92,28 @@ def router_sums(logits: Array, routing: Routing, live: Array) -> dict[str, Array
       "router_moved" [] (visits of experts that the scores alone would not have chosen).
     """
     chex.assert_rank([logits, live], [2, 1])
-    counted, probs = live.astype(jnp.float32), routing.probs
+    weight, probs = live.astype(jnp.float32), routing.probs
     zeros = jnp.zeros(probs.shape[1], jnp.float32)
-    visits = zeros.at[routing.experts].add(counted[:, None], mode="drop")
+    # Padding rows add weight 0; a scatter over live rows only would need a dynamic shape.
+    visits = zeros.at[routing.experts].add(weight[:, None], mode="drop")
+    # Bounded below, because 0 * log(0) is NaN for an expert whose probability underflows.
     entropy = -(probs * jnp.log(jnp.maximum(probs, 1e-30))).sum(axis=-1)
     stays = (routing.experts[:, :, None] == routing.own[:, None, :]).any(-1)
     sums = {
-        "router_tokens": counted.sum(),
-        "router_asked": counted.sum() * routing.experts.shape[1],
+        "router_tokens": weight.sum(),
+        "router_asked": weight.sum() * routing.experts.shape[1],
         "router_visits": visits,
-        "router_probs": (probs * counted[:, None]).sum(0),
-        "router_entropy": (jax.lax.stop_gradient(entropy) * counted).sum(),
-        "router_z": (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * counted).sum(),
-        "router_moved": (~stays * counted[:, None]).sum(),
+        "router_probs": (probs * weight[:, None]).sum(0),
+        # A metric, not a loss: no gradient.
+        "router_entropy": (jax.lax.stop_gradient(entropy) * weight).sum(),
+        "router_z": (jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weight).sum(),
+        "router_moved": (~stays * weight[:, None]).sum(),
     }
     return sums
 
 
 def balance_loss(sums: dict[str, Array]) -> Array:
-    """How unevenly tokens are sent to experts, times the number of tokens, averaged over layers.
+    """The load-balance loss, times the number of tokens, averaged over layers.
 
     The auxiliary loss of "Switch Transformers: Scaling to Trillion Parameter Models with Simple and
     Efficient Sparsity" (arXiv:2101.03961), eq. 4, with the share of visits in place of the share of
@@ -122,6 +128,7 @@ def balance_loss(sums: dict[str, Array]) -> Array:
       [] float32; divide by the number of tokens.
     """
     visits, probs = sums["router_visits"], sums["router_probs"]
+    # The counts are not differentiable; the gradient reaches the router through ``probs`` only.
     share = visits / jnp.maximum(visits.sum(-1, keepdims=True), 1)
     return visits.shape[-1] * (jax.lax.stop_gradient(share) * probs).sum(-1).mean()
 
@@ -190,12 +197,18 @@ def routed(
     """
     chex.assert_rank([x_md, weights_mk, live_m, experts.gate], [2, 2, 1, 3])
     chex.assert_equal_shape([weights_mk, experts_mk])
-    (m, k), here = experts_mk.shape, experts.gate.shape[0]
-    visits = jnp.where(live_m[:, None], experts_mk - first, here).reshape(m * k)
-    visits = jnp.where((visits >= 0) & (visits < here), visits, here)  # elsewhere: sorted last
+    (m, k), local = experts_mk.shape, experts.gate.shape[0]
+    # Visits to absent experts and of padding get number ``local``, one past the last, so that a
+    # sort puts them behind all real work.
+    visits = jnp.where(live_m[:, None], experts_mk - first, local).reshape(m * k)
+    visits = jnp.where((visits >= 0) & (visits < local), visits, local)  # elsewhere: sorted last
+    # Stable, so that the order within an expert, hence the rounding of its sums, does not depend on
+    # the sort's implementation.
     order = jnp.argsort(visits, stable=True)
+    # The inverse permutation, by one scatter in place of a second sort.
     back = jnp.zeros_like(order).at[order].set(jnp.arange(m * k), unique_indices=True)
-    rows_e = jnp.bincount(visits, length=here + 1)[:here].astype(jnp.int32)
+    # One bin more for the visits that do not count; kernels skip the rows past the sum.
+    rows_e = jnp.bincount(visits, length=local + 1)[:local].astype(jnp.int32)
     sorted_x = _spread(x_md, order, back, k)
 
     def times(x: Array, w: Array, dim: int) -> Array:
@@ -204,6 +217,7 @@ def routed(
 
     hidden = experts.act(times(sorted_x, experts.gate, 1)) * times(sorted_x, experts.up, 1)
     out = _reorder(times(hidden, experts.down, 2), back, order).reshape(m, k, -1)
+    # The k outputs are summed in float32; only the result is rounded.
     return jnp.einsum("mkd,mk->md", out.astype(jnp.float32), weights_mk)
 
 
@@ -223,6 +237,8 @@ _reorder.defvjp(
 def _spread(x_md: Array, order: Array, back: Array, copies: int) -> Array:
     """[M * k, D]: k copies of each row, in this order."""
     m, d = x_md.shape
+    # A broadcast's derivative is a sum over the copies; indexing rows directly would make it a
+    # scatter-add.
     repeated = jnp.broadcast_to(x_md[:, None], (m, copies, d)).reshape(m * copies, d)
     return _reorder(repeated, order, back)
 
@@ -261,6 +277,7 @@ def over_mesh(
     """
     b, q, d = x_bqd.shape
     mesh = jax.sharding.get_abstract_mesh()
+    # On one device, or inside a shard_map, there is nobody to exchange tokens with.
     if mesh.empty or mesh.size == 1 or mesh.manual_axes:
         x, w, e, live = (_flat(a) for a in (x_bqd, weights_bqk, experts_bqk, live_bq))
         return routed(x, w, e, live, experts).reshape(b, q, d).astype(x_bqd.dtype)
@@ -279,7 +296,10 @@ def over_mesh(
         mine = experts._replace(gate=gate, up=up, down=down)
         first = jax.lax.axis_index("expert") * gate.shape[0]
         tokens = gathered(x), gathered(w), gathered(e), gathered(live)
+        # Every device works on all tokens of its expert group, so no capacity limit can drop one.
         y = routed(*tokens, mine, first=first, fsdp=fsdp, one_of=shares)
+        # Summed over the parts of F that tensor divides. Over expert, a psum only if its devices
+        # have the same tokens; else the reduce-scatter below also returns each token to its owner.
         y = jax.lax.psum(y, "tensor" if by_expert else ("tensor", "expert"))
         if by_expert:
             y = jax.lax.psum_scatter(y, "expert", scatter_dimension=0, tiled=True)

@@ -106,8 +106,8 @@ def _along_output(scales: Array, spec: str) -> Array:
 def _times(
     spec: str, x: Array, values: Array, scales: Array, dtype: Any, short: str | None
 ) -> Array:
-    sent = x.dtype if short == "inputs" else jnp.float32
-    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=sent)
+    accumulator = x.dtype if short == "inputs" else jnp.float32
+    out = jnp.einsum(spec, x, values.astype(x.dtype), preferred_element_type=accumulator)
     return (out.astype(jnp.float32) * _along_output(scales, spec)).astype(dtype or x.dtype)
 
 
@@ -115,20 +115,20 @@ def _forward(
     spec: str, x: Array, values: Array, scales: Array, dtype: Any, short: str | None
 ) -> tuple[Array, tuple]:
     # No numbers of x are kept: only their dtype is needed to go back.
-    kept = jnp.zeros((), x.dtype), values, scales
-    return _times(spec, x, values, scales, dtype, short), kept
+    residuals = jnp.zeros((), x.dtype), values, scales
+    return _times(spec, x, values, scales, dtype, short), residuals
 
 
 def _backward(
-    spec: str, dtype: Any, short: str | None, kept: tuple, g: Array
+    spec: str, dtype: Any, short: str | None, residuals: tuple, g: Array
 ) -> tuple[Array, None, None]:
-    like, values, scales = kept
+    proxy, values, scales = residuals
     x, w, out = _letters(spec)
-    g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(like.dtype)
-    sent = like.dtype if short == "outputs" else jnp.float32
+    g = (g.astype(jnp.float32) * _along_output(scales, spec)).astype(proxy.dtype)
+    accumulator = proxy.dtype if short == "outputs" else jnp.float32
     spec = f"{w},{out}->{x}"
-    back = jnp.einsum(spec, values.astype(like.dtype), g, preferred_element_type=sent)
-    return back.astype(like.dtype), None, None
+    back = jnp.einsum(spec, values.astype(proxy.dtype), g, preferred_element_type=accumulator)
+    return back.astype(proxy.dtype), None, None
 
 
 _times.defvjp(_forward, _backward)
@@ -183,7 +183,7 @@ def layer_axes(config: ModelConfig, axes: Any) -> Any:
 
 
 def dequantise(params: Params, dtype: Any) -> Params:
-    """The parameters with every ``Int8`` as the floats that it stands for."""
+    """The parameters with every ``Int8`` dequantised."""
     turn = lambda x: x.whole(dtype) if is_int8(x) else x  # noqa: E731
     return jax.tree.map(turn, params, is_leaf=is_int8)
 
@@ -249,10 +249,10 @@ def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
     prepare, plain = network.prepare, network.extras.split is None
 
     def prepare_int8(params: Params) -> Any:
-        held = lambda x: isinstance(x, Factored)  # noqa: E731
+        is_factored = lambda x: isinstance(x, Factored)  # noqa: E731
         # Rounded before they are joined and sent, if not already; adapters are added first.
-        rounded = any(map(held, jax.tree.leaves(params, is_leaf=held)))
-        made = prepare(in_8_bits(params, config) if plain and not rounded else params)
+        rounded = any(map(is_factored, jax.tree.leaves(params, is_leaf=is_factored)))
+        weights = prepare(in_8_bits(params, config) if plain and not rounded else params)
 
         def short(w: Any, inputs: int) -> Any:
             return w.in_8_bits(inputs, quantise) if isinstance(w, Factored) else quantise(w, inputs)
@@ -261,8 +261,8 @@ def _rounding(network: Network, config: ModelConfig) -> Callable[[Params], Any]:
             inputs = INPUTS.get(path[-1].key, 0)
             return short(w, inputs) if inputs else w
 
-        layers = jax.tree_util.tree_map_with_path(turn, made["layers"], is_leaf=held)
-        return made | {"layers": layers, "head": short(made["head"], 1)}
+        layers = jax.tree_util.tree_map_with_path(turn, weights["layers"], is_leaf=is_factored)
+        return weights | {"layers": layers, "head": short(weights["head"], 1)}
 
     return prepare_int8
 

@@ -36,18 +36,18 @@ def extend(
     offsets = cache.offsets()[:, None]
     column = positions - offsets
     at = (jnp.arange(rows)[:, None], jnp.where(live & (column >= 0), column, length))
-    own = {
+    tail = {
         "tokens": cache.own["tokens"].at[at].set(tokens, mode="drop"),
         "live": cache.own["live"].at[at].set(True, mode="drop"),
     }
-    past = _past(cache, rows)
-    width = past["tokens"].shape[1]
-    whole = {name: jnp.concatenate([past[name], own[name]], axis=1) for name in own}
+    prefix = _past(cache, rows)
+    width = prefix["tokens"].shape[1]
+    sequence = {name: jnp.concatenate([prefix[name], tail[name]], axis=1) for name in tail}
     place = jnp.arange(width + length, dtype=jnp.int32)[None]
     place = jnp.where(place < width, place, place - width + offsets)
-    out, _ = hidden(weights, whole["tokens"], place, whole["live"].astype(jnp.int32))
-    read = jnp.clip(width + column, 0, width + length - 1)[:, :, None]
-    return jnp.take_along_axis(out, read, axis=1), cache.replace(own=own)
+    out, _ = hidden(weights, sequence["tokens"], place, sequence["live"].astype(jnp.int32))
+    columns = jnp.clip(width + column, 0, width + length - 1)[:, :, None]
+    return jnp.take_along_axis(out, columns, axis=1), cache.replace(own=tail)
 
 
 def _past(cache: Cache, rows: int) -> dict[str, Array]:
@@ -55,5 +55,5 @@ def _past(cache: Cache, rows: int) -> dict[str, Array]:
     if cache.prefix is None:
         return {"tokens": jnp.zeros((rows, 0), jnp.int32), "live": jnp.zeros((rows, 0), bool)}
     tokens = cache.prefix["tokens"]
-    past = jnp.repeat(tokens, rows // tokens.shape[0], axis=0)
-    return {"tokens": past, "live": jnp.arange(past.shape[1])[None] < cache.offsets()[:, None]}
+    prefix = jnp.repeat(tokens, rows // tokens.shape[0], axis=0)
+    return {"tokens": prefix, "live": jnp.arange(prefix.shape[1])[None] < cache.offsets()[:, None]}

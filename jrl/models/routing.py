@@ -42,7 +42,7 @@ def recording(network: Network, config: ModelConfig) -> Network:
 
 
 def record_dtype(config: ModelConfig) -> Any:
-    """What the experts of a record are kept in; the numbers go from -1 to experts - 1."""
+    """Dtype of recorded experts; numbers go from -1 to experts - 1."""
     return jnp.int8 if config.experts <= 128 else jnp.int16
 
 
@@ -56,11 +56,11 @@ def _with_room(init_cache: Callable[..., Cache], config: ModelConfig) -> Callabl
 
     def init(*args: Any, **kwargs: Any) -> Cache:
         cache = init_cache(*args, **kwargs)
-        own = tuple(
+        layers = tuple(
             tuple(map(empty, pieces)) if sparse else pieces
             for pieces, sparse in zip(cache.own, config.sparse, strict=True)
         )
-        return cache.replace(own=own)
+        return cache.replace(own=layers)
 
     return init
 
@@ -83,20 +83,22 @@ def record(
     """
     rows = jnp.arange(experts.shape[0])[:, None]
     columns = [view.columns for view in views if view.columns is not None]
-    written = []
+    pieces = []
     for before, after, at in zip(old, new, columns, strict=True):
-        held = before["experts"]
-        at = jnp.where(live & (at >= 0), at, held.shape[1])
-        held = held.at[rows, at].set(experts.astype(held.dtype), mode="drop")
-        written.append(after | {"experts": held})
-    return tuple(written)
+        recorded_experts = before["experts"]
+        at = jnp.where(live & (at >= 0), at, recorded_experts.shape[1])
+        recorded_experts = recorded_experts.at[rows, at].set(
+            experts.astype(recorded_experts.dtype), mode="drop"
+        )
+        pieces.append(after | {"experts": recorded_experts})
+    return tuple(pieces)
 
 
-def recorded(own: Sequence[Sequence[dict[str, Array]]]) -> Array:
+def recorded(own_pieces: Sequence[Sequence[dict[str, Array]]]) -> Array:
     """[S, C, n, k] int8 or int16: the record in a cache's rows, of all n sparse layers."""
     layers = [
         jnp.concatenate([piece["experts"] for piece in pieces], axis=1)
-        for pieces in own
+        for pieces in own_pieces
         if "experts" in pieces[0]
     ]
     return jnp.stack(layers, axis=2)

@@ -1,13 +1,13 @@
-"""Several policies of one shape as one network, for players that are each trained for themselves.
+"""Stacked policies, one per player, each trained on its own rows.
 
     network = together(network, 2)
     params = network.init(key)                              # [2, ...] each; both begin alike
     weights = network.extras.several.speaking(who).prepare(params)
 
-As a network it is the first policy: what evaluates, serves or exports a run reads that one. Where
-players speak by turns, all policies read every row into caches of their own, beside each other, and
-the one whose turn it is draws. So each token is read as often as there are policies; of a decode
-step, which waits for weights, that is what policies with rows of their own would take as well.
+As a network it is the first policy: evaluation, serving and export use that one. When players take
+turns, every policy prefills every row into its own cache, and the policy whose turn it is samples.
+Each token is therefore read once per policy; a decode step is bound by reading weights, so policies
+with separate rows would take as long.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jrl.types import Array, Cache, Network, NetworkExtras, Params, Several
 
 
 class Prepared(struct.PyTreeNode):
-    """What the policies' ``prepare`` returned: of all, or of the first alone."""
+    """The results of the policies' ``prepare``: of all, or of the first only."""
 
     weights: tuple[Any, ...]
 
@@ -88,8 +88,8 @@ def _first(network: Network, function: Callable[..., Any] | None) -> Any:
 
 def _init_cache(network: Network) -> Callable[..., Cache]:
     def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
-        given = None if weights is None else _of_first(weights)
-        return network.init_cache(rows, length, given, pieces)
+        weights_of_first = None if weights is None else _of_first(weights)
+        return network.init_cache(rows, length, weights_of_first, pieces)
 
     return init_cache
 
@@ -101,17 +101,17 @@ def _speaking(network: Network, count: int, policies: Array) -> Network:
         return Prepared(tuple(network.prepare(one_of(params, i)) for i in range(count)))
 
     def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Cache:
-        given = [None] * count if weights is None else weights.weights
-        made = [network.init_cache(rows, length, each, pieces) for each in given]
-        return Cache(own=tuple(cache.own for cache in made))
+        weights_of = [None] * count if weights is None else weights.weights
+        caches = [network.init_cache(rows, length, each, pieces) for each in weights_of]
+        return Cache(own=tuple(cache.own for cache in caches))
 
     def parts(cache: Cache) -> list[Cache]:
         prefixes = [None] * count if cache.prefix is None else cache.prefix
         pairs = zip(cache.own, prefixes, strict=True)
-        return [cache.replace(own=own, prefix=prefix) for own, prefix in pairs]
+        return [cache.replace(own=layers, prefix=prefix) for layers, prefix in pairs]
 
-    def joined(cache: Cache, made: list[Cache]) -> Cache:
-        return cache.replace(own=tuple(each.own for each in made))
+    def joined(cache: Cache, caches: list[Cache]) -> Cache:
+        return cache.replace(own=tuple(each.own for each in caches))
 
     def chosen(of_each: list[Array]) -> Array:
         """[S, ...]: each row by its policy."""
@@ -120,8 +120,10 @@ def _speaking(network: Network, count: int, policies: Array) -> Network:
 
     def extend(weights: Prepared, cache: Cache, *tokens: Array) -> tuple[Array, Cache]:
         pairs = zip(weights.weights, parts(cache), strict=True)
-        made = [network.extend(each, part, *tokens) for each, part in pairs]
-        return chosen([hidden for hidden, _ in made]), joined(cache, [after for _, after in made])
+        results = [network.extend(each, part, *tokens) for each, part in pairs]
+        return chosen([hidden for hidden, _ in results]), joined(
+            cache, [after for _, after in results]
+        )
 
     def fill(weights: Prepared, cache: Cache, tokens: Array, lengths: Array) -> Cache:
         assert network.extras.fill is not None

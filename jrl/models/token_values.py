@@ -1,9 +1,9 @@
-"""A policy with action values for each token, which lean its distribution towards the better ones.
+"""A policy with token Q-values that shift its distribution towards higher-valued tokens.
 
     guided = with_token_values(network, beta=8.0)
 
-Heads on the last layer's states give Q of every token that could come next, two estimates of it,
-and V of the state. Targets of the two follow them slowly. The policy draws from
+Heads on the last layer's states give two estimates of Q of every possible next token, and V of the
+state. Target heads follow the Q heads slowly. The policy samples from
 
     pi(a | s) ~ pi_base(a | s) exp(beta min(Q'_1(s, a), Q'_2(s, a)))
 
@@ -27,14 +27,13 @@ _WIDER = 2
 
 
 def with_token_values(network: Network, beta: float, follow: float, heads: int = 2) -> Network:
-    """The network with heads for the values of tokens, which start at 0.
+    """The network with heads for token values, initialised to 0.
 
     Args:
       network: all of whose weights are trained.
-      beta: how much values count in the policy, nats a point.
-      follow: which part of the way the targets go towards the heads after each update; 1 makes
-        them the same.
-      heads: estimates of Q, the lowest of which counts.
+      beta: weight of the values in the policy's logits, nats per unit of reward.
+      follow: step size of the targets towards the heads after each update; 1 makes them equal.
+      heads: number of Q estimates; their minimum is used.
 
     Returns:
       A network whose parameters are {"base", "q" and "q_target" of all heads, "v"}.
@@ -84,8 +83,8 @@ def with_token_values(network: Network, beta: float, follow: float, heads: int =
         return extras.fill(weights["base"], *rest)
 
     def init_cache(rows: int, length: int, weights: Any = None, pieces: int = 1) -> Any:
-        given = None if weights is None else weights["base"]
-        return network.init_cache(rows, length, given, pieces)
+        base_weights = None if weights is None else weights["base"]
+        return network.init_cache(rows, length, base_weights, pieces)
 
     return network._replace(
         init=init,
@@ -128,7 +127,7 @@ def _axes_head(outputs: str | None) -> Any:
 
 
 def _head(params: Params, hidden: Array) -> Array:
-    """[..., outputs] float32, points."""
+    """[..., outputs] float32 values."""
     with jax.named_scope("token_values"):
         inner = _affine(hidden.astype(jnp.float32), params["inner"], params["inner_bias"])
         return _affine(jax.nn.relu(inner), params["outer"], params["outer_bias"])
@@ -140,5 +139,5 @@ def _affine(x: Array, weight: Array, bias: Array) -> Array:
 
 def _least(params: Params, hidden: Array) -> Array:
     """[..., V] float32: the lowest of the heads' values, which no loss changes."""
-    found = jax.vmap(_head, (0, None))(params, hidden).min(axis=0)
-    return jax.lax.stop_gradient(found)
+    values = jax.vmap(_head, (0, None))(params, hidden).min(axis=0)
+    return jax.lax.stop_gradient(values)

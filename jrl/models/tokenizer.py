@@ -28,7 +28,7 @@ ALPHABET = "0123456789+-*=>,:;? abcdefghijklmnopqrstuvwxyz"
 
 
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer.
+    """The tokenizer interface of the library.
 
     Attributes:
       vocab_size: the number of ids, special tokens included; every id is below it.
@@ -179,14 +179,14 @@ def _check_distinct(vocabulary: Mapping[str, int], source: str) -> None:
     """Raises UserError where two tokens have one id."""
     if len(set(vocabulary.values())) == len(vocabulary):
         return
-    seen: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for text, token in vocabulary.items():
-        if token in seen:
+        if token in texts:
             raise UserError(
-                f"{source}: {seen[token]!r} and {text!r} both have id {token} in the vocabulary; "
+                f"{source}: {texts[token]!r} and {text!r} both have id {token} in the vocabulary; "
                 "the file is damaged"
             )
-        seen[token] = text
+        texts[token] = text
 
 
 _SHORT = 1000
@@ -199,16 +199,16 @@ def _is_panic(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def _named(source: str, given: str | list[int]) -> Iterator[None]:
+def _named(source: str, value: str | list[int]) -> Iterator[None]:
     """Inside, what a tokenizer raises, also where it gives up, is a UserError that names it."""
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
-        said = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise UserError(
-            f"{source}: its tokenizer.json cannot be used on {given[:40]!r:.60}: {said:.300}"
+            f"{source}: its tokenizer.json cannot be used on {value[:40]!r:.60}: {reason:.300}"
         ) from None
 
 
@@ -287,7 +287,7 @@ class FileTokenizer:
     def encode_framed(
         self, text: str, outside: Sequence[tuple[int, int]], *, add_special: bool = False
     ) -> list[int]:
-        """Token ids of a text parts of which come from outside, which are never control tokens.
+        """Token ids of a text; parts from outside never become control tokens.
 
         The ids are those of ``encode`` unless a part would be read as a control token; then parts
         and frames are encoded apart.
@@ -298,21 +298,21 @@ class FileTokenizer:
           add_special: as in ``encode``.
         """
         text = text.encode("utf-8", "replace").decode("utf-8")
-        found = self._encoded(self._backend, text, add_special)
+        encoding = self._encoded(self._backend, text, add_special)
         controls = [
-            at for i, at in zip(found.ids, found.offsets, strict=True) if i in self._spelled
+            at for i, at in zip(encoding.ids, encoding.offsets, strict=True) if i in self._spelled
         ]
         if not any(a < end and b > begin for a, b in controls for begin, end in outside):
-            return found.ids
+            return encoding.ids
         ids, start = [], 0
         for begin, end in outside:
             ids += [*self.encode(text[start:begin]), *self.encode_plain(text[begin:end])]
             start = end
         ids += self.encode(text[start:])
-        added = found.special_tokens_mask  # 1 where the tokenizer put a token around the text
+        added = encoding.special_tokens_mask  # 1 where the tokenizer put a token around the text
         first = next((i for i, mark in enumerate(added) if not mark), len(added))
         last = next((i for i, mark in enumerate(added[::-1]) if not mark), 0)
-        return [*found.ids[:first], *ids, *found.ids[len(added) - last :]]
+        return [*encoding.ids[:first], *ids, *encoding.ids[len(added) - last :]]
 
     def controls(self, text: str, *, special: bool = False) -> list[str]:
         """The control tokens that ``encode`` reads in a text, spelled out.
@@ -323,24 +323,26 @@ class FileTokenizer:
             model writes itself, often is not.
         """
         ids = self.encode(text.encode("utf-8", "replace").decode("utf-8"))
-        added = self._backend.get_added_tokens_decoder() if special else {}
-        found = [i for i in ids if i in self._spelled and (not special or added[i].special)]
-        return [self.decode([i], skip_special=False) for i in found]
+        special_tokens = self._backend.get_added_tokens_decoder() if special else {}
+        control_ids = [
+            i for i in ids if i in self._spelled and (not special or special_tokens[i].special)
+        ]
+        return [self.decode([i], skip_special=False) for i in control_ids]
 
     @functools.cached_property
     def _plain(self) -> tokenizers.Tokenizer:
         """The tokenizer without its added tokens."""
         import tokenizers
 
-        found = json.loads(self._backend.to_str())
-        return tokenizers.Tokenizer.from_str(json.dumps({**found, "added_tokens": []}))
+        backend = json.loads(self._backend.to_str())
+        return tokenizers.Tokenizer.from_str(json.dumps({**backend, "added_tokens": []}))
 
     @functools.cached_property
     def _spelled(self) -> dict[int, list[int]]:
         """Ids that encode the text of each added token, none of them an added one."""
-        added = self._backend.get_added_tokens_decoder()
+        extra_tokens = self._backend.get_added_tokens_decoder()
         # Single characters and white space are added for their own sake and control nothing.
-        texts = {i: t.content for i, t in added.items() if len(t.content.strip()) > 1}
+        texts = {i: t.content for i, t in extra_tokens.items() if len(t.content.strip()) > 1}
         unknown = self._backend.token_to_id(self.special.get("unk_token", ""))
         if unknown is not None:  # what a vocabulary has no token for can be nothing else
             texts.pop(unknown, None)
@@ -353,9 +355,9 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         """The text of ``ids``, without the cosmetic changes to spaces that some configs ask for."""
-        listed = [int(i) for i in ids]
-        with _named(self._source, listed):
-            return self._backend.decode(listed, skip_special_tokens=skip_special)
+        id_list = [int(i) for i in ids]
+        with _named(self._source, id_list):
+            return self._backend.decode(id_list, skip_special_tokens=skip_special)
 
     def chat(
         self,
@@ -387,8 +389,8 @@ class FileTokenizer:
         if template not in self.templates:
             raise unknown_choice("template", template, self.templates)
         fixed = {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        given = {"tools": None, "documents": None, **self.special, **variables, **fixed}
-        return render(self.templates[template], given, self._source)
+        context = {"tools": None, "documents": None, **self.special, **variables, **fixed}
+        return render(self.templates[template], context, self._source)
 
 
 def load_tokenizer(directory: str | Path) -> FileTokenizer:
@@ -422,8 +424,8 @@ def load_tokenizer(directory: str | Path) -> FileTokenizer:
     except BaseException as error:  # the library raises bare Exception
         if not isinstance(error, Exception) and not _is_panic(error):
             raise
-        said = " ".join(str(error).split())
-        raise UserError(f"{path} is not a tokenizer: {said:.500}") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path} is not a tokenizer: {reason:.500}") from None
     # Limits and padding stored in the file would silently cut prompts.
     backend.no_truncation()
     backend.no_padding()
@@ -483,7 +485,7 @@ def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 def _stop_ids(
     directory: Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
-    """The ids that end a completion, that of ``eos_token`` first."""
+    """The token ids that end a completion, ``eos_token`` first."""
     ids: list[int] = []
     if eos_token is not None:
         eos_id = backend.token_to_id(eos_token)
@@ -497,14 +499,14 @@ def _stop_ids(
     named = generation.get(
         "eos_token_id", read_object(directory / "config.json").get("eos_token_id")
     )
-    listed = [] if named is None else named if isinstance(named, list) else [named]
-    for each in listed:
+    entries = [] if named is None else named if isinstance(named, list) else [named]
+    for each in entries:
         if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31:
             raise UserError(
                 f"eos_token_id = {str(named)[:60]!r} of {directory} (generation_config.json, "
                 "config.json); it must be a token id, a whole number from 0 on, or a list of them"
             )
-    ids += listed
+    ids += entries
     if not ids:
         raise UserError(
             f"no file of {directory} names an end-of-sequence token, so nothing would end a "

@@ -45,24 +45,24 @@ def attention_of(
     chex.assert_equal_shape([tokens, positions, segments])
     x_bld, live = embed(config, params, tokens), segments != 0
     mask, distance = visible(positions, segments, positions, segments)
-    found, rotation_ids = rotations(config, positions)
+    tables, rotation_ids = rotations(config, positions)
     scale, cap = scale_of(config), config.attention_softcap
     third = config.layers // 3
-    chosen = {round(third + part * (2 * config.layers // 3 - third) / 4) for part in range(5)}
+    layers = {round(third + part * (2 * config.layers // 3 - third) / 4) for part in range(5)}
     weights_of: list[Array] = []
-    for i in range(max(chosen) + 1):
+    for i in range(max(layers) + 1):
         window = config.windows[i]
-        near = mask if window is None else mask & (distance < window)
+        layer_mask = mask if window is None else mask & (distance < window)
 
-        def mix(q: Array, k: Array, v: Array, near: Array = near) -> tuple[Array, Array]:
-            seen = attention_weights(q, k, near, scale=scale, softcap=cap)
-            return attend(q, k, v, near, scale=scale, softcap=cap), seen
+        def mix(q: Array, k: Array, v: Array, near: Array = layer_mask) -> tuple[Array, Array]:
+            weights_of_layer = attention_weights(q, k, near, scale=scale, softcap=cap)
+            return attend(q, k, v, near, scale=scale, softcap=cap), weights_of_layer
 
         w = layer_weights(config, params["layers"], i)
-        x_bld, weights, _ = block(config, w, x_bld, live, found[rotation_ids[i]], mix)
-        if i in chosen:
-            seen_bhll = weights.reshape(tokens.shape[0], config.heads, *near.shape[1:])
-            weights_of.append(jnp.where(near[:, None], seen_bhll, 0))
+        x_bld, weights, _ = block(config, w, x_bld, live, tables[rotation_ids[i]], mix)
+        if i in layers:
+            seen_bhll = weights.reshape(tokens.shape[0], config.heads, *layer_mask.shape[1:])
+            weights_of.append(jnp.where(layer_mask[:, None], seen_bhll, 0))
     return jnp.concatenate(weights_of, axis=1)
 
 

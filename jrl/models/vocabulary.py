@@ -22,7 +22,7 @@ _LOWEST = -1e30  # finite, so that nothing times it is 0
 
 
 class _Walk(NamedTuple):
-    """How the vocabulary is walked over; static."""
+    """Partition of the vocabulary into shards and parts; static."""
 
     axis: int
     softcap: float | None
@@ -76,16 +76,19 @@ def fused_logprobs(
       "logprobs" [B, T] float32, nats, and with ``entropy`` also "entropy" [B, T] float32, nats.
     """
     chex.assert_rank([hidden, head.weight, tokens, temperature], [3, 2, 2, 0])
-    shards, own = devices[1], max(tokens.size // devices[0], 1)
+    shards, local_tokens = devices[1], max(tokens.size // devices[0], 1)
     # Each device walks over its own shard of the vocabulary, so that no part crosses devices.
     size = head.weight.shape[head.axis] // shards
+    # 2**22 float32 scores are 16 MiB: they stay in a CPU's last-level cache.
     room = room or 2 ** (22 if platform() == "cpu" else 24)
-    width = size if own * size <= at_once else min(size, max(128, room // own))
+    width = size if local_tokens * size <= at_once else min(size, max(128, room // local_tokens))
     if size % -(-size // width) == 0:  # parts of one length, of which none overlap
         width = size // -(-size // width)
     walk = _Walk(head.axis, head.softcap, entropy, shards, size, width)
     temperature = jax.lax.stop_gradient(temperature)
     early = head.softcap is None and hidden.dtype == jnp.float32
+    # Dividing D numbers a token in place of V; in bfloat16, or under a cap, the result would
+    # differ.
     if early:  # as exact as dividing the scores, of which there are V / D times as many
         hidden = hidden / temperature
     over = None if early else temperature
@@ -153,8 +156,8 @@ def _add(walk: _Walk, sums: _Sums, scores: Array, tokens: Array, i: Array | int)
     local = _local(walk, tokens, i)
     column = jnp.clip(local, 0, walk.width - 1)
     inside = (local == column) & jnp.take(_new(walk, i)[0, 0, 0], column)
-    found = jnp.take_along_axis(scores, column[:, :, :, None], axis=3)[:, :, :, 0]
-    chosen = sums.chosen + jnp.where(inside, found, 0).sum(-1)
+    gathered = jnp.take_along_axis(scores, column[:, :, :, None], axis=3)[:, :, :, 0]
+    chosen = sums.chosen + jnp.where(inside, gathered, 0).sum(-1)
     if walk.size % walk.width:
         scores = jnp.where(_new(walk, i), scores, _LOWEST)  # columns of two parts count once
     # A running softmax: earlier sums are scaled to the new peak, so that no exponential overflows.
@@ -194,8 +197,8 @@ def _fused_forward(
     return out, (hidden, weight, tokens, temperature, log_total, mean)
 
 
-def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
-    hidden, weight, tokens, temperature, log_total, mean = saved
+def _fused_backward(walk: _Walk, residuals: tuple, g: tuple[Array, Array]) -> tuple:
+    hidden, weight, tokens, temperature, log_total, mean = residuals
     of_chosen, of_entropy = (x[:, :, None, None] for x in g)
     spec = _spec(walk)
 
@@ -233,6 +236,8 @@ def _fused_backward(walk: _Walk, saved: tuple, g: tuple[Array, Array]) -> tuple:
             at = _start(walk, i)
             if walk.size % walk.width:  # where the part overlaps what is there, it adds 0
                 part += jax.lax.dynamic_slice_in_dim(slopes, at, walk.width, along)
+            # Written in place: a stack of parts, as scan would collect them, needs a second copy of
+            # the weight's gradient.
             slopes = jax.lax.dynamic_update_slice_in_dim(slopes, part, at, along)
             return (back + more, slopes), None
 

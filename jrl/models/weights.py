@@ -157,5 +157,5 @@ def abstract(config: ModelConfig) -> Any:
 
 
 def count_params(config: ModelConfig) -> int:
-    """How many numbers the parameters hold; a tied output matrix counts once."""
+    """The number of parameters; a tied output matrix counts once."""
     return sum(math.prod(s.shape) for s in jax.tree.leaves(weights(config), is_leaf=_is_spec))

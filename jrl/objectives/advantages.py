@@ -118,7 +118,7 @@ def greedy_baseline(rewards: Array, members: Array, baseline: Array) -> Array:
 
 
 def at_last_token(score: Array, mask: Array) -> Array:
-    """Rewards [T], points, of a sequence whose whole ``score`` [] is given at its last live token.
+    """The rewards [T] of a sequence with its ``score`` [] at the last live token.
 
     All 0 where nothing is live.
 
@@ -203,5 +203,5 @@ def _check_group(rewards: Array, members: Array) -> None:
 
 
 def _kept_nan(values: Array) -> Array:
-    """0, but NaN where a value is: what stands for a value that is not used must not hide one."""
+    """0, but NaN where the value is NaN: ignoring a value must not hide it."""
     return jnp.where(jnp.isnan(values), values, 0)

@@ -43,9 +43,9 @@ def branch_means(values: Array, node: Array, members: Array) -> Array:
     [[0.5, 1.0], [0.5, 0.0]]
     """
     chex.assert_rank([values, node], [1, 2])
-    here = through(node, members)
-    total = jnp.where(here, values[None, :, None], 0).sum(axis=1)
-    return total / jnp.maximum(here.sum(axis=1), 1)
+    on_path = through(node, members)
+    total = jnp.where(on_path, values[None, :, None], 0).sum(axis=1)
+    return total / jnp.maximum(on_path.sum(axis=1), 1)
 
 
 def by_branch(values: Array, batch: Batch) -> Array:
@@ -62,8 +62,8 @@ def of_members(chosen: Array, batch: Batch) -> Array:
       batch: where its groups are no trees these are all tokens of the members.
     """
     chex.assert_rank(chosen, 2)
-    own = jnp.broadcast_to(jnp.expand_dims(chosen, 2), batch.mask.shape)
+    own_tokens = jnp.broadcast_to(jnp.expand_dims(chosen, 2), batch.mask.shape)
     if "node" not in batch.ids:
-        return own
+        return own_tokens
     shared = jax.vmap(through)(batch.ids["node"], batch.members & chosen).any(axis=2)
-    return own | shared
+    return own_tokens | shared

@@ -56,8 +56,8 @@ def best_and_worst(min_gap: float = 0.0) -> Transform:
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
         best, worst = extremes(scores, batch)
-        kept = _apart(scores, batch, min_gap) & (best | worst | _broken(scores, batch))
-        return scores, batch.replace(members=comparable(batch) & kept)
+        selected = _apart(scores, batch, min_gap) & (best | worst | _broken(scores, batch))
+        return scores, batch.replace(members=comparable(batch) & selected)
 
     return stateless(apply)
 
@@ -73,12 +73,12 @@ def with_gap() -> Transform:
 
 
 def within_gap(max_gap: float) -> Transform:
-    """Leaves out groups whose best and worst scores differ by more than ``max_gap`` points."""
+    """Removes groups whose best and worst scores differ by more than ``max_gap``."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)
-        far = _apart(scores, batch, max_gap) & ~_broken(scores, batch)
-        return scores, batch.replace(members=batch.members & ~far)
+        too_far = _apart(scores, batch, max_gap) & ~_broken(scores, batch)
+        return scores, batch.replace(members=batch.members & ~too_far)
 
     return stateless(apply)
 
@@ -111,7 +111,7 @@ def demonstrations_first() -> Transform:
 
 
 def own_only(inner: Transform) -> Transform:
-    """Applies a transform to the policy's own draws; demonstrations keep their scores.
+    """Applies a transform to the policy's own samples; demonstrations keep their scores.
 
     Args:
       inner: [N, G] -> [N, G], such as a group's normalisation; it may not edit the batch.
@@ -119,8 +119,8 @@ def own_only(inner: Transform) -> Transform:
 
     def apply(scores: Array, batch: Batch, state: tuple) -> tuple[Array, Batch, tuple]:
         outside = given(batch)
-        own = batch.replace(members=batch.members & ~outside)
-        values, _, state = inner.apply(scores, own, state)
+        inside = batch.replace(members=batch.members & ~outside)
+        values, _, state = inner.apply(scores, inside, state)
         return jnp.where(outside, scores, values), batch, state
 
     return inner._replace(apply=apply, needs=inner.needs | {"external"})
@@ -129,7 +129,7 @@ def own_only(inner: Transform) -> Transform:
 # ---------------------------------------------------------------- whole completions
 
 START = frozenset({"proximal_logprobs", "ref_logprobs"})
-"""What ``start_log_ratio`` reads."""
+"""Statistics read by ``start_log_ratio``."""
 
 
 def sums(name: str, batch: Batch) -> Array:

@@ -1,4 +1,4 @@
-"""Weights for tokens that were drawn from another distribution than the policy's.
+"""Weights for tokens sampled from another distribution than the policy's.
 
 A surrogate with a ``Correction`` takes its ratios to the policy at the start of the training step,
 and multiplies its losses by a weight for what that policy and the sampler differ by: a policy some

@@ -172,7 +172,7 @@ def divergence_in_loss(
 
 
 def sampled_divergence(kind: str = "reverse", beta: float = 0.5) -> Surrogate:
-    """A divergence from the teacher, estimated by the drawn tokens' probabilities alone.
+    """A divergence from the teacher, estimated from the sampled tokens' probabilities only.
 
     With r = teacher / student at the token, every divergence is the student's mean of some f(r).
     Its gradient is the student's mean of w grad log(student), where w = f(r) - r f'(r) up to a

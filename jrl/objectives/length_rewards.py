@@ -16,7 +16,7 @@ from jrl.types import Array, Batch, Transform
 
 
 def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int = 0) -> Transform:
-    """Adds points for being short among the group, if right, and takes points for being long.
+    """Rewards short and penalises long completions of a group; only correct ones gain.
 
     The length reward of ``kimi_k1_5``:
 
@@ -39,14 +39,14 @@ def ranked_in_group(scale: float = 1.0, correct: float = 0.5, start_steps: int =
         differ = most > least
         reward = 0.5 - (lengths - least) / jnp.where(differ, most - least, 1)
         reward = jnp.where(values >= correct, reward, jnp.minimum(reward, 0))
-        given = differ & batch.members & (steps >= start_steps)
-        return values + jnp.where(given, scale * reward, 0), batch, steps + 1
+        applies = differ & batch.members & (steps >= start_steps)
+        return values + jnp.where(applies, scale * reward, 0), batch, steps + 1
 
     return Transform(init=lambda: jnp.zeros((), jnp.int32), apply=apply)
 
 
 def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5) -> Transform:
-    """Adds points for the unused part of the limit, in groups in which every answer is right.
+    """Rewards the unused part of the limit, in groups with correct answers only.
 
     Right is a score of at least ``correct`` points; the reward is multiplied by ``scale``.
 
@@ -63,7 +63,7 @@ def when_all_are_right(max_tokens: int, scale: float = 1.0, correct: float = 0.5
 
 
 def length_cost(points: float) -> Transform:
-    """Takes ``points`` from the score for each trained token."""
+    """Subtracts ``points`` from the score for each trained token."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(scores, 2)

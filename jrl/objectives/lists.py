@@ -1,4 +1,4 @@
-"""Losses over all pairs of a group, and over a whole ranking.
+"""Losses over all pairs of a group, and over complete rankings.
 
 "Pairs" are the ordered pairs (i, j) of live members with a higher score at i than at j; equal
 scores make none. All float32.
@@ -57,7 +57,7 @@ def ranking_metrics(rewards: Array, pairs: Array) -> Stats:
 
 
 def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
-    """Minus the log-likelihood of a ranking: each member is drawn before all those below it.
+    """Negative Plackett-Luce log-likelihood: each member is chosen before all those below it.
 
         sum over k of -log[ exp(r_k s_k) / (exp(r_k s_k) + sum over i below k of exp(r_i s_ki)) ]
 
@@ -74,12 +74,14 @@ def list_nll(rewards: Array, pairs: Array, scale: Array | None = None) -> Array:
     0.6931
     """
     below = jnp.broadcast_to(rewards[None, :], pairs.shape)
-    own = rewards
+    scaled = rewards
     if scale is not None:
         below = below * jnp.where(pairs, scale, 0)
-        own = rewards * jnp.where(pairs, scale, 0).max(axis=1)
+        scaled = rewards * jnp.where(pairs, scale, 0).max(axis=1)
     some = pairs.any(axis=1)
     # Minus a large finite number, not infinity, whose differences would be NaN.
-    rest = jnp.where(pairs, below - own[:, None], -1e30)
-    terms = jax.nn.logsumexp(jnp.concatenate([jnp.zeros_like(own)[:, None], rest], axis=1), axis=1)
+    rest = jnp.where(pairs, below - scaled[:, None], -1e30)
+    terms = jax.nn.logsumexp(
+        jnp.concatenate([jnp.zeros_like(scaled)[:, None], rest], axis=1), axis=1
+    )
     return jnp.where(some, terms, 0).sum()

@@ -1,4 +1,4 @@
-"""What a loss over ONE group reads of its members, and how its number becomes per-token losses.
+"""Inputs of a loss over ONE group, and the conversion of its value to per-token losses.
 
 Preference, ranking and reward-model losses compare whole completions. They are written as functions
 of ``Members`` that return one number, and lifted by ``over_group`` (a number for the group) or
@@ -42,7 +42,7 @@ class Members(NamedTuple):
 
     @property
     def score(self) -> Array:
-        """[G] float32, points, read at the first live token; 0 where there is none."""
+        """[G] float32, the value at the first live token; 0 if there is none."""
         return jnp.where(first_token(self.mask), self.scores, 0).sum(axis=1)
 
     def first(self, name: str) -> Array:
@@ -63,7 +63,7 @@ class Members(NamedTuple):
         return self.total(name) / self.tokens
 
     def log_ratio(self) -> Array:
-        """[G] nats: log pi(y) - log pi_ref(y) of whole completions."""
+        """[G] nats: log pi(y) - log pi_ref(y) of complete completions."""
         return self.total("logprobs") - self.total("ref_logprobs")
 
 

@@ -1,4 +1,4 @@
-"""Transforms that scale advantages by what the whole batch, or a reward part, looks like."""
+"""Transforms that scale advantages by statistics of the batch, or of a reward part."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def beta_normalised(limit: float = 300.0) -> Transform:
         chex.assert_rank(values, 2)
         members = batch.members
         centred = jax.vmap(group.mean_centred)(values, members)
-        there = members.any(axis=1)
+        nonempty = members.any(axis=1)
         total = jnp.where(members, values, 0).sum(axis=1)
         p = jnp.clip(total / jnp.maximum(members.sum(axis=1), 1), 0, 1)
-        deviation = group.mean_centred(p, there)
-        mean = jnp.where(there, p, 0).sum() / jnp.maximum(there.sum(), 1)
-        variance = jnp.square(deviation).sum() / jnp.maximum(there.sum(), 1)
+        deviation = group.mean_centred(p, nonempty)
+        mean = jnp.where(nonempty, p, 0).sum() / jnp.maximum(nonempty.sum(), 1)
+        variance = jnp.square(deviation).sum() / jnp.maximum(nonempty.sum(), 1)
         spread = jnp.where(variance > 0, variance, 1)
         both = jnp.clip(mean * (1 - mean) / spread - 1, 0, limit)
         both = jnp.where(variance <= 0, 0, both)

@@ -8,11 +8,12 @@ float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jrl.objectives.kl import LOG_RATIO_LIMIT
 from jrl.objectives.members import Members, over_group
 from jrl.types import Array, Stats, Surrogate
 
@@ -90,7 +91,7 @@ def preference_metrics(chosen: Array, rejected: Array) -> Stats:
 
 
 def _sides(group: Members, needs: frozenset[str]) -> tuple[Side, Side, Array]:
-    """The chosen side, the rejected side and the gap between their scores, points."""
+    """The chosen side, the rejected side and their score gap."""
     zero = jnp.zeros_like(group.tokens)
 
     def known(name: str, read: Callable[[str], Array]) -> Array:
@@ -118,3 +119,64 @@ def logistic(a: Array, b: Array, noise: Array | float = 0.0) -> Array:
     0.6931
     """
     return (1 - noise) * softplus(b - a) + noise * softplus(a - b)
+
+
+# ---------------------------------------------------------------- losses of two implicit rewards
+
+
+def _hinge(a: Array, b: Array, noise: Any) -> Array:
+    right, wrong = jnp.maximum(0, 1 - (a - b)), jnp.maximum(0, 1 + (a - b))
+    return (1 - noise) * right + noise * wrong
+
+
+def _discopop(a: Array, b: Array, noise: Any) -> Array:
+    share = sigmoid((a - b) / 0.05)
+    exponential = jnp.exp(-jnp.clip(a - b, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return (1 - share) * softplus(b - a) + share * exponential
+
+
+PAIR_LOSSES: dict[str, Callable[[Array, Array, Any], Array]] = {
+    "sigmoid": logistic,
+    "hinge": _hinge,
+    "ipo": lambda a, b, noise: jnp.square(a - b - 0.5),
+    "nca": lambda a, b, noise: softplus(-a) + softplus(a) / 2 + softplus(b) / 2,
+    "discopop": _discopop,
+    "apo_zero": lambda a, b, noise: sigmoid(-a) + sigmoid(b),
+    "apo_down": lambda a, b, noise: sigmoid(a) + sigmoid(b - a),
+}
+"""Losses of ``dpo`` by name, of (a, b, label_smoothing); "ipo" is still to be divided by beta^2."""
+
+
+def reward_loss(name: str, beta: float, noise: float = 0.0) -> Callable[[Array, Array], Array]:
+    """The loss of ``dpo`` by name, as a function of the two implicit rewards (a, b)."""
+    scale = beta**2 if name == "ipo" else 1.0
+    return lambda a, b: PAIR_LOSSES[name](a, b, noise) / scale
+
+
+def log_odds(mean: Array) -> Array:
+    """log(p / (1 - p)) of p = exp(mean), held where p is within 1e-6 of 1.
+
+    Args:
+      mean: [...] nats, the mean log-probability of a completion's tokens.
+
+    >>> round(float(log_odds(jnp.log(jnp.float32(0.75)))), 4)  # log 3
+    1.0986
+    """
+    mean = jnp.minimum(mean, -1e-6)
+    # Two forms of log(1 - exp(mean)), each where it loses no digits; the argument of the one that
+    # is not taken stays in its domain, or its gradient would be NaN.
+    near = mean > -0.6931472
+    small, large = jnp.where(near, mean, -0.5), jnp.where(near, -1.0, mean)
+    complement = jnp.where(near, jnp.log(-jnp.expm1(small)), jnp.log1p(-jnp.exp(large)))
+    return mean - complement
+
+
+def odds_ratio_loss(chosen: Array, rejected: Array, coef: float) -> Array:
+    """The loss of ``orpo``: the chosen completion's likelihood, and a penalty on the odds ratio.
+
+    Args:
+      chosen: [...] nats, the mean log-probability of the chosen completion's tokens.
+      rejected: [...] nats, of the rejected completion's.
+      coef: lambda of the paper.
+    """
+    return -chosen + coef * softplus(log_odds(rejected) - log_odds(chosen))

@@ -196,7 +196,7 @@ def update_state(objective: Objective, state: Any, metrics: Mapping[str, Array])
 
 
 def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
-    """What a part is given: the log-probabilities, what it needs and what it brings along."""
+    """The statistics passed to a part: log-probabilities, its needs and its labels."""
     names = part.needs | {"logprobs"} | {statistic.name for statistic in part.statistics}
     return {name: stats[name] for name in sorted(names)}
 
@@ -204,8 +204,8 @@ def _reads(part: Surrogate | Regularizer, stats: Stats) -> Stats:
 def _label(name: str, batch: Batch) -> Array:
     """[N, G, T] int32: a label of each token, whatever it was recorded for; 0 without any."""
     label = batch.ids.get(name, jnp.zeros((), jnp.int32))
-    missing = tuple(range(label.ndim, batch.mask.ndim))
-    return jnp.broadcast_to(jnp.expand_dims(label, missing), batch.mask.shape)
+    axes = tuple(range(label.ndim, batch.mask.ndim))
+    return jnp.broadcast_to(jnp.expand_dims(label, axes), batch.mask.shape)
 
 
 def _aggregate(aggregate: Aggregate, losses: Array, live: Array, over_groups: bool = False) -> Pair:
@@ -226,23 +226,23 @@ def _score_metrics(score: Array, members: Array) -> Pairs:
     low = jnp.min(score, axis=1, where=members, initial=jnp.inf)
     high = jnp.max(score, axis=1, where=members, initial=-jnp.inf)
     compared = members.sum(axis=1) > 1
-    broken = members & ~jnp.isfinite(score)
+    nonfinite = members & ~jnp.isfinite(score)
     return {
         "zero_std_groups": (
             (compared & (low == high)).sum(dtype=jnp.float32),
             compared.sum(dtype=jnp.float32),
         ),
         "nonfinite_rewards": (
-            broken.sum(dtype=jnp.float32),
+            nonfinite.sum(dtype=jnp.float32),
             members.sum(dtype=jnp.float32),
         ),
     }
 
 
 def _require(needs: frozenset[str], stats: Mapping[str, Array], reader: str) -> None:
-    missing = sorted(needs - set(stats))
-    if missing:
-        meanings = "; ".join(f"{name}: {STATISTICS.get(name, 'unknown')}" for name in missing)
+    absent = sorted(needs - set(stats))
+    if absent:
+        meanings = "; ".join(f"{name}: {STATISTICS.get(name, 'unknown')}" for name in absent)
         raise UserError(
             f"{reader} reads statistics that the batch does not hold ({meanings}); have the "
             "scoring pass compute them, or choose a method that does not need them"

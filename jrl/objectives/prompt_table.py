@@ -25,7 +25,7 @@ NOBODY = jnp.iinfo(jnp.int32).min
 
 
 class PromptTable(NamedTuple):
-    """What is known about the prompts seen lately.
+    """Running values of recently seen prompts.
 
     Attributes:
       ids: [slots] int32, whose place it is; ``NOBODY`` where nobody's.
@@ -65,14 +65,14 @@ def read(table: PromptTable, ids: Array, blank: Any) -> tuple[Any, Array]:
     """
     chex.assert_rank(ids, 1)
     slots = ids % table.ids.shape[0]
-    known = table.ids[slots] == ids
+    in_table = table.ids[slots] == ids
 
-    def one(stored: Array, start: Any) -> Array:
-        here = stored[slots]
-        flags = known.reshape(-1, *(1,) * (here.ndim - 1))
-        return jnp.where(flags, here, jnp.asarray(start, here.dtype)[None])
+    def one(column: Array, start: Any) -> Array:
+        rows = column[slots]
+        flags = in_table.reshape(-1, *(1,) * (rows.ndim - 1))
+        return jnp.where(flags, rows, jnp.asarray(start, rows.dtype)[None])
 
-    return jax.tree.map(one, table.values, blank), known
+    return jax.tree.map(one, table.values, blank), in_table
 
 
 def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTable:
@@ -93,14 +93,14 @@ def write(table: PromptTable, ids: Array, values: Any, live: Array) -> PromptTab
     # Losers are sent past the end, where writes are dropped.
     target = jnp.where(live & (winner[slot] == ids), slot, slots)
 
-    def one(stored: Array, new: Array) -> Array:
-        return stored.at[target].set(new.astype(stored.dtype), mode="drop")
+    def one(column: Array, new: Array) -> Array:
+        return column.at[target].set(new.astype(column.dtype), mode="drop")
 
     return PromptTable(one(table.ids, ids), jax.tree.map(one, table.values, values))
 
 
 def prompt_ids(batch: Batch) -> Array | None:
-    """[N] int32, the identities of the batch's problems; None when nobody recorded them.
+    """[N] int32, the ids of the batch's problems; None if not recorded.
 
     A transform that finds None takes every prompt for a new one and stores nothing.
     """

@@ -1,12 +1,11 @@
-"""Per-token losses of ONE sequence built from ratios: which ratio, what holds it, what corrects it.
+"""Per-token losses of ONE sequence from probability ratios: ratio, bounding rule, correction.
 
     ratio_loss(ratio=sequence, rule=clip(3e-4, 4e-4), correction=None)      # GSPO
 
-A ``Ratio`` says whose ratio counts (each token's, the sequence's mean or product, a segment's). A
-``Rule`` turns it into a loss (clip, weight without gradient, gate, none). A ``Correction`` takes
-the ratio to the policy at the start of the step (``proximal_logprobs``) instead of the sampler, and
-weighs losses for the difference between those two. Every relative of PPO here is one choice of
-each.
+A ``Ratio`` chooses the unit: each token, the sequence's mean or product, or a segment. A ``Rule``
+turns it into a loss (clip, weight without gradient, gate, none). A ``Correction`` takes the ratio
+to the policy at the start of the step (``proximal_logprobs``) instead of the sampler, and weighs
+losses for the difference between those two. Every variant of PPO here is one choice of each.
 
 As in all surrogates ``apply`` takes the statistics of a sequence, its advantages [T] and its mask
 [T], and returns losses [T] (not masked, not averaged) with [T] metrics. Statistics outside the mask
@@ -34,7 +33,7 @@ Step = Callable[[Array, Array, Array, Stats], tuple[Array, Stats]]
 
 
 class Ratio(NamedTuple):
-    """Whose ratio a token's loss uses.
+    """The unit whose probability ratio a token's loss uses.
 
     Attributes:
       apply: from the token's log-ratios to those of the unit, [T] nats, with metrics.
@@ -48,7 +47,7 @@ class Ratio(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What a ratio does to the loss.
+    """The loss as a function of the ratio.
 
     Attributes:
       apply: from log-ratios, as a ``Ratio`` returns them, to losses [T].
@@ -59,7 +58,7 @@ class Rule(NamedTuple):
     needs: frozenset[str] = frozenset()
 
 
-# ---------------------------------------------------------------- whose ratio
+# ---------------------------------------------------------------- ratios
 
 
 def _token(log_ratio: Array, *_: Any) -> tuple[Array, Stats]:
@@ -67,18 +66,21 @@ def _token(log_ratio: Array, *_: Any) -> tuple[Array, Stats]:
 
 
 def _sequence(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+    # Length-normalised, so that long and short sequences share one clip range.
     return jnp.broadcast_to(live_mean(log_ratio, mask), mask.shape), {}
 
 
 def _sequence_token(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
     logprobs = stats["logprobs"]
-    own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token alone
-    return jax.lax.stop_gradient(live_mean(log_ratio, mask)) + own, {}
+    # Value 0, gradient 1: the mean's value with the gradient of this token's log-probability.
+    straight_through = logprobs - jax.lax.stop_gradient(logprobs)
+    return jax.lax.stop_gradient(live_mean(log_ratio, mask)) + straight_through, {}
 
 
 def _product(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-    held = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return jnp.broadcast_to(jnp.where(mask, held, 0).sum(), mask.shape), {}
+    # Each factor is limited before the sum: one infinite token would make the product NaN.
+    limited = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return jnp.broadcast_to(jnp.where(mask, limited, 0).sum(), mask.shape), {}
 
 
 token = Ratio(_token)
@@ -96,11 +98,12 @@ def segment(label: str) -> Ratio:
     """The geometric mean over the live tokens that share a label of ``Batch.ids``.
 
     Args:
-      label: such as "turn" or "step"; where nobody recorded it a completion is one segment, as in
+      label: such as "turn" or "step"; without it in the batch a completion is one segment, as in
         ``sequence``.
     """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        # The label arrives as a statistic, since a surrogate sees one sequence and no batch.
         seg = segments.segments(mask, stats[label])
         return segments.total(log_ratio, seg) / jnp.maximum(segments.count(seg), 1), {}
 
@@ -116,8 +119,9 @@ def geometric_clipped(clip_low: float, clip_high: float) -> Ratio:
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
         below = (advantages < 0) & (log_ratio < -clip_low)
         above = (advantages > 0) & (log_ratio > clip_high)
-        kept = jnp.where(below, -clip_low, jnp.where(above, clip_high, log_ratio))
-        mean = jnp.broadcast_to(live_mean(kept, mask), mask.shape)
+        clipped = jnp.where(below, -clip_low, jnp.where(above, clip_high, log_ratio))
+        # Clipped before the mean, so that one extreme token cannot decide the sequence's ratio.
+        mean = jnp.broadcast_to(live_mean(clipped, mask), mask.shape)
         return mean, {"clip_fraction_low": below, "clip_fraction_high": above}
 
     return Ratio(apply)
@@ -131,13 +135,15 @@ def held(limit: float) -> Ratio:
     """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
-        bound = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
-        return jnp.clip(log_ratio, -bound, bound), {"preclip_fraction": jnp.abs(log_ratio) > bound}
+        # In logarithms, where an overflow of exp cannot happen.
+        log_limit = jnp.minimum(jnp.log(limit), LOG_RATIO_LIMIT)
+        beyond = jnp.abs(log_ratio) > log_limit
+        return jnp.clip(log_ratio, -log_limit, log_limit), {"preclip_fraction": beyond}
 
     return Ratio(apply)
 
 
-# ---------------------------------------------------------------- what holds it
+# ---------------------------------------------------------------- rules
 
 
 def clip_between(
@@ -161,13 +167,14 @@ def clip_between(
         least, greatest = bounds(stats)
         below = (advantages < 0) & (ratio < least)
         above = (advantages > 0) & (ratio > greatest)
-        kept = jnp.where(below, least, jnp.where(above, greatest, ratio))
+        clipped = jnp.where(below, least, jnp.where(above, greatest, ratio))
         metrics = {"ratio": ratio, "clip_fraction_low": below, "clip_fraction_high": above}
         if dual_clip is not None:
+            # For A < 0 the loss -r A grows without bound in r, which min() does not catch.
             beyond = (advantages < 0) & (ratio > dual_clip)
-            kept = jnp.where(beyond, dual_clip, kept)
+            clipped = jnp.where(beyond, dual_clip, clipped)
             metrics["clip_fraction_dual"] = beyond
-        return -kept * advantages, metrics
+        return -clipped * advantages, metrics
 
     return Rule(apply, needs)
 
@@ -182,12 +189,13 @@ def recentred_clip(low: float = 0.2, high: float = 0.2) -> Rule:
 
         c_t = pi_start_t / mu_t,  loss_t = -min(r_t A_t, clip(r_t, c_t - low, c_t + high) A_t)
 
-    mu is the policy that drew the token, whichever it was: a stale sample has the room to move that
-    a fresh one has, where a clip around 1 would leave it none. For fresh samples c is 1. The clip
-    of ``remix``.
+    mu is the policy that sampled the token. A stale sample may move as far as a fresh one, where a
+    clip around 1 would already have cut its gradient. For fresh samples c is 1. The clip of
+    ``remix``.
     """
 
     def bounds(stats: Stats) -> tuple[Array, Array]:
+        # No gradient flows: both are statistics of the start of the step.
         centre = bounded_exp(stats["proximal_logprobs"] - stats["sampler_logprobs"])
         return centre - low, centre + high
 
@@ -195,7 +203,7 @@ def recentred_clip(low: float = 0.2, high: float = 0.2) -> Rule:
 
 
 def weight(function: Step, needs: frozenset[str] = frozenset()) -> Rule:
-    """``-sg(w) A log pi``: a weight without gradient, so that no token ever loses its own.
+    """``-sg(w) A log pi``: a weight without gradient, so that no token's gradient is cut off.
 
     Args:
       function: (log_ratio, advantages, mask, stats) -> (w [T], metrics), as a ``Rule`` is applied.
@@ -203,6 +211,7 @@ def weight(function: Step, needs: frozenset[str] = frozenset()) -> Rule:
     """
 
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
+        # Stopped on the way in too: a weight's metrics must not carry gradient either.
         weights, metrics = function(jax.lax.stop_gradient(log_ratio), advantages, mask, stats)
         return -jax.lax.stop_gradient(weights) * advantages * stats["logprobs"], metrics
 
@@ -210,7 +219,7 @@ def weight(function: Step, needs: frozenset[str] = frozenset()) -> Rule:
 
 
 score = weight(lambda log_ratio, *_: (jnp.ones_like(log_ratio), {}))
-"""REINFORCE, ``-A log pi``: no ratio counts, but a correction or ``off_policy_limit`` may."""
+"""REINFORCE, ``-A log pi``: reads no ratio; a correction or ``off_policy_limit`` may."""
 
 
 def bounded(low: float = 0.0, high: float = math.inf) -> Rule:
@@ -236,10 +245,10 @@ def tapered(low: float = 0.0, high: float = 1.0) -> Rule:
 
     def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
         ratio = bounded_exp(log_ratio)
-        kept = jnp.where(advantages < 0, jnp.clip(ratio, low, high), 1)
+        weights = jnp.where(advantages < 0, jnp.clip(ratio, low, high), 1)
         # A NaN ratio stays visible also where its weight is not read.
-        kept = jnp.where(jnp.isnan(ratio), ratio, kept)
-        return kept, {"ratio": ratio, "weight": kept, "negative": advantages < 0}
+        weights = jnp.where(jnp.isnan(ratio), ratio, weights)
+        return weights, {"ratio": ratio, "weight": weights, "negative": advantages < 0}
 
     return weight(function)
 
@@ -254,9 +263,11 @@ def gamma(
     """
 
     def function(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        # TRL's bounds, so that both libraries give the same weights at the extremes.
         log_weight = jnp.clip(log_ratio, jnp.log(1e-8), LOG_RATIO_LIMIT)
         power = jnp.where(advantages < 0, power_negative, power_positive)
         rate = jnp.where(advantages < 0, rate_negative, rate_positive)
+        # In logarithms: r^k itself would overflow for long sequences.
         phi = jnp.exp(power * log_weight + rate * (1 - jnp.exp(log_weight)))
         return phi, {"sequence_weight": phi}
 
@@ -266,8 +277,8 @@ def gamma(
 def near(kind: str, limit_low: float, limit_high: float, cap: float) -> Rule:
     """``weight`` min(r, cap), and 0 for tokens whose probability has moved too far.
 
-    The rule of ``dppo_tv``: with p the token's probability now and q when it was drawn, a token is
-    dropped when p went UP with a positive advantage, or down with another one, by a divergence
+    The rule of ``dppo_tv``: with p the token's current probability and q the sampler's, a token is
+    dropped if p went UP with a positive advantage, or down with a non-positive one, by a divergence
     above the limit.
 
     Args:
@@ -292,10 +303,11 @@ def near(kind: str, limit_low: float, limit_high: float, cap: float) -> Rule:
         else:
             rest = jnp.log((1 - then + 1e-8) / (1 - now + 1e-8))
             divergence = -then * log_ratio + (1 - then) * rest
+        # Only a move in the direction of the advantage is dropped: the way back stays open.
         up = (advantages > 0) & (now > then) & (divergence > limit_high)
         down = (advantages <= 0) & (now < then) & (divergence > limit_low)
-        kept = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
-        return kept, {"dropped_high": up, "dropped_low": down}
+        weights = jnp.where(up | down, 0, jnp.minimum(bounded_exp(log_ratio), cap))
+        return weights, {"dropped_high": up, "dropped_low": down}
 
     return weight(function)
 
@@ -308,8 +320,11 @@ def gate(temperature_positive: float, temperature_negative: float) -> Rule:
     """
 
     def apply(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
+        # Negative advantages push probability mass to all other tokens, so they usually get a
+        # steeper gate.
         tau = jnp.where(advantages > 0, temperature_positive, temperature_negative)
         ratio = bounded_exp(log_ratio)
+        # sigmoid'(0) = 1/4, hence the factor 4 / tau for slope 1 at ratio 1.
         return -advantages * jax.nn.sigmoid(tau * (ratio - 1)) * 4 / tau, {"ratio": ratio}
 
     return Rule(apply)
@@ -321,7 +336,7 @@ def _free(log_ratio: Array, advantages: Array, *_: Any) -> tuple[Array, Stats]:
 
 
 free = Rule(_free)
-"""The plain ratio loss ``-r A``: nothing holds the policy."""
+"""The plain ratio loss ``-r A``, unbounded."""
 
 
 def free_but(mark: str, coef: float) -> Rule:
@@ -333,8 +348,8 @@ def free_but(mark: str, coef: float) -> Rule:
     def apply(log_ratio: Array, advantages: Array, mask: Array, stats: Stats) -> Any:
         losses, metrics = _free(log_ratio, advantages)
         # On-policy the penalty's slope is 0 by choice: JAX would take that of one side.
-        moved = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
-        return losses + coef * stats[mark] * moved, {**metrics, "marked": stats[mark]}
+        distance = jnp.where(log_ratio == 0, 0, jnp.abs(log_ratio))
+        return losses + coef * stats[mark] * distance, {**metrics, "marked": stats[mark]}
 
     return Rule(apply, frozenset({mark}))
 
@@ -343,11 +358,11 @@ def free_but(mark: str, coef: float) -> Rule:
 
 
 class RatioParts(NamedTuple):
-    """What ``ratio_loss`` makes a surrogate of, kept in it so that a variant can change one part.
+    """The parts of a ``ratio_loss``, stored in the surrogate so that a variant can change one.
 
     Attributes:
-      ratio: whose ratio.
-      rule: what holds it.
+      ratio: the unit.
+      rule: the loss of the ratio.
       correction: None for ratios against the sampler; else they are against the policy at the start
         of the training step, and losses are multiplied by the correction's weight.
       off_policy_limit: nats a token; drops sequences of negative advantage from which the policy
@@ -377,25 +392,30 @@ def ratio_loss(
     against = "sampler_logprobs" if correction is None else "proximal_logprobs"
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
+        # The difference of log-probabilities is taken here once, whatever the ratio and rule.
         log_ratio, of_ratio = ratio.apply(
             stats["logprobs"] - stats[against], advantages, mask, stats
         )
         losses, metrics = rule.apply(log_ratio, advantages, mask, stats)
+        # A clip inside the ratio replaces the rule's clip fractions of the same name.
         metrics = {**metrics, **of_ratio}
         if correction is not None:
             weights = correction.weight(stats, mask)
+            # After the clip, so that the correction scales a token's loss but never moves the clip
+            # range.
             losses, metrics = losses * weights, {**metrics, "correction_weight": weights}
         if off_policy_limit is not None:
             # The off-policy sequence mask of "DeepSeek-V3.2: Pushing the Frontier of Open Large
             # Language Models" (arXiv:2512.02556).
-            moved = jax.lax.stop_gradient(stats["sampler_logprobs"] - stats["logprobs"])
-            dropped = (advantages < 0) & (live_mean(moved, mask) > off_policy_limit)
-            losses, metrics = jnp.where(dropped, 0, losses), {**metrics, "off_policy": dropped}
+            divergence = jax.lax.stop_gradient(stats["sampler_logprobs"] - stats["logprobs"])
+            off_policy = (advantages < 0) & (live_mean(divergence, mask) > off_policy_limit)
+            losses = jnp.where(off_policy, 0, losses)
+            metrics = {**metrics, "off_policy": off_policy}
         return losses, {name: value.astype(jnp.float32) for name, value in metrics.items()}
 
-    read = frozenset({"sampler_logprobs", against}) | ratio.needs | rule.needs
+    needs = frozenset({"sampler_logprobs", against}) | ratio.needs | rule.needs
     parts = RatioParts(ratio, rule, correction, off_policy_limit)
-    return Surrogate(checked(apply), read, labels=ratio.labels, parts=parts)
+    return Surrogate(checked(apply), needs, labels=ratio.labels, parts=parts)
 
 
 def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:
@@ -404,8 +424,10 @@ def with_parts(surrogate: Surrogate, **changes: Any) -> Surrogate:
     Raises:
       UserError: a part that the surrogate does not have.
     """
+    # A closure cannot be edited, so the surrogate is built again from its parts.
     if isinstance(surrogate.parts, RatioParts):
         return ratio_loss(**surrogate.parts._replace(**changes)._asdict())
+    # A surrogate without ratios has no clip to move, so a correction can only weigh its losses.
     correction = changes.pop("correction", None)
     if changes or surrogate.over != "sequence":
         raise UserError(f"the surrogate has no {', '.join(changes) or 'correction'} to change")
@@ -420,6 +442,7 @@ def sum_of_means(surrogate: Surrogate) -> Surrogate:
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         losses, metrics = jax.vmap(surrogate.apply)(stats, advantages, mask)
+        # Divided here, where a row is one member; the aggregate only sees groups.
         return losses / jnp.maximum(mask.sum(axis=1, keepdims=True), 1), metrics
 
     return surrogate._replace(apply=apply, over="group", parts=None)
@@ -440,7 +463,7 @@ def reinforce() -> Surrogate:
     """Minus the advantage times the log-probability: ``loss_t = -A_t log pi_t``.
 
     "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning"
-    (Williams, 1992). There is no ratio: it is meant for tokens that the current policy drew.
+    (Williams, 1992). There is no ratio: it is meant for tokens sampled from the current policy.
 
     >>> stats = {"logprobs": jnp.array([-1.0, -2.0])}
     >>> reinforce().apply(stats, jnp.array([1.0, 0.5]), jnp.ones(2, bool))[0].tolist()
@@ -477,8 +500,8 @@ def weighted(surrogate: Surrogate, correction: Correction) -> Surrogate:
         weights = correction.weight(stats, mask)
         return losses * weights, {**metrics, "correction_weight": weights}
 
-    read = frozenset({"sampler_logprobs", "proximal_logprobs"})
-    return surrogate._replace(apply=checked(apply), needs=surrogate.needs | read)
+    needs = frozenset({"sampler_logprobs", "proximal_logprobs"})
+    return surrogate._replace(apply=checked(apply), needs=surrogate.needs | needs)
 
 
 # ---------------------------------------------------------------- helpers
@@ -494,6 +517,7 @@ def checked(apply: Callable[[Stats, Array, Array], tuple[Array, Stats]]) -> Call
 
     def check_then_apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask, stats["logprobs"]], 1)
+        # A statistic of another shape would broadcast silently under vmap.
         chex.assert_equal_shape([advantages, mask, *stats.values()])
         chex.assert_type([advantages, mask, stats["logprobs"]], [float, bool, float])
         return apply(stats, advantages, mask)

@@ -20,7 +20,7 @@ from jrl.types import Array, Batch
 
 
 class Segments(NamedTuple):
-    """Which items belong together.
+    """A grouping of items.
 
     Attributes:
       number: [...] int32, a dense number for each item's segment; meaningless where not live.
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
 
 
 def segments(live: Array, *ids: Array) -> Segments:
-    """Items are in one segment when they are live and all their ids are equal.
+    """The grouping in which live items with equal ids share a segment.
 
     Args:
       live: [...] bool.
@@ -46,11 +46,13 @@ def segments(live: Array, *ids: Array) -> Segments:
     size = live.size
     columns = [jnp.broadcast_to(x, live.shape).reshape(size) for x in ids]
     columns.append((~live).reshape(size).astype(jnp.int32))  # the most significant key: dead last
+    # Sorting finds equal ids of any integers under jit; a table by id would need their range.
     order = jnp.lexsort(columns)
     new = jnp.zeros(size, bool)
     for column in columns:
         ordered = column[order]
         new = new | jnp.concatenate([jnp.zeros(1, bool), ordered[1:] != ordered[:-1]])
+    # Dense numbers, below the number of items, so segment sums have a static size.
     rank = jnp.cumsum(new, dtype=jnp.int32)
     index = jnp.zeros(size, jnp.int32).at[order].set(rank)
     return Segments(index.reshape(live.shape), live)
@@ -73,6 +75,7 @@ def mean(values: Array, seg: Segments) -> Array:
     averaged, so that a constant segment has a deviation of exactly 0.
     """
     least = _least(values, seg)
+    # A sum of equal values divided by their count may miss the value by an ulp; zeros cannot.
     shifted = jnp.where(seg.live, values - _spread(least, seg), 0)
     return jnp.where(seg.live, _spread(least, seg) + total(shifted, seg) / _at_least_1(seg), 0)
 
@@ -100,7 +103,9 @@ def leave_one_out(values: Array, seg: Segments) -> Array:
     """
     values = jnp.where(seg.live, values, 0)
     others = count(seg) - 1
+    # One subtraction an item in place of a mask per pair; NaN stays, so that it is found.
     rest = (total(values, seg) - values) / jnp.maximum(others, 1)
+    # A segment of one has no baseline: 0, unless a NaN must stay visible.
     return jnp.where(seg.live & (others > 0), rest, jnp.where(jnp.isnan(rest), rest, 0))
 
 
@@ -128,6 +133,7 @@ def quantile(values: Array, seg: Segments, q: Array | float) -> Array:
     size = values.size
     index, live = seg.number.reshape(size), seg.live.reshape(size)
     flat = jnp.where(live, values.reshape(size), 0).astype(jnp.float32)
+    # By segment, then by value: each segment is a sorted run, the dead ones at the end.
     ordered = flat[jnp.lexsort([flat, index, ~live])]
     # Dense indices grow in the order of this sort, so that a segment starts where the smaller ones
     # end.
@@ -168,23 +174,24 @@ def step_starts(steps: Array, mask: Array) -> Array:
     """
     chex.assert_equal_shape([steps, mask])
     latest = _latest(mask)
+    # The previous LIVE token: replies of an environment lie between two tokens of a step.
     before = jnp.concatenate([jnp.full(1, -1, latest.dtype), latest[:-1]])
     return mask & ((before < 0) | (steps[before] != steps))
 
 
 def at_step_start(values: Array, steps: Array, mask: Array) -> Array:
-    """[T]: what stands at the first live token of each token's step; 0 outside the mask."""
+    """[T]: the value at the first live token of each token's step; 0 outside the mask."""
     return jnp.where(mask, values[_latest(step_starts(steps, mask))], 0)
 
 
 def at_next_step(values: Array, steps: Array, mask: Array, last: float = 0.0) -> Array:
-    """[T]: what stands at the first live token of the NEXT step of ONE sequence.
+    """[T]: the value at the first live token of the NEXT step of ONE sequence.
 
     Args:
       values: [T] float.
       steps: [T] int32.
       mask: [T] bool.
-      last: what the tokens of the last step get.
+      last: value for the tokens of the last step.
 
     >>> steps, mask = jnp.array([0, 0, 1, 2]), jnp.ones(4, bool)
     >>> at_next_step(jnp.array([1.0, 2.0, 3.0, 4.0]), steps, mask, -1.0).tolist()
@@ -199,21 +206,21 @@ def at_next_step(values: Array, steps: Array, mask: Array, last: float = 0.0) ->
 
 
 def _latest(flags: Array) -> Array:
-    """[T] int32: the place of the latest True up to here; -1 before the first."""
+    """[T] int32: the index of the latest True so far; -1 before the first."""
     return jax.lax.cummax(jnp.where(flags, jnp.arange(flags.shape[0]), -1))
 
 
 def _sum(values: Array, seg: Segments) -> Array:
     """[items] by segment index."""
     size = values.size
-    kept = jnp.where(seg.live, values, 0).astype(jnp.float32).reshape(size)
-    return jax.ops.segment_sum(kept, seg.number.reshape(size), num_segments=size)
+    live_values = jnp.where(seg.live, values, 0).astype(jnp.float32).reshape(size)
+    return jax.ops.segment_sum(live_values, seg.number.reshape(size), num_segments=size)
 
 
 def _least(values: Array, seg: Segments) -> Array:
     size = values.size
-    kept = jnp.where(seg.live, values, jnp.inf).astype(jnp.float32).reshape(size)
-    least = jax.ops.segment_min(kept, seg.number.reshape(size), num_segments=size)
+    live_values = jnp.where(seg.live, values, jnp.inf).astype(jnp.float32).reshape(size)
+    least = jax.ops.segment_min(live_values, seg.number.reshape(size), num_segments=size)
     return jnp.where(least == jnp.inf, 0, least)
 
 

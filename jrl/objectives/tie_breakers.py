@@ -12,7 +12,7 @@ from jrl.types import Array, Batch
 
 
 def tie_breakers(batch: Batch) -> Array:
-    """[N, G] int32, the random number of each member; 0 for all when nobody drew any.
+    """[N, G] int32, the random number of each member; 0 if there are none.
 
     Ties are settled by position, so without tie-breakers the first member is chosen.
     """

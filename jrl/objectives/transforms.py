@@ -1,9 +1,8 @@
 """The steps from rewards to advantages, as ``(init, apply)`` values that chain.
 
-A chain starts from the score [N, G] (the weighted sum of the reward parts, points) and ends in
-advantages, [N, G] or [N, G, T]. Transforms read the batch's records and never the parameters.
-Where a transform needs per-token rewards and gets [N, G], the whole score stands at the last live
-token of its sequence.
+A chain starts from the score [N, G] (the weighted sum of the reward parts) and ends in advantages,
+[N, G] or [N, G, T]. Transforms read the batch's records and never the parameters. If a transform
+needs per-token rewards and gets [N, G], the score is placed at the last live token of its sequence.
 """
 
 from __future__ import annotations
@@ -50,6 +49,7 @@ def chain(*transforms: Transform) -> Transform:
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         after = []
         for transform, before in zip(transforms, state, strict=True):
+            # The batch is passed on, since a transform may add statistics that later ones read.
             values, batch, new = transform.apply(values, batch, before)
             after.append(new)
         return values, batch, tuple(after)
@@ -63,12 +63,12 @@ def chain(*transforms: Transform) -> Transform:
 
 
 def identity() -> Transform:
-    """The score as it is: plain REINFORCE, or a loss that reads no advantage."""
+    """The unchanged score: plain REINFORCE, or a loss that reads no advantage."""
     return stateless(lambda values, batch: (values, batch))
 
 
 def read_members(batch: Batch) -> tuple[Array, ...]:
-    """The arrays [N, G] that most group functions read beside the rewards: ``members``."""
+    """The arrays [N, G] that most group functions read in addition to the rewards: ``members``."""
     return (batch.members,)
 
 
@@ -88,6 +88,7 @@ def per_group(
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
+        # The function sees one group only, so it cannot mix prompts by mistake.
         return jax.vmap(advantage)(values, *reads(batch)), batch
 
     return stateless(apply)
@@ -102,7 +103,7 @@ def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transfo
     Args:
       over: "tokens" weighs every trained token the same and returns [N, G, T]; "sequences" weighs
         every live member the same and returns [N, G].
-      eps: squared points, added to the variance; above 0.
+      eps: squared reward, added to the variance; above 0.
       ddof: 0 divides the squares by the live values, 1 by one less.
 
     Returns:
@@ -117,6 +118,7 @@ def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transfo
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = batch.members
         if over == "tokens":
+            # Long completions weigh more here; "sequences" is the choice for equal weights.
             values, live = per_token(values, batch), trained(batch)
         elif values.ndim == 3:
             raise UserError(
@@ -129,6 +131,7 @@ def whiten(over: str = "tokens", *, eps: float = 1e-8, ddof: int = 0) -> Transfo
         shifted = jnp.where(live, values - lowest, 0)
         centred = jnp.where(live, shifted - shifted.sum() / jnp.maximum(count, 1), 0)
         variance = jnp.square(centred).sum() / jnp.maximum(count - ddof, 1)
+        # eps inside the root: equal values give 0 * finite = 0 in place of 0 / 0.
         return centred * jax.lax.rsqrt(variance + eps), batch
 
     return stateless(apply)
@@ -143,6 +146,7 @@ def centre() -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
+        # The whole batch as one group: prompts with higher rewards keep a positive advantage.
         flat = group.mean_centred(values.reshape(-1), batch.members.reshape(-1))
         return flat.reshape(values.shape), batch
 
@@ -150,16 +154,16 @@ def centre() -> Transform:
 
 
 def overlong_penalty(max_tokens: int, buffer_tokens: int, scale: float = 1.0) -> Transform:
-    """Takes points from completions that come near the length limit: put it before the baseline.
+    """A penalty on completions near the length limit: put it before the baseline.
 
-    The soft overlong punishment of ``dapo``: nothing up to ``max_tokens - buffer_tokens``, then
-    linearly more, ``scale`` points from ``max_tokens`` on.
+    The soft overlong punishment of ``dapo``: 0 up to ``max_tokens - buffer_tokens``, then linear,
+    ``scale`` from ``max_tokens`` on.
 
     Args:
       max_tokens: tokens, L_max of the paper.
       buffer_tokens: tokens, L_cache of the paper, at most ``max_tokens``. 0 leaves a hard limit:
-        ``scale`` points from every completion longer than ``max_tokens``.
-      scale: points.
+        ``scale`` for every completion longer than ``max_tokens``.
+      scale: reward.
 
     Returns:
       A transform [N, G] -> [N, G]. It counts tokens under the mask: not an environment's replies.
@@ -174,7 +178,10 @@ def overlong_penalty(max_tokens: int, buffer_tokens: int, scale: float = 1.0) ->
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
+        # Trained tokens only: a policy must not be charged for the length of an environment's
+        # replies.
         over = (completion_tokens(batch) - (max_tokens - buffer_tokens)).astype(values.dtype)
+        # Buffer 0 makes the ramp one token wide, which is the hard limit.
         return values - scale * jnp.clip(over / max(buffer_tokens, 1), 0, 1), batch
 
     return stateless(apply)
@@ -186,15 +193,15 @@ def kl_in_reward(
     level: str = "token",
     policy: str = "sampler_logprobs",
 ) -> Transform:
-    """Takes ``coef`` times the divergence from the reference policy out of the reward.
+    """Subtracts ``coef`` times the divergence from the reference policy from the reward.
 
     Args:
       kind: the estimator, k1, k2 or k3 (``objectives.kl``).
-      coef: points per nat; an ``AdaptiveCoef`` is steered by the mean divergence of a trained
+      coef: reward per nat; an ``AdaptiveCoef`` is steered by the mean divergence of a trained
         token (level "token") or of a live sequence (level "sequence").
       level: "token" charges each token for itself and returns per-token rewards [N, G, T];
         "sequence" charges the sequence for the sum over its tokens and keeps [N, G].
-      policy: the statistic that stands for the policy that drew the tokens.
+      policy: the statistic of the sampling policy's log-probabilities.
 
     Raises:
       UserError: for an unknown kind or level, or "sequence" after per-token rewards.
@@ -205,18 +212,23 @@ def kl_in_reward(
 
     def apply(values: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         live = trained(batch)
-        here = jnp.where(live, batch.stats[policy], 0)
-        there = jnp.where(live, batch.stats["ref_logprobs"], 0)
-        kl = jnp.where(live, divergence(here, there), 0)
+        # Masked before the estimator: statistics of padding are arbitrary, and exp of them may
+        # overflow.
+        policy_logprobs = jnp.where(live, batch.stats[policy], 0)
+        ref_logprobs = jnp.where(live, batch.stats["ref_logprobs"], 0)
+        kl = jnp.where(live, divergence(policy_logprobs, ref_logprobs), 0)
         if level == "sequence":
             if values.ndim == 3:
                 raise UserError("kl_in_reward.level = 'sequence' after per-token rewards")
+            # A sequence's divergence is the sum over its tokens, and the controller's unit a
+            # sequence.
             kl, count = kl.sum(axis=2), batch.members.sum()
         else:
             values, count = token_rewards(values, batch), live.sum()
         if not isinstance(coef, AdaptiveCoef):
             return values - coef * kl, batch, state
         mean = kl.sum() / jnp.maximum(count, 1)
+        # This batch uses the coefficient of the previous ones, as adaptive-KL PPO does.
         return values - state * kl, batch, coef.next(state, mean)
 
     return Transform(
@@ -259,11 +271,14 @@ def gae(
     """
 
     def one(rewards: Array, estimates: Array, mask: Array) -> tuple[Array, Array]:
-        own: float | Array = decay
+        gae_lambda: float | Array = decay
         if length_scale is not None:
-            own = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
-        advantages, returns = group.gae(rewards, estimates, mask, discount, own)
+            # Longer sequences bootstrap less: with a fixed lambda the final reward would reach
+            # early tokens as lambda^l, almost 0.
+            gae_lambda = jnp.maximum(1 - 1 / (length_scale * jnp.maximum(mask.sum(), 1)), 0)
+        advantages, returns = group.gae(rewards, estimates, mask, discount, gae_lambda)
         if value_decay is not None:
+            # The value network may learn from less biased targets than the policy's advantages use.
             _, returns = group.gae(rewards, estimates, mask, discount, value_decay)
         return advantages, returns
 
@@ -277,10 +292,11 @@ def gae(
 
 
 def over_branches() -> Transform:
-    """Gives a token the mean advantage of the members that go through it.
+    """A token's mean advantage over the members that share it.
 
-    The hard attribution of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849). Drawn
-    apart, each of these members would be trained on a token of its own with its own advantage.
+    The hard attribution of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849). Sampled
+    independently, each of these members would train its own copy of the token with its own
+    advantage.
 
     Returns:
       A transform [N, G] -> [N, G, T]. Advantages that are by token already stay as they are, and so
@@ -296,17 +312,19 @@ def over_branches() -> Transform:
 
 
 def mask_truncated(*, from_group: bool = False) -> Transform:
-    """Leaves completions that were cut at the length limit out of the loss.
+    """Masks truncated completions in the loss.
 
     The overlong filtering of ``dapo``.
 
     Args:
-      from_group: True also leaves them out of their group's statistics, for transforms that follow.
+      from_group: True also excludes them from their group's statistics, for later transforms.
     """
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         complete = ~batch.truncated
+        # A branch's shared tokens stay while any complete member goes through them.
         mask = batch.mask & of_members(complete, batch)
+        # Still a member by default: the cut completion's reward counts in the group's baseline.
         members = batch.members & complete if from_group else batch.members
         return values, batch.replace(mask=mask, members=members)
 
@@ -314,27 +332,28 @@ def mask_truncated(*, from_group: bool = False) -> Transform:
 
 
 def clip(low: float, high: float) -> Transform:
-    """Advantages held between two bounds, points. NaN stays NaN."""
+    """Advantages clipped to two bounds. NaN stays NaN."""
     return stateless(lambda values, batch: (jnp.clip(values, low, high), batch))
 
 
 def trained(batch: Batch) -> Array:
-    """[N, G, T] bool: the tokens that a loss reads, those under the mask of live members."""
+    """[N, G, T] bool: the trained tokens, under the mask and of live members."""
     return batch.mask & jnp.expand_dims(batch.members, 2)
 
 
 def completion_tokens(batch: Batch) -> Array:
     """[N, G] int32, tokens: of each completion under the mask, without an environment's replies.
 
-    Where members branch off one another a completion's past, which another member drew, counts too.
+    In trees a completion's shared prefix, sampled by another member, counts too.
     """
+    # The mask of a branch lacks the shared prefix, which the length limit does count.
     if "node" in batch.ids and "turn" not in batch.ids:
         return batch.lengths
     return batch.mask.sum(2, dtype=jnp.int32)
 
 
 def paid() -> Transform:
-    """The score by token: what the environment paid stands at the turns that it paid for.
+    """The score by token: rewards of the environment at the turns they were given for.
 
     Returns:
       A transform of ``paid_rewards``: put it before steps that give credit by turn.
@@ -343,14 +362,15 @@ def paid() -> Transform:
 
 
 def paid_rewards(values: Array, batch: Batch) -> Array:
-    """Scores [N, G] as rewards [N, G, T], points, where the batch says what was paid for turns.
+    """Scores [N, G] as rewards [N, G, T], if the batch has rewards by turn ("paid").
 
-    The rest of a score, such as other reward parts, stands at the last live token, so that the sum
+    The rest of a score, such as other reward parts, is placed at the last live token, so the sum
     over a completion's tokens stays the score. Without the statistic "paid", or by token already,
-    the values come back as they are.
+    the values are returned unchanged.
     """
     if values.ndim == 3 or "paid" not in batch.stats:
         return values
+    # Rewards at untrained positions would be lost, so they count as part of the rest.
     earned = jnp.where(trained(batch), batch.stats["paid"], 0)
     return earned + token_rewards(values - earned.sum(axis=2), batch)
 
@@ -373,20 +393,21 @@ def per_token(values: Array, batch: Batch) -> Array:
 
 # ---------------------------------------------------------------- right and wrong answers
 #
-# A completion is right when its score is above a threshold, in points; 0.5 serves rewards of 0 and
-# 1 and of -1 and 1 alike. A NaN score gives a NaN label, so that it comes to light.
+# A completion is correct if its score is above a threshold; 0.5 suits rewards of 0 and 1 and of -1
+# and 1 alike. A NaN score gives a NaN label, which the metrics count.
 
 
 def correct(score: Array, above: float) -> Array:
     """1 where the score is above the threshold, 0 where it is not, NaN where it is NaN.
 
     Args:
-      score: [...] float, points.
-      above: points.
+      score: [...] float.
+      above: threshold of the score.
 
     >>> correct(jnp.array([1.0, 0.5, -1.0, jnp.nan]), 0.5).tolist()
     [1.0, 0.0, 0.0, nan]
     """
+    # A comparison with NaN is False, which would hide a broken reward as a wrong answer.
     return jnp.where(jnp.isnan(score), score, (score > above).astype(score.dtype))
 
 
@@ -404,7 +425,7 @@ def pass_rate(labels: Array, members: Array) -> Array:
 
 
 def outcome_weights(positive: float, negative: float, above: float) -> Transform:
-    """``positive`` for right answers, minus ``negative`` for wrong ones; no baseline, no scale."""
+    """``positive`` for correct answers, ``-negative`` for wrong ones; no baseline, no scale."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         labels = correct(values, above)

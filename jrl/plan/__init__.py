@@ -1,4 +1,4 @@
-"""What a run needs on a TPU slice, from its programs compiled for the slice without a TPU.
+"""Memory and time of a run on a TPU slice, from its programs compiled without a TPU.
 
 - ``topology``: chips, slices, and devices to compile for
 - ``lower``: a run without data or weights, and its two programs traced for a mesh
@@ -9,3 +9,27 @@
 - ``search``: candidates for mesh, remat, microbatches and placement, ranked
 - ``text``: a plan as text and JSON
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+HOMES = {
+    "jrl.plan.compile": ("Plan", "make_plan", "quick_plan"),
+    "jrl.plan.text": ("as_json", "as_text"),
+    "jrl.plan.topology": ("Topology", "parse_topology"),
+}
+"""Module -> public names."""
+
+if TYPE_CHECKING:
+    from jrl.plan.compile import Plan as Plan
+    from jrl.plan.compile import make_plan as make_plan
+    from jrl.plan.compile import quick_plan as quick_plan
+    from jrl.plan.text import as_json as as_json
+    from jrl.plan.text import as_text as as_text
+    from jrl.plan.topology import Topology as Topology
+    from jrl.plan.topology import parse_topology as parse_topology
+else:
+    from jrl.system.lazy_names import lazy_names
+
+    __all__, __getattr__, __dir__ = lazy_names(__name__, HOMES)

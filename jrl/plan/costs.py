@@ -1,4 +1,4 @@
-"""What one chip does in a compiled program: operations, bytes moved, collectives."""
+"""Cost of a compiled program on one chip: FLOPs, bytes moved, collectives."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Collective(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one chip does in one run of a computation, without the computations that it calls.
+    """Cost of one run of a computation, without the computations it calls.
 
     Attributes:
       runs: of the computation in the program.
@@ -94,28 +94,28 @@ def program_costs(
     for name, times in computation_runs(program, trips).items():
         operations = program.computations[name]
         kinds: dict[str, tuple[float, float]] = {}
-        found: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
+        collective_totals: dict[tuple[str, tuple[int, ...], int], list[float]] = {}
         for operation in operations.values():
-            moved = _bytes_moved(program, operation, operations, live)
+            traffic = _bytes_moved(program, operation, operations, live)
             inside = list(fused_operations(program, operation, operations))
-            flops = sum(_flops(inner, own, live) for inner, own in inside)
-            if flops or moved:
+            flops = sum(_flops(inner, inner_operations, live) for inner, inner_operations in inside)
+            if flops or traffic:
                 kind = _kind(operation, [inner for inner, _ in inside])
                 before = kinds.get(kind, (0.0, 0.0))
-                kinds[kind] = before[0] + flops, before[1] + moved
-            for inner, own in inside:
-                if (hit := _collective(inner, own, mesh_shape)) is not None:
-                    total = found.setdefault(hit[:3], [0.0, 0.0])
+                kinds[kind] = before[0] + flops, before[1] + traffic
+            for inner, inner_operations in inside:
+                if (hit := _collective(inner, inner_operations, mesh_shape)) is not None:
+                    total = collective_totals.setdefault(hit[:3], [0.0, 0.0])
                     total[0] += 1
                     total[1] += hit[3]
-        collectives = tuple(Collective(*key, *total) for key, total in found.items())
-        flops, moved = (sum(each[i] for each in kinds.values()) for i in (0, 1))
-        costs.append(Cost(times, flops, moved, collectives, kinds))
+        collectives = tuple(Collective(*key, *total) for key, total in collective_totals.items())
+        flops, traffic = (sum(each[i] for each in kinds.values()) for i in (0, 1))
+        costs.append(Cost(times, flops, traffic, collectives, kinds))
     return costs
 
 
 def _kind(operation: Operation, inside: Sequence[Operation]) -> str:
-    """Which of ``KINDS`` an operation is, by the operations within it."""
+    """The kind of an operation, of ``KINDS``, by its inner operations."""
     kinds = {each.kind.removesuffix("-start") for each in inside}
     if operation.kind == "custom-call":
         if operation.name.startswith("read_cache") or _SPLASH.match(operation.name):
@@ -142,11 +142,13 @@ def _flops(
     operation: Operation, operations: dict[str, Operation], live: Mapping[str, float]
 ) -> float:
     if operation.kind == "custom-call":
-        found = re.search(r'"flops":"?(\d+)', operation.text)
-        if found is None:
-            made = _splash_flops(operation, operations) + _cache_flops(operation, operations)
-            return made * _share_read(operation, live)
-        return float(found[1]) / _one_of(operation)
+        match = re.search(r'"flops":"?(\d+)', operation.text)
+        if match is None:
+            custom_flops = _splash_flops(operation, operations) + _cache_flops(
+                operation, operations
+            )
+            return custom_flops * _share_read(operation, live)
+        return float(match[1]) / _one_of(operation)
     if operation.kind == "dot":
         return _dot_flops(operation, operations)
     if operation.kind != "convolution":
@@ -166,13 +168,13 @@ def _flops(
 
 
 def _one_of(operation: Operation) -> int:
-    """How many devices share the rows that a grouped product is given.
+    """The number of devices that share the rows of a grouped product.
 
     The kernel visits the rows of this device's experts alone (``models.grouped``), but reports all.
     Experts are taken to be visited equally often.
     """
-    found = re.search(r'op_name="[^"]*one_of_(\d+)[/)]', operation.text)
-    return int(found[1]) if found else 1
+    match = re.search(r'op_name="[^"]*one_of_(\d+)[/)]', operation.text)
+    return int(match[1]) if match else 1
 
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)_")
@@ -182,13 +184,13 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 def _splash_flops(operation: Operation, operations: dict[str, Operation]) -> float:
     """Of JAX's attention kernel, which reports none: all blocks, masked ones included."""
-    found = _SPLASH.match(operation.name)
-    if found is None:
+    match = _SPLASH.match(operation.name)
+    if match is None:
         return 0.0
     sources = [operations[name].outputs[0] for name in operation.operands if name in operations]
     q, k = [x.sizes for x in sources if x.dtype in ("bf16", "f16", "f32")][:2]
     keys = k[-1] * k[-2] / q[-1]  # keys may be transposed
-    return 2.0 * _PRODUCTS[found[1]] * float(np.prod(q, dtype=np.float64)) * keys
+    return 2.0 * _PRODUCTS[match[1]] * float(np.prod(q, dtype=np.float64)) * keys
 
 
 def _cache_flops(operation: Operation, operations: dict[str, Operation]) -> float:
@@ -220,8 +222,8 @@ def _window(text: str, dims: int) -> list[tuple[int, int, int, int, int]]:
     parts = dict(item.split("=") for item in inside[1].split()) if inside else {}
 
     def numbers(key: str, default: int) -> list[int]:
-        found = parts.get(key)
-        return [int(x.split("_")[0]) for x in found.split("x")] if found else [default] * dims
+        entry = parts.get(key)
+        return [int(x.split("_")[0]) for x in entry.split("x")] if entry else [default] * dims
 
     names = (("size", 1), ("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
     return list(zip(*(numbers(*name) for name in names), strict=True))
@@ -253,17 +255,17 @@ def _bytes_moved(
         return 0.0
     sources = [operations[name] for name in operation.operands if name in operations]
     if operation.kind == "fusion":
-        called = re.search(r"calls=%([\w.\-]+)", operation.text)
-        assert called is not None
-        return _fusion_bytes(program, program.computations[called[1]], operation, sources)
+        match = re.search(r"calls=%([\w.\-]+)", operation.text)
+        assert match is not None
+        return _fusion_bytes(program, program.computations[match[1]], operation, sources)
     if reported := re.search(r'"bytes_accessed":"?(\d+)', operation.text):
         # A kernel that reports its traffic, of which what lies in the fast memory is no part. Of a
         # grouped product all matrices are read, [E, D, F], and of the rows, [M, D], those that it
         # visits.
         arrays = [a for s in sources for a in s.outputs[:1]] + list(operation.outputs)
         visited = 1 / _one_of(operation)
-        moved = [a.bytes * a.main * (visited if len(a.sizes) == 2 else 1.0) for a in arrays]
-        return max(float(reported[1]) - sum(a.bytes for a in arrays) + sum(moved), 0.0)
+        traffic = [a.bytes * a.main * (visited if len(a.sizes) == 2 else 1.0) for a in arrays]
+        return max(float(reported[1]) - sum(a.bytes for a in arrays) + sum(traffic), 0.0)
     arrays = [a for s in sources for a in s.outputs[:1] if a.main]
     reads = [a.bytes for a in arrays]
     if operation.kind == "custom-call" and (share := _share_read(operation, live)) < 1:
@@ -305,12 +307,14 @@ def _fusion_bytes(
         if a.main and not (len(roots) == len(fusion.outputs) and _passes(roots[i]))
     )
     if updated:
-        changed = [
-            own[o.operands[1 if o.kind == "dynamic-update-slice" else -1]].outputs[0].bytes
-            for o, own in fused_operations(program, fusion, {})
+        updated_bytes = [
+            inner_operations[o.operands[1 if o.kind == "dynamic-update-slice" else -1]]
+            .outputs[0]
+            .bytes
+            for o, inner_operations in fused_operations(program, fusion, {})
             if o.kind in _UPDATES
         ]
-        writes = max(writes - updated, 0.0) + 2 * sum(changed)
+        writes = max(writes - updated, 0.0) + 2 * sum(updated_bytes)
     return total + writes
 
 
@@ -327,8 +331,8 @@ _SLICES, _UPDATES = ("dynamic-slice", "gather", "slice"), ("dynamic-update-slice
 
 def _parameters(inner: dict[str, Operation]) -> dict[int, Operation]:
     """The parameters of a computation by their number."""
-    found = (o for o in inner.values() if o.kind == "parameter")
-    return {int(re.match(r"parameter\((\d+)\)", o.text)[1]): o for o in found}  # type: ignore[index]
+    parameters = (o for o in inner.values() if o.kind == "parameter")
+    return {int(re.match(r"parameter\((\d+)\)", o.text)[1]): o for o in parameters}  # type: ignore[index]
 
 
 def _read_of(
@@ -340,20 +344,20 @@ def _read_of(
     loop over layers slices what is stacked over them where it is multiplied. What leaves a fusion
     within (``inside``) as it is is read by another one.
     """
-    whole, read = source.outputs[0].bytes, 0.0
+    full, partial = source.outputs[0].bytes, 0.0
     if inside and (source.root or _is_result(inner, source)):
-        return whole
+        return full
     for reader in _readers(inner, source):
         if reader.kind in _SLICES:
-            read += reader.outputs[0].bytes
+            partial += reader.outputs[0].bytes
         elif reader.kind == "bitcast":
-            read += _read_of(program, inner, reader, inside=True)
+            partial += _read_of(program, inner, reader, inside=True)
         elif reader.kind == "fusion":
             for within, parameter in _entries(program, source, reader):
-                read += _read_of(program, within, parameter, inside=True)
+                partial += _read_of(program, within, parameter, inside=True)
         else:
-            return whole
-    return min(read, whole)
+            return full
+    return min(partial, full)
 
 
 def _is_updated(program: HloProgram, inner: dict[str, Operation], source: Operation) -> bool:
@@ -381,9 +385,9 @@ def _entries(
     program: HloProgram, source: Operation, fusion: Operation
 ) -> Iterator[tuple[dict[str, Operation], Operation]]:
     """The computation of a fusion, with each of its parameters that is ``source``."""
-    called = re.search(r"calls=%([\w.\-]+)", fusion.text)
-    assert called is not None
-    within = program.computations[called[1]]
+    match = re.search(r"calls=%([\w.\-]+)", fusion.text)
+    assert match is not None
+    within = program.computations[match[1]]
     parameters = _parameters(within)
     for number, name in enumerate(fusion.operands):
         if name == source.name:
@@ -397,7 +401,7 @@ def _passes(operation: Operation) -> bool:
 
 
 def _roots(inner: dict[str, Operation]) -> list[Operation]:
-    """The operation behind each output of a fusion."""
+    """The producer of each output of a fusion."""
     last = inner[result_of(inner)]
     return [inner[n] for n in last.operands if n in inner] if last.kind == "tuple" else [last]
 
@@ -447,11 +451,11 @@ def _between_slices(operation: Operation) -> tuple[str, tuple[int, ...], int, fl
 
     Only a mesh's first axis, that of data, crosses slices.
     """
-    found = re.search(r'_xla_megascale_transfer_type="(\w+)"', operation.text)
+    match = re.search(r'_xla_megascale_transfer_type="(\w+)"', operation.text)
     slices = re.search(r'_xla_megascale_target="\{([\d,]+)\}', operation.text)
-    if found is None or slices is None:
+    if match is None or slices is None:
         return None
-    kind, n = found[1].lower().replace("_", "-"), len(slices[1].split(","))
+    kind, n = match[1].lower().replace("_", "-"), len(slices[1].split(","))
     kind = kind if kind in COLLECTIVES else "collective-permute"
     operand = operation.outputs[0].bytes
     return kind, (0,), n, operand if kind == "collective-permute" else _sent(kind, operand, n)

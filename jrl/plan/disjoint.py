@@ -56,13 +56,13 @@ def plan_disjoint(
                 f"{topology.name} each: make the product of its axes {part.chips}, or set one axis "
                 "to -1"
             )
-    there = config.sampling.mesh
-    drawn = config.sampling.model_copy(update={"mesh": {}})
-    alone = config.model_copy(update={"placement": None, "sampling": drawn})
+    sampling_mesh = config.sampling.mesh
+    sampling_table = config.sampling.model_copy(update={"mesh": {}})
+    single = config.model_copy(update={"placement": None, "sampling": sampling_table})
     undivided = config.train.model_copy(update={"minibatches": 1, "microbatches": 1})
-    sampling = alone.model_copy(update={"mesh": there, "train": undivided})
+    sampling = single.model_copy(update={"mesh": sampling_mesh, "train": undivided})
     sampler = planner(sampling, part, placement="sampler", **options)
-    training = planner(alone, part, placement="train_step", **options)
+    training = planner(single, part, placement="train_step", **options)
     return merge(sampler, training, topology)
 
 

@@ -33,7 +33,7 @@ _forward_flops = functools.cache(forward_flops)
 
 
 class Training(NamedTuple):
-    """How a training step runs.
+    """Settings of a training step.
 
     Attributes:
       mesh: devices along each axis.
@@ -75,23 +75,25 @@ def _sent(size: float, n: int) -> float:
 
 
 def training_seconds(
-    config: Config, model: ModelConfig, topology: Topology, how: Training
+    config: Config, model: ModelConfig, topology: Topology, options: Training
 ) -> tuple[float, float]:
     """Rough seconds of a training step, and bytes of the state while nothing trains."""
-    axes = {"context": 1, **how.mesh}
+    axes = {"context": 1, **options.mesh}
     size = jnp.dtype(config.model.param_dtype).itemsize
-    own = weight_numbers(model, axes) * size
-    kept = own * (1 + moments(config))
+    weight_bytes = weight_numbers(model, axes) * size
+    state = weight_bytes * (1 + moments(config))
     group, new = config.sampling.group, config.sampling.max_new_tokens
     lengths = Lengths(config.train.prompts, group, config.max_prompt_tokens, new)
-    again = {"full": 4, "dots": 3.1}.get(how.remat, 3)
+    again = {"full": 4, "dots": 3.1}.get(options.remat, 3)
     compute = again * _forward_flops(model, lengths) / topology.chips / topology.chip.flops
     tokens = lengths.prompts * (lengths.prompt + group * new) / _shards(axes)
-    saved = tokens / how.microbatches * model.layers * _saved(model, axes["tensor"], how.remat)
-    network = _weights_sent(model, topology, how) + _tokens_sent(model, topology, axes, tokens)
+    activations = (
+        tokens / options.microbatches * model.layers * _saved(model, axes["tensor"], options.remat)
+    )
+    network = _weights_sent(model, topology, options) + _tokens_sent(model, topology, axes, tokens)
     # The gradient is float32, and of the head's scores some are there at once.
-    total = kept + own * 4 / size + saved + 2**28
-    return max(compute, network) * too_large(total, topology), kept
+    total = state + weight_bytes * 4 / size + activations + 2**28
+    return max(compute, network) * too_large(total, topology), state
 
 
 def _shards(axes: Mapping[str, int]) -> int:
@@ -110,22 +112,26 @@ def _saved(model: ModelConfig, tensor: int, remat: str) -> float:
         wide = model.experts_per_token * model.expert_mlp_dim
     heads = (model.heads + 2 * model.kv_heads) * model.head_dim
     products = 3.0 * model.embed_dim + (heads + 2 * wide) / tensor
-    seen = {"dots": 0.0, "elementwise": 1.0}.get(remat, 3.0) * model.heads * model.head_dim / tensor
+    attention = (
+        {"dots": 0.0, "elementwise": 1.0}.get(remat, 3.0) * model.heads * model.head_dim / tensor
+    )
     rest = 0.0 if remat != "none" else 4.0 * model.embed_dim + 2 * wide / tensor
-    return 2.0 * (products + seen + rest)
+    return 2.0 * (products + attention + rest)
 
 
-def _weights_sent(model: ModelConfig, topology: Topology, how: Training) -> float:
+def _weights_sent(model: ModelConfig, topology: Topology, options: Training) -> float:
     """Seconds of weights that are gathered in 16 bits, and of their gradients in 32."""
-    axes, parts = {"context": 1, **how.mesh}, 1
+    axes, parts = {"context": 1, **options.mesh}, 1
     for axis in ("data", "fsdp"):
         parts *= axes[axis]
-    whole = weight_numbers(model, axes, gathered=True)
+    gathered = weight_numbers(model, axes, gathered=True)
     fsdp, rate = axes["fsdp"], ring_bandwidth(topology, parts)
-    gathers = 2 * (2 if how.remat != "full" else 3) * _sent(whole, fsdp) * how.microbatches
+    gathers = (
+        2 * (2 if options.remat != "full" else 3) * _sent(gathered, fsdp) * options.microbatches
+    )
     # Reduced over fsdp with every microbatch, and what is left of it over data once.
-    gradients = 4 * _sent(whole, fsdp) * how.microbatches
-    gradients += 2 * 4 * _sent(whole / fsdp, axes["data"])
+    gradients = 4 * _sent(gathered, fsdp) * options.microbatches
+    gradients += 2 * 4 * _sent(gathered / fsdp, axes["data"])
     return (gathers + gradients) / rate
 
 
@@ -149,8 +155,8 @@ def resharding_seconds(
     config: Config, model: ModelConfig, topology: Topology, mesh: Mapping[str, int]
 ) -> float:
     """Rough seconds until every device has its part of the sampler's weights."""
-    short = "weights" in config.sampling.int8
-    size = sampler_bytes(model, {"context": 1, **mesh}, gathered=True, int8=short)
+    int8_weights = "weights" in config.sampling.int8
+    size = sampler_bytes(model, {"context": 1, **mesh}, gathered=True, int8=int8_weights)
     return size / ring_bandwidth(topology, topology.chips)
 
 
@@ -159,7 +165,7 @@ def sampling_seconds(
     model: ModelConfig,
     topology: Topology,
     mesh: Mapping[str, int],
-    kept: float = 0.0,
+    state_bytes: float = 0.0,
 ) -> float:
     """Rough seconds of a rollout: weights and live cache are read for every token.
 
@@ -168,12 +174,12 @@ def sampling_seconds(
       model: the policy's shape.
       topology: the slices.
       mesh: the sampler's.
-      kept: bytes of a chip's training state that stay in memory.
+      state_bytes: bytes of a chip's training state that stay in memory.
     """
     axes, chip, sampling = {"context": 1, **mesh}, topology.chip, config.sampling
-    gathered = has_room(config, model, axes, chip.hbm_bytes, kept)
-    short = "weights" in sampling.int8
-    weights = sampler_bytes(model, axes, gathered=gathered, int8=short)
+    gathered = has_room(config, model, axes, chip.hbm_bytes, state_bytes)
+    int8_weights = "weights" in sampling.int8
+    weights = sampler_bytes(model, axes, gathered=gathered, int8=int8_weights)
     prompts, new = -(-config.train.prompts // _shards(axes)), sampling.max_new_tokens
     slots = slots_on_chip(sampling.slots, axes, gathered)
     each = token_bytes(model, axes["tensor"], sampling.int8)
@@ -186,12 +192,12 @@ def sampling_seconds(
     compute = _forward_flops(model, lengths) / topology.chips / chip.flops / (new * rounds)
     network = 0.0
     if not gathered:
-        whole = sampler_bytes(model, axes, gathered=True, int8=short)
-        network += _sent(whole, axes["fsdp"]) / ring_bandwidth(topology, axes["fsdp"])
+        gathered_bytes = sampler_bytes(model, axes, gathered=True, int8=int8_weights)
+        network += _sent(gathered_bytes, axes["fsdp"]) / ring_bandwidth(topology, axes["fsdp"])
     layer = 2.0 * model.embed_dim * rows
     if (n := axes["tensor"]) > 1:  # two sums in every layer
         network += 2 * 2 * _sent(layer, n) * model.layers / ring_bandwidth(topology, n)
     if (n := axes["expert"]) > 1:
         network += 3 * _sent(n * layer, n) * sum(model.sparse) / ring_bandwidth(topology, n)
     seconds = max(memory, compute, network) * new * rounds
-    return seconds * too_large(kept + cache + weights, topology)
+    return seconds * too_large(state_bytes + cache + weights, topology)

@@ -124,11 +124,11 @@ def _closing(text: str, start: int) -> int:
 
 def called_computations(operation: Operation) -> list[str]:
     """Names of the computations that an operation calls."""
-    found = _CALLED.findall(operation.text)
+    names = _CALLED.findall(operation.text)
     if "branch_computations=" in operation.text:
         inside = operation.text.split("branch_computations={", 1)[1].split("}", 1)[0]
-        found += _NAME.findall(inside)
-    return found
+        names += _NAME.findall(inside)
+    return names
 
 
 def fused_operations(
@@ -188,22 +188,22 @@ def _mesh_groups(mesh: str, order: str, over: str) -> np.ndarray:
         for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over)
     ]
     shape: list[int] = []
-    taken: list[int] = []
+    grid_axes: list[int] = []
     for name, length in sizes.items():
         cuts = {c for n, before, size in parts if n == name for c in (before, before * size)}
         for low, high in itertools.pairwise(sorted(cuts | {1, length})):
             if any(n == name and b <= low and high <= b * size for n, b, size in parts):
-                taken.append(len(shape))
+                grid_axes.append(len(shape))
             shape.append(high // low)
-    grid = np.moveaxis(_reordered(tuple(shape), order), taken, range(-len(taken), 0))
-    return grid.reshape(-1, int(np.prod([shape[i] for i in taken])))
+    grid = np.moveaxis(_reordered(tuple(shape), order), grid_axes, range(-len(grid_axes), 0))
+    return grid.reshape(-1, int(np.prod([shape[i] for i in grid_axes])))
 
 
 def _reordered(shape: tuple[int, ...], order: str) -> np.ndarray:
     """Device numbers in a grid: ascending, listed, or transposed as in ``[a,b]T(1,0)``."""
     numbers = np.arange(int(np.prod(shape)))
-    if listed := re.search(r"device_ids=\((\d[\d,]*)\)", order):
-        numbers = np.array(listed[1].split(","), int)
+    if match := re.search(r"device_ids=\((\d[\d,]*)\)", order):
+        numbers = np.array(match[1].split(","), int)
     if dims := re.search(r"\[([\d,]+)\]", order):
         numbers = numbers.reshape(tuple(map(int, dims[1].split(","))))
     if transposed := re.search(r"T\(([\d,]+)\)", order):

@@ -26,7 +26,7 @@ class Isolated:
         self._pool: ProcessPoolExecutor | None = None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What the function returns.
+        """The result of the function.
 
         Raises:
           EndedError: the process ended.

@@ -69,7 +69,7 @@ def run_model(config: Config, task: Any) -> ModelConfig:
 
 
 def lower_resharding(run: build.Run) -> Any:
-    """What makes the sampler's weights on its own mesh, lowered; None where it has none."""
+    """The lowered program that reshards weights for the sampler's mesh; None without one."""
     program = programs.train_sampler(run)
     if not isinstance(program, ReshardedSampler):
         return None

@@ -55,7 +55,7 @@ def cache_bytes(run: build.Run) -> float:
 def remedies(
     run: build.Run, topology: Topology, name: str, sizes: Mapping[str, float]
 ) -> list[str]:
-    """What to change, most effective first; empty for a program that fits.
+    """Suggested changes, most effective first; empty for a program that fits.
 
     Args:
       run: the run, on its mesh.
@@ -107,9 +107,9 @@ def remedies(
     batch *= config.sampling.group
     if batch >= 2 * factor:
         each = max(batch // factor, 1)
-        alone = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
-        where = "on a chip" if alone else f"on all chips together, {each} on one"
-        slots = each if alone else each * shards
+        one_chip = slots_on_chip(shards, mesh.shape, gathers(config, run.shape, mesh)) == shards
+        where = "on a chip" if one_chip else f"on all chips together, {each} on one"
+        slots = each if one_chip else each * shards
         lines.append(f"sampling.slots = {slots} completions at once {where}")
     key = "sampling.mesh" if config.sampling.mesh else "mesh"
     lines.append(f"raise {key}.tensor, which shards weights and the cache")
@@ -117,7 +117,7 @@ def remedies(
 
 
 def resharding_remedies(run: build.Run, factor: float, topology: Topology) -> list[str]:
-    """What makes room for the sampler's copy of the weights beside the state of training.
+    """Ways to fit the sampler's copy of the weights beside the training state.
 
     Args:
       run: the run, on its mesh.
@@ -144,22 +144,24 @@ def roomier(topology: Topology, factor: float) -> list[str]:
     alone is divided, or another chip.
     """
     slices = topology.slices
-    own = topology.name.rpartition("*")[2]
+    slice_name = topology.name.rpartition("*")[2]
     bigger = larger(topology, topology.chips / slices * factor)
-    if bigger is not None and bigger != own:
+    if bigger is not None and bigger != slice_name:
         several = f"{slices}*" if slices > 1 else ""
         return [f"or take {several}{bigger}, with mesh.fsdp over the chips that it has more"]
     more = 2 ** math.ceil(math.log2(max(slices * factor, 2)))
-    lines = [f"or take {more}*{own}, with mesh.data = {more}, which divides the batch further"]
+    lines = [
+        f"or take {more}*{slice_name}, with mesh.data = {more}, which divides the batch further"
+    ]
     return lines + other_chips(topology, factor)
 
 
 def other_chips(topology: Topology, factor: float) -> list[str]:
     """A line with the chips that have ``factor`` times as much memory, or else the most."""
-    needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
-    found = [
+    hbm_needed = min(topology.chip.hbm_bytes * factor, max(c.hbm_bytes for c in CHIPS.values()))
+    names = [
         f"{name} ({chip.hbm_bytes / GIB:.0f} GiB)"
         for name, chip in CHIPS.items()
-        if chip.hbm_bytes >= needed and name != topology.family
+        if chip.hbm_bytes >= hbm_needed and name != topology.family
     ]
-    return [f"or take a chip with more memory: {', '.join(found)}"] if found else []
+    return [f"or take a chip with more memory: {', '.join(names)}"] if names else []

@@ -1,4 +1,4 @@
-"""Which mesh, rematerialisation, microbatches and placement a run should have on a topology.
+"""Search for the mesh, rematerialisation, microbatches and placement of a run.
 
 The search of "ReaL: Efficient RLHF Training of Large Language Models with Parameter Reallocation"
 (arXiv:2406.14088): candidates for the placement and sharding of each program are costed without
@@ -36,7 +36,7 @@ from jrl.train.gather import slots_on_chip
 Sizes = tuple[tuple[str, int], ...]
 
 SLOWER = 3
-"""How many times as long a program compiles with effort 0 as with -1, observed at most."""
+"""Ratio of compile times with effort 0 and -1, the maximum observed."""
 
 SAMPLERS = 3
 """Meshes of the sampler's own that are tried with each mesh of training."""
@@ -66,26 +66,26 @@ class Candidate(NamedTuple):
 
     def text(self) -> str:
         """As changes to a configuration, KEY=VALUE."""
-        found = [f"mesh.{axis}={n}" for axis, n in self.mesh]
-        found += [f"model.remat={self.remat}", f"train.microbatches={self.microbatches}"]
+        settings = [f"mesh.{axis}={n}" for axis, n in self.mesh]
+        settings += [f"model.remat={self.remat}", f"train.microbatches={self.microbatches}"]
         if self.rollout is not None:
-            found += ["placement.staleness=1"]
-        found += [f"sampling.mesh.{axis}={n}" for axis, n in self.rollout or self.sampler or ()]
-        found += [] if self.slots is None else [f"sampling.slots={self.slots}"]
-        found += (
+            settings += ["placement.staleness=1"]
+        settings += [f"sampling.mesh.{axis}={n}" for axis, n in self.rollout or self.sampler or ()]
+        settings += [] if self.slots is None else [f"sampling.slots={self.slots}"]
+        settings += (
             []
             if self.int8 is None
             else [f"sampling.int8={json.dumps(self.int8, separators=(',', ':'))}"]
         )
-        return " ".join(found)
+        return " ".join(settings)
 
     def applied(self, config: Config) -> Config:
         """The configuration with these changes."""
         placement = None if self.rollout is None else PlacementTable(staleness=1)
         model = config.model.model_copy(update={"remat": self.remat})
         train = config.train.model_copy(update={"microbatches": self.microbatches})
-        own = {axis: n for axis, n in self.rollout or self.sampler or () if n > 1}
-        changes: dict[str, Any] = {"mesh": own}
+        training_mesh = {axis: n for axis, n in self.rollout or self.sampler or () if n > 1}
+        changes: dict[str, Any] = {"mesh": training_mesh}
         changes |= {} if self.slots is None else {"slots": self.slots}
         changes |= {} if self.int8 is None else {"int8": self.int8}
         sampling = config.sampling.model_copy(update=changes)
@@ -142,55 +142,61 @@ def search(
         )
     estimate = Estimates(config, model, topology)
     ranked = sorted(candidates, key=estimate)
-    found: list[dict[str, Any]] = []
-    chosen: dict[str, Candidate] = {}
+    results: list[dict[str, Any]] = []
+    compiled_candidates: dict[str, Candidate] = {}
     hopeless: set[Sizes | None] = set()
     began, longest, compiled = time.monotonic(), 0.0, Compiled(config, topology, effort)
     with contextlib.closing(compiled.isolated):
         for candidate in dict.fromkeys([*configured(config, candidates), *diverse_first(ranked)]):
-            if len(found) == limit:
+            if len(results) == limit:
                 break
             if candidate.rollout in hopeless:
                 continue
             start = time.monotonic()
-            if seconds is not None and found and start - began + longest > seconds:
+            if seconds is not None and results and start - began + longest > seconds:
                 echo(
-                    f"stopped after {len(found)} of {limit}: another would go beyond {seconds:g} s"
+                    f"stopped after {len(results)} of {limit}: the next would exceed {seconds:g} s"
                 )
                 break
-            echo(f"{len(found) + 1} of {limit}: {candidate.text()}")
-            judged, samples = _judge(compiled, candidate)
-            judged["estimated_seconds"] = estimate(candidate)
-            chosen[judged["changes"]] = candidate
+            echo(f"{len(results) + 1} of {limit}: {candidate.text()}")
+            result, samples = _judge(compiled, candidate)
+            result["estimated_seconds"] = estimate(candidate)
+            compiled_candidates[result["changes"]] = candidate
             longest = max(longest, time.monotonic() - start)
             if candidate.rollout is not None and not samples:
                 hopeless.add(candidate.rollout)  # on any mesh of training
-            found.append(judged)
-        found.sort(key=_order)
+            results.append(result)
+        results.sort(key=_order)
         left = np.inf if seconds is None else began + seconds - time.monotonic()
-        if effort and found[0]["fits"] and left > SLOWER * longest:
-            echo(f"compiling the best with effort 0, as in a run: {found[0]['changes']}")
+        if effort and results[0]["fits"] and left > SLOWER * longest:
+            echo(f"compiling the best with effort 0, as in a run: {results[0]['changes']}")
             as_run = Compiled(config, topology, 0.0, compiled.isolated)
-            again, _ = _judge(as_run, chosen[found[0]["changes"]])
+            again, _ = _judge(as_run, compiled_candidates[results[0]["changes"]])
             if again["error"] is None:
-                found[0] |= again | {"ranked_seconds": found[0]["ranked_seconds"]}
-    ratio = estimate_ratio(found)
-    return sorted((f | {"estimate_ratio": ratio} for f in found), key=_order)
+                results[0] |= again | {"ranked_seconds": results[0]["ranked_seconds"]}
+    ratio = estimate_ratio(results)
+    return sorted((f | {"estimate_ratio": ratio} for f in results), key=_order)
 
 
-def _order(found: Mapping[str, Any]) -> tuple[bool, float]:
-    """What fits first, then by time."""
-    return not found["fits"], found["step_seconds"] or np.inf
+def _order(result: Mapping[str, Any]) -> tuple[bool, float]:
+    """Sort key: candidates that fit first, then by time."""
+    return not result["fits"], result["step_seconds"] or np.inf
 
 
 def configured(config: Config, candidates: list[Candidate]) -> list[Candidate]:
     """The configuration itself as a candidate, if it is one."""
-    own = [(axis, config.mesh_axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")]
+    training_mesh = [
+        (axis, config.mesh_axes[axis]) for axis in ("data", "fsdp", "tensor", "expert")
+    ]
     axes = config.sampling.mesh_axes
-    sampler = tuple((axis, axes[axis]) for axis, _ in own) if config.sampling.mesh else None
-    sampler = None if sampler == tuple(own) else sampler
-    given = Candidate(tuple(own), config.model.remat, config.train.microbatches, None, sampler)
-    return [given] if given._replace(sampler=None) in candidates else []
+    sampler = (
+        tuple((axis, axes[axis]) for axis, _ in training_mesh) if config.sampling.mesh else None
+    )
+    sampler = None if sampler == tuple(training_mesh) else sampler
+    current = Candidate(
+        tuple(training_mesh), config.model.remat, config.train.microbatches, None, sampler
+    )
+    return [current] if current._replace(sampler=None) in candidates else []
 
 
 def diverse_first(ranked: list[Candidate]) -> list[Candidate]:
@@ -229,8 +235,8 @@ def enumerate_candidates(
             local = prompts // _shards(dict(mesh))
             splits = [parts for parts in (1, 2, 4, 8, 16, 32) if local % parts == 0]
             sampling = _slots(config, sampler or mesh), _formats(config)
-            for remat, parts, *drawn in itertools.product(REMAT, splits, *sampling):
-                yield Candidate(mesh, remat, parts, *where, *drawn)
+            for remat, parts, *sampler_options in itertools.product(REMAT, splits, *sampling):
+                yield Candidate(mesh, remat, parts, *where, *sampler_options)
 
 
 def _slots(config: Config, mesh: Sizes) -> list[int | None]:
@@ -238,14 +244,14 @@ def _slots(config: Config, mesh: Sizes) -> list[int | None]:
     rows = config.train.prompts // _shards(dict(mesh)) * config.sampling.group
     shared = slots_on_chip(rows, dict(mesh), gathered=True) != rows
     few = [rows // parts for parts in (2, 4) if rows % parts == 0]
-    own = [n * (_shards(dict(mesh)) if shared else 1) for n in few]
-    return [None, *(own if not config.sampling.slots else [])]
+    slot_counts = [n * (_shards(dict(mesh)) if shared else 1) for n in few]
+    return [None, *(slot_counts if not config.sampling.slots else [])]
 
 
 def _formats(config: Config) -> list[tuple[str, ...] | None]:
-    """What of ``sampling.int8`` is kept; nothing is rounded that the configuration does not."""
-    given = tuple(config.sampling.int8)
-    fewer = [x for n in range(len(given)) for x in itertools.combinations(given, n)]
+    """Subsets of ``sampling.int8``; nothing is rounded that the configuration does not round."""
+    formats = tuple(config.sampling.int8)
+    fewer = [x for n in range(len(formats)) for x in itertools.combinations(formats, n)]
     return [None, *fewer]
 
 
@@ -284,33 +290,38 @@ class Estimates:
 
     def __call__(self, c: Candidate) -> float:
         """Seconds of a step, multiplied by a large factor if memory is clearly too small."""
-        apart = c.rollout is not None
-        train, kept = self._training(c.mesh, c.remat, c.microbatches, apart)
+        separate = c.rollout is not None
+        train, state_bytes = self._training(c.mesh, c.remat, c.microbatches, separate)
         mesh = c.rollout or c.sampler or c.mesh
-        sampling = self._sampling(mesh, c.slots, c.int8, 0.0 if apart else kept, apart)
-        if apart:
+        sampling = self._sampling(mesh, c.slots, c.int8, 0.0 if separate else state_bytes, separate)
+        if separate:
             return max(train, sampling)
-        moved = 0.0
+        transfer = 0.0
         if c.sampler is not None:
-            moved = resharding_seconds(self.config, self.model, self.topology, dict(mesh))
-        return train + sampling + moved
+            transfer = resharding_seconds(self.config, self.model, self.topology, dict(mesh))
+        return train + sampling + transfer
 
-    def _train(self, mesh: Sizes, remat: str, parts: int, apart: bool) -> tuple[float, float]:
-        topology, how = self.half if apart else self.topology, Training(dict(mesh), remat, parts)
-        return training_seconds(self.config, self.model, topology, how)
+    def _train(self, mesh: Sizes, remat: str, parts: int, separate: bool) -> tuple[float, float]:
+        topology, options = (
+            self.half if separate else self.topology,
+            Training(dict(mesh), remat, parts),
+        )
+        return training_seconds(self.config, self.model, topology, options)
 
-    def _sample(self, mesh: Sizes, slots: int | None, int8: Any, kept: float, apart: bool) -> float:
-        given = {"slots": slots, "int8": int8}
-        changes = {name: value for name, value in given.items() if value is not None}
+    def _sample(
+        self, mesh: Sizes, slots: int | None, int8: Any, state_bytes: float, separate: bool
+    ) -> float:
+        overrides = {"slots": slots, "int8": int8}
+        changes = {name: value for name, value in overrides.items() if value is not None}
         sampling = self.config.sampling.model_copy(update=changes)
-        chosen = self.config.model_copy(update={"sampling": sampling})
-        topology = self.half if apart else self.topology
-        return sampling_seconds(chosen, self.model, topology, dict(mesh), kept)
+        changed = self.config.model_copy(update={"sampling": sampling})
+        topology = self.half if separate else self.topology
+        return sampling_seconds(changed, self.model, topology, dict(mesh), state_bytes)
 
 
-def estimate_ratio(found: Sequence[Mapping[str, Any]]) -> float | None:
+def estimate_ratio(results: Sequence[Mapping[str, Any]]) -> float | None:
     """The median of compiled over estimated times, of what fits; None if nothing does."""
-    pairs = [(x["ranked_seconds"], x["estimated_seconds"]) for x in found if x["fits"]]
+    pairs = [(x["ranked_seconds"], x["estimated_seconds"]) for x in results if x["fits"]]
     ratios = [took / guessed for took, guessed in pairs if took and guessed]
     return float(np.median(ratios)) if ratios else None
 
@@ -341,9 +352,9 @@ class Compiled:
         Raises:
           CannotError: it cannot be compiled.
         """
-        chosen = candidate.applied(self.config)
+        changed = candidate.applied(self.config)
         if candidate.rollout is not None:
-            planner = plan_disjoint, chosen, self.topology, quick_plan
+            planner = plan_disjoint, changed, self.topology, quick_plan
             return self._made(*planner, effort=self.effort)
         training = candidate.mesh, candidate.remat, candidate.microbatches
         sampling = candidate.mesh, candidate.sampler, candidate.slots, candidate.int8
@@ -352,13 +363,13 @@ class Compiled:
             if key not in self._halves:
                 options: dict[str, Any] = {"placement": placement, "effort": self.effort}
                 try:
-                    self._halves[key] = self._made(quick_plan, chosen, self.topology, **options)
+                    self._halves[key] = self._made(quick_plan, changed, self.topology, **options)
                 except CannotError as error:
                     self._halves[key] = error
-            found = self._halves[key]
-            if isinstance(found, CannotError):
-                raise found
-            halves.append(found)
+            half = self._halves[key]
+            if isinstance(half, CannotError):
+                raise half
+            halves.append(half)
         return together(*halves)
 
     def _made(self, function: Callable[..., Plan], *args: Any, **options: Any) -> Plan:
@@ -399,19 +410,19 @@ def together(sampler: Plan, training: Plan) -> Plan:
 
 def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bool]:
     """A candidate's plan as a row of the result, and whether its sampler fits."""
-    own, config = candidate.sampler, compiled.config
-    shared = own is None and candidate.rollout is None
+    sampler_mesh, config = candidate.sampler, compiled.config
+    shared = sampler_mesh is None and candidate.rollout is None
     without = " sampling.mesh={}" if config.sampling.mesh and shared else ""
-    chosen = candidate.applied(config).sampling
-    judged: dict[str, Any] = {
+    sampling = candidate.applied(config).sampling
+    result: dict[str, Any] = {
         "changes": candidate.text() + without,
         "mesh": dict(candidate.mesh),
         "rollout_mesh": None if candidate.rollout is None else dict(candidate.rollout),
-        "sampling_mesh": None if own is None else dict(own),
+        "sampling_mesh": None if sampler_mesh is None else dict(sampler_mesh),
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
-        "slots": chosen.slots,
-        "int8": list(chosen.int8),
+        "slots": sampling.slots,
+        "int8": list(sampling.int8),
         "placement": "colocated" if candidate.rollout is None else "disjoint",
         "effort": compiled.effort,
     }
@@ -419,9 +430,9 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
         plan = compiled(candidate)
     except CannotError as error:
         unknown = dict.fromkeys(("step_seconds", "ranked_seconds", "bytes_per_chip"))
-        return judged | unknown | {"fits": False, "seconds": {}, "error": str(error)}, True
+        return result | unknown | {"fits": False, "seconds": {}, "error": str(error)}, True
     programs = plan.programs
-    judged |= {
+    result |= {
         "fits": plan.fits,
         "step_seconds": plan.step_seconds,
         "ranked_seconds": plan.step_seconds,
@@ -429,4 +440,4 @@ def _judge(compiled: Compiled, candidate: Candidate) -> tuple[dict[str, Any], bo
         "bytes_per_chip": max(p.bytes_per_chip["total"] for p in programs.values()),
         "error": None,
     }
-    return judged, all(p.fits for name, p in programs.items() if name == "sampler")
+    return result, all(p.fits for name, p in programs.items() if name == "sampler")

@@ -51,13 +51,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def _numbers(program: Program) -> dict[str, Any]:
     """A program's numbers by name, totals with their parts."""
-    sent, parts, numbers = program.collective_bytes, dict(program.bytes_per_chip), program._asdict()
+    traffic, parts, numbers = (
+        program.collective_bytes,
+        dict(program.bytes_per_chip),
+        program._asdict(),
+    )
     return numbers | {
         "extrapolated_from_layers": list(numbers.pop("layers")),
         "bytes_per_chip": parts.pop("total"),
         "bytes_by_part": parts,
-        "collective_bytes": None if sent is None else sum(sent.values()),
-        "collective_bytes_by_kind": sent,
+        "collective_bytes": None if traffic is None else sum(traffic.values()),
+        "collective_bytes_by_kind": traffic,
     }
 
 
@@ -122,14 +126,14 @@ def _program(name: str, program: Program, topology: Topology, tokens: float) -> 
 
 
 def _shares(program: Program, topology: Topology, tokens: float) -> Iterator[str]:
-    """What a program's time goes to, and how far it is from the least that it could be."""
+    """Breakdown of a program's time, and its distance from the lower bound."""
     seconds = max(program.roofline_seconds or 0.0, 1e-12)
     if program.alone is not None:
         each = ", ".join(f"{k} {_seconds(v)}" for k, v in program.alone.items())
         yield f"  each by itself: {each}; {max(program.alone, key=program.alone.__getitem__)} leads"
     if program.operations is not None:
-        spent = sorted(program.operations.items(), key=lambda item: -item[1])
-        yield f"  by operation: {', '.join(f'{k} {_seconds(v)}' for k, v in spent if v)}"
+        by_operation = sorted(program.operations.items(), key=lambda item: -item[1])
+        yield f"  by operation: {', '.join(f'{k} {_seconds(v)}' for k, v in by_operation if v)}"
     if program.full_seconds is not None:
         yield (
             "  the cache is read as far as it is filled; read whole for every token: "
@@ -170,10 +174,10 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def search_text(found: Sequence[Mapping[str, Any]]) -> str:
+def search_text(results: Sequence[Mapping[str, Any]]) -> str:
     """The candidates of a search as a table, best first, and how far the estimates were off."""
     rows = [("", "predicted step", "estimated before", "GiB a chip", "changes")]
-    for i, item in enumerate(found, 1):
+    for i, item in enumerate(results, 1):
         seconds, bytes_ = item["step_seconds"], item["bytes_per_chip"]
         time = "-" if seconds is None else _seconds(seconds)
         size = "-" if bytes_ is None else f"{bytes_ / GIB:.1f}"
@@ -188,6 +192,6 @@ def search_text(found: Sequence[Mapping[str, Any]]) -> str:
         "  ".join([*(cell.ljust(w) for cell, w in zip(row[:4], widths, strict=True)), row[4]])
         for row in rows
     ]
-    if found and (ratio := found[0]["estimate_ratio"]) is not None:
+    if results and (ratio := results[0]["estimate_ratio"]) is not None:
         lines.append(f"compiled times are {ratio:.2g} times the estimates (median of what fits)")
     return "\n".join(lines)

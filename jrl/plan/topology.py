@@ -121,10 +121,10 @@ def parse_topology(name: str) -> Topology:
         raise UserError(f"{unknown_choice('topology', family, CHIPS)}\n{_known()}")
     sizes = tuple(map(int, shape.split("x")))
     if shape not in SHAPES[family] and not _cuboid(family, sizes):
-        listed = ", ".join(f"{family}:{s}" for s in SHAPES[family])
+        choices = ", ".join(f"{family}:{s}" for s in SHAPES[family])
         others = ", or another cuboid in steps of 4 such as 4x4x12" * (CHIPS[family].dimensions > 2)
         raise UserError(
-            f"topology = {name!r}; there is no such slice; choose from {listed}{others}"
+            f"topology = {name!r}; there is no such slice; choose from {choices}{others}"
         )
     return Topology(name, family, sizes, slices)
 
@@ -175,10 +175,10 @@ def compile_devices(topology: Topology) -> list[jax.Device]:
         options["chips_per_host_bounds"] = (1, 1, 1)
     name = f"{topology.family}:{'x'.join(map(str, topology.shape))}"
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        description = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
         raise UserError(f"topology = {name!r}; libtpu refuses it: {error}") from None
-    return list(found.devices)
+    return list(description.devices)
 
 
 def axis_bandwidth(topology: Topology, devices: np.ndarray, axes: Sequence[int]) -> float:

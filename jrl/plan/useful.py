@@ -1,4 +1,4 @@
-"""What a run's programs must do at least: model FLOPs, and bytes that decoding has to read.
+"""Lower bounds of a run's programs: model FLOPs, and bytes that decoding must read.
 
 Model FLOPs are those of ``models.flops``; a backward pass counts twice its forward pass.
 """
@@ -50,7 +50,7 @@ def model_flops(run: build.Run, name: str) -> float:
 
 
 class Decoding(NamedTuple):
-    """What one chip reads while it draws the completions of a step.
+    """Reads of one chip while it samples the completions of a step.
 
     Attributes:
       steps: of the loop over tokens.
@@ -67,13 +67,13 @@ class Decoding(NamedTuple):
 
 
 def decoding(run: build.Run, mesh: Mesh) -> Decoding:
-    """What one chip of the sampler's mesh reads."""
+    """Reads of one chip of the sampler's mesh."""
     config, model, sizes = run.config, run.shape, lengths_of(run)
     from jrl.models.attention import cache_read, splash_cache  # Pallas takes long to import
 
     prompts = -(-sizes.prompts // batch_shards(mesh))
-    rows, whole = prompts * sizes.group, gathers(config, model, mesh)
-    live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, whole) or rows)
+    rows, gathered = prompts * sizes.group, gathers(config, model, mesh)
+    live = min(rows, slots_on_chip(config.sampling.slots, mesh.shape, gathered) or rows)
     rounds = -(-rows // live)
     shared = -(-live // sizes.group) if rounds > 1 else prompts
     each = token_bytes(model, mesh.shape["tensor"], config.sampling.int8)
@@ -83,10 +83,10 @@ def decoding(run: build.Run, mesh: Mesh) -> Decoding:
     def read(block: int) -> float:
         return float(np.ceil(np.arange(1, sizes.new + 1) / block).mean() * block / columns)
 
-    short = "weights" in config.sampling.int8
-    size = sampler_bytes(model, mesh.shape, gathered=whole, int8=short)
+    int8_weights = "weights" in config.sampling.int8
+    size = sampler_bytes(model, mesh.shape, gathered=gathered, int8=int8_weights)
     # Of the embedding only the rows of some tokens are read.
-    over = mesh.shape["tensor"] * (1 if whole else mesh.shape["fsdp"])
+    over = mesh.shape["tensor"] * (1 if gathered else mesh.shape["fsdp"])
     size -= model.vocab_size * model.embed_dim * jnp.dtype(model.dtype).itemsize / over
     kernels = {"read_cache": cache_read.block_columns(columns)}
     kernels["splash"] = splash_cache.block_columns(columns)
@@ -126,5 +126,7 @@ def floor_seconds(run: build.Run, mesh: Mesh, topology: Topology, name: str) -> 
     compute = model_flops(run, name) / topology.chips / topology.chip.flops
     if name != "sampler":
         return compute
-    found = decoding(run, mesh)
-    return max(compute, found.steps * (found.weights + found.cache) / topology.chip.hbm_bandwidth)
+    decode = decoding(run, mesh)
+    return max(
+        compute, decode.steps * (decode.weights + decode.cache) / topology.chip.hbm_bandwidth
+    )

@@ -1,4 +1,4 @@
-"""What a run left behind, for people: plots, and HTML pages of one run or of several.
+"""Reports: plots, and HTML pages of one run or of several.
 
 page      curves and samples of one run, from its directory
 health    what asks for a look, and how each number moved

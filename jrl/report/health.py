@@ -1,4 +1,4 @@
-"""What a run's curves say about its health, in a line for each."""
+"""Health checks of a run's curves, one line each."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 SHORT = 20
-"""Points from which on a curve is judged by its own spread."""
+"""Minimum points of a curve to estimate its noise from its own spread."""
 
 SOLVED = 0.9
-"""Held-out accuracy above which few groups differ and little entropy is left, as it should be."""
+"""Held-out accuracy above which equal groups and low entropy are expected."""
 
 
 class Finding(NamedTuple):
-    """What a metric did from the first tenth of a run to the last.
+    """Change of a metric from the first tenth of a run to the last.
 
     Attributes:
       name: the metric.
       title: of its panel.
       first: mean of the first tenth of its points.
       last: mean of the last tenth.
-      note: what to say of it; "" for nothing.
-      level: "good", "look" for what asks for a look, or "".
+      note: a remark; "" for none.
+      level: "good", "look" if it needs attention, or "".
     """
 
     name: str
@@ -41,13 +41,13 @@ def findings(
 
     Args:
       curves: ``report.Curve`` of a run.
-      quiet: names of those that hold rounding alone.
-      fixed_length: whether a task or an environment says how long completions may be, so that no
-        key could make them longer.
+      quiet: names of those that show only rounding noise.
+      fixed_length: whether a task or an environment sets the length limit, so that no key can
+        raise it.
     """
     ends = {curve.name: _Ends.of(curve) for curve in curves if curve.values}
     solved = "eval/accuracy" in ends and ends["eval/accuracy"].last > SOLVED
-    found = []
+    results = []
     for curve in curves:
         name = curve.name
         judge = NOTES.get("reward" if name.startswith("reward/") else name)
@@ -58,11 +58,11 @@ def findings(
         if name in quiet:
             title, _, note = title.partition(": ")
         elif solved and level == "look" and name in ("zero_std_groups", "entropy"):
-            note, level = "as where nearly everything is solved", ""
+            note, level = "expected once nearly everything is solved", ""
         elif fixed_length and name == "truncated" and note:
-            note = "many are cut: they do not end where the answer does"
-        found.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
-    return found
+            note = "many are truncated: they do not stop after the answer"
+        results.append(Finding(name, title, ends[name].first, ends[name].last, note, level))
+    return results
 
 
 class _Ends(NamedTuple):
@@ -76,8 +76,8 @@ class _Ends(NamedTuple):
     def of(cls, curve: Any) -> _Ends:
         values = curve.values
         if curve.low:  # its own intervals, which do not overlap
-            apart = curve.low[-1] > curve.high[0] or curve.high[-1] < curve.low[0]
-            return cls(values[0], values[-1], apart)
+            separated = curve.low[-1] > curve.high[0] or curve.high[-1] < curve.low[0]
+            return cls(values[0], values[-1], separated)
         size = max(1, len(values) // 10)
         head, tail = values[:size], values[-size:]
         first, last = statistics.fmean(head), statistics.fmean(tail)
@@ -112,7 +112,7 @@ def _above(limit: float, note: str) -> Callable[[_Ends], str | None]:
 
 def _entropy(ends: _Ends) -> str | None:
     if ends.differs and ends.last < 0.1 * ends.first:
-        return "nearly gone: the policy always says the same; look at a larger entropy or KL term"
+        return "nearly 0: the policy is deterministic; try a larger entropy or KL coefficient"
     if ends.differs and ends.last > 2 * ends.first:
         return "doubled: the policy drifts to noise; lower optimizer.learning_rate"
     return None
@@ -128,19 +128,19 @@ NOTES: Mapping[str, Callable[[_Ends], str | None]] = {
     "reward": _reward,
     "eval/accuracy": _accuracy,
     "zero_std_groups": _above(
-        0.5, "most groups teach nothing: harder or easier prompts, or a larger sampling.group"
+        0.5, "most groups give no gradient: harder or easier prompts, or a larger sampling.group"
     ),
-    "truncated": _above(0.1, "many are cut: raise sampling.max_new_tokens"),
+    "truncated": _above(0.1, "many are truncated: raise sampling.max_new_tokens"),
     "clip_fraction_high": _above(
-        0.2, "much is clipped: lower optimizer.learning_rate, or fewer epochs"
+        0.2, "many tokens are clipped: lower optimizer.learning_rate, or fewer epochs"
     ),
     "clip_fraction_low": _above(
-        0.2, "much is clipped: lower optimizer.learning_rate, or fewer epochs"
+        0.2, "many tokens are clipped: lower optimizer.learning_rate, or fewer epochs"
     ),
-    "logprob_diff": _above(0.02, "sampler and trainer disagree: look at sampling.int8 and dtypes"),
+    "logprob_diff": _above(0.02, "sampler and trainer disagree: check sampling.int8 and dtypes"),
     "entropy": _entropy,
     "length": _length,
-    "skipped_updates": _above(0.0, "updates were left out: gradients were not finite"),
-    "reward_failures": _above(0.01, "reward functions fail or run out of time"),
+    "skipped_updates": _above(0.0, "updates were skipped: gradients were not finite"),
+    "reward_failures": _above(0.01, "reward functions fail or time out"),
 }
-"""Metric -> what there is to say about it."""
+"""Metric -> its check, which returns a remark."""

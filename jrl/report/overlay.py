@@ -80,27 +80,31 @@ def _series(paths: Sequence[Path]) -> list[Series]:
     """The runs, those together that differ by their seed alone."""
     groups: dict[str, list[tuple[Path, dict[str, Any], Any]]] = {}
     for path in paths:
-        found = read_run(path)
-        settings = _flat(found.header.get("config") or {})
-        kept = {k: v for k, v in settings.items() if k != "seed" and not k.startswith(IGNORED)}
-        groups.setdefault(json.dumps(kept, sort_keys=True), []).append((path, kept, found))
+        files = read_run(path)
+        settings = _flat(files.header.get("config") or {})
+        comparable = {
+            k: v for k, v in settings.items() if k != "seed" and not k.startswith(IGNORED)
+        }
+        groups.setdefault(json.dumps(comparable, sort_keys=True), []).append(
+            (path, comparable, files)
+        )
     every = [members[0][1] for members in groups.values()]
     series = []
     for members in groups.values():
         settings = members[0][1]
         runs = [path.resolve().name for path, _, _ in members]
-        main = [found.main for _, _, found in members]
-        others = [found.others for _, _, found in members]
+        main = [files.main for _, _, files in members]
+        others = [files.others for _, _, files in members]
         label = _label(settings, every) or (runs[0] if len(runs) == 1 else f"{len(runs)} seeds")
         series.append(Series(label, runs, settings, _mean_curves(main), _mean_curves(others)))
     return series
 
 
 def _label(settings: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> str:
-    """The first few settings that set a series apart."""
-    apart = [key for key in _keys(every) if _differs(key, every)]
-    said = [f"{key.rpartition('.')[2]} {settings.get(key)}" for key in apart if key in settings]
-    return ", ".join(said[:3])
+    """The first few settings that distinguish a series."""
+    keys = [key for key in _keys(every) if _differs(key, every)]
+    parts = [f"{key.rpartition('.')[2]} {settings.get(key)}" for key in keys if key in settings]
+    return ", ".join(parts[:3])
 
 
 def _keys(every: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -19,7 +19,7 @@ from jrl.report.samples import spread, thin_samples
 from jrl.storage.metrics import read_jsonl, write_atomic
 
 MAX_POINTS = 1500
-"""The most points of a curve in the page; longer curves are thinned evenly, ends kept."""
+"""Maximum points of a curve in the page; longer curves are thinned evenly, ends kept."""
 
 
 class Panel(NamedTuple):
@@ -37,15 +37,15 @@ class Panel(NamedTuple):
 
 
 PANELS = (  # first what tells a run's health
-    Panel("reward", "Reward, points", "reward"),
+    Panel("reward", "Reward", "reward"),
     Panel("accuracy", "Held-out accuracy", "eval/accuracy"),
-    Panel("zero_std_groups", "Groups of equal rewards, fraction", "zero_std_groups"),
-    Panel("truncated", "Completions cut at the limit, fraction", "truncated"),
+    Panel("zero_std_groups", "Zero-advantage groups, fraction", "zero_std_groups"),
+    Panel("truncated", "Truncated completions, fraction", "truncated"),
     Panel("length", "Completion length, tokens", "length"),
     Panel("entropy", "Entropy, nats", "entropy"),
     Panel("clip_fraction_high", "Tokens clipped above, fraction", "clip_fraction_high"),
     Panel("clip_fraction_low", "Tokens clipped below, fraction", "clip_fraction_low"),
-    Panel("logprob_diff", "Sampler to trainer, nats", "logprob_diff"),
+    Panel("logprob_diff", "Sampler-trainer difference, nats", "logprob_diff"),
     Panel("kl", "KL, nats", "kl"),
     Panel("grad_norm", "Gradient norm", "grad_norm"),
     Panel("loss", "Loss", "loss"),
@@ -53,14 +53,14 @@ PANELS = (  # first what tells a run's health
 )
 
 TITLES = {
-    "skipped_updates": "Updates left out, fraction",
-    "reward_failures": "Reward calls that failed, fraction",
+    "skipped_updates": "Skipped updates, fraction",
+    "reward_failures": "Failed reward calls, fraction",
 }
-"""Of curves that are no panels, but that the health names."""
+"""Titles of curves without a panel that the health checks name."""
 
 ROUNDING = {"logprob_diff": 1e-5, "kl": 1e-6, "loss": 1e-6, "clip_fraction_high": 1e-9}
 ROUNDING["clip_fraction_low"] = ROUNDING["truncated"] = 1e-9
-"""Panels whose values never exceed this hold nothing but rounding, and are folded away."""
+"""Panels whose values never exceed this show only rounding noise, and are collapsed."""
 
 
 class Curve(NamedTuple):
@@ -98,22 +98,22 @@ def write_report(run_dir: str | Path) -> Path:
       UserError: there is no run, or the report cannot be written.
     """
     run = Path(run_dir)
-    found = read_run(run)
+    files = read_run(run)
     out = run / "report"
     try:
         out.mkdir(exist_ok=True)
         for old in out.glob("*.png"):
             old.unlink()
         if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
-            _draw_plots(out, found.main)
-        write_atomic(out / "index.html", _page(run, found))
+            _draw_plots(out, files.main)
+        write_atomic(out / "index.html", _page(run, files))
     except OSError as error:
         raise UserError(f"the report cannot be written to {out}: {error}") from None
     return out / "index.html"
 
 
 class RunFiles(NamedTuple):
-    """What a report reads of a run directory.
+    """Contents of a run directory for a report.
 
     Attributes:
       header: the first record of metrics.jsonl; {} without one.
@@ -129,7 +129,7 @@ class RunFiles(NamedTuple):
 
     @property
     def quiet(self) -> frozenset[str]:
-        """The metrics of panels that hold rounding alone."""
+        """The metrics of panels that show only rounding noise."""
         names = {panel.name for panel in PANELS}
         return frozenset(curve.name for curve in self.others if curve.name in names)
 
@@ -161,17 +161,17 @@ def find_curves(records: Sequence[Mapping[str, Any]]) -> tuple[list[Curve], list
     """
     names = sorted({n for record in records for n in record if n not in ("step", "versions")})
     curves = {name: curve for name in names if (curve := _curve(records, name)).values}
-    parts = [Panel(_file(name), f"Reward part {name[7:]}, points", name) for name in _parts(curves)]
+    parts = [Panel(_file(name), f"Reward part {name[7:]}", name) for name in _parts(curves)]
     main, quiet = [], []
     for panel in (PANELS[0], *(parts if len(parts) > 1 else ()), *PANELS[1:]):
         if panel.name in curves:
             curve = curves.pop(panel.name)._replace(title=panel.title)
             if max(map(abs, curve.values)) <= ROUNDING.get(panel.name, -1.0):
-                quiet.append(curve._replace(title=f"{panel.title}: only rounding, or none"))
+                quiet.append(curve._replace(title=f"{panel.title}: only rounding noise"))
             else:
                 main.append(curve)
-            for bound in (f"{panel.name}_low", f"{panel.name}_high"):
-                curves.pop(bound, None)
+            for bound_name in (f"{panel.name}_low", f"{panel.name}_high"):
+                curves.pop(bound_name, None)
     return main, [*quiet, *curves.values()]
 
 
@@ -270,22 +270,22 @@ def _draw(axis: Any, curve: Curve) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def _page(run: Path, found: RunFiles) -> str:
+def _page(run: Path, files: RunFiles) -> str:
     samples = read_jsonl(run / "samples.jsonl")
-    curves = [*found.main, *found.others]
+    curves = [*files.main, *files.others]
     return as_page(
         {
             "name": run.resolve().name,
-            "header": found.header,
+            "header": files.header,
             "config": _read_text(run / "config.toml"),
-            "summary": {k: v for k, v in found.summary.items() if not isinstance(v, dict)},
+            "summary": {k: v for k, v in files.summary.items() if not isinstance(v, dict)},
             "finished": (run / "summary.json").exists(),
             "health": [
                 finding._asdict()
-                for finding in findings(curves, found.quiet, fixed_length=_fixed_length(run))
+                for finding in findings(curves, files.quiet, fixed_length=_fixed_length(run))
             ],
             "curves": [thin_curve(curve)._asdict() for curve in curves],
-            "main": len(found.main),
+            "main": len(files.main),
             "samples": thin_samples(samples),
             "samples_total": len(samples),
         }

@@ -1,4 +1,4 @@
-"""The samples of a report: whole groups, evenly over the run where there are too many."""
+"""Samples of a report: complete groups, thinned evenly over the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sample = Mapping[str, Any]
 
 
 def thin_samples(samples: Sequence[Sample], most: int = MAX_SAMPLES) -> list[dict[str, Any]]:
-    """Samples of whole groups, taken evenly where there are more than ``most``.
+    """Samples of complete groups, thinned evenly to about ``most``.
 
     Args:
       samples: in the order in which they were logged.
@@ -37,8 +37,8 @@ def thin_samples(samples: Sequence[Sample], most: int = MAX_SAMPLES) -> list[dic
         if over <= 0:
             break
         count -= max(1, over * count // sum(map(len, picked)))
-    kept = [groups[i] for i in spread(len(groups), count)]
-    return [sample for group in _lighter(kept) for sample in group]
+    groups_shown = [groups[i] for i in spread(len(groups), count)]
+    return [sample for group in _lighter(groups_shown) for sample in group]
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-r"""Which answers are small enough for a computer algebra system.
+r"""Size limits for answers given to a computer algebra system.
 
 A short answer can stand for more work than there is time: ``9^{9^{9^9}}``, ``(10^9)!``. So texts
 are judged by their form before sympy sees them, which computes such numbers while it reads them.
@@ -88,7 +88,7 @@ def _powers_are_small(text: str) -> bool:
 
 
 def _group(text: str, start: int) -> str:
-    """What an exponent at ``start`` consists of: one bracket, one command or number, one letter."""
+    """The exponent at ``start``: one bracket, one command or number, one letter."""
     opening = text[start : start + 1]
     if opening and opening in "({[":
         depth = 0
@@ -97,8 +97,8 @@ def _group(text: str, start: int) -> str:
             if depth == 0:
                 return text[start : i + 1]
         return text[start:]
-    found = re.match(r"[+-]?\s*(?:\\[a-zA-Z]+(?:\s*\{[^{}]*\})*|\d+|.)", text[start:], re.DOTALL)
-    return found.group() if found else ""
+    match = re.match(r"[+-]?\s*(?:\\[a-zA-Z]+(?:\s*\{[^{}]*\})*|\d+|.)", text[start:], re.DOTALL)
+    return match.group() if match else ""
 
 
 def _bracket_before(text: str, end: int) -> str:

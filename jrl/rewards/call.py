@@ -16,7 +16,7 @@ _TEXT = 500
 
 
 class Failure(NamedTuple):
-    """Why a call gave no points.
+    """Reason why a call returned no rewards.
 
     Attributes:
       reason: what to say after the function's name.
@@ -30,7 +30,7 @@ class Failure(NamedTuple):
 
 
 def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
-    """The points of one call, each finite in float32, or why there are none.
+    """The rewards of one call, each finite in float32, or a Failure.
 
     Args:
       function: what to call.
@@ -48,7 +48,7 @@ def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
 
 
 def error_text(error: BaseException) -> str:
-    """What an exception says, cut short; one whose own text raises has none."""
+    """The text of an exception, shortened; a note if ``str`` of it raises."""
     try:
         # Without lone surrogates, which no terminal takes.
         return str(error)[:_TEXT].encode("utf-8", "backslashreplace").decode()
@@ -81,16 +81,16 @@ def _checked(result: Any, count: int) -> list[float] | Failure:
     points = []
     for value in values:
         # Not np.number: a complex number would lose a part of it, and a time its unit.
-        known = isinstance(value, int | float | np.integer | np.floating | np.bool_)
-        if not known or isinstance(value, np.timedelta64):
+        is_number = isinstance(value, int | float | np.integer | np.floating | np.bool_)
+        if not is_number or isinstance(value, np.timedelta64):
             kind = class_name(value)
             return Failure(f"returned {kind} {value!r:.60} instead of a number")
         if isinstance(value, int) and abs(value) > _LARGEST:  # may be too large for a float
-            return Failure("returned a whole number beyond float32; points must be finite there")
+            return Failure("returned an integer beyond float32; rewards must be finite there")
         point = float(value)
         if not math.isfinite(point):
-            return Failure(f"returned {point}; points must be finite")
+            return Failure(f"returned {point}; rewards must be finite")
         if abs(point) > _LARGEST:
-            return Failure(f"returned {point:g}, infinite in float32; points must be finite there")
+            return Failure(f"returned {point:g}, infinite in float32; rewards must be finite there")
         points.append(point)
     return points

@@ -1,4 +1,4 @@
-"""The two forms of a reward function of one's own, told apart by the names of its arguments.
+"""The two forms of reward functions, distinguished by their argument names.
 
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
@@ -18,7 +18,7 @@ from jrl.errors import UserError
 from jrl.rewards.base import Sample
 
 SIGNATURE = "reward(samples) -> list of numbers, or reward(completions, **columns) as in TRL"
-"""How a reward function is called, for messages and help."""
+"""Call convention of a reward function, for messages and help."""
 
 OWN_COLUMNS = ("prompts", "completions", "completion_ids")
 _ONE_AT_A_TIME = ("answer", "completion", "prompt", "response", "sample", "text")
@@ -47,8 +47,8 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
     if first is None or first.kind is first.VAR_KEYWORD or first.name in _ONE_AT_A_TIME:
-        shown = f"({', '.join(str(p) for p in parameters)})"
-        raise UserError(f"{key}: the function takes {shown}; write {SIGNATURE}")
+        signature = f"({', '.join(str(p) for p in parameters)})"
+        raise UserError(f"{key}: the function takes {signature}; write {SIGNATURE}")
     return "samples"
 
 
@@ -69,18 +69,18 @@ def check_columns(function: Callable[..., Any], columns: Iterable[str], key: str
     """
     if form_of(function, key) == "samples":
         return
-    known = [*OWN_COLUMNS, "answer", *columns]
-    missing = [
+    names = [*OWN_COLUMNS, "answer", *columns]
+    absent = [
         p.name
         for p in _parameters(function)
         if p.default is p.empty
         and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and p.name not in known
+        and p.name not in names
     ]
-    if missing:
+    if absent:
         raise UserError(
-            f"{key}: the function takes {', '.join(missing)}, and the data has no such column;"
-            f" there are {', '.join(dict.fromkeys(known))}"
+            f"{key}: the function takes {', '.join(absent)}, and the data has no such column;"
+            f" there are {', '.join(dict.fromkeys(names))}"
         )
 
 

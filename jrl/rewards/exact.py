@@ -44,9 +44,9 @@ def final_answer(text: str) -> str | None:
 
 def marked_answer(text: str) -> str | None:
     r"""The content of the last ``\boxed{...}``, else what follows the last "####", else None."""
-    found = boxed(text)
-    if found is not None:
-        return found
+    answer = boxed(text)
+    if answer is not None:
+        return answer
     _, marker, rest = text.rpartition("####")
     line = rest.strip().split("\n", 1)[0].strip()
     return line if marker and line else None
@@ -71,7 +71,7 @@ def boxed(text: str) -> str | None:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""The number that a text stands for, or None if it is more than a number.
+    r"""The number that a text represents, or None if it is more than a number.
 
     Commas between digits, dollar signs, ``\$``, percent signs, ``\text{...}``, units of letters
     after the number, spaces and a full stop at the end are ignored: "$1,200.50" is 1200.5, and
@@ -106,11 +106,11 @@ def _fraction(text: str, sign: int) -> Fraction | None:
         return None
 
 
-def same_answer(given: str, expected: str, tolerance: float = 1e-6) -> bool:
+def same_answer(answer: str, expected: str, tolerance: float = 1e-6) -> bool:
     """Whether two final answers are the same.
 
     Args:
-      given: the completion's.
+      answer: the completion's.
       expected: the dataset's.
       tolerance: relative, for numbers that are not both integers; 0 compares exactly.
 
@@ -122,12 +122,12 @@ def same_answer(given: str, expected: str, tolerance: float = 1e-6) -> bool:
     >>> same_answer("3.50", "$3.5"), same_answer("Blue.", "blue"), same_answer("12", "13")
     (True, True, False)
     """
-    left, right = to_number(given), to_number(expected)
+    left, right = to_number(answer), to_number(expected)
     if left is not None and right is not None:
         if left.denominator == right.denominator == 1:
             return left == right
         return abs(left - right) <= Fraction(tolerance) * abs(right)
-    return _normal(given) == _normal(expected)
+    return _normal(answer) == _normal(expected)
 
 
 def _normal(text: str) -> str:
@@ -159,7 +159,7 @@ def expected_answer(answer: Any) -> str:
 def _is_right(sample: Sample, tolerance: float) -> bool:
     expected = expected_answer(sample.prompt.answer)
     if to_number(expected) is not None:
-        given = final_answer(sample.completion)
+        answer = final_answer(sample.completion)
     else:
-        given = marked_answer(sample.completion) or sample.completion
-    return given is not None and same_answer(given, expected, tolerance)
+        answer = marked_answer(sample.completion) or sample.completion
+    return answer is not None and same_answer(answer, expected, tolerance)

@@ -1,4 +1,4 @@
-r"""Rewards for the form of a completion: a boxed answer, tags, a pattern; a stated confidence."""
+r"""Rewards for the format of a completion: a boxed answer, tags, a pattern; a stated confidence."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def confidence(samples: list[Sample]) -> list[float]:
       A number in [0, 1] for each sample; numbers above 1 are read as percent. 1 where none is
       stated, so that silence is no way out of being judged (``car``).
     """
-    found = [_STATED.findall(sample.completion) for sample in samples]
-    return [_share(*stated[-1]) if stated else 1.0 for stated in found]
+    statements = [_STATED.findall(sample.completion) for sample in samples]
+    return [_share(*stated[-1]) if stated else 1.0 for stated in statements]
 
 
 def _share(number: str, percent: str) -> float:

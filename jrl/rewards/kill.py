@@ -31,13 +31,13 @@ def adopt_orphans() -> None:
 
 def tree(pid: int) -> list[int]:
     """The process and its descendants, parents first; where there is no /proc, the process."""
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{thread}/children", encoding="ascii") as file:
-                    found += [int(child) for child in file.read().split()]
-    return found
+                    pids += [int(child) for child in file.read().split()]
+    return pids
 
 
 def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
@@ -64,16 +64,16 @@ def memory_bytes(pids: Iterable[int], above: int = 0, in_files: int = 0) -> int:
 
 def _proportional(pid: int) -> tuple[int, int]:
     """Bytes of a process, pages shared by n counted as 1/n; and those of them in shared memory."""
-    found = {"Pss:": 0, "Pss_Shmem:": 0}
+    sizes = {"Pss:": 0, "Pss_Shmem:": 0}
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file,
     ):
         for line in file:
             name, *rest = line.split()
-            if name in found:
-                found[name] = 1024 * int(rest[0])
-    return found["Pss:"], found["Pss_Shmem:"]
+            if name in sizes:
+                sizes[name] = 1024 * int(rest[0])
+    return sizes["Pss:"], sizes["Pss_Shmem:"]
 
 
 def kill_tree(pid: int) -> None:

@@ -41,10 +41,10 @@ def math_reward(samples: list[Sample], tolerance: float = 1e-6) -> list[float]:
 
 def _is_right(sample: Sample, tolerance: float, checker: Callable[[str, str], bool]) -> bool:
     expected = expected_answer(sample.prompt.answer)
-    given = final_answer(sample.completion)
-    if to_number(expected) is not None and given is not None and to_number(given) is not None:
-        return same_number(given, expected, tolerance)
-    if given is not None and same_number(given, expected, tolerance):
+    answer = final_answer(sample.completion)
+    if to_number(expected) is not None and answer is not None and to_number(answer) is not None:
+        return same_number(answer, expected, tolerance)
+    if answer is not None and same_number(answer, expected, tolerance):
         return True
     marked = marked_answer(sample.completion)
     # Unmarked, the answer is looked for in the end of the completion.

@@ -15,7 +15,7 @@ import numpy as np
 from jrl.types import Array, Params, Rollout
 
 Values = Callable[[Params, Rollout], Array]
-"""(params, rollout) -> [N, G, T] float32, points: the value of each token."""
+"""(params, rollout) -> [N, G, T] float32, the value of each token."""
 
 
 def last_values(values: Array, mask: Array) -> Array:
@@ -34,8 +34,8 @@ def last_values(values: Array, mask: Array) -> Array:
     """
     t = values.shape[-1]
     last = t - 1 - jnp.argmax(mask[..., ::-1], axis=-1)
-    found = jnp.take_along_axis(values, last[..., None], axis=-1)[..., 0]
-    return jnp.where(mask.any(-1), found, 0).astype(jnp.float32)
+    last_value = jnp.take_along_axis(values, last[..., None], axis=-1)[..., 0]
+    return jnp.where(mask.any(-1), last_value, 0).astype(jnp.float32)
 
 
 class ModelReward:
@@ -53,15 +53,15 @@ class ModelReward:
         self._params, self._points, self._values = params, jax.jit(points), jax.jit(values)
 
     def __call__(self, rollout: Rollout) -> np.ndarray:
-        """[N, G] float32, points, on the host."""
-        found: np.ndarray = np.asarray(self._points(self._params, rollout))
-        return found
+        """[N, G] float32 rewards, on the host."""
+        points: np.ndarray = np.asarray(self._points(self._params, rollout))
+        return points
 
     def of_tokens(self, rollout: Rollout) -> np.ndarray:
-        """[N, G, T] float32, points behind each token, on the host."""
+        """[N, G, T] float32 values after each token, on the host."""
         return np.asarray(self._values(self._params, rollout))
 
 
 def insert_part(rewards: Array | np.ndarray, points: np.ndarray, column: int) -> np.ndarray:
-    """Reward parts [N, G, R] with the points [N, G] as one more part at index ``column``."""
+    """Reward parts [N, G, R] with the rewards [N, G] inserted at index ``column``."""
     return np.insert(np.asarray(rewards), column, points, axis=-1).astype(np.float32)

@@ -1,9 +1,9 @@
 """Reward functions in worker processes, with limits of time, memory and output for each.
 
-The trainer hands out one call at a time and looks ten times a second at what the workers do. A call
-beyond a limit is ended with its process and all that this one started; the others continue with
-the calls that are left, and where a call has used half of its time another process is started, so
-that one is ready if it must be ended.
+The trainer hands out one call at a time and polls the workers ten times a second. A call beyond a
+limit is killed with its process and all descendants; the other workers continue with the remaining
+calls. When a call has used half of its time another process is started, as a spare in case it must
+be killed.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class RewardPool:
       functions: reward functions by name; each is called with one sample, or with one group if
         it is marked by ``whole_group``.
       workers: processes; 0 calls the functions in this process, without limits.
-      timeout_seconds: for one call; at its end the worker is killed with all that it started.
-      memory_gib: memory of one worker and all that it started, in GiB, what they write in memfds
-        and /dev/shm included; beyond it they are killed, those files removed, and the call failed.
-      on_timeout: what becomes of the samples of a call that was ended at its time limit: "zero"
-        points, "drop" (NaN points, for the caller to take the sample out of its group), or "stop"
-        with a UserError. "reward_timeouts" counts such calls.
+      timeout_seconds: of one call; then the worker is killed with all its descendants.
+      memory_gib: memory of one worker and its descendants, in GiB, including memfds and files in
+        /dev/shm; beyond it they are killed, those files removed, and the call failed.
+      on_timeout: reward of the samples of a call that timed out: "zero", "drop" (NaN, for the
+        caller to remove the sample from its group), or "stop" with a UserError. "reward_timeouts"
+        counts such calls.
       on_error: the same for a call that raises, kills its process, or does not return one number
         that is finite in float32 for each sample; "reward_errors" counts them.
 
@@ -99,7 +99,7 @@ class RewardPool:
     def scores(
         self, samples: Sequence[Sample], *, group: int | None = None
     ) -> tuple[np.ndarray, dict[str, float]]:
-        """Points of every sample under every function.
+        """Rewards of every sample under every function.
 
         Args:
           samples: B of them, those of one prompt adjacent.
@@ -107,9 +107,8 @@ class RewardPool:
             with the same ``prompt.id`` as a group.
 
         Returns:
-          (points [B, R] float32, R in the order of the functions, NaN where a sample is to be
-          dropped; counts of calls by name, "reward_calls", "reward_timeouts" and
-          "reward_errors").
+          (rewards [B, R] float32, R in the order of the functions, NaN for samples to be dropped;
+          counts of calls by name, "reward_calls", "reward_timeouts" and "reward_errors").
 
         Raises:
           UserError: a call failed and the run is to stop then; names the function and the prompt.
@@ -121,21 +120,24 @@ class RewardPool:
             for members in groups
             for index in (members if _over(function) == "sample" else members[:1])
         ]
+        # float32 is what training reads; ``call`` rejects numbers that are infinite in it.
         points = np.zeros((len(samples), len(self.functions)), np.float32)
         counts = {"reward_timeouts": 0.0, "reward_errors": 0.0, "reward_calls": float(len(calls))}
-        ended: list[str] = []
+        finished: list[str] = []
 
         def left() -> str:
             loading = "" if self._workers is None else self._workers.loading()
-            return f"{len(calls) - len(ended)} of {len(calls)} calls left{loading}"
+            return f"{len(calls) - len(finished)} of {len(calls)} calls left{loading}"
 
         with (
             self._turn,
             waiting("rewards", left, seconds=self.timeout_seconds if self._workers else 0),
+            # Closed also on an error, so that no worker continues with a call of a batch that is
+            # over.
             contextlib.closing(self._results(calls, samples)) as results,
         ):
             for (column, name, members, _), result in results:
-                ended.append(name)
+                finished.append(name)
                 if not isinstance(result, Failure):
                     points[members, column] = result
                     continue
@@ -143,14 +145,15 @@ class RewardPool:
                 action = self.on_timeout if result.timed_out else self.on_error
                 if action == "stop":
                     raise _error(name, result, samples[members[0]], key)
+                # A failure is data, not an exception: one slow sample must not end a run of days.
                 counts["reward_timeouts" if result.timed_out else "reward_errors"] += 1
                 points[members, column] = np.nan if action == "drop" else 0.0
         return points, counts
 
     def probe(self, names: Iterable[str], sample: Sample, group: int) -> None:
-        """Calls functions once, so that a wrong one is said before anything compiles.
+        """Calls functions once, to report a broken one before anything compiles.
 
-        A call that takes too long says nothing: the first one may load a model.
+        A timeout is ignored: the first call may load a model.
 
         Args:
           names: of the functions.
@@ -161,6 +164,7 @@ class RewardPool:
           UserError: a call raises or returns something else than one finite number for each
             sample, and the run is to stop then.
         """
+        # A run that tolerates errors of rewards must not fail on this call.
         if self.on_error != "stop":
             return
         calls = [
@@ -180,7 +184,7 @@ class RewardPool:
                     raise _error(name, result, sample, "on_error")
 
     def _results(self, calls: Sequence[_Call], samples: Sequence[Sample]) -> Any:
-        """A generator of (call, points or Failure), each call once, in any order."""
+        """A generator of (call, rewards or Failure), each call once, in any order."""
         if self._workers is not None:
             return self._workers.results(calls, samples)
         return (
@@ -189,7 +193,7 @@ class RewardPool:
         )
 
     def close(self) -> None:
-        """Kills the workers; may be called twice, and while another thread waits for points."""
+        """Kills the workers; may be called twice, and while another thread waits for rewards."""
         if self._workers is not None:
             self._workers.closed = True
             with self._turn:
@@ -220,12 +224,13 @@ def _error(name: str, failure: Failure, sample: Sample, key: str) -> UserError:
 
 
 def _over(function: RewardFn) -> str:
-    """What one call sees: "sample" or "group"."""
+    """The unit of a call: "sample" or "group"."""
     return attribute(function, "over", "sample")
 
 
 def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
     """Indices of the samples of each prompt."""
+    # Given, groups are counted: two groups of one prompt may be adjacent.
     if group is not None:
         if len(samples) % group:
             raise UserError(f"{len(samples)} samples cannot be split into groups of {group}")
@@ -243,11 +248,12 @@ def _groups(samples: Sequence[Sample], group: int | None) -> list[list[int]]:
 
 
 class _Workers:
-    """The processes of a pool, and the calls that they have."""
+    """The processes of a pool, and their running calls."""
 
     def __init__(self, functions: Mapping[str, RewardFn], count: int, limits: RewardPool) -> None:
         for name, function in functions.items():
             try:
+                # Each by itself, so that the error names the function.
                 pickle.dumps(function)
             except Exception as error:
                 raise UserError(
@@ -255,6 +261,7 @@ class _Workers:
                     "function of a module or file, or set reward_pool.workers = 0"
                 ) from error
         self.closed = False
+        # Pickled once, since workers are started throughout the run.
         self._functions, self._count, self._limits = pickle.dumps(dict(functions)), count, limits
         self._living: list[RewardWorker] = []
         self._warden: subprocess.Popen[bytes] | None = None
@@ -264,10 +271,12 @@ class _Workers:
     def results(
         self, calls: Sequence[_Call], samples: Sequence[Sample]
     ) -> Iterator[tuple[_Call, list[float] | Failure]]:
-        """Yields each call with its points or its Failure, in the order in which they end."""
+        """Yields each call with its rewards or its Failure, in order of completion."""
         self._printed = 0
         waiting: deque[_Call] = deque()
         for each in calls:
+            # All messages before the first call: a sample that cannot be sent is a failure of its
+            # call only.
             message = pickled_call(each.name, [samples[i] for i in each.members])
             if isinstance(message, Failure):
                 yield each, message
@@ -277,29 +286,33 @@ class _Workers:
         try:
             while left:
                 if self.closed:
+                    # ``close`` may come from another thread, for which this generator would
+                    # otherwise wait forever.
                     raise RuntimeError("the pool of reward functions is closed")
                 self._start_enough(len(waiting), left)
                 self._hand_out(waiting)
                 self._wait()
                 for worker in list(self._living):
-                    ended = self._look_at(worker)
-                    if ended is not None:
+                    finished = self._look_at(worker)
+                    if finished is not None:
                         left -= 1
-                        yield ended
+                        yield finished
         finally:
             for worker in list(self._living):
-                # One that still works on a call that nobody waits for, and those started in excess.
+                # Abandoned calls, and the spare processes.
                 if worker.call is not None or len(self._living) > self._count:
                     self._end(worker)
 
     def _start_enough(self, waiting: int, left: int) -> None:
-        """Starts processes for what is left to do, and one for each that may have to be ended."""
+        """Starts processes for the remaining calls, and a spare for each that may time out."""
+        # A spare gets half of the limit to start, so that it is ready when the call is killed.
         half = self._limits.timeout_seconds / 2
         busy = [worker for worker in self._living if worker.call is not None]
         slow = sum(worker.seconds() > half for worker in busy)
-        wanted = min(self._count, left) + min(slow, waiting)
-        while len(self._living) < wanted:
+        target = min(self._count, left) + min(slow, waiting)
+        while len(self._living) < target:
             try:
+                # Started without waiting: loading may take minutes, and the others work meanwhile.
                 worker = RewardWorker(self._functions)
             except OSError as error:
                 raise UserError(
@@ -311,7 +324,7 @@ class _Workers:
 
     def _hand_out(self, waiting: deque[_Call]) -> None:
         for worker in list(self._living):
-            # No more calls at a time than workers; those started ahead wait for one to be ended.
+            # No more calls at a time than workers; spares wait for one to be killed.
             if sum(each.call is not None for each in self._living) >= self._count or not waiting:
                 return
             if worker.idle:
@@ -323,35 +336,39 @@ class _Workers:
                     waiting.popleft()
 
     def _wait(self) -> None:
-        """Returns when a worker has something to say, and after a tenth of a second at most."""
+        """Returns when a worker has sent something, after a tenth of a second at most."""
         times = [w.seconds() for w in self._living if w.call is not None]
         rest = self._limits.timeout_seconds - max(times, default=0.0)
         pipes = [pipe for worker in self._living for pipe in (worker.connection, worker.output)]
+        # At most a tenth of a second, since memory grows without any message.
         connection.wait(pipes, timeout=max(min(rest, _LOOK_SECONDS), 0.001))
+        # Memory is measured on a clock of its own: messages may wake this loop thousands of times a
+        # second.
         self._measure = time.monotonic() - self._measured > _LOOK_SECONDS
         if self._measure:
             self._measured = time.monotonic()
 
     def _look_at(self, worker: RewardWorker) -> tuple[_Call, list[float] | Failure] | None:
-        """The call that a worker has ended, if any; ends it where it is beyond a limit."""
+        """The finished call of a worker, if any; kills the worker if it is beyond a limit."""
         try:
             self._show(worker.read_output())
             reply = worker.receive()
         except Lost:
             return self._lost(worker)
         if reply is not None and not worker.ready:
+            # The first message reports whether the functions could be loaded.
             if isinstance(reply, Failure):
                 raise UserError(f"rewards: {reply.reason}")
             worker.ready, self._failed_starts = True, 0
         elif reply is not None:
-            ended, worker.call = worker.call, None
-            return ended, reply
+            call, worker.call = worker.call, None
+            return call, reply
         elif worker.exit_code() is not None:
             return self._lost(worker)
         return self._beyond_limits(worker)
 
     def _beyond_limits(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
-        """The Failure of a call that uses too much time or memory; its worker is ended."""
+        """The Failure of a call that uses too much time or memory; its worker is killed."""
         limits, failure = self._limits, None
         if not worker.ready and worker.seconds() > _START_SECONDS:
             raise UserError(
@@ -359,10 +376,11 @@ class _Workers:
                 "what waits in the file of the reward function, or set reward_pool.workers = 0"
             )
         if worker.call is not None and worker.seconds() > limits.timeout_seconds:
-            said = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
-            failure = Failure(said, timed_out=True)
+            reason = f"took longer than reward_pool.timeout_seconds = {limits.timeout_seconds:g}"
+            failure = Failure(reason, timed_out=True)
         elif self._measure and math.isfinite(limits.memory_gib):
             most = int(limits.memory_gib * 2**30)
+            # Proportional set sizes are slow to read, so exact sums are made only near the limit.
             used = worker.memory_bytes(above=most)
             if used > most:
                 failure = Failure(
@@ -373,42 +391,42 @@ class _Workers:
                     raise UserError(f"rewards: loading them in a worker {failure.reason}")
         if failure is None:
             return None
-        ended = worker.call
+        call = worker.call
         self._end(worker, its_files=not failure.timed_out)
-        return None if ended is None else (ended, failure)
+        return None if call is None else (call, failure)
 
     def _lost(self, worker: RewardWorker) -> tuple[_Call, Failure] | None:
         """The Failure of a worker that died, if it had a call."""
         # It may have closed its pipe a moment before its end.
-        ended, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
+        call, ready, code = worker.call, worker.ready, worker.exit_code(wait_seconds=1.0)
         self._end(worker)
         if not ready:
             self._failed_starts += 1
             if self._failed_starts > 1:  # one may have been killed by accident
                 raise UserError(_NOT_STARTED.format(code=code))
-        if ended is None:
+        if call is None:
             return None
         if code is None:
-            return ended, Failure("its process stopped in the middle of an answer")
-        return ended, Failure(f"its process died (exit code {code})")
+            return call, Failure("its process stopped in the middle of an answer")
+        return call, Failure(f"its process died (exit code {code})")
 
     def _show(self, printed: bytes) -> None:
-        """Passes on what a worker printed, up to a limit a batch."""
+        """Prints a worker's output, up to a limit per batch."""
         if not printed:
             return
         if self._printed > _PRINTED:
-            time.sleep(0.001)  # or a flood would keep this thread at work
+            time.sleep(0.001)  # or a flood of output would keep this thread busy
             return
-        shown = printed[: _PRINTED - self._printed]
+        visible = printed[: _PRINTED - self._printed]
         self._printed += len(printed)
-        sys.stderr.write(shown.decode("utf-8", "backslashreplace"))
+        sys.stderr.write(visible.decode("utf-8", "backslashreplace"))
         if self._printed > _PRINTED:
             sys.stderr.write(
                 f"\n[rewards printed more than {_PRINTED} bytes; the rest is dropped]\n"
             )
 
     def _tell_warden(self, number: int) -> None:
-        """Has the warden end a process when the trainer dies; with a minus sign, no longer."""
+        """Registers a process for the warden to kill if the trainer dies; negative unregisters."""
         if self._warden is None:
             self._warden = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(kill.__file__))],
@@ -426,7 +444,7 @@ class _Workers:
         self._tell_warden(-worker.pid)
 
     def loading(self) -> str:
-        """How many processes are still loading the functions, to be said after a number."""
+        """A suffix for a progress line: the number of processes still loading the functions."""
         count = sum(not worker.ready for worker in list(self._living))
         return f", {count} of {len(self._living)} workers loading" if count else ""
 
@@ -435,5 +453,6 @@ class _Workers:
         for worker in list(self._living):
             self._end(worker)
         if self._warden is not None:
+            # Closing its input ends it; waiting avoids a zombie.
             self._warden.communicate()
             self._warden = None

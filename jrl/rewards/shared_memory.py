@@ -36,7 +36,7 @@ class WrittenFiles:
         self._paths: dict[int, str] = {}  # of files in /dev/shm, by inode
 
     def bytes(self, pids: Iterable[int]) -> int:
-        """What they take now.
+        """Current size of the files, bytes.
 
         Args:
           pids: of the tree's processes.
@@ -48,12 +48,12 @@ class WrittenFiles:
                     self._look(pid, file, sizes)
         for inode, path in list(self._paths.items()):
             try:
-                found = os.stat(path)
+                status = os.stat(path)
             except OSError:
                 del self._paths[inode]
                 continue
-            if found.st_ino == inode:
-                sizes[found.st_dev, inode] = 512 * found.st_blocks
+            if status.st_ino == inode:
+                sizes[status.st_dev, inode] = 512 * status.st_blocks
         return sum(sizes.values())
 
     def remove(self) -> None:
@@ -71,9 +71,9 @@ class WrittenFiles:
                 return
             with open(f"/proc/{pid}/fdinfo/{file.name}", encoding="ascii") as info:
                 flags = next(line.split()[1] for line in info if line.startswith("flags:"))
-            found = os.stat(file.path)  # follows to the file itself, removed or not
-            if int(flags, 8) & _ACCESS == 0 or found.st_ino in self._before:
+            status = os.stat(file.path)  # follows to the file itself, removed or not
+            if int(flags, 8) & _ACCESS == 0 or status.st_ino in self._before:
                 return
-            sizes[found.st_dev, found.st_ino] = 512 * found.st_blocks
-            if path.startswith(f"{_SHM}/") and found.st_nlink:
-                self._paths[found.st_ino] = path
+            sizes[status.st_dev, status.st_ino] = 512 * status.st_blocks
+            if path.startswith(f"{_SHM}/") and status.st_nlink:
+                self._paths[status.st_ino] = path

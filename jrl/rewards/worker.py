@@ -1,4 +1,4 @@
-"""A process that runs reward functions: what it does, and how the trainer sees it."""
+"""A process that runs reward functions: its main loop, and the trainer's handle of it."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from jrl.rewards.shared_memory import WrittenFiles
 _CONTEXT = multiprocessing.get_context("spawn")
 
 _STUCK_SECONDS = 5
-"""A process that takes longer to take its next call, or stops inside an answer, is lost."""
+"""Limit for accepting a call, and for a pause within an answer; then the process is lost."""
 
 _LARGEST_REPLY = 1 << 24
 """Bytes."""
 
 
 class Lost(Exception):
-    """The process is dead, or does not answer in the way it should."""
+    """The process is dead, or broke the protocol."""
 
 
 class RewardWorker:
-    """One process that runs reward functions, seen from the trainer.
+    """The trainer's handle of one process that runs reward functions.
 
-    Answers come as JSON and not as pickles: what a reward's process sends must not be able to run
-    anything in the trainer.
+    Answers come as JSON and not as pickles: a pickle from a reward's process could run code in the
+    trainer.
 
     Args:
       functions: the reward functions, pickled.
 
     Attributes:
       pid: its process, which leads a session of its own.
-      connection: has something to read when an answer came.
-      output: has something to read when the process printed.
+      connection: readable when an answer has arrived.
+      output: readable when the process has printed.
       ready: whether the functions are loaded.
-      call: what it works on, for the pool; None when idle.
-      since: when it started, or got its call; of ``time.monotonic``.
+      call: its running call; None when idle.
+      since: start of the process, or of its call; of ``time.monotonic``.
     """
 
     def __init__(self, functions: bytes) -> None:
@@ -62,12 +62,15 @@ class RewardWorker:
         try:
             self._process.start()
         finally:
+            # The parent's copies must close, or reading would never see the end of a dead worker's
+            # pipe.
             theirs.close()
             printed.close()
         self.pid: int = self._process.pid or 0
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
         self._files = WrittenFiles()
+        # Printing is read between other work; a blocking read would hold up every call.
         os.set_blocking(self.output.fileno(), False)
         _limit_waiting(self.connection, _STUCK_SECONDS)
 
@@ -97,10 +100,11 @@ class RewardWorker:
         self.call, self.since = call, time.monotonic()
 
     def receive(self) -> list[float] | Failure | None:
-        """The answer, if one came: points, a Failure, or [] when it has loaded; raises Lost."""
+        """The answer, if any: rewards, a Failure, or [] when loaded; raises Lost."""
         try:
             if not self.connection.poll():
                 return None
+            # Bounded: a length header may claim gigabytes.
             reply = json.loads(self.connection.recv_bytes(_LARGEST_REPLY))
             if isinstance(reply, dict):
                 return Failure(str(reply["reason"]), str(reply["trace"]))
@@ -109,19 +113,20 @@ class RewardWorker:
             raise Lost from error
 
     def read_output(self) -> bytes:
-        """What it printed, 64 KiB at most."""
+        """Its output, at most 64 KiB."""
         try:
             return os.read(self.output.fileno(), 1 << 16)
         except OSError:
             return b""
 
     def memory_bytes(self, above: int) -> int:
-        """Memory of the process and all that it started, in /dev/shm and memfds too."""
+        """Memory of the process and its descendants, including /dev/shm and memfds."""
         pids = tree(self.pid)
         return memory_bytes(pids, above, self._files.bytes(pids))
 
     def kill(self, *, its_files: bool = False) -> None:
-        """Ends the process and all that it started; with what it wrote in /dev/shm if asked."""
+        """Kills the process and its descendants; ``its_files`` removes its /dev/shm files too."""
+        # The tree before the process: children of a dead parent are re-parented and harder to find.
         kill_tree(self.pid)
         if its_files:
             self._files.remove()
@@ -135,6 +140,8 @@ class RewardWorker:
 def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
     """A read or write that waits longer raises BlockingIOError."""
     with socket.socket(fileno=os.dup(pipe.fileno())) as both_ends:
+        # On the file itself, since multiprocessing's own methods take no timeout for half a
+        # message.
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             both_ends.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
 
@@ -145,9 +152,11 @@ def _limit_waiting(pipe: connection.Connection, seconds: int) -> None:
 def _serve(pipe: connection.Connection, printed: connection.Connection, pickled: bytes) -> None:
     os.setsid()  # the terminal's Ctrl-C is for the trainer; and what it starts can be found
     adopt_orphans()
+    # A reward that is killed for its memory must not write that memory to disk as a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for standard in (1, 2):
+        # File descriptors, so that C code and children print through the pipe as well.
         os.dup2(printed.fileno(), standard)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a reward that uses JAX must not take the accelerator
     functions = _load(pickled)
@@ -162,12 +171,12 @@ def _serve(pipe: connection.Connection, printed: connection.Connection, pickled:
 
 def _reply(pipe: connection.Connection, answer: list[float] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # it is the reward's to replace
+        with contextlib.suppress(Exception):  # the reward may have replaced it
             stream.flush()
-    said: Any = answer
+    message: Any = answer
     if isinstance(answer, Failure):
-        said = {"reason": answer.reason, "trace": answer.trace}
-    pipe.send_bytes(json.dumps(said).encode())
+        message = {"reason": answer.reason, "trace": answer.trace}
+    pipe.send_bytes(json.dumps(message).encode())
 
 
 def _answer(functions: Mapping[str, RewardFn], message: bytes) -> list[float] | Failure:

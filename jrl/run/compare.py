@@ -174,9 +174,9 @@ def _runs(
     config: Config, methods: Sequence[str], tasks: Sequence[str]
 ) -> dict[tuple[str, str], Run]:
     """Every task with every method, checked."""
-    for name, given in (("--methods", methods), ("--task", tasks)):
-        if not given or len(set(given)) < len(given):
-            raise UserError(f"{name} {','.join(given)}: name one or more, without repetition")
+    for name, names in (("--methods", methods), ("--task", tasks)):
+        if not names or len(set(names)) < len(names):
+            raise UserError(f"{name} {','.join(names)}: name one or more, without repetition")
     runs, problems = {}, []
     readers = coefficient_readers(config, methods)
     for task in tasks:
@@ -191,9 +191,9 @@ def _runs(
         tree["train"] |= {"mode": "compiled"}
         for method in methods:
             try:
-                read = {n: x for n, x in config.objective.items() if method in readers[n]}
-                own = {"method": method, "objective": read}
-                run = build.setup(build_config(tree | own))
+                coefficients = {n: x for n, x in config.objective.items() if method in readers[n]}
+                settings = {"method": method, "objective": coefficients}
+                run = build.setup(build_config(tree | settings))
                 programs.check_trainable(run)
                 runs[task, method] = run
             except UserError as error:
@@ -204,18 +204,18 @@ def _runs(
 
 
 def coefficient_readers(config: Config, methods: Sequence[str]) -> dict[str, list[str]]:
-    """Which of the methods read each coefficient of ``config.objective``.
+    """The methods that read each coefficient of ``config.objective``.
 
     All of them where none does, each of which then says so.
     """
-    known: dict[str, set[str]] = {}
+    coefficients: dict[str, set[str]] = {}
     for method in methods:
         with contextlib.suppress(UserError):  # of a method that is not there, said elsewhere
-            known[method] = {*find_method(method).coefficients, *COMMON}
+            coefficients[method] = {*find_method(method).coefficients, *COMMON}
     readers = {}
     for name in config.objective:
-        found = [method for method in methods if name in known.get(method, ())]
-        readers[name] = found or list(methods)
+        readers_of = [method for method in methods if name in coefficients.get(method, ())]
+        readers[name] = readers_of or list(methods)
     return readers
 
 
@@ -224,11 +224,11 @@ class _Start:
 
     def __init__(self, run: Run, keys: Array) -> None:
         make, _ = programs.state_layout(run)
-        warmup, task, given = run.config.warmup, run.task, hf.in_memory(run.params)
+        warmup, task, weights = run.config.warmup, run.task, hf.in_memory(run.params)
         assert task is not None
 
         def begin(key: Array) -> tuple[Array, Params]:
-            state = make(key, given, {})
+            state = make(key, weights, {})
             policy = policy_of(state, run.network)
             if warmup.steps:
                 policy, _ = warm_start(
@@ -318,13 +318,15 @@ def write_comparison(
         scores = np.array(columns, np.float64).T
         return stratified_interval(scores, seed=config.seed)._asdict()
 
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    intervals: dict[str, dict[str, dict[str, float]]] = {}
     for method in methods:
-        found[method] = {"all": interval(method, "accuracy_after", *tasks)}
-        found[method] |= {task: interval(method, "accuracy_after", task) for task in tasks}
+        intervals[method] = {"all": interval(method, "accuracy_after", *tasks)}
+        intervals[method] |= {task: interval(method, "accuracy_after", task) for task in tasks}
         turns = [task for task in tasks if task in played]
-        found[method] |= {f"{task}, turns": interval(method, "turns_after", task) for task in turns}
-    found = dict(sorted(found.items(), key=lambda item: -item[1]["all"]["value"]))
+        intervals[method] |= {
+            f"{task}, turns": interval(method, "turns_after", task) for task in turns
+        }
+    intervals = dict(sorted(intervals.items(), key=lambda item: -item[1]["all"]["value"]))
     before = {
         task: float(np.mean([r["accuracy_before"] for r in results if r["task"] == task]))
         for task in tasks
@@ -334,13 +336,13 @@ def write_comparison(
         "seeds": len({row["seed"] for row in results}),
         "steps": config.train.steps,
         "accuracy_before": before,
-        "methods": found,
+        "methods": intervals,
         "config": as_tree(config),
     }
     write_atomic(out / "comparison.json", json.dumps(plain(table), indent=2) + "\n")
     write_atomic(out / "comparison.md", _markdown(table))
     if importlib.util.find_spec("matplotlib") is not None:  # of the extra plot
-        _draw(out / "comparison.png", results, found, tasks)
+        _draw(out / "comparison.png", results, intervals, tasks)
     return table
 
 
@@ -350,12 +352,12 @@ def _markdown(table: Mapping[str, Any]) -> str:
 
     starts = ", ".join(f"{task} {x:.3f}" for task, x in table["accuracy_before"].items())
     columns = [*next(iter(table["methods"].values()))]
-    given = table["config"].get("objective", {})
-    said = ", ".join(f"objective.{name} = {json.dumps(x)}" for name, x in given.items())
+    objective = table["config"].get("objective", {})
+    settings = ", ".join(f"objective.{name} = {json.dumps(x)}" for name, x in objective.items())
     lines = [
         f"Held-out accuracy after {table['steps']} steps, {table['seeds']} seeds: interquartile",
         "mean and 95 % stratified bootstrap interval (arXiv:2108.13264). All methods start from",
-        f"the same policy: {starts}." + (f" With {said}." if said else ""),
+        f"the same policy: {starts}." + (f" With {settings}." if settings else ""),
         "",
         "| " + " | ".join(["method", *columns]) + " |",
         "| --- " * (len(columns) + 1) + "|",
@@ -373,7 +375,7 @@ FEW = 8
 def _draw(
     path: Path,
     results: Sequence[Mapping[str, Any]],
-    found: Mapping[str, Mapping[str, Mapping[str, float]]],
+    intervals: Mapping[str, Mapping[str, Mapping[str, float]]],
     tasks: Sequence[str],
 ) -> None:
     """Intervals on the left, best method on top; rewards of each task on the right.
@@ -384,13 +386,13 @@ def _draw(
     import matplotlib
     from matplotlib.figure import Figure
 
-    names, few = list(found), len(found) <= FEW
+    names, few = list(intervals), len(intervals) <= FEW
     size = (4.6 + 4.2 * len(tasks), max(3.0, 1.4 + 0.27 * len(names)))
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(1, 1 + len(tasks), squeeze=False)[0]
     palette = matplotlib.colormaps["Dark2" if few else "viridis"]
     colours = {name: palette(i) if few else palette(0.35) for i, name in enumerate(names)}
-    _draw_intervals(axes[0], {name: found[name]["all"] for name in names}, colours)
+    _draw_intervals(axes[0], {name: intervals[name]["all"] for name in names}, colours)
     for axis, task in zip(axes[1:], tasks, strict=True):
         axis.set_title(f"{task}: reward (IQM over seeds)", fontsize=10, loc="left")
         axis.set_xlabel("step", fontsize=9)

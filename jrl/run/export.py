@@ -46,7 +46,7 @@ def export_run(
         raise UserError(f"{directory} exists and is not empty; name a new directory")
     lora = lora_of(config)
     if adapters and lora is None:
-        raise UserError("the run has no adapters ([lora] is not given); leave --adapters out")
+        raise UserError("the run has no adapters ([lora] is not set); remove --adapters")
     run = build.setup(config, trains=False)
     if run.model is None:
         raise UserError(

@@ -346,7 +346,7 @@ class Rows:
         timed = steps is None and self.costs.steps.due()
         if timed:
             self.wait()  # else the chunk is charged for what was dispatched before it
-            # A chunk of no steps takes as long as the return to the host; the next one includes it.
+            # A chunk of no steps takes as long as the return to the host, which each one includes.
             began = time.perf_counter()
             jax.device_get(run(0))
             empty = time.perf_counter() - began

@@ -222,10 +222,12 @@ class Checkpoints:
         if not steps:
             raise UserError(f"no checkpoint in {self.directory}")
         if step is not None and step not in steps:
-            there = ", ".join(map(str, steps))
-            raise UserError(f"no checkpoint of step {step} in {self.directory}; there are {there}")
-        tried = [step] if step is not None else steps[::-1]
-        for candidate in tried:
+            available = ", ".join(map(str, steps))
+            raise UserError(
+                f"no checkpoint of step {step} in {self.directory}; there are {available}"
+            )
+        candidates = [step] if step is not None else steps[::-1]
+        for candidate in candidates:
             error: Exception | None = None
             try:
                 result = self._read(candidate, template, subset)
@@ -244,27 +246,27 @@ class Checkpoints:
                     stacklevel=2,
                 )
         raise UserError(
-            f"checkpoint step {', '.join(map(str, tried))} in {self.directory} is damaged"
+            f"checkpoint step {', '.join(map(str, candidates))} in {self.directory} is damaged"
             f" ({_short(error)}); restore another step, or start again in another run.dir"
         ) from error
 
     def _read(self, step: int, template: Any, subset: bool) -> tuple[Any, dict[str, Any]]:
         with contextlib.ExitStack() as stack:
             path, fault = self._path(step), None
-            mended: list[str] = []
+            repaired: list[str] = []
             try:
-                path, mended = stack.enter_context(readable(path))
+                path, repaired = stack.enter_context(readable(path))
             except OSError as error:
                 fault = error
             # All processes must agree before the readers start, which wait for each other.
             if not _all_processes(fault is None):
                 raise fault or OSError("another process could not read it")
-            what = f"checkpoint step {step} in {self.directory}"
+            step_text = f"checkpoint step {step} in {self.directory}"
             with waiting(f"reading of step {step}", moved):
-                result = read_contents(path, template, subset=subset, what=what)
-        if mended:
+                result = read_contents(path, template, subset=subset, what=step_text)
+        if repaired:
             warnings.warn(
-                f"{what}: {', '.join(mended)} damaged, and read from a copy", stacklevel=3
+                f"{step_text}: {', '.join(repaired)} damaged, and read from a copy", stacklevel=3
             )
         return result
 
@@ -286,7 +288,7 @@ class Checkpoints:
         return self._writer
 
     def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """Which steps stay, as orbax asks before it deletes the others; oldest first."""
+        """The steps to keep, for orbax's deletion of the others; oldest first."""
         newest = len(checkpoints) - self.keep
         return [
             place >= newest
@@ -320,7 +322,7 @@ class Checkpoints:
         )
 
     def _remedy(self, error: Exception) -> str:
-        """What would make a save succeed that did not."""
+        """A remedy for a failed save."""
         path = pathlib.Path(self.directory)
         if "://" not in self.directory and path.exists() and not path.is_dir():
             return f"{path} is a file; move it away"

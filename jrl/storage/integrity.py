@@ -65,12 +65,12 @@ def checksums(arrays: Mapping[str, Any]) -> dict[str, int]:
     Args:
       arrays: NumPy or JAX arrays, and Python numbers; no typed keys.
     """
-    far = [name for name, x in arrays.items() if _is_far(x)]
-    found = {name: host_checksum(x) for name, x in arrays.items() if name not in far}
-    if far:
-        sums = np.asarray(_checksum([arrays[name] for name in far]))
-        found |= dict(zip(far, sums.tolist(), strict=True))
-    return {name: found[name] for name in arrays}
+    remote = [name for name, x in arrays.items() if _is_far(x)]
+    checks = {name: host_checksum(x) for name, x in arrays.items() if name not in remote}
+    if remote:
+        sums = np.asarray(_checksum([arrays[name] for name in remote]))
+        checks |= dict(zip(remote, sums.tolist(), strict=True))
+    return {name: checks[name] for name in arrays}
 
 
 def first_nonfinite(tree: Any, *, nan_only: bool = False) -> str | None:
@@ -86,10 +86,10 @@ def first_nonfinite(tree: Any, *, nan_only: bool = False) -> str | None:
         if jnp.issubdtype(x.dtype, jnp.floating)
     ]
     near = [np.asarray(x) for _, x in named if not _is_far(x)]
-    far = [x for _, x in named if _is_far(x)]
+    remote = [x for _, x in named if _is_far(x)]
     test = np.isnan if nan_only else _not_finite
     bad = iter(bool(test(x).any()) for x in near)
-    bad_far = iter(np.asarray(_any_bad(far, nan_only)).tolist() if far else [])
+    bad_far = iter(np.asarray(_any_bad(remote, nan_only)).tolist() if remote else [])
     for name, x in named:
         if next(bad_far if _is_far(x) else bad):
             return name

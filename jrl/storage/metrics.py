@@ -44,7 +44,7 @@ _PACKAGES = (
 _DISTRIBUTIONS = {"jrl": DISTRIBUTION}
 
 LOG_SECONDS = 20.0
-"""How long the files of a run may refuse what is written before the run ends."""
+"""How long writes of the run's files are retried before the run ends."""
 
 CLOCKS = frozenset(
     {
@@ -213,7 +213,7 @@ class RunWriter:
             self._append("metrics.jsonl", [self._header])
 
     def truncate_after(self, step: int, unwritten: Mapping[str, str] | None = None) -> None:
-        """Removes records logged after a step, before those steps run again.
+        """Removes records after a step, before those steps run again.
 
         Call it once when resuming from a checkpoint, with the checkpoint's step; -1 removes all
         records. The header stays and gets an entry in ``resumed``.
@@ -232,19 +232,19 @@ class RunWriter:
             first, rest = self._header, [first, *rest]
         again = {key: self._header[key] for key in ("versions", "device", "mesh", "started")}
         first["resumed"] = [*first.get("resumed", []), {"step": step, **again}]
-        samples, kept = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
-        kept += _missing((unwritten or {}).get("metrics.jsonl", ""), kept)
+        samples, records = read_jsonl(self.dir / "samples.jsonl"), _until(rest, step)
+        records += _missing((unwritten or {}).get("metrics.jsonl", ""), records)
         kept_samples = _until(samples, step)
         kept_samples += _missing((unwritten or {}).get("samples.jsonl", ""), kept_samples)
-        lost = step - len({r["step"] for r in kept if r.get("step", 0) > 0})
-        if step > 0 and lost > 0:
+        absent = step - len({r["step"] for r in records if r.get("step", 0) > 0})
+        if step > 0 and absent > 0:
             warnings.warn(
-                f"{self.dir / 'metrics.jsonl'} lacks {lost} of the {step} steps up to the"
+                f"{self.dir / 'metrics.jsonl'} lacks {absent} of the {step} steps up to the"
                 " checkpoint; they could not be logged, or the file was damaged",
                 stacklevel=2,
             )
         try:
-            self._rewrite("metrics.jsonl", [first, *kept])
+            self._rewrite("metrics.jsonl", [first, *records])
             self._rewrite("samples.jsonl", kept_samples)
             (self.dir / "summary.json").unlink(missing_ok=True)
         except OSError as error:  # steps would be logged twice
@@ -253,20 +253,20 @@ class RunWriter:
             ) from error
 
     def last_evaluation(self, step: int) -> dict[str, Any]:
-        """The evaluation with which a run ended at a step, as a record; only the step of none.
+        """The final evaluation of a run at a step, as a record; only the step if there is none.
 
         Call it before ``truncate_after``, which removes ``summary.json``.
 
         Args:
           step: of the checkpoint that is resumed from.
         """
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         if self._active:
             with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
                 summary = json.loads((self.dir / "summary.json").read_text(encoding="utf-8"))
                 if summary["steps"] == step:
-                    found = {f"eval/{name}": x for name, x in summary["eval_after"].items()}
-        return {"step": step, **first_says(found)}
+                    metrics = {f"eval/{name}": x for name, x in summary["eval_after"].items()}
+        return {"step": step, **first_says(metrics)}
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Logs one step's metrics.
@@ -359,8 +359,8 @@ class RunWriter:
         """
         for name in list(self._kept):
             self._append_text(name, "")
-        if said := self.fault(0.0):
-            raise StorageError(f"{said}; free disk space")
+        if fault := self.fault(0.0):
+            raise StorageError(f"{fault}; free disk space")
 
     def fault(self, patience: float | None = None) -> str:
         """Why the files cannot be written, once that has lasted for LOG_SECONDS; "" else.
@@ -415,24 +415,24 @@ def check_run_dir(config: Config) -> bool:
         if (directory / name).is_dir():
             raise UserError(f"{directory / name} is a directory and not a file; move it away")
     try:
-        there = _config_of(directory)
+        stored = _config_of(directory)
     except UserError as error:
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run whose configuration cannot be read; name"
             f" another directory\n{error}"
         ) from None
-    holds_run = there is not None
+    holds_run = stored is not None
     if config.run.resume == "must" and not holds_run:
         raise UserError(f"run.dir = {str(directory)!r} holds no run, but run.resume = 'must'")
-    if there is None:
+    if stored is None:
         return False
     if config.run.resume == "never":
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run, but run.resume = 'never'; name another"
             " directory, or set run.resume to 'auto' to resume it"
         )
-    check_unchanged(directory, there)
-    if differing := differences(there, config, "there", "now"):
+    check_unchanged(directory, stored)
+    if differing := differences(stored, config, "there", "now"):
         raise UserError(
             f"run.dir = {str(directory)!r} holds a run with another configuration; name another"
             " directory, or restore these keys:\n  " + "\n  ".join(differing)
@@ -442,8 +442,8 @@ def check_run_dir(config: Config) -> bool:
 
 def _config_of(directory: Path) -> Config | None:
     """The configuration of the run that a directory holds; None where it holds none."""
-    if (found := stored_config(directory)) is not None:
-        return found[0]
+    if (stored := stored_config(directory)) is not None:
+        return stored[0]
     metrics = directory / "metrics.jsonl"
     records = read_jsonl(metrics) if metrics.is_file() else []
     folder = directory / "checkpoints"
@@ -453,12 +453,12 @@ def _config_of(directory: Path) -> Config | None:
 
 
 def _until(records: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-    found = [(record, record.get("step", step)) for record in records]
-    return [record for record, at in found if isinstance(at, int | float) and at <= step]
+    steps = [(record, record.get("step", step)) for record in records]
+    return [record for record, at in steps if isinstance(at, int | float) and at <= step]
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a file ends in the middle of a line."""
+    """Whether a file ends within a line."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -466,9 +466,9 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def _missing(text: str, there: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _missing(text: str, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records in some text that a file does not hold."""
-    return [r for r in _parsed(text) if "versions" not in r and r not in there]
+    return [r for r in _parsed(text) if "versions" not in r and r not in records]
 
 
 def _now() -> str:

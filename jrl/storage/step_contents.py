@@ -1,4 +1,4 @@
-"""What a checkpoint step holds: arrays by name, their layouts and checksums, values of the host.
+"""Contents of a checkpoint step: named arrays, layouts, checksums, and host values.
 
 Leaves of a state have the names of their paths, such as ``params.policy.layers.wq``. Arrays among
 the host's values are stored like leaves; a name stands in their place.
@@ -25,7 +25,7 @@ FORMAT = 2  # 1 had no checksums
 def contents(
     state: Any, extra: Mapping[str, Any], *, what: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arrays of a step by name, and what is written beside them, which is JSON.
+    """The named arrays of a step, and its JSON metadata.
 
     Args:
       state: any pytree of arrays, typed PRNG keys and Python numbers.
@@ -46,10 +46,10 @@ def contents(
         meta = json.loads(json.dumps(described))
     except (TypeError, ValueError) as error:
         raise UserError(f"{what}: extra cannot be JSON: {error}") from error
-    stored = {name: _stored(leaf) for name, leaf in (named | lifted).items() if np.size(leaf)}
-    meta["checksums"] = checksums(stored)
+    arrays = {name: _stored(leaf) for name, leaf in (named | lifted).items() if np.size(leaf)}
+    meta["checksums"] = checksums(arrays)
     meta["crc32"] = crc_of(meta)
-    return stored, meta
+    return arrays, meta
 
 
 def read_contents(
@@ -69,14 +69,14 @@ def read_contents(
     """
     named, treedef = _named_leaves(template)
     meta = _read_meta(path)
-    saved = meta["leaves"]
-    _check_layout(what, saved, named, subset)
+    layout = meta["leaves"]
+    _check_layout(what, layout, named, subset)
     lifted = {} if subset else _lifted(meta["extra"])
-    wanted = {name: leaf for name, leaf in (named | lifted).items() if np.size(leaf)}
-    arrays = _read_arrays(path, wanted) if wanted else {}
+    nonempty = {name: leaf for name, leaf in (named | lifted).items() if np.size(leaf)}
+    arrays = _read_arrays(path, nonempty) if nonempty else {}
     _verify(arrays, meta.get("checksums", {}))
     leaves = [
-        _restored(arrays[name], leaf, saved[name]) if name in arrays else _empty(leaf)
+        _restored(arrays[name], leaf, layout[name]) if name in arrays else _empty(leaf)
         for name, leaf in named.items()
     ]
     lifted = {name: arrays.get(name, empty) for name, empty in lifted.items()}
@@ -84,7 +84,7 @@ def read_contents(
 
 
 def _read_meta(path: str) -> dict[str, Any]:
-    """What was written beside the arrays."""
+    """The JSON metadata of a step."""
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
@@ -94,7 +94,7 @@ def _read_meta(path: str) -> dict[str, Any]:
     return meta
 
 
-def _read_arrays(path: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _read_arrays(path: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays by name, each placed as the leaf that is given for it."""
     import orbax.checkpoint as ocp
 
@@ -102,8 +102,8 @@ def _read_arrays(path: str, wanted: Mapping[str, Any]) -> dict[str, Any]:
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         args = ocp.args.Composite(
             state=ocp.args.PyTreeRestore(
-                item=dict.fromkeys(wanted, 0),
-                restore_args={name: _restore_args(leaf) for name, leaf in wanted.items()},
+                item=dict.fromkeys(leaves, 0),
+                restore_args={name: _restore_args(leaf) for name, leaf in leaves.items()},
                 partial_restore=True,
             )
         )
@@ -129,13 +129,13 @@ def drop_late_callbacks() -> None:
 
 
 _hook: Any = None
-"""What was set last; another may have been set since."""
+"""The last hook set here; other code may have set another since."""
 
 
-def _verify(arrays: Mapping[str, Any], known: Mapping[str, int]) -> None:
+def _verify(arrays: Mapping[str, Any], expected: Mapping[str, int]) -> None:
     """Raises ValueError naming the first array that is not the one that was stored."""
-    for name, found in checksums(arrays).items() if known else ():
-        if found != known.get(name):
+    for name, checksum in checksums(arrays).items() if expected else ():
+        if checksum != expected.get(name):
             raise ValueError(f"{name} has another checksum than when it was saved")
 
 
@@ -169,13 +169,13 @@ def _lift(value: Any, arrays: dict[str, np.ndarray], path: str = "extra") -> Any
 def _lifted(value: Any) -> dict[str, np.ndarray]:
     """Empty arrays by name, one for each that ``_lift`` moved."""
     if isinstance(value, Mapping):
-        found: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         for key, item in value.items():
             if key.startswith(ARRAY):
-                found[key] = np.empty(item[1], item[0])
+                arrays[key] = np.empty(item[1], item[0])
             else:
-                found |= _lifted(item)
-        return found
+                arrays |= _lifted(item)
+        return arrays
     if isinstance(value, list):
         return {name: array for item in value for name, array in _lifted(item).items()}
     return {}
@@ -203,7 +203,7 @@ def _layout(leaf: Any) -> dict[str, Any]:
 
 
 def _stored(leaf: Any) -> Any:
-    """What is stored of a leaf; a copy where the device's memory could be donated under it."""
+    """The stored form of a leaf; a copy if the device's memory could be donated meanwhile."""
     data = jax.random.key_data(leaf) if _is_key(leaf) else leaf
     if isinstance(data, jax.Array):
         # Every process has all of an uncommitted array, so it is stored like a host array.
@@ -250,21 +250,21 @@ def _empty(leaf: Any) -> Any:
 
 
 def _check_layout(
-    what: str, saved: Mapping[str, Any], named: Mapping[str, Any], subset: bool
+    what: str, stored: Mapping[str, Any], named: Mapping[str, Any], subset: bool
 ) -> None:
     def text(layout: Mapping[str, Any]) -> str:
         return f"{layout['dtype']}{layout['shape']}"
 
-    wrong = [f"{name} is not in the checkpoint" for name in named if name not in saved]
+    problems = [f"{name} is not in the checkpoint" for name in named if name not in stored]
     for name, leaf in named.items():
-        if name in saved and text(saved[name]) != text(_layout(leaf)):
-            wrong.append(f"{name} is {text(saved[name])}, expected {text(_layout(leaf))}")
+        if name in stored and text(stored[name]) != text(_layout(leaf)):
+            problems.append(f"{name} is {text(stored[name])}, expected {text(_layout(leaf))}")
     if not subset:
-        wrong += [f"{name} is in the checkpoint only" for name in saved if name not in named]
-    if wrong:
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        problems += [f"{name} is in the checkpoint only" for name in stored if name not in named]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise UserError(
-            f"{what} does not match this run: {'; '.join(wrong[:3])}"
+            f"{what} does not match this run: {'; '.join(problems[:3])}"
             f"{more}. Restore it with the model, objective and optimizer that wrote it,"
             " or use another run.dir"
         )

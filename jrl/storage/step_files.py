@@ -98,14 +98,14 @@ def _read_record(root: Any) -> Mapping[str, Any]:
 
 
 def _fault(file: Any, entry: Mapping[str, Any]) -> str | None:
-    """What is wrong with a file, or None.
+    """The defect of a file, or None.
 
     The array readers would notice a truncated one too, but with tracebacks of their threads on the
     terminal.
     """
-    there = file.stat().length if file.exists() else 0
-    if there != entry["size"]:
-        return f"has {there} bytes of {entry['size']}"
+    size = file.stat().length if file.exists() else 0
+    if size != entry["size"]:
+        return f"has {size} bytes of {entry['size']}"
     if "crc32" in entry and zlib.crc32(file.read_bytes()) != entry["crc32"]:
         return "has another checksum than when it was written"
     return None
@@ -113,13 +113,13 @@ def _fault(file: Any, entry: Mapping[str, Any]) -> str | None:
 
 def _files(root: Any) -> list[Any]:
     """Every file under an ``epath.Path`` that does not change once the step is complete."""
-    found = []
+    files = []
     for path in root.iterdir():
         if path.is_dir():
-            found += _files(path)
+            files += _files(path)
         elif path.name not in (*REWRITTEN, RECORD):
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def what_is_saved(run: str | Path) -> str:

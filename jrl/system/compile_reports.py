@@ -1,4 +1,4 @@
-"""Lines that say what is being compiled, where that takes long enough to wonder."""
+"""Reports compilations that take longer than a second."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class CompileNotes:
 
     @property
     def compiling(self) -> bool:
-        """Whether the main thread is in the compiler."""
+        """Whether the main thread is compiling."""
         return threading.main_thread().ident in self._compiling
 
     def _on_duration(self, event: str, duration_secs: float, **about: Any) -> None:
@@ -98,7 +98,7 @@ class CompileNotes:
                 self._start(name, NAMES[name] + _about(traced, duration_secs))
         elif event.endswith(_COMPILED):
             self._compiling.discard(threading.get_ident())
-            # Small programs are compiled in between, and some beside this one.
+            # Other threads compile at the same time, and small programs in between.
             with self._lock:
                 note = self._open.pop(name, None)
                 if note is not None:
@@ -126,7 +126,7 @@ class CompileNotes:
 
 @dataclasses.dataclass
 class _Note:
-    """A program that is being compiled, since when, and whether a line said so."""
+    """A running compilation: its report timer, start time, and whether it was reported."""
 
     timer: threading.Timer
     began: float
@@ -139,7 +139,7 @@ def _plain_name(name: str) -> str:
 
 
 def _about(traced: float | None, lowered: float) -> str:
-    """Seconds, such as " (about 20 s)", or " ..." where there is nothing to estimate them from."""
+    """The estimated seconds, such as " (about 20 s)", or " ..." without an estimate."""
     if traced is None or jax.default_backend() != "cpu":
         return " ..."
     seconds = max(5, 5 * round(RATIO * (traced + lowered) / 5))
@@ -149,10 +149,10 @@ def _about(traced: float | None, lowered: float) -> str:
 def compile_run(
     run: Callable[..., Any], *args: Any, echo: Callable[[str], object] = print
 ) -> jax.stages.Compiled:
-    """``jax.jit(run)`` compiled for these arguments, saying beforehand about how long it takes.
+    """``jax.jit(run)`` compiled for these arguments, with an estimate of the time beforehand.
 
-    Compiled as ``jrl train`` compiles: programs are kept on disk for the next time, and what the
-    compiler leaves in memory is given back.
+    Compiled as in ``jrl train``: programs are cached on disk, and the compiler's leftover memory is
+    returned to the system.
 
     Args:
       run: from ``make_run``, or a ``vmap`` of it.

@@ -16,7 +16,7 @@ from typing import Any
 from jrl.errors import UserError
 
 DISTRIBUTION = "jrl-lm"
-"""What the package index would call this library; the import is ``jrl``."""
+"""Name of this library on the package index; the import is ``jrl``."""
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -53,8 +53,8 @@ def need(module: str, extra: str, what: str) -> Any:
 def packages(extra: str, distribution: str = DISTRIBUTION) -> list[str]:
     """The requirements of an extra, as the installed package declares them."""
     marked = re.compile(rf"""extra\s*==\s*["']{re.escape(extra)}["']""")
-    found = [line.partition(";") for line in _requirements(distribution)]
-    return [name.strip() for name, _, marker in found if marked.search(marker)]
+    lines = [line.partition(";") for line in _requirements(distribution)]
+    return [name.strip() for name, _, marker in lines if marked.search(marker)]
 
 
 def extras() -> dict[str, list[str]]:
@@ -67,12 +67,12 @@ def extras() -> dict[str, list[str]]:
 
 
 def missing(requirements: list[str]) -> list[str]:
-    """Those of some requirements of which no version is installed, also by way of their extras."""
+    """The missing requirements, including those of their extras."""
     absent = []
     for each in requirements:
-        found = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?", each)
-        assert found is not None, each
-        name, inside = found[1], [extra.strip() for extra in (found[2] or "").split(",")]
+        match = re.match(r"([\w.-]+)(?:\[([^\]]*)\])?", each)
+        assert match is not None, each
+        name, inside = match[1], [extra.strip() for extra in (match[2] or "").split(",")]
         if not _installed(name):
             absent.append(name)
             continue
@@ -105,9 +105,9 @@ def _installed(name: str) -> bool:
 
 
 def _short(path: Path) -> str:
-    """A path relative to the working directory where it lies below it."""
+    """A path, relative to the working directory if below it."""
     try:
-        short = path.relative_to(Path.cwd())
+        relative = path.relative_to(Path.cwd())
     except ValueError:
         return shlex.quote(str(path))
-    return shlex.quote(str(short))
+    return shlex.quote(str(relative))

@@ -1,4 +1,4 @@
-"""How much memory this machine has, and sizes that cannot fit into it refused in one line.
+"""Memory of this machine, and one-line errors for sizes that cannot fit.
 
 Free of JAX, because readers of data import it.
 """
@@ -13,32 +13,32 @@ from jrl.errors import UserError
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""What a container is given, in the second and the first version of cgroups."""
+"""Memory limit of a container, in cgroups v2 and v1."""
 
 
 def host_bytes() -> int:
     """Memory of this host, or of this container where that is less."""
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for path in _CGROUP:
         with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
-            found.append(int(path.read_text()))
-    return min(found)
+            limits.append(int(path.read_text()))
+    return min(limits)
 
 
-def check_fits(said: str, needed: float, remedy: str, *, available: int | None = None) -> None:
+def check_fits(setting: str, needed: float, remedy: str, *, available: int | None = None) -> None:
     """Raises a UserError for what takes more memory than there is.
 
     Args:
-      said: the keys with their values.
+      setting: the keys with their values.
       needed: bytes that they take at the least, so that nothing is refused that would run.
       remedy: what would do.
       available: bytes; by default those of the host.
     """
-    there = host_bytes() if available is None else available
-    if needed > there:
+    capacity = host_bytes() if available is None else available
+    if needed > capacity:
         raise UserError(
-            f"{said}: this takes at least {in_units(needed)} of memory, and there are"
-            f" {in_units(there)}; {remedy}"
+            f"{setting}: this takes at least {in_units(needed)} of memory, and there are"
+            f" {in_units(capacity)}; {remedy}"
         )
 
 

@@ -1,20 +1,21 @@
-"""SIGINT, SIGTERM and SIGHUP: a run that is asked to stop saves and ends, in bounded time.
+"""SIGINT, SIGTERM and SIGHUP: saves and ends a run in bounded time.
 
-Free of JAX, so that the command line can listen before it imports anything.
+Imports no JAX, so the command line can install the handlers before any slow import.
 
-    starting, last evaluation, report   ends at once; there is nothing to save, or all is saved
-    compiling                           the same, in a command, where no step is newer than what is
-                                        saved
-    rollout, evaluation                 has STEP_SECONDS to end; then the step before is saved
-    training step, saving               ends first
-    whatever else                       END_SECONDS after the signal the process ends
+    starting, last evaluation, report   ends at once: nothing to save, or everything saved
+    compiling                           the same, in a command without steps newer than the
+                                        last checkpoint
+    rollout, evaluation                 gets STEP_SECONDS to finish; then the previous step is saved
+    training step, saving               finishes first
+    any other state                     the process ends END_SECONDS after the signal
 
 A second SIGINT ends the run without saving. SIGHUP stays ignored under ``nohup``. A wait that takes
 too long (``overdue``) ends a run in the same way.
 
-Python calls handlers in the main thread between two of its own instructions: not while that is in a
-compiler, and what they raise in the callback of a garbage collection is lost. A thread hears the
-signals too, holds the times, and interrupts again.
+Python runs handlers in the main thread, between two bytecode instructions: not inside a compiler
+call, and an exception raised during a garbage-collection callback is lost. A second thread
+therefore
+receives the signals too, keeps the deadlines, and repeats the interrupt.
 """
 
 from __future__ import annotations
@@ -34,23 +35,25 @@ STEP_SECONDS = 10.0
 END_SECONDS = 300.0
 _AGAIN_SECONDS = 1.0
 _POKE = signal.SIGURG
-"""Sent to the main thread to end a wait that it is in; outside of a run nobody minds it."""
+"""Sent to the main thread to interrupt its wait; it has no effect outside a run."""
 
 
 class Stopping:
-    """Whether a signal has asked the run to stop, and what it may interrupt; a context manager.
+    """Stop requests from signals, and the parts of a run they may interrupt; a context manager.
 
-    Outside of the main thread, which alone gets signals, it listens to nothing.
+    Only the main thread receives signals; in another thread this does nothing.
 
     Args:
-      patient: whether rollouts under way are waited for however long they take, as processes that
-        must stop together do.
+      patient: whether running rollouts are waited for without a limit, as processes that must stop
+        together need.
 
     Attributes:
-      at_rest: whether the main thread is in a compiler, which nothing interrupts, and nothing is
-        lost where the process ends there; called in another thread after a signal, in a process
-        that ``end_at_once`` may end, and not in a notebook.
-      saved: what is on disk, said where the process is ended; called in another thread.
+      at_rest: whether the main thread is compiling, which nothing interrupts, and ending the
+      process
+        there loses nothing; called in another thread after a signal, in a process that
+        ``end_at_once`` may end, never in a notebook.
+      saved: a line about the files on disk, printed when the process ends; called in another
+      thread.
     """
 
     def __init__(self, *, patient: bool = False) -> None:
@@ -76,11 +79,11 @@ class Stopping:
             timer.cancel()
 
     def is_set(self) -> bool:
-        """Whether the run shall stop."""
+        """Whether the run was asked to stop."""
         return self._asked.is_set()
 
     def set(self) -> None:
-        """Asks the run to stop, as another process's signal does."""
+        """Requests a stop, as another process's signal does."""
         self._asked.set()
 
     @property
@@ -90,15 +93,15 @@ class Stopping:
 
     @property
     def late(self) -> str:
-        """What was waited for too long, a line; "" as a rule."""
+        """A line about an overdue wait; "" if there is none."""
         return self._overdue
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt at once; one that has come raises it first.
+        """Raises KeyboardInterrupt on a signal inside the block, or on entry for an earlier one.
 
         Raises:
-          Overdue: instead, where a wait took too long.
+          Overdue: instead, if a wait took too long.
         """
         self._at_once = True
         try:
@@ -110,7 +113,7 @@ class Stopping:
                 raise Overdue(self._overdue) from None
             raise
         except Exception:
-            if self.is_set():  # some packages turn what interrupts their import into an ImportError
+            if self.is_set():  # some packages turn an interrupt of their import into an ImportError
                 raise KeyboardInterrupt from None
             raise
         finally:
@@ -118,10 +121,10 @@ class Stopping:
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Inside, KeyboardInterrupt is raised STEP_SECONDS after the signal.
+        """Raises KeyboardInterrupt inside the block, STEP_SECONDS after a signal.
 
         Raises:
-          Overdue: instead, where a wait took too long.
+          Overdue: instead, if a wait took too long.
         """
         self._interruptible = True
         try:
@@ -135,24 +138,25 @@ class Stopping:
         finally:
             self._interruptible = False
 
-    def overdue(self, said: str) -> None:
-        """Ends the run, because a wait took too long; called by another thread than the main one.
+    def overdue(self, reason: str) -> None:
+        """Ends the run after an overdue wait; called from another thread than the main one.
 
-        What may be interrupted is. Where nothing is, or saving afterwards waits as well, the
-        process ends END_SECONDS later, as it does after a signal.
+        Interruptible work is interrupted. If nothing is interruptible, or saving afterwards waits
+        as
+        well, the process ends END_SECONDS later, as after a signal.
 
         Args:
-          said: what was waited for, a line.
+          reason: a line about the wait.
         """
         if not self._listens:
-            return  # in a thread of somebody's program, which is not to be ended
-        self._overdue = said
-        self._start_timer(END_SECONDS, lambda: self._exit(f"error: {said}", Overdue.exit_code))
+            return  # the run is a thread of a user's program, which must not be killed
+        self._overdue = reason
+        self._start_timer(END_SECONDS, lambda: self._exit(f"error: {reason}", Overdue.exit_code))
         if not self._patient:
             self._give_up()
 
     def _hear(self, number: int, frame: Any) -> None:
-        """Called in the main thread, when that is in Python."""
+        """Python's signal handler, in the main thread between two bytecode instructions."""
         if number != _POKE:
             self._insisted |= self._heard and number == signal.SIGINT
             self._heard = True
@@ -161,7 +165,7 @@ class Stopping:
             raise KeyboardInterrupt
 
     def _begin(self, number: int) -> None:
-        """Called in a thread, for the first signal, whatever the main thread is in."""
+        """Handles the first signal in a second thread, whatever the main thread executes."""
         self._asked.set()
         late = f"still not stopped {END_SECONDS:.0f} s after {signal.Signals(number).name}"
         self._start_timer(END_SECONDS, lambda: self._exit(late, INTERRUPTED))
@@ -179,12 +183,12 @@ class Stopping:
         timer.start()
 
     def _give_up(self) -> None:
-        """Rollouts and evaluations have had their time."""
+        """Marks the time of rollouts and evaluations as expired."""
         self._expired = True
         self._interrupt()
 
     def _interrupt(self) -> None:
-        """Interrupts what may be; again and again, because code of users may catch it."""
+        """Interrupts interruptible work, repeatedly: user code may catch KeyboardInterrupt."""
         if self._closed:
             return
         if self._listens and self._may_interrupt():
@@ -193,24 +197,24 @@ class Stopping:
             self._exit("stopped while compiling", INTERRUPTED)
         self._start_timer(_AGAIN_SECONDS, self._interrupt)
 
-    def _exit(self, said: str, code: int) -> None:
-        """Ends the process, soon even where the disk is what hangs."""
+    def _exit(self, reason: str, code: int) -> None:
+        """Ends the process, within a second even if the disk hangs."""
         end_within(_AGAIN_SECONDS, code)
-        _say(f"{said}; {self.saved()}")
+        _say(f"{reason}; {self.saved()}")
         os._exit(code)
 
 
 @contextlib.contextmanager
-def end_at_once(said: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
-    """Inside, the first signal ends the process: there is nothing to save, and nothing to undo.
+def end_at_once(message: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
+    """Ends the process on the first signal inside the block, without saving.
 
     Args:
-      said: what then stands on standard error.
+      message: the line then printed on standard error.
     """
 
     def end(number: int) -> None:
         try:
-            _say(said())
+            _say(message())
         finally:
             os._exit(INTERRUPTED)
 
@@ -224,18 +228,18 @@ def end_at_once(said: Callable[[], str] = lambda: "stopped") -> Iterator[None]:
 
 
 _ends = False
-"""Whether the process is a command, which a signal may end."""
+"""Whether the process is a ``jrl`` command, which a signal may end."""
 
 
 def end_within(seconds: float, code: int = INTERRUPTED) -> None:
-    """Ends the process with a code if it is still there by then."""
+    """Ends the process with an exit code if it still runs after ``seconds``."""
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
     timer.start()
 
 
 def ignore() -> None:
-    """From here on no signal does anything; for a process that is about to end."""
+    """Ignores all signals from now on; for a process that is about to end."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

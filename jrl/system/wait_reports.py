@@ -1,11 +1,11 @@
-"""What a run waits for on the host: said while it lasts, and ended where it takes too long.
+"""Progress reports and time limits for the host's waits.
 
     with waiting("rewards", lambda: f"{left} of {calls} calls left"):
         ...
 
     waiting for the rewards of step 12: 40 s, 3 of 64 calls left
 
-Free of JAX. Where nobody listens (``Waits``), a wait is not said and has no limit.
+Imports no JAX. Outside a ``Waits`` context, waits are not reported and have no limit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Self
 
 SAY_SECONDS = 30.0
-"""A wait is said from here on, again whenever it has doubled, later where it was long before."""
+"""Report a wait after 30 s and each time it doubles; start later if it has been long before."""
 
 LOOK_SECONDS = 1.0
 
@@ -30,14 +30,14 @@ class Wait:
     """One wait of one thread.
 
     Attributes:
-      what: it is for, after "waiting for the".
-      of: what that belongs to, such as "step 12"; None for what the wait around it says.
-      detail: how far it is; called from another thread.
-      seconds: the least time that it must be given, whatever the limit is.
-      began: of ``time.monotonic``.
-      moved: when the detail last changed.
-      told: the detail of then.
-      says: seconds after which it is said next.
+      what: the object waited for, after "waiting for the".
+      of: its owner, such as "step 12"; None inherits the surrounding wait's.
+      detail: progress text; called from another thread.
+      seconds: minimum time before the wait may be ended, whatever the limit.
+      began: start, of ``time.monotonic``.
+      moved: time of the last change of ``told``.
+      told: last progress text.
+      says: age at which the wait is reported next, seconds.
     """
 
     what: str
@@ -50,23 +50,23 @@ class Wait:
     says: float = SAY_SECONDS
 
     def text(self, now: float) -> str:
-        """What is said of it."""
+        """The wait in words: object, age, progress."""
         of = f" of {self.of}" if self.of else ""
-        told = f", {self.told}" if self.told else ""
-        return f"the {self.what}{of}: {now - self.began:.0f} s{told}"
+        detail = f", {self.told}" if self.told else ""
+        return f"the {self.what}{of}: {now - self.began:.0f} s{detail}"
 
     def look(self, now: float) -> None:
-        """Asks how far it is."""
-        with contextlib.suppress(Exception):  # what it looks at changes under it
-            told = self.detail()
-            if told != self.told:
-                self.told, self.moved = told, now
+        """Updates the progress text."""
+        with contextlib.suppress(Exception):  # the main thread changes what ``detail`` reads
+            detail = self.detail()
+            if detail != self.told:
+                self.told, self.moved = detail, now
 
 
 _lock = threading.Lock()
 _waits: dict[int, list[Wait]] = {}
 _longest: dict[str, float] = {}
-"""Seconds that a wait of a name took at most so far, so that what is always slow is said once."""
+"""Longest wait so far by name, seconds, so that routinely slow waits are reported once."""
 
 
 @contextlib.contextmanager
@@ -77,21 +77,20 @@ def waiting(
     of: str | None = None,
     seconds: float = 0.0,
 ) -> Iterator[None]:
-    """Notes that this thread waits for something as long as the block lasts.
+    """Registers a wait of this thread for the duration of the block.
 
     Args:
-      what: it waits for, after "waiting for the".
-      detail: says how far it is, in few words; a change of it is progress. Called from another
-        thread.
-      of: what that belongs to, such as "step 12"; None for what the wait around it says.
-      seconds: the least time that a wait without progress must be given, whatever the limit.
+      what: the object waited for, after "waiting for the".
+      detail: a short progress text; a change of it counts as progress. Called from another thread.
+      of: its owner, such as "step 12"; None inherits the surrounding wait's.
+      seconds: minimum time without progress before the wait may be ended, whatever the limit.
     """
     thread, now = threading.get_ident(), time.monotonic()
     with _lock:
         stack = _waits.setdefault(thread, [])
         of = stack[-1].of if of is None and stack else of
-        says = max(SAY_SECONDS, 2 * _longest.get(what, 0.0))
-        wait = Wait(what, of, detail, seconds, now, now, says=says)
+        report_after = max(SAY_SECONDS, 2 * _longest.get(what, 0.0))
+        wait = Wait(what, of, detail, seconds, now, now, says=report_after)
         stack.append(wait)
     try:
         yield
@@ -104,23 +103,23 @@ def waiting(
 
 
 def moved() -> str:
-    """What this process has read and written so far: the progress of a wait for files."""
+    """Bytes read and written by this process so far: the progress of a wait for files."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         counts = [line.split() for line in Path("/proc/self/io").read_text().splitlines()]
-        kept = {name: int(count) for name, count in counts}
-        # What is mapped into memory counts as storage alone.
-        total = kept["wchar:"] + max(kept["rchar:"], kept["read_bytes:"])
+        counters = {name: int(count) for name, count in counts}
+        # Memory-mapped reads appear in read_bytes only, cached reads in rchar only.
+        total = counters["wchar:"] + max(counters["rchar:"], counters["read_bytes:"])
         return f"{total // 1_000_000:,} MB read and written by now"
     return ""
 
 
 class Waits:
-    """Listens to the waits of all threads, in a thread of its own; a context manager.
+    """Watches the waits of all threads from a separate thread; a context manager.
 
     Args:
       limit_seconds: of a wait without progress.
       say: called with "waiting for the ...", a line.
-      end: called once, with what was waited for too long; it runs beside the thread that waits.
+      end: called once, with a line about the overdue wait, while the waiting thread still waits.
     """
 
     def __init__(
@@ -145,7 +144,7 @@ class Waits:
         self._thread.join(5 * LOOK_SECONDS)  # unless a detail hangs
 
     def _listen(self) -> None:
-        ended = False
+        reported = False
         while not self._over.wait(LOOK_SECONDS):
             now = time.monotonic()
             with _lock:
@@ -156,14 +155,14 @@ class Waits:
                 self._tell(stack[-1], now)
                 for wait in stack:
                     limit = max(self._limit, wait.seconds)
-                    # Progress inside is progress of what is around it.
-                    moved = max(each.moved for each in stack[stack.index(wait) :])
-                    if not ended and now - moved > limit:
-                        ended = True
+                    # Progress of an inner wait is progress of the waits around it.
+                    progress = max(each.moved for each in stack[stack.index(wait) :])
+                    if not reported and now - progress > limit:
+                        reported = True
                         self._end(f"waited too long for {stack[-1].text(now)}")
 
     def _tell(self, wait: Wait, now: float) -> None:
         if now - wait.began >= wait.says:
             wait.says = 2 * (now - wait.began)
-            with contextlib.suppress(Exception):  # a terminal that is gone
+            with contextlib.suppress(Exception):  # the terminal may be closed
                 self._say(f"waiting for {wait.text(now)}")

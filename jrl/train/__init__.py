@@ -10,10 +10,37 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+HOMES = {
+    "jrl.train.collect": ("task_rollout", "to_batch"),
+    "jrl.train.compiled": ("held_out", "make_run", "warm_start", "with_policy"),
+    "jrl.train.loop": ("train_steps",),
+    "jrl.train.optimizer": ("make_optimizer",),
+    "jrl.train.state": ("init_state", "state_shardings"),
+    "jrl.train.step": ("compile_step", "make_step", "place_batch"),
+}
+"""Module -> public names."""
+
 if TYPE_CHECKING:
     from pathlib import Path
 
     from jrl.config import Config
+    from jrl.train.collect import task_rollout as task_rollout
+    from jrl.train.collect import to_batch as to_batch
+    from jrl.train.compiled import held_out as held_out
+    from jrl.train.compiled import make_run as make_run
+    from jrl.train.compiled import warm_start as warm_start
+    from jrl.train.compiled import with_policy as with_policy
+    from jrl.train.loop import train_steps as train_steps
+    from jrl.train.optimizer import make_optimizer as make_optimizer
+    from jrl.train.state import init_state as init_state
+    from jrl.train.state import state_shardings as state_shardings
+    from jrl.train.step import compile_step as compile_step
+    from jrl.train.step import make_step as make_step
+    from jrl.train.step import place_batch as place_batch
+else:
+    from jrl.system.lazy_names import lazy_names
+
+    __all__, __getattr__, __dir__ = lazy_names(__name__, HOMES)
 
 
 class _Callable(ModuleType):

@@ -379,7 +379,7 @@ def _check_written(run: Run) -> None:
     if run.rollout_mesh is not None:
         raise UserError(f"{said}it does not go together with [placement]; remove it{rest}")
     data = run.config.episodes
-    if configured_env(data.env, reveal(data.options, "data")).write is None:
+    if configured_env(data.env, reveal(data.options, "data")).extras.write is None:
         raise UserError(
             f"{said}nobody writes them; set data.writer to FILE.py:function, or to a table with the"
             f" url and the model of an endpoint{rest}"

@@ -105,9 +105,9 @@ class HostEpisodes:
         self._prompts, self._seed, self._group, self._sample = prompts, seed, group, sample
         self._weights = dict(weights)
         sizes = rows.rows.prompt_tokens, rows.rows.max_new_tokens
-        named = env.labels, env.token_labels
+        named = env.extras.labels, env.extras.token_labels
         self._shape = RowShape(group, *sizes, len(env.parts), env.limits.contexts, *named)
-        self._asks = env.asks if sample == "sample" else 1
+        self._asks = env.extras.asks if sample == "sample" else 1
         self._calls: Calls | None = None
 
     def draw(
@@ -124,7 +124,7 @@ class HostEpisodes:
 
         ``newer`` is that of ``play.Device``; problems that are ``apart`` are not searched.
         """
-        self._env.begin(int(step), "eval" if self._sample == "eval" else "train")
+        self._env.lifecycle.begin(int(step), "eval" if self._sample == "eval" else "train")
         order = source_rows(self._seed, positions, len(self._prompts))
         chosen = [self._asked(self._prompts[i], k) for i in order for k in range(self._asks)]
         score = self._scorer(params)
@@ -160,7 +160,7 @@ class HostEpisodes:
           UserError: the environment's state cannot be copied.
         """
         _check_fork(self._env, "--search")
-        self._env.begin(step, split)
+        self._env.lifecycle.begin(step, split)
         with self._rows.loaded(key, params, step):
             device = Device(self._rows.rows, policy_of=self._rows.policy_of(step))
             yield partial(play_search, device, self._world())
@@ -185,8 +185,8 @@ class HostEpisodes:
         Raises:
           EnvError: it failed, or wrote no list.
         """
-        assert self._env.write is not None
-        asked = (self._env.write, (list(failed), count, seed))
+        assert self._env.extras.write is not None
+        asked = (self._env.extras.write, (list(failed), count, seed))
         (answer,) = gather(self._open_calls(), [asked], self._env.limits.episode_seconds)
         if answer.error:
             raise EnvError(answer.error)
@@ -196,7 +196,7 @@ class HostEpisodes:
 
     def _asked(self, prompt: Prompt, ask: int) -> Prompt:
         """The problem as one of its groups begins with it."""
-        if self._env.asks == 1:
+        if self._env.extras.asks == 1:
             return prompt
         return dataclasses.replace(prompt, meta={**prompt.meta, "ask": ask})
 
@@ -270,7 +270,7 @@ class HostEpisodes:
             groups = rows_of_players(groups, self._env.players)
             chosen = [prompt for prompt in chosen for _ in range(self._env.players)]
         asks = {}
-        if self._env.asks > 1:
+        if self._env.extras.asks > 1:
             asks = {"ask": np.array([p.meta["ask"] for p in chosen], np.int32)}
         rows = to_rollout(groups, self._shape, worth)
         success = [[t.metrics.get(SUCCESS, 0.0) * t.alive for t in g] for g in groups]
@@ -331,7 +331,7 @@ def check_host(run: Run) -> None:
         for note in chat.notes:
             logging.getLogger("jrl").warning("data.env: %s", note)
     finally:
-        if env.shutdown is not nothing_shared:  # this one plays no episode
+        if env.lifecycle.shutdown is not nothing_shared:  # this one plays no episode
             _close(Calls(), env)
 
 
@@ -345,10 +345,11 @@ def _check_parts(env: HostEnv, weights: Mapping[str, float]) -> None:
 
 def _check_group(env: HostEnv, group: int) -> None:
     """Raises UserError where the members of a group could never all be open."""
-    if 0 < env.at_once < group:
+    if 0 < env.lifecycle.at_once < group:
         raise UserError(
-            f"the environment opens {env.at_once} episodes at once, fewer than the {group} members "
-            "of a group, which begin together; raise its limit (such as data.processes)"
+            f"the environment opens {env.lifecycle.at_once} episodes at once, fewer than the"
+            f" {group} members of a group, which begin together; raise its limit (such as"
+            " data.processes)"
         )
 
 
@@ -383,7 +384,7 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
 
 def _check_players(run: Run, env: HostEnv) -> None:
     """Raises UserError where groups that belong together would not stay together."""
-    groups = env.players * env.asks
+    groups = env.players * env.extras.asks
     if groups == 1:
         return
     if run.method.draw.shares and env.players > 1:
@@ -403,8 +404,8 @@ def _check_fork(env: HostEnv, key: str = "objective.tree") -> None:
     if env.fork is None:
         raise UserError(
             f"{key}: episodes branch with a copy of the environment's state, and this"
-            " environment has none (HostEnv.fork is None: a process, a connection); use another"
-            " environment, or a method that draws members apart"
+            " environment has none (HostEnv.fork is None: a process, a connection, a coroutine);"
+            " use another environment, or a method that draws members apart"
         )
 
 
@@ -522,7 +523,7 @@ def _env(run: Run) -> HostEnv:
 
 def _close(calls: Calls, env: HostEnv) -> None:
     with contextlib.suppress(Exception):  # a run that has ended well must not fail here
-        calls.run(env.shutdown, env.limits.call_seconds)
+        calls.run(env.lifecycle.shutdown, env.limits.call_seconds)
     calls.close()
 
 

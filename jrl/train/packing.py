@@ -1,11 +1,11 @@
-"""Completions of different lengths packed into rows of one width, so that little padding is read.
+"""Packing: completions of different lengths in rows of one width, with little padding.
 
 A batch holds completions as ``[N, G, T]``, most of it padding when they end by themselves. The
 network reads them packed end to end into fewer rows. Prompts are assigned to blocks of at most
 ``LARGEST_BLOCK``, and the completions of a block to its rows: the longest first, into the first row
 with room. Rows of a block attend to the block's prompts, each of which is computed once.
 
-Completions that branch off one another lie in one row, and what they share lies there once.
+Completions that branch off one another share a row, with their common tokens stored once.
 
 Rows are about as wide as the longest completion, or tree, because attention scores a whole row. The
 number of rows and their width decide which program runs: widths are rounded and shapes are reused.
@@ -44,7 +44,7 @@ class PackedShape(NamedTuple):
 
 
 class Packer:
-    """Packs the batches of a run; for a step whose prompts are not dealt to minibatches.
+    """Packs the batches of a run; for steps without minibatches.
 
     Every shape is a program to compile. An existing one is used as long as a batch fits into it,
     until the columns it left empty add up to ``patience`` whole batches: then a smaller one is
@@ -73,6 +73,8 @@ class Packer:
     def __call__(self, batch: Batch) -> Batch:
         """The batch with its packing, on the host; as it is where packing does not pay."""
         lengths, mask = jax.device_get((batch.lengths, batch.mask))
+        # A completion without trained tokens needs no columns, unless another member branches from
+        # it.
         lengths, trees = np.where(mask.any(-1), lengths, 0), None
         if "node" in batch.ids:
             node, tokens = jax.device_get((batch.ids["node"], batch.tokens))
@@ -83,37 +85,39 @@ class Packer:
         return batch.replace(packing=deal.packed(self._chosen(deal, deal.needed)))
 
     def notes(self) -> dict[str, Any]:
-        """What it goes by, as JSON can hold it; ``resume`` reads it."""
+        """The shapes in use and the waste, as JSON; ``resume`` reads it."""
         return {"shapes": sorted(map(list, self.used)), "wasted": self.wasted}
 
     def resume(self, notes: Mapping[str, Any]) -> None:
-        """Packs from here on as the packer that gave these notes would have."""
+        """Continues as the packer that returned these notes."""
         self.used = {PackedShape(*shape) for shape in notes["shapes"]}
         self.wasted = notes["wasted"]
 
-    def _chosen(self, deal: _Deal, needed: PackedShape) -> PackedShape:
+    def _chosen(self, deal: _Deal, shape_needed: PackedShape) -> PackedShape:
         """The shape to use for this batch; it stays for later ones."""
         # The smallest existing shape that fits costs no compilation.
         for shape in sorted(self.used, key=math.prod):
             rows = deal.rows(shape.columns)
             if 0 < rows <= shape.rows:
-                self.wasted += max(0.0, 1 - math.prod(needed) / math.prod(shape))
+                # Rent or buy: after ``patience`` batches' worth of empty columns a smaller shape
+                # is worth its compilation.
+                self.wasted += max(0.0, 1 - math.prod(shape_needed) / math.prod(shape))
                 if self.wasted <= self.patience or len(self.used) >= SHAPES:
                     return shape
                 break
         else:
             # Nothing fits: leave headroom, or the next slightly longer batch compiles again.
-            wider = -(-int(needed.columns * (1 + self.headroom)) // 8) * 8
-            needed = needed._replace(columns=wider)
+            wider = -(-int(shape_needed.columns * (1 + self.headroom)) // 8) * 8
+            shape_needed = shape_needed._replace(columns=wider)
         self.wasted = 0.0
-        self.used.add(needed)
-        return needed
+        self.used.add(shape_needed)
+        return shape_needed
 
 
 def pack(
     lengths: np.ndarray, width: int, *, parts: int = 1, shards: int = 1, worth: float = 0.9
 ) -> Packing | None:
-    """Where in which row each completion goes.
+    """The row and columns of each completion.
 
     Args:
       lengths: [N, G] int, tokens of each completion; 0 for one that is not trained on.
@@ -184,8 +188,8 @@ def grown_together(
 def _begins(
     lengths: np.ndarray, mask: np.ndarray, node: np.ndarray, tokens: np.ndarray
 ) -> list[tuple[int, int]]:
-    """(which member each of ONE group leaves, at which token); (-1, 0) for none."""
-    found = [(-1, 0)] * len(lengths)
+    """(parent, token at which it branches) of each member of ONE group; (-1, 0) for none."""
+    begins = [(-1, 0)] * len(lengths)
     for g in range(len(lengths)):
         for other in range(g):
             most = min(lengths[g], lengths[other])
@@ -193,28 +197,28 @@ def _begins(
             shared = (node[g] == node[other]) & (node[g] > 0) & (tokens[g] == tokens[other])
             shared &= ~mask[g]
             same = int(np.argmin(np.append(shared[:most], False)))
-            if same > found[g][1]:
-                found[g] = other, same
-    return found
+            if same > begins[g][1]:
+                begins[g] = other, same
+    return begins
 
 
 def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> Tree:
-    """The tree that begins with a member; a stretch between two branches is a segment."""
+    """The tree rooted at a member; the tokens between two branch points are a segment."""
     cells: list[tuple[int, int, int]] = []
     ends: list[int] = []
 
     def grow(g: int, start: int) -> None:
-        own: list[int] = []
-        leaving = sorted((at, other) for other, (past, at) in enumerate(begins) if past == g)
+        owned: list[int] = []
+        leaving = sorted((at, other) for other, (parent, at) in enumerate(begins) if parent == g)
         for stop in [*dict.fromkeys(at for at, _ in leaving), int(lengths[g])]:
-            own.append(len(ends))
+            owned.append(len(ends))
             ends.append(0)
-            cells.extend((g, step, own[-1]) for step in range(start, stop))
+            cells.extend((g, step, owned[-1]) for step in range(start, stop))
             for other in (other for at, other in leaving if at == stop):
                 grow(other, stop)
             start = stop
-        # All that follows continues each of these stretches; what was grown between does not.
-        for segment in own:
+        # Later segments of the tree see these ones; those of branches grown in between do not.
+        for segment in owned:
             ends[segment] = len(ends)
 
     grow(root, 0)
@@ -223,10 +227,10 @@ def _tree(root: int, begins: Sequence[tuple[int, int]], lengths: np.ndarray) -> 
 
 
 class _Deal:
-    """The prompts of each part dealt to blocks, and what shape their completions need.
+    """The prompts of each part assigned to blocks, and the shape their completions need.
 
     Attributes:
-      needed: the shape that suits them; None where packing does not pay.
+      needed: the cheapest shape; None if packing does not pay.
     """
 
     def __init__(
@@ -242,49 +246,54 @@ class _Deal:
         n, g = lengths.shape
         each = n // parts
         per_device = each // shards
+        # Blocks divide a device's prompts evenly, so no block crosses devices.
         block = next(b for b in range(min(LARGEST_BLOCK, per_device), 0, -1) if per_device % b == 0)
         # The same strides as ``score.split``: microbatch i holds prompts i, i + parts, ...
         self.lengths = [lengths[part::parts] for part in range(parts)]
         # Blocks of about equal load: the block with most rows decides the shape of all.
         self.orders = [
-            _balance(own.sum(1), np.arange(each), each // block, block) for own in self.lengths
+            _balance(lengths_of_part.sum(1), np.arange(each), each // block, block)
+            for lengths_of_part in self.lengths
         ]
         self._filled: dict[int, list[list[list[list[int]]]]] = {}
-        # Empty completions take no room, so they do not count in the mean either.
+        # Empty completions take no columns, so they do not count in the mean either.
         longest, mean = int(lengths.max()), lengths.sum() / max(np.count_nonzero(lengths), 1)
         step = max(8, -(-width // WIDTHS // 8) * 8)
+        # Wider rows leave less padding at their ends, but attention computes scores of whole rows.
         most = max(longest, min(math.ceil(COMPLETIONS_PER_ROW * mean), width)) * 5 // 4
         widths = range(-(-max(longest, 1) // step) * step, most + step, step)
         shapes = [PackedShape(self.rows(columns), columns) for columns in widths]
+        # By cells, rows times columns: products over tokens dominate, and attention is bounded by
+        # ``most``.
         best = min(shapes, key=math.prod)
-        # Rows have gathers and masks to pay for; a tenth fewer columns must be left at least.
+        # Packing costs gathers and masks, so it must save at least a tenth of the columns.
         pays = math.prod(best) * (each // block) < worth * each * g * width
         self.needed = best if pays else None
 
     def rows(self, columns: int) -> int:
         """Rows of this many columns that a block needs at most; 0 if a completion is longer."""
-        if columns < max(int(own.max()) for own in self.lengths):
+        if columns < max(int(lengths_of_part.max()) for lengths_of_part in self.lengths):
             return 0
         if columns not in self._filled:
             self._filled[columns] = [
-                [_fill(own, block, columns) for block in order]
-                for own, order in zip(self.lengths, self.orders, strict=True)
+                [_fill(lengths_of_part, block, columns) for block in order]
+                for lengths_of_part, order in zip(self.lengths, self.orders, strict=True)
             ]
         return max(1, *(len(rows) for part in self._filled[columns] for rows in part))
 
     def packed(self, shape: PackedShape) -> Packing:
         """The packing in rows of a shape that the completions fit into."""
         assert 0 < self.rows(shape.columns) <= shape.rows
-        filled, group = self._filled[shape.columns], self.lengths[0].shape[1]
+        rows_of_parts, group = self._filled[shape.columns], self.lengths[0].shape[1]
         parts = [
             _lay(self._cells(part), np.array(order, np.int32), rows, shape, group)
-            for part, (order, rows) in enumerate(zip(self.orders, filled, strict=True))
+            for part, (order, rows) in enumerate(zip(self.orders, rows_of_parts, strict=True))
         ]
         arrays: Any = [np.stack(arrays) for arrays in zip(*parts, strict=True)]
         return Packing(*(arrays if self._trees is not None else arrays[:4]))
 
     def _cells(self, part: int) -> Callable[[int], Tree]:
-        """(n * G + g, counted in a part) -> what lies in a row for it, members counted so, too."""
+        """(n * G + g within a part) -> the tree of that member, members numbered the same way."""
         lengths, parts, trees = self.lengths[part], len(self.lengths), self._trees
         g = lengths.shape[1]
 
@@ -293,8 +302,8 @@ class _Deal:
             if trees is not None:
                 tree = trees[part + n * parts, root]
                 return tree._replace(members=tree.members + n * g)
-            alone = np.zeros(lengths[n, root], np.int32)
-            return Tree(alone + first, np.arange(len(alone)), alone, alone + 1)
+            zeros = np.zeros(lengths[n, root], np.int32)
+            return Tree(zeros + first, np.arange(len(zeros)), zeros, zeros + 1)
 
         return cells
 
@@ -311,6 +320,7 @@ def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[lis
     for i in np.argsort(-sizes, kind="stable"):
         if not sizes[i]:
             break
+        # Only rows in use: ``room`` has a slot for every possible row.
         fits = np.flatnonzero(room[: len(rows)] >= sizes[i])
         row = int(fits[0]) if fits.size else len(rows)
         if row == len(rows):
@@ -323,27 +333,31 @@ def _fill(lengths: np.ndarray, prompts: Sequence[int], columns: int) -> list[lis
 
 def _balance(sizes: np.ndarray, names: np.ndarray, bins: int, most: int) -> list[list[int]]:
     """Names assigned to bins of at most ``most``, the largest first, to the emptiest bin."""
+    # Longest-processing-time scheduling; the fixed number of prompts per bin keeps array shapes
+    # static.
     loads, counts = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
-    filled: list[list[int]] = [[] for _ in range(bins)]
+    contents: list[list[int]] = [[] for _ in range(bins)]
     for i in np.argsort(-sizes, kind="stable"):
-        chosen = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
-        loads[chosen] += sizes[i]
-        counts[chosen] += 1
-        filled[chosen].append(int(names[i]))
-    return filled
+        emptiest = int(np.argmin(np.where(counts < most, loads, np.iinfo(np.int64).max)))
+        loads[emptiest] += sizes[i]
+        counts[emptiest] += 1
+        contents[emptiest].append(int(names[i]))
+    return contents
 
 
 def _lay(
     cells: Callable[[int], Tree],
     order: np.ndarray,
-    filled: Sequence[Sequence[Sequence[int]]],
+    rows_of_blocks: Sequence[Sequence[Sequence[int]]],
     shape: PackedShape,
     group: int,
 ) -> tuple[np.ndarray, ...]:
     """The arrays of ``Packing`` for one part."""
     members = np.full((len(order) * shape.rows, shape.columns), -1, np.int32)
     steps, owners, segments, ends = np.zeros((4, *members.shape), np.int32)
-    for block, rows in enumerate(filled):
+    for block, rows in enumerate(rows_of_blocks):
+        # Members count prompts within the part, ``owners`` within the block: attention sees one
+        # block.
         number = {int(prompt): i for i, prompt in enumerate(order[block])}
         for r, row in enumerate(rows, start=block * shape.rows):
             start = used = 0
@@ -354,5 +368,7 @@ def _lay(
                 members[at], steps[at] = tree.members, tree.steps
                 owners[at] = number[first // group]
                 segments[at], ends[at] = tree.segments + 1 + used, tree.ends + 1 + used
+                # Segments of one row are numbered on, so that no tree sees its neighbour; 0 stays
+                # padding.
                 start, used = at[1].stop, int(ends[at].max())
     return order, members, steps, owners, segments, ends

@@ -1,8 +1,8 @@
-"""Scoring: the per-token statistics of given completions, under given parameters.
+"""Scoring: per-token statistics of completions under given parameters.
 
-One forward pass, in which a prompt is read once for all completions of its group where the network
-can; logits exist for completion tokens only, and where they are many for a chunk of them at a time,
-forward and backward.
+One forward pass, in which a prompt is read once for all completions of its group if the network
+supports it; logits exist for completion tokens only, and for a chunk of them at a time if they are
+many, forward and backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jrl.types import (
 )
 
 _LOGITS_AT_ONCE = 2**24
-"""Most logits that a device holds at a time, in numbers (64 MiB of float32)."""
+"""Maximum logits of a device at a time, in numbers (64 MiB of float32)."""
 _SHOWN = 4
 """Arrays of the size of logits that a network shows besides (``NetworkExtras.shown``)."""
 
@@ -59,14 +59,18 @@ def rows(batch: Batch) -> SequenceRows:
     """A batch as complete sequences, for networks that cannot share prompts; B = N * G."""
     n, g, t = batch.tokens.shape
     p = batch.prompt_tokens.shape[1]
+    # A copy of the prompt for every member: the cost that ``shared_rows`` avoids.
     prompt = jnp.repeat(batch.prompt_tokens, g, axis=0)
     prompt_lengths = jnp.repeat(batch.prompt_lengths, g)[:, None]
+    # Lengths, not the mask: untrained tokens, such as an environment's replies, are read as
+    # context.
     lengths = batch.lengths.reshape(n * g, 1)
     column, step = jnp.arange(p)[None], jnp.arange(t)[None]
     # The first token follows the prompt's own end, which is not the prompt's last column.
     before = jnp.where(step == 0, prompt_lengths - 1, p + step - 1)
     return SequenceRows(
         tokens=jnp.concatenate([prompt, batch.tokens.reshape(n * g, t)], axis=1),
+        # Positions continue at the prompt's true length; the columns between it and P are padding.
         positions=jnp.concatenate(
             [jnp.broadcast_to(column, prompt.shape), prompt_lengths + step], axis=1
         ),
@@ -89,12 +93,15 @@ def shared_rows(batch: Batch) -> SharedRows:
     last = jnp.take_along_axis(batch.prompt_tokens, batch.prompt_lengths[:, None] - 1, axis=1)
     last = jnp.broadcast_to(last[:, :, None], (n, g, 1))
     step = jnp.arange(t, dtype=jnp.int32)[None]
+    # Position of a row's first column: it holds the prompt's last token again.
     start = jnp.repeat(batch.prompt_lengths, g)[:, None] - 1
     tokens = jnp.concatenate([last, batch.tokens[:, :, :-1]], axis=2)
     segments = (step < batch.lengths.reshape(n * g, 1)).astype(jnp.int32)
     if "context" in batch.ids:  # each continues the prompt, at its own columns of the row
         context = batch.ids["context"]
         live = step[None] < batch.lengths[:, :, None]
+        # A new context starts from the prompt again, so its first token is predicted by the
+        # prompt's last.
         first = live & (jnp.diff(context, axis=2, prepend=-1) != 0)
         tokens = jnp.where(first, last, tokens)
         began = jax.lax.cummax(jnp.where(first, step[None], 0), axis=2).reshape(n * g, t)
@@ -119,6 +126,7 @@ def shared_rows(batch: Batch) -> SharedRows:
     # segment is 0, which nothing attends to.
     at, order = (jnp.maximum(packing.members, 0), packing.steps), packing.order.reshape(-1)
     if (experts := shared.routing) is not None:
+        # The record follows its tokens, or training would route a token by another one's experts.
         prompts = experts.prompts[order, 0].reshape(m, b, *experts.prompts.shape[2:])
         experts = RoutingRecord(prompts, experts.tokens[at])
     if packing.segments is not None:
@@ -140,8 +148,9 @@ def shared_rows(batch: Batch) -> SharedRows:
 
 
 def _unpacked(packing: Packing | None, rows: int, columns: int) -> Callable[[Array], Array]:
-    """What brings an array [R, C, ...] that follows the packing back to [rows, columns, ...]."""
+    """The inverse of the packing, for arrays: [R, C, ...] -> [rows, columns, ...]."""
     if packing is None:
+        # Not packed: rows are in batch order already.
         return lambda x: x
     # Invert the gather once: for each completion token, where its statistic stands in the packing.
     # Empty columns write to index ``size``, which "drop" leaves out.
@@ -183,31 +192,32 @@ def head_statistics(
       in the backward pass. Where only log-probabilities and the entropy are read, logits exist for
       a part of the vocabulary at a time.
     """
-    read = {policy for statistic in statistics for policy in statistic.policies}
-    # Greedy draws are scored by the distribution of temperature 1, as in ``token_logprobs``.
+    policies = {policy for statistic in statistics for policy in statistic.policies}
+    # Greedy samples are scored by the distribution of temperature 1, as in ``token_logprobs``.
     warm = sampling_params.replace(
         temperature=jnp.where(sampling_params.temperature > 0, sampling_params.temperature, 1.0)
     )
     # The fused head never sees a whole row of logits, so it cannot truncate or floor them, and a
     # statistic over the vocabulary cannot read them.
     fused: Stats = {}
-    for policy in (
-        [] if sampling_params.truncates or sampling_params.floors else sorted({*hidden} - read)
-    ):
+    truncated = sampling_params.truncates or sampling_params.floors
+    for policy in [] if truncated else sorted({*hidden} - policies):
         if (head := networks[policy].extras.head) is None:
             continue
-        own = policy == "policy"
+        is_policy = policy == "policy"
         devices = parts_of("batch", tokens.shape[0]), parts_of("vocab", networks[policy].vocab_size)
-        found = fused_logprobs(
+        outputs = fused_logprobs(
             hidden[policy],
             head(params[policy]),
             tokens,
             warm.temperature,
-            entropy=own and "entropy" in want,
+            entropy=is_policy and "entropy" in want,
             devices=devices,
             at_once=_LOGITS_AT_ONCE,
         )
-        fused |= found if own else {f"{policy}_logprobs": found["logprobs"]}
+        fused |= outputs if is_policy else {f"{policy}_logprobs": outputs["logprobs"]}
+        # Done by the fused head, so its states must not reach ``_of_logits``, where they would be
+        # scored twice.
         hidden = {name: x for name, x in hidden.items() if name != policy}
     fused = {name: x for name, x in fused.items() if name in want}
     if not hidden:
@@ -221,6 +231,7 @@ def head_statistics(
         want=want,
         statistics=statistics,
     )
+    # A chunk holds the distributions of all policies at once, so they share the limit.
     shows = sum(networks[policy].extras.shown is not None for policy in hidden)
     size = max(networks[policy].vocab_size for policy in hidden) * (len(hidden) + _SHOWN * shows)
     return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
@@ -236,31 +247,32 @@ def _of_logits(
     want: frozenset[str],
     statistics: tuple[Statistic, ...],
 ) -> Stats:
-    """``head_statistics`` from complete logits; ``distributions``: drawn from, and warm."""
+    """``head_statistics`` from complete logits; ``distributions``: the sampler's, and warm."""
     flat = tokens.reshape(-1)
-    read = {policy for statistic in statistics for policy in statistic.policies}
+    policies = {policy for statistic in statistics for policy in statistic.policies}
     stats: Stats = {}
-    seen: Stats = {}
+    by_policy: Stats = {}
     besides: Stats = {}
     for policy, states in hidden.items():
+        # Flat tokens: vmap over one axis, whatever the shape of the chunk.
         logits = networks[policy].logits(params[policy], states).reshape(flat.shape[0], -1)
-        own = policy == "policy"
-        name = "logprobs" if own else f"{policy}_logprobs"
-        entropy = own and "entropy" in want
+        is_policy = policy == "policy"
+        name = "logprobs" if is_policy else f"{policy}_logprobs"
+        entropy = is_policy and "entropy" in want
         if name in want or entropy:
-            found = token_logprobs(logits, flat, distributions[0], entropy=entropy)
-            stats[name] = found["logprobs"]
-            stats |= {"entropy": found["entropy"]} if entropy else {}
-        if policy in read:
-            seen[policy] = sampling_logprobs(logits, distributions[1])
-            seen |= {"logits": logits} if own else {}
-        if own and policy in read and (more := networks[policy].extras.shown) is not None:
-            axes, found = tokens.ndim, more(params[policy], states)
-            besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in found.items()}
+            outputs = token_logprobs(logits, flat, distributions[0], entropy=entropy)
+            stats[name] = outputs["logprobs"]
+            stats |= {"entropy": outputs["entropy"]} if entropy else {}
+        if policy in policies:
+            by_policy[policy] = sampling_logprobs(logits, distributions[1])
+            by_policy |= {"logits": logits} if is_policy else {}
+        if is_policy and policy in policies and (more := networks[policy].extras.shown) is not None:
+            axes, outputs = tokens.ndim, more(params[policy], states)
+            besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in outputs.items()}
     for statistic in statistics:
-        shown = {n: seen[n] for n in statistic.policies}
-        shown |= {"logits": seen["logits"], **besides} if "policy" in shown else {}
-        stats[statistic.name] = jax.vmap(statistic.apply)(shown, flat)
+        inputs = {n: by_policy[n] for n in statistic.policies}
+        inputs |= {"logits": by_policy["logits"], **besides} if "policy" in inputs else {}
+        stats[statistic.name] = jax.vmap(statistic.apply)(inputs, flat)
     names = want | {statistic.name for statistic in statistics}
     stats = {name: x for name, x in stats.items() if name in names}
     return {n: x.astype(jnp.float32).reshape(tokens.shape) for n, x in stats.items()}
@@ -279,6 +291,8 @@ def _in_chunks(
         return run(hidden, tokens)
 
     def tiles(x: Array) -> Array:
+        # Chunks of one size, for one compiled body; the padding's results are cut off by
+        # ``untiled``.
         x = jnp.pad(x, ((0, 0), (0, -t % chunk), *((0, 0),) * (x.ndim - 2)))
         # Strided, so that every device walks over rows of its own.
         x = x.reshape(b // parts, parts, -1, chunk, *x.shape[2:])
@@ -295,24 +309,29 @@ def _in_chunks(
 
 
 def _chunks(rows: int, columns: int, limit: int) -> tuple[int, int]:
-    """How many parts the rows are cut into, and the columns of a chunk, for ``limit`` tokens.
+    """The parts of the rows, and columns of a chunk, for ``limit`` tokens.
 
     The limit is a device's, and so are the rows counted, since a batch is divided over devices.
     """
-    own = rows // parts_of("batch", rows)
-    parts = next(d for d in range(1, own + 1) if own % d == 0 and (own // d <= limit or d == own))
-    return parts, max(1, min(columns, limit // (own // parts)))
+    local_rows = rows // parts_of("batch", rows)
+    parts = next(
+        d
+        for d in range(1, local_rows + 1)
+        if local_rows % d == 0 and (local_rows // d <= limit or d == local_rows)
+    )
+    # Rows first, then columns: a part of whole rows keeps its columns contiguous.
+    return parts, max(1, min(columns, limit // (local_rows // parts)))
 
 
 def policy_of(state: TrainState, network: Network) -> Params:
-    """The policy's whole tree, as the network's functions take it; no array is copied."""
+    """The policy's joined parameters, for the network's functions; no array is copied."""
     if network.extras.split is None:
         return state.params["policy"]
     return network.extras.split.join(state.params["policy"], state.frozen["base"])
 
 
 def drawing_policy(state: TrainState, network: Network) -> Params:
-    """The tree that completions to train on are drawn with: the round's expert, if there is one."""
+    """The parameters that sample training completions: the round's expert, if there is one."""
     return state.frozen["expert"] if "expert" in state.frozen else policy_of(state, network)
 
 
@@ -332,6 +351,7 @@ def policies_of(params: Params, frozen: Mapping[str, Params], network: Network) 
         return params | dict(frozen)
     base = frozen["base"]
     others = {name: tree for name, tree in frozen.items() if name != "base"}
+    # With adapters the base is stored once and joined here; a reference policy is then free.
     policy = network.extras.split.join(params["policy"], base)
     return {"ref": base} | params | others | {"policy": policy}
 
@@ -382,8 +402,9 @@ def score(
         routed = shared_rows(batch)
         plain = routed._replace(routing=None)
         for name, net in nets.items():
-            own = routed if name == "policy" else plain  # other policies have routers of their own
-            states[name], sums = net.extras.hidden_shared(params[name], own)  # type: ignore[misc]
+            # Other policies have their own routers, for which nothing is on record.
+            rows_of_policy = routed if name == "policy" else plain
+            states[name], sums = net.extras.hidden_shared(params[name], rows_of_policy)  # type: ignore[misc]
             router = sums if name == "policy" else router
         if value is not None:
             stats["values"] = value.apply_shared(params["value"], states["policy"], plain)  # type: ignore
@@ -394,11 +415,14 @@ def score(
         for name, net in nets.items():
             hidden, sums = net.hidden(params[name], tokens, *where)
             router = sums if name == "policy" else router
+            # Only states that predict completion tokens: logits of prompt tokens are never
+            # computed.
             states[name] = jnp.take_along_axis(hidden, before, axis=1)
             if name == "policy" and value is not None:
                 values = value.apply(params["value"], hidden, tokens, *where)
                 stats["values"] = jnp.take_along_axis(values, sequences.before, axis=1)
 
+    # States are D numbers a token, ids one: moving the ids is cheaper.
     # Log-probabilities are made where the states are: tokens follow the packing, not the reverse.
     targets, packing = batch.tokens.reshape(n * g, t), batch.packing if shared else None
     if packing is not None:
@@ -416,9 +440,9 @@ def score(
     unpack = _unpacked(packing, n * g, t)
     stats = {name: unpack(x) for name, x in stats.items()}
     stats |= _of_sequences(statistics, params, batch, lambda name: unpack(states[name]), nets)
-    wanted = want | {statistic.name for statistic in statistics}
-    found = {k: v.reshape(n, g, t) for k, v in stats.items() if k in wanted}
-    return found | router if "router" in want else found
+    names = want | {statistic.name for statistic in statistics}
+    selected = {k: v.reshape(n, g, t) for k, v in stats.items() if k in names}
+    return selected | router if "router" in want else selected
 
 
 def _shares_prompts(
@@ -454,15 +478,15 @@ def _of_sequences(
 ) -> Stats:
     """[B, T]: the statistics of hidden states, policy -> [B, T, D], and of attention."""
     n, g, t = batch.tokens.shape
-    found: Stats = {}
+    stats: Stats = {}
     for statistic in statistics:
         name = statistic.policies[0]
         if statistic.over == "hidden":
             live = batch.mask.reshape(n * g, t)
-            found[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
+            stats[statistic.name] = jax.vmap(statistic.apply)(states(name), live)
         if statistic.over == "attention":
-            found[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
-    return found
+            stats[statistic.name] = _of_attention(statistic, params[name], batch, networks[name])
+    return stats
 
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
@@ -474,14 +498,15 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
         )
     if "context" in batch.ids:
         raise UserError(
-            f"{statistic.name} is read from attention over whole rows, and data.contexts divides "
-            "them; set it to 1"
+            f"{statistic.name} is read from attention over complete rows, and data.contexts "
+            "divides them; set it to 1"
         )
     n, g, t = batch.tokens.shape
     sequences, attention = rows(batch), network.extras.attention
 
     def one(row: tuple[Array, ...]) -> Array:
         tokens, positions, segments, mask = row
+        # [H, T, L] of one sequence; of the whole batch it may not fit in memory.
         weights = attention(params, tokens[None], positions[None], segments[None])[0, :, -t:]
         lags = positions[-t:, None] - positions[None]
         return statistic.apply(weights, jnp.where((segments != 0)[None], lags, -1), mask)
@@ -495,8 +520,8 @@ def _readers(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The policies whose distributions are read, and those whose hidden states are."""
     names = want - {"values", "router"}
-    own = {"policy"} if names & {"logprobs", "entropy"} else set()
-    heads = own | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
+    basics = {"policy"} if names & {"logprobs", "entropy"} else set()
+    heads = basics | {n.removesuffix("_logprobs") for n in names - {"logprobs", "entropy"}}
     for statistic in statistics:
         if statistic.over not in ("vocabulary", "hidden", "attention"):
             raise unknown_choice(
@@ -519,6 +544,7 @@ def split(batch: Batch, parts: int) -> Batch:
     def rows_of(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0] // parts, parts, *x.shape[1:]), 1, 0)
 
+    # Reward weights have no prompt axis, so every part gets a copy.
     weights = jnp.broadcast_to(batch.reward_weights, (parts, *batch.reward_weights.shape))
     bare = jax.tree.map(rows_of, batch.replace(reward_weights=None, packing=None))
     return bare.replace(reward_weights=weights, packing=batch.packing)

@@ -263,7 +263,7 @@ def test_eval_searches_and_writes_rows(replace, run_dir):
     assert json.loads(result.stdout)["siblings"] == 4
     result = jrl("eval", run_dir, "--out", "rows")
     assert result.exit_code != 0
-    assert "--out rows: only a search leaves rows to write; add --search puct" in result.stderr
+    assert "--out rows: only a search writes rows; add --search puct" in result.stderr
     for flag, value in (("--by", "model"), ("--reduce", "min")):
         result = jrl("eval", run_dir, flag, value)
         assert result.exit_code != 0
@@ -283,7 +283,7 @@ def test_eval_under_a_budget(replace, run_dir):
     result = jrl(*asked, "--out", "rows")
     assert result.exit_code != 0
     assert (
-        "--search compute_optimal leaves no rows; name one search, or leave --out" in result.stderr
+        "--search compute_optimal writes no rows; name one search, or remove --out" in result.stderr
     )
 
 
@@ -340,7 +340,7 @@ def test_methods_lists_them_for_people_and_for_scripts():
     listed = json.loads(jrl("methods", "--json").stdout)
     assert {"name", "paper", "family"} <= listed[0].keys()
     assert "grpo" in {item["name"] for item in listed}
-    lines = jrl("methods").stdout.splitlines()
+    lines = jrl("methods", "--all").stdout.splitlines()
     assert lines[0].split() == ["name", "family", "runs", "arxiv", "summary"]
     assert len(lines) == len(listed) + 1  # a row is never wrapped
     for item, line in zip(listed, lines[1:], strict=True):
@@ -353,6 +353,20 @@ def test_methods_lists_them_for_people_and_for_scripts():
     assert "clip_high" in detail
 
 
+def test_methods_shows_those_used_most_first():
+    from jrl.methods import COMMON, all_methods
+
+    lines = jrl("methods").stdout.splitlines()
+    heads = [line.removesuffix(":") for line in lines if line.endswith(":")]
+    shown = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert heads == [*COMMON]
+    assert shown == [name for names in COMMON.values() for name in names]
+    assert shown[:3] == ["grpo", "dr_grpo", "dapo"]
+    for line in lines[:-1]:
+        assert line.endswith(":") or line.endswith(all_methods()[line.split()[0]].summary)
+    assert f"--all` lists all {len(all_methods())};" in lines[-1]
+
+
 def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     everything = json.loads(jrl("methods", "--json").stdout)
     chosen = json.loads(jrl("methods", "--family", "preference", "--complete", "--json").stdout)
@@ -362,9 +376,9 @@ def test_methods_are_chosen_by_family_and_by_what_runs_as_published():
     assert 0 < len(chosen) < len(everything)
     wrong = jrl("methods", "--family", "preferences")
     assert (wrong.exit_code, "did you mean 'preference'?" in wrong.stderr) == (2, True)
-    for unread in (["--family", "preference"], ["--complete"]):
+    for unread in (["--family", "preference"], ["--complete"], ["--all"]):
         both = jrl("methods", "grpo", *unread)
-        assert (both.exit_code, f"error: {unread[0]} chooses from the list" in both.stderr) == (
+        assert (both.exit_code, f"error: {unread[0]} filters the list" in both.stderr) == (
             2,
             True,
         )
@@ -414,6 +428,7 @@ COMPLETED = {
     "jrl train a.toml data.shuffle = t": "true",
     "jrl train a.toml seed = ": "",
     "jrl methods gsp": "gspo gspo_token",
+    "jrl methods treer": "treerl",
 }
 
 

@@ -117,7 +117,7 @@ def test_a_configuration_that_is_wrong_hides_nothing(tmp_path):
 def test_the_command_prints_it_and_its_exit_code_says_so():
     good = CliRunner().invoke(app, ["doctor", "data.task=sorting", SIZES])
     assert good.exit_code == 0, good.output
-    assert good.stdout.endswith("lacks:\n  nothing\n")
+    assert good.stdout.endswith("is missing:\n  nothing\n")
     bad = CliRunner().invoke(app, ["doctor", "data.train=none.jsonl", "--json"])
     assert bad.exit_code == 1
     assert any("none.jsonl" in line for line in json.loads(bad.stdout)["lacks"])

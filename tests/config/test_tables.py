@@ -29,7 +29,7 @@ WRONG = {
     "lora.alpha=3.0": "lora.rank is missing: rank of the adapters",
     "lora=3": "lora = 3; must be a table",
     "data=3": "data = 3; must be a table",
-    "mesh.data=0": "mesh.data = 0; must be at least 1, or -1 for all that are left",
+    "mesh.data=0": "mesh.data = 0; must be at least 1, or -1 for all remaining devices",
     "sampling.mesh.fsdp=0": "sampling.mesh.fsdp = 0; must be at least 1, or -1 for all",
     "sampling.mesh.fdsp=2": "unknown key sampling.mesh.fdsp; did you mean sampling.mesh.fsdp",
     "mesh.fdsp=2": "unknown key mesh.fdsp; did you mean mesh.fsdp?",

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jrl.episodes.chat import ChatFormat, PlainFormat
-from jrl.episodes.host import HostEnv, format_of
+from jrl.episodes.host import ChatOptions, HostEnv, format_of
 from jrl.episodes.parsers import PARSERS
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
@@ -164,7 +164,8 @@ def test_models_without_conversations():
 
 
 def of_env(tokenizer, family="", **more):
-    return format_of(HostEnv(None, None, tools=tuple(TOOLS), family=family, **more), tokenizer)
+    chat = ChatOptions(tools=tuple(TOOLS), family=family, **more)
+    return format_of(HostEnv(None, None, chat=chat), tokenizer)
 
 
 def spelled(tokenizer, ids):
@@ -233,7 +234,7 @@ def test_tools_that_a_template_leaves_out_are_described(chat_tokenizer):
     expected = ["[INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "<|im_end|>"]
     assert controls == [*expected, "[INST]", "<|im_end|>"]
     assert spelled(tokenizer, told).startswith("[INST]<think>\n\nYou may call")
-    with pytest.raises(UserError, match=r"writes no tools, and .* set HostEnv.family"):
+    with pytest.raises(UserError, match=r"writes no tools, and .* set ChatOptions.family"):
         of_env(tokenizer)
 
 
@@ -244,7 +245,7 @@ def test_tools_of_models_without_conversations():
     assert "look" in text
     assert text.endswith("1+1")
     assert tokenizer.decode(chat.following([USER], closed=True)) == "what is it?"
-    with pytest.raises(UserError, match=r"no chat template .* set HostEnv.family"):
+    with pytest.raises(UserError, match=r"no chat template .* set ChatOptions.family"):
         of_env(tokenizer)
 
 
@@ -281,7 +282,7 @@ def test_variables_reach_the_template(chat_tokenizer):
     template = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
     template += "{% if add_generation_prompt %}{{ mood }}{% endif %}"
     tokenizer = chat_tokenizer(template)
-    env = HostEnv(None, None, variables={"mood": "sad"})
+    env = HostEnv(None, None, chat=ChatOptions(variables={"mood": "sad"}))
     assert spelled(tokenizer, format_of(env, tokenizer).opening([USER])).endswith("sad")
     for name, said in (("moood", "is not read by"), ("tools", "is set by the run")):
         with pytest.raises(UserError, match=f"template_variables.{name} {said}"):

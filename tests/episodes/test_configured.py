@@ -6,17 +6,19 @@ import os
 import numpy as np
 import pytest
 
+from jrl.episodes.calls import run_either
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.configured import configured_env
+from jrl.episodes.configured import _RENAMED, HOST_ENVS, configured_env
 from jrl.episodes.episode import call_init
-from jrl.episodes.host import EnvError, HostEnv, Reply
+from jrl.episodes.host import EnvError, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Prompt
+from jrl.user_code import load
 
 OWN = """
 import os
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
 
 
 def make(word="hey", turns=2):
@@ -33,11 +35,9 @@ def make(word="hey", turns=2):
     return HostEnv(
         init,
         step,
-        roles=("tool",),
         parts=("a", "b"),
-        tools=tools,
-        family="hermes",
         limits=Limits(turns=turns),
+        chat=ChatOptions(roles=("tool",), tools=tools, family="hermes"),
     )
 
 
@@ -58,7 +58,7 @@ def test_limits_and_variables_of_any_environment(own):
     env = configured_env(f"{own}:make", {**options, "template_variables": {"thinking": False}})
     limits = env.limits
     assert (limits.turns, limits.turn_tokens, limits.episode_seconds) == (2, 9, 5)
-    assert (limits.call_seconds, env.variables) == (2.5, {"thinking": False})
+    assert (limits.call_seconds, env.chat.variables) == (2.5, {"thinking": False})
     assert configured_env(f"{own}:slow", {"call_seconds": 3}).limits.call_seconds == 6
 
 
@@ -85,14 +85,14 @@ def test_options_that_do_not_fit_are_named(own, options, said):
 def test_episodes_in_processes_of_their_own(own):
     here = configured_env(f"{own}:make", {"word": "you"})
     env = configured_env(f"{own}:make", {"word": "you", "isolate": True})
-    same = ("roles", "parts", "tools", "family", "limits", "variables")
+    same = ("parts", "limits", "chat", "extras")
     assert all(getattr(env, name) == getattr(here, name) for name in same)
 
     async def play():
         state, messages = await env.init(PROMPT, 0)
         _, feedback = await env.step(state, Reply("a", "a", np.zeros(1, np.int32), 0, False))
         await env.close(state)
-        await env.shutdown()
+        await env.lifecycle.shutdown()
         return messages[0]["content"], feedback
 
     opening, feedback = asyncio.run(play())
@@ -110,3 +110,62 @@ def test_a_state_whose_opening_cannot_be_used_is_closed(opening, said):
     with pytest.raises(EnvError, match=said):
         asyncio.run(call_init(env, PlainFormat(char_tokenizer()), PROMPT, 0, 3))
     assert closed == ["state"]
+
+
+LIMITED = """
+from jrl.episodes.host import Feedback, HostEnv, Limits
+
+
+def make(limits: Limits = Limits(turns=3, tool_calls=5)):
+    def init(prompt, seed):
+        return None, [{"role": "user", "content": str(limits.call_seconds)}]
+
+    def step(state, reply):
+        return state, Feedback(done=True)
+
+    return HostEnv(init, step, limits=limits)
+"""
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_function_that_reads_limits_gets_all_of_them(tmp_path, isolate):
+    (tmp_path / "limited.py").write_text(LIMITED)
+    options = {"call_seconds": 9.5, "tool_calls": 2, "isolate": isolate}
+    env = configured_env(f"{tmp_path}/limited.py:make", options)
+    assert env.limits == Limits(turns=3, tool_calls=2, call_seconds=9.5)
+
+    async def opened():
+        calls = configured_env(f"{tmp_path}/limited.py:make", options)
+        state, messages = await run_either(calls.init, PROMPT, 0)
+        await run_either(calls.close, state)
+        await calls.lifecycle.shutdown()
+        return messages[0]["content"]
+
+    assert asyncio.run(opened()) == "9.5"
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "said"),
+    [
+        ("jrl." + "envs.named:guided", {}, "is now 'guided'"),
+        ("jrl." + "envs.shipped:python_math", {}, "is now 'python_math'"),
+        ("openenv", {"seconds": 1}, "is now data.call_seconds"),
+        ("pyton_math", {}, "did you mean 'python_math'"),
+        (
+            "guided",
+            {},
+            "data.other is missing: name a FILE.py:function, or give",
+        ),
+        ("guided", {"modle": "m"}, "did you mean 'model'"),
+        ("consultation", {}, "data.examiner is missing"),
+    ],
+)
+def test_former_names_and_missing_speakers_are_named(env, options, said):
+    with pytest.raises(UserError, match=said):
+        configured_env(env, options)
+
+
+def test_every_name_has_a_function():
+    for name, spec in HOST_ENVS.items():
+        assert callable(load(spec, "data.env")), name
+    assert set(_RENAMED.values()) <= set(HOST_ENVS)

@@ -14,7 +14,7 @@ import pytest
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.groups import play_episodes
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
 from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.world import host_world
@@ -192,7 +192,7 @@ FOLDED = {"turns": 8, "turn_tokens": 6, "contexts": 3, "summary_tokens": 5}
 
 
 def folding_env(wait=no_wait, **limits):
-    return counting_env(wait, **(FOLDED | limits))._replace(summary="sum")
+    return counting_env(wait, **(FOLDED | limits))._replace(chat=ChatOptions(summary="sum"))
 
 
 def test_contexts_hold_a_summary_and_what_follows_it():

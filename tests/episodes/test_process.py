@@ -83,7 +83,7 @@ def world(tmp_path):
             return calls.inbox.get(timeout=30)
 
         yield env, ask
-        calls.run(env.shutdown, 5)
+        calls.run(env.lifecycle.shutdown, 5)
     deadline = time.monotonic() + 5
     while (processes() or threading.active_count() > before) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_what_cannot_start_is_told(tmp_path):
     with Calls() as calls:
         calls.submit(0, env.init, PROMPT, 1, seconds=20)
         assert "no simulator here" in calls.inbox.get(timeout=30).error
-        calls.run(env.shutdown, 5)
+        calls.run(env.lifecycle.shutdown, 5)
     with pytest.raises(UserError, match="there is no file"):
         process_env("nowhere.py:make")
     with pytest.raises(UserError, match="FILE.py:function"):
@@ -183,7 +183,7 @@ def test_modules_beside_the_worker_do_not_hide_others(tmp_path):
         try:
             return (await env.init(PROMPT, 0))[1]
         finally:
-            await env.shutdown()
+            await env.lifecycle.shutdown()
 
     assert asyncio.run(opened())[0]["content"] == "[]"
 
@@ -221,7 +221,7 @@ def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
     file.write_text(SOURCE)
     limits = Limits(call_seconds=20)
     env = process_env(f"{file}:make", limits=limits, at_once=2)
-    assert env.at_once == 2
+    assert env.lifecycle.at_once == 2
     seen = []
 
     async def episode(number):
@@ -237,7 +237,7 @@ def test_processes_at_a_time_and_who_waits_loses_no_time(tmp_path):
 
     async def several():
         found = await asyncio.gather(*(episode(number) for number in range(6)))
-        await env.shutdown()
+        await env.lifecycle.shutdown()
         return found
 
     assert asyncio.run(several()) == ["gone"] + ["played"] * 5

@@ -10,7 +10,7 @@ import pytest
 
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
+from jrl.episodes.host import ChatOptions, EnvExtras, Feedback, HostEnv, Limits, Reply
 from jrl.episodes.play import Device
 from jrl.episodes.search import by_path, episode_at, play_search
 from jrl.episodes.tree import SEARCHES, Tree, best_first, search_plan
@@ -262,14 +262,16 @@ def test_best_first_expands_the_likeliest_node_of_any_depth():
 def test_a_search_stops_where_an_environment_has_verified_an_end():
     """Any path that ended well counts then, whatever the score; nothing is expanded behind it."""
     wins = lambda state, reply: Feedback((), 1.0, True, int(reply.tokens[0]) % 2 == 0)  # noqa: E731
-    env = game([])._replace(verified=True, step=lambda state, reply: (state, wins(state, reply)))
+    env = game([])._replace(
+        extras=EnvExtras(verified=True), step=lambda state, reply: (state, wins(state, reply))
+    )
     found = searched(env, "best_first", width=3)
     for each in found:
         won = [turns_of(each.tree, i)[-1].episode.success for i in each.tree.leaves()]
         assert each.success == any(won)
         assert each.expansions == 1
     assert any(each.success for each in found)
-    long = game([])._replace(verified=True)
+    long = game([])._replace(extras=EnvExtras(verified=True))
     for each, calm in zip(searched(long, "puct"), searched(game([]), "puct"), strict=True):
         won = [i for i in each.tree.leaves() if turns_of(each.tree, i)[-1].episode.success]
         assert each.success == bool(won)
@@ -319,7 +321,7 @@ def folding_game(log, **more):
         answer = [{"role": "user", "content": f"{sum(state.said)}>"}]
         return state, Feedback(answer, 1.0, len(state.said) == 10, True)
 
-    return game(log, limits=limits, summary="sum", step=step)._replace(**more)
+    return game(log, limits=limits, chat=ChatOptions(summary="sum"), step=step)._replace(**more)
 
 
 def contexts_of(episode):

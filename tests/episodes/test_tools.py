@@ -6,7 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from jrl.episodes.host import EnvError, Limits, Reply, check_env, copied
+from jrl.episodes.check_env import check_env
+from jrl.episodes.host import EnvError, Limits, Reply, copied
 from jrl.episodes.parsers import PARSERS, Call, get_parser
 from jrl.episodes.tools import Tool, ToolError, tool_env
 from jrl.errors import UserError
@@ -149,7 +150,7 @@ def test_families_whose_results_are_users_words():
     (message,) = feedback.messages
     assert message["role"] == "user"
     assert message["content"] == "```tool_output\n42\n```\n```tool_output\naa\n```"
-    assert env.roles == ("user",)
+    assert env.chat.roles == ("user",)
 
 
 @pytest.mark.parametrize(

@@ -625,7 +625,7 @@ def test_each_half_is_compiled_once_and_the_time_is_kept(monkeypatch, inline):
     topology = parse_topology("v6e:8x8")
     # each candidate asks the clock before and after, and so takes 40 s of every 80
     found = plan_search.search(config, topology, limit=40, seconds=400, echo=lines.append)
-    assert lines[-1] == f"stopped after {len(found)} of 40: another would go beyond 400 s"
+    assert lines[-1] == f"stopped after {len(found)} of 40: the next would exceed 400 s"
     assert 3 <= len(found) <= 6
     asked.clear()
     plan_search.search(config, topology, limit=40)

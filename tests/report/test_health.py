@@ -20,18 +20,18 @@ def noisy(start, end, spread=0.05, seed=0):
     return [start + (end - start) * i / 199 + rng.gauss(0, spread) for i in range(200)]
 
 
-def said(*curves, quiet=frozenset()):
+def remarks(*curves, quiet=frozenset()):
     return {f.name: (f.note, f.level) for f in findings(curves, quiet)}
 
 
 def test_a_reward_rises_falls_or_is_noise():
-    assert said(curve("reward", noisy(0.2, 0.9)))["reward"] == ("rises", "good")
-    note, level = said(curve("reward", noisy(0.9, 0.2)))["reward"]
+    assert remarks(curve("reward", noisy(0.2, 0.9)))["reward"] == ("rises", "good")
+    note, level = remarks(curve("reward", noisy(0.9, 0.2)))["reward"]
     assert note.startswith("falls")
     assert level == "look"
     for seed in range(20):
-        assert said(curve("reward", noisy(0.5, 0.5, seed=seed)))["reward"] == ("", "")
-    assert said(curve("reward/math", noisy(0.2, 0.9)))["reward/math"] == ("rises", "good")
+        assert remarks(curve("reward", noisy(0.5, 0.5, seed=seed)))["reward"] == ("", "")
+    assert remarks(curve("reward/math", noisy(0.2, 0.9)))["reward/math"] == ("rises", "good")
     few = curve("reward", [0.1, 0.9, 0.5])
     assert findings([few])[0][2:] == (0.1, 0.5, "", "")  # too few to say anything
 
@@ -41,15 +41,15 @@ def test_accuracy_is_judged_by_its_own_intervals():
         values = [0.3, 0.5, last]
         return curve("eval/accuracy", values, [v - 0.1 for v in values], [v + 0.1 for v in values])
 
-    assert said(accuracy(0.8))["eval/accuracy"] == ("better than at the start", "good")
-    assert said(accuracy(0.4))["eval/accuracy"] == ("no clear change", "")
-    assert said(accuracy(0.05))["eval/accuracy"] == ("fell below its start", "look")
+    assert remarks(accuracy(0.8))["eval/accuracy"] == ("better than at the start", "good")
+    assert remarks(accuracy(0.4))["eval/accuracy"] == ("no clear change", "")
+    assert remarks(accuracy(0.05))["eval/accuracy"] == ("fell below its start", "look")
 
 
 @pytest.mark.parametrize(
     ("name", "sound", "broken", "words"),
     [
-        ("zero_std_groups", 0.3, 0.8, "most groups teach nothing"),
+        ("zero_std_groups", 0.3, 0.8, "most groups give no gradient"),
         ("truncated", 0.02, 0.4, "raise sampling.max_new_tokens"),
         ("clip_fraction_high", 0.05, 0.5, "lower optimizer.learning_rate"),
         ("clip_fraction_low", 0.05, 0.5, "lower optimizer.learning_rate"),
@@ -59,8 +59,8 @@ def test_accuracy_is_judged_by_its_own_intervals():
     ],
 )
 def test_limits(name, sound, broken, words):
-    assert said(curve(name, [sound] * 50))[name] == ("", "")
-    note, level = said(curve(name, [sound] * 25 + [broken] * 25))[name]
+    assert remarks(curve(name, [sound] * 50))[name] == ("", "")
+    note, level = remarks(curve(name, [sound] * 25 + [broken] * 25))[name]
     assert words in note
     assert level == "look"
 
@@ -69,7 +69,7 @@ def test_no_key_is_named_where_a_task_sets_the_length():
     cut = [curve("truncated", [0.4] * 50)]
     (found,) = findings(cut, fixed_length=True)
     assert (found.note, found.level) == (
-        "many are cut: they do not end where the answer does",
+        "many are truncated: they do not stop after the answer",
         "look",
     )
     (found,) = findings([curve("truncated", [0.02] * 50)], fixed_length=True)
@@ -78,20 +78,20 @@ def test_no_key_is_named_where_a_task_sets_the_length():
 
 def test_entropy_that_goes_and_lengths_that_double():
     gone = curve("entropy", [2 * math.exp(-i / 20) for i in range(200)])
-    assert "nearly gone" in said(gone)["entropy"][0]
-    assert "doubled" in said(curve("entropy", noisy(1, 3)))["entropy"][0]
-    assert said(curve("length", noisy(100, 300, 5)))["length"][0] == "doubled"
-    assert said(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
+    assert "nearly 0" in remarks(gone)["entropy"][0]
+    assert "doubled" in remarks(curve("entropy", noisy(1, 3)))["entropy"][0]
+    assert remarks(curve("length", noisy(100, 300, 5)))["length"][0] == "doubled"
+    assert remarks(curve("length", noisy(300, 50, 5)))["length"][0] == "halved"
     # where nearly everything is solved, both are as they should be
     solved = curve("eval/accuracy", [0.3, 0.97], [0.2, 0.95], [0.4, 0.99])
-    found = said(solved, gone, curve("zero_std_groups", [0.9] * 50))
+    found = remarks(solved, gone, curve("zero_std_groups", [0.9] * 50))
     assert found["entropy"][1] == found["zero_std_groups"][1] == ""
 
 
 def test_what_only_rounds_says_so_in_its_note():
-    rounds = curve("logprob_diff", [1e-7] * 50)._replace(title="Difference: only rounding, or none")
+    rounds = curve("logprob_diff", [1e-7] * 50)._replace(title="Difference: only rounding noise")
     (found,) = findings([rounds], frozenset({"logprob_diff"}))
-    assert (found.title, found.note, found.level) == ("Difference", "only rounding, or none", "")
+    assert (found.title, found.note, found.level) == ("Difference", "only rounding noise", "")
 
 
 def test_every_note_is_about_a_metric_that_runs_have():

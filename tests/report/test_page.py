@@ -175,7 +175,7 @@ def test_health_comes_first_and_what_only_rounds_is_folded():
     names = ["reward", "reward/math", "reward/mine.py:f", "zero_std_groups", "entropy"]
     assert [curve.name for curve in main] == [*names, "tokens_per_second"]
     assert [curve.name for curve in others] == ["truncated", "logprob_diff", "loss"]
-    assert all("only rounding, or none" in curve.title for curve in others)
+    assert all("only rounding noise" in curve.title for curve in others)
     step |= {"logprob_diff": 1e-3}
     main, others = find_curves([step | {"step": i} for i in range(3)])
     assert "logprob_diff" in [curve.name for curve in main]

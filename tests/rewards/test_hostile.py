@@ -69,11 +69,11 @@ ERRORS = {
     "surrogate": "raised ValueError: \\ud800 and more",
     "gone": "its process died (exit code 0)",
     "huge": "returned 1e+308, infinite in float32",
-    "digits": "returned a whole number beyond float32",
+    "digits": "returned an integer beyond float32",
     "complex": "returned complex64 np.complex64(1+2j) instead of a number",
     "time": "returned timedelta64 np.timedelta64(1) instead of a number",
     "unnamed_value": "returned Unnamed Unnamed() instead of a number",
-    "sly": "returned inf; points must be finite",
+    "sly": "returned inf; rewards must be finite",
     "liar": "returned 2 numbers for 1 sample",
     "closes_everything": "its process",
 }

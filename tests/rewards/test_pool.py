@@ -90,7 +90,7 @@ def test_a_bad_result_scores_0_and_is_counted(pool, kind):
     [
         ("raise", "raised RuntimeError: no idea"),
         ("exit", "raised SystemExit: 3"),
-        ("nan", "returned nan; points must be finite"),
+        ("nan", "returned nan; rewards must be finite"),
         ("inf", "returned inf"),
         ("two", "returned 2 numbers for 1 sample"),
         ("none", "returned NoneType None"),

@@ -30,7 +30,7 @@ def run(tmp_path, **environment):
     result = subprocess.run(
         [sys.executable, "-c", ONE_PROGRAM],
         env={**kept, "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", **environment},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,
@@ -101,7 +101,7 @@ def test_what_a_compilation_leaves_is_returned_once():
     result = subprocess.run(
         [sys.executable, "-c", TRIMMED],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         check=True,

@@ -12,7 +12,7 @@ from jrl.data.sources import open_source
 from jrl.errors import UserError
 from jrl.system import extras
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_the_line_names_this_python_and_this_checkout(monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def test_a_process_that_cannot_be_interrupted_is_ended(tmp_path):
 
     script = (
         "import time\n"
-        "from jrl import signals, waits\n"
+        "from jrl.system import signals\nfrom jrl.system import wait_reports as waits\n"
         "signals.END_SECONDS, waits.LOOK_SECONDS = 0.3, 0.05\n"
         "with signals.Stopping() as s, waits.Waits(0.2, print, s.overdue):\n"
         "    s.saved = lambda: 'step 2 is saved'\n"

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods.group_relative import grpo
@@ -160,14 +160,15 @@ def test_an_episode_that_fills_its_room_is_done_unless_it_says_that_it_was_cut(m
 
 def test_an_environment_is_told_the_step_and_the_split(made, params):
     told = []
-    env = digits_env()._replace(begin=lambda step, split: told.append((step, split)))
+    begin = Lifecycle(begin=lambda step, split: told.append((step, split)))
+    env = digits_env()._replace(lifecycle=begin)
     made(env).draw(KEY, params, np.int32(7), np.arange(1))
     assert told == [(7, "train")]
 
 
 def test_a_group_that_could_never_be_open_is_named(made):
     with pytest.raises(UserError, match=r"opens 3 episodes at once, fewer than the 4 members"):
-        made(digits_env()._replace(at_once=3))
+        made(digits_env()._replace(lifecycle=Lifecycle(at_once=3)))
 
 
 def test_parts_that_the_environment_does_not_pay_are_named(made):

@@ -49,7 +49,7 @@ import zlib
 from pathlib import Path
 
 from jrl.zoo.tools.calculator import calculator_tool
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.host import Feedback, HostEnv, Lifecycle, Limits
 from jrl.episodes.parsers import PARSERS
 from jrl.zoo.envs.players import pair_env
 from jrl.episodes.tools import tool_env
@@ -92,7 +92,8 @@ def gated():
         await asyncio.sleep(0.3 * bool(began[-1]))  # until what follows the step has begun
         return await inner.step(prompt, reply)
 
-    return inner._replace(step=step, begin=lambda step, split: began.append(step))
+    begin = Lifecycle(begin=lambda step, split: began.append(step))
+    return inner._replace(step=step, lifecycle=begin)
 
 
 def sums():
@@ -114,7 +115,7 @@ def closed():
     async def shutdown():
         Path(__file__).with_name("ended").touch()
 
-    return talk(1)._replace(at_once=3, shutdown=shutdown)
+    return talk(1)._replace(lifecycle=Lifecycle(at_once=3, shutdown=shutdown))
 
 
 def two(turns=4):
@@ -405,7 +406,7 @@ def test_what_an_environment_labels_is_trained_on(place, tmp_path, method):
         "rank_grpo": ("ranked_list", "data.length=2", "rewards={rank_1={}, rank_2={}}"),
     }[method]
     more = ("data.eval=", "train.steps=2", "data.turn_tokens=6", "log.samples_every=1", *env[1:])
-    named = f'data.env="jrl.zoo.envs.labelled:{env[0]}"'
+    named = f'data.env="jrl.episodes.{env[0]}:{env[0]}"'
     limits = ("data.max_prompt_tokens=400", "sampling.max_new_tokens=20", f"method={method}")
     said = []
     config = settings(place, tmp_path, "talk", named, *limits, "objective={}", *more)
@@ -597,7 +598,7 @@ PLAYERS = (
     [
         ("pair", ("method=cory", "objective.swap_every=1")),
         ("pair", ("method=cory", "objective.policies=1", "objective.swap_every=0")),
-        ("jrl.zoo.envs.players:discussion_env", ("method=comas", "objective.kl_coef=")),
+        ("discussion", ("method=comas", "objective.kl_coef=")),
     ],
 )
 def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, env, more):

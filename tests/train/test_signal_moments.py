@@ -1,5 +1,11 @@
-"""Every signal at every moment of a run: its exit code, its time, and that what it says is true."""
+"""Every signal at every moment of a run: its exit code, its time, and that what it says is true.
 
+The ways to stop a run are tried side by side, since most of a case is waiting: for a start, for the
+seconds that a rollout is given, for an end. A state that a stopped run leaves is resumed once,
+however many ways lead to it.
+"""
+
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -22,12 +28,13 @@ pytestmark = pytest.mark.slow
 SIZES = {"layers": 1, "embed_dim": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp_dim": 32}
 
 REWARDS = '''
+import os
 import pathlib
 import time
 
-here, calls = pathlib.Path(__file__).parent, []
+here, now, calls = pathlib.Path(__file__).parent, pathlib.Path(os.environ["NOW"]), []
 if (here / "import").exists():
-    (here / "now").touch()
+    now.touch()
     time.sleep(1000)
 
 
@@ -35,12 +42,13 @@ def reward(samples):
     """1 point; while a file is there it takes for ever."""
     calls.append(1)
     if (here / "reward").exists() and len(calls) > 1:  # the first one tries whether it works
-        (here / "now").touch()
+        now.touch()
         time.sleep(1000)
     return [1.0] * len(samples)
 '''
 
 COMMAND = """
+import os
 import pathlib
 import sys
 import time
@@ -48,7 +56,7 @@ import time
 place = pathlib.Path({place!r})
 
 def now(seconds):
-    (place / "now").touch()
+    pathlib.Path(os.environ["NOW"]).touch()
     time.sleep(seconds)
 
 if (place / "boot").exists():
@@ -153,6 +161,12 @@ def command(place, run, workers, moment):
     return [sys.executable, str(place / "command.py"), "train", *overrides]
 
 
+def environment(run):
+    """Of a run that says by a file beside its directory that the moment is there."""
+    checkout = str(pathlib.Path(__file__).parents[2])
+    return os.environ | {"PYTHONPATH": checkout, "NOW": f"{run}.now"}
+
+
 def begin(place, run, workers, moment):
     return subprocess.Popen(
         command(place, run, workers, moment),
@@ -160,7 +174,7 @@ def begin(place, run, workers, moment):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+        env=environment(run),
     )
 
 
@@ -195,44 +209,73 @@ def said_to_be_saved(err):
     return None
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_a_signal_at_any_moment(place, tmp_path, moment, way):
-    workers, most, steps = MOMENTS[moment]
-    run, now, flag = tmp_path / "run", place / "now", place / moment.partition(" ")[0]
-    now.unlink(missing_ok=True)
-    flag.touch()
-    try:
-        with begin(place, run, workers, moment) as child:
-            give_up = time.monotonic() + 120
-            while not now.exists():
-                assert child.poll() is None, child.stderr.read()
-                assert time.monotonic() < give_up
-                time.sleep(0.02)
-            sent = time.monotonic()
-            for i, number in enumerate(WAYS[way]):
-                time.sleep(0.5 * i)
-                if child.poll() is None:
-                    child.send_signal(number)
-            _, err = child.communicate(timeout=60)
-            took = time.monotonic() - sent
-    finally:
-        flag.unlink()
-    print(f"{moment}, {way}: {child.returncode}, {took:.1f} s, {err!r}")
-    assert child.returncode == 130
-    assert took < most
-    assert "Traceback" not in err
-    there = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
-    assert max(there, default=None) == said_to_be_saved(err)
-    if len(WAYS[way]) == 1:
-        assert there == steps
+def wait_for_the_moment(child, run):
+    give_up = time.monotonic() + 240
+    while not pathlib.Path(f"{run}.now").exists():
+        assert child.poll() is None, child.stderr.read()
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+def stop(child, numbers):
+    """Sends signals half a second apart; (seconds until the end, standard error)."""
+    sent = time.monotonic()
+    for i, number in enumerate(numbers):
+        time.sleep(0.5 * i)
+        if child.poll() is None:
+            child.send_signal(number)
+    _, err = child.communicate(timeout=60)
+    return time.monotonic() - sent, err
+
+
+def state_left(run):
+    """What a run finds when it resumes: names of files, random parts left out, and logged steps."""
+    names = {re.sub(r"[0-9a-f]{16,}", "#", str(p.relative_to(run))) for p in run.rglob("*")}
+    log = run / "metrics.jsonl"
+    steps = [record.get("step") for record in read_jsonl(log)] if log.exists() else None
+    return json.dumps([sorted(names), steps])
+
+
+def check_resume(place, run, workers, moment):
     again = subprocess.run(
         command(place, run, workers, moment),
-        env=os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).parents[2])},
+        env=environment(run),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert again.returncode == 0, again.stderr
     records = read_jsonl(run / "metrics.jsonl")
     assert [record["step"] for record in records if "step" in record] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_signals_at_any_moment(place, tmp_path, moment):
+    workers, most, steps = MOMENTS[moment]
+    runs, flag = {way: tmp_path / way for way in WAYS}, place / moment.partition(" ")[0]
+    flag.touch()
+    with concurrent.futures.ThreadPoolExecutor(len(WAYS)) as threads:
+        children = {way: begin(place, run, workers, moment) for way, run in runs.items()}
+        try:
+            # All are there before the first is stopped, so that no start slows an end down.
+            list(threads.map(wait_for_the_moment, children.values(), runs.values()))
+            ends = dict(zip(WAYS, threads.map(stop, children.values(), WAYS.values()), strict=True))
+        finally:
+            flag.unlink()
+            for child in children.values():
+                child.kill()
+                child.communicate()
+        states = {}
+        for way, (took, err) in ends.items():
+            case = f"{moment}, {way}: {children[way].returncode}, {took:.1f} s, {err!r}"
+            assert children[way].returncode == 130, case
+            assert took < most, case
+            assert "Traceback" not in err, case
+            run = runs[way]
+            there = Checkpoints(run / "checkpoints", 2).steps() if run.exists() else []
+            assert max(there, default=None) == said_to_be_saved(err), case
+            if len(WAYS[way]) == 1:
+                assert there == steps, case
+            states[state_left(run)] = run
+        list(threads.map(lambda run: check_resume(place, run, workers, moment), states.values()))
+        print(f"{moment}: {len(states)} states resumed")

@@ -132,7 +132,7 @@ def test_a_limit_needs_a_bound():
     with pytest.raises(ValueError, match="needs above, below, grows or falls"):
         WatchTable(steps=2)
     for more in ({"steps": 2}, {"grows": 3}):
-        with pytest.raises(ValueError, match="looks at each step alone"):
+        with pytest.raises(ValueError, match="acts inside the training step"):
             WatchTable(above=1, action="skip", **more)
 
 

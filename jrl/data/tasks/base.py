@@ -213,10 +213,10 @@ def split_generator(draw: Draw, words: int, candidates: int = CANDIDATES) -> Cal
         rows = jax.random.bits(jax.random.key(0), (256, words), jnp.uint32)
         return rows, jax.vmap(held_out)(rows)
 
-    rows, known = map(np.asarray, samples())
-    if known.all() or not known.any():
+    rows, is_eval = map(np.asarray, samples())
+    if is_eval.all() or not is_eval.any():
         raise UserError("the task has too few problems to hold some out; raise its difficulty")
-    spare = {split: rows[np.argmax(known == (split == "eval"))] for split in SPLITS}
+    spare = {split: rows[np.argmax(is_eval == (split == "eval"))] for split in SPLITS}
 
     def generate(key: Array, split: str) -> Problem:
         if split not in SPLITS:

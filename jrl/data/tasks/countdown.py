@@ -151,8 +151,8 @@ def countdown(difficulty: int = 3, largest: int = 9, operations: str = "+-*") ->
             return jnp.where(position < count, result, value), operation
 
         positions = jnp.arange(1, difficulty)
-        target, done = jax.lax.scan(step, used[0], (sampled, used[1:], positions))
-        ends = jnp.append(done, STOP_ID)
+        target, expressions = jax.lax.scan(step, used[0], (sampled, used[1:], positions))
+        ends = jnp.append(expressions, STOP_ID)
         ends = jnp.where(jnp.arange(difficulty) == count - 1, STOP_ID, ends).astype(jnp.int32)
         expression = listed(used, digits, ends)
         live = expression.live & (jnp.arange(expression.live.shape[0]) < count * (digits + 2))

@@ -144,8 +144,8 @@ def sequence(difficulty: int = 2, next_terms: int = 1) -> Task:
     """
     check_range("data.difficulty", difficulty, 1, 4)
     check_range("next_terms", next_terms, 1, 3)
-    shown, digits = 5, 3
-    count = shown + next_terms
+    prompt_terms, digits = 5, 3
+    count = prompt_terms + next_terms
 
     def draw(bits: Array) -> tuple[Problem, Array]:
         rule = integers(bits[0], 0, difficulty)
@@ -165,16 +165,16 @@ def sequence(difficulty: int = 2, next_terms: int = 1) -> Task:
         while len(sums) < count:
             sums.append(sums[-1] + sums[-2])
         terms = jnp.where(rule == 3, jnp.stack(sums), stepped).astype(jnp.int32)
-        prompt = listed(terms[:shown], digits, _separators(shown, GOES))
-        rest = listed(terms[shown:], digits, _separators(next_terms, STOP_ID))
-        tokens, length = join(shown * (digits + 1), prompt)
+        prompt = listed(terms[:prompt_terms], digits, _separators(prompt_terms, GOES))
+        rest = listed(terms[prompt_terms:], digits, _separators(next_terms, STOP_ID))
+        tokens, length = join(prompt_terms * (digits + 1), prompt)
         answer, _ = join(next_terms * (digits + 1), rest)
-        return Problem(tokens, length, answer), terms[:shown]
+        return Problem(tokens, length, answer), terms[:prompt_terms]
 
     return make_task(
         "sequence",
         difficulty=difficulty,
-        prompt_tokens=shown * (digits + 1),
+        prompt_tokens=prompt_terms * (digits + 1),
         completion_tokens=next_terms * (digits + 1),
         draw=draw,
         words=5,
@@ -206,8 +206,8 @@ def chain(difficulty: int = 3, operations: str = "+-*") -> Task:
             operation, result = bounded(inputs[0], value, inputs[1], 0, 99)
             return result, (operation, result)
 
-        _, (done, results) = jax.lax.scan(step, operands[0], (sampled, operands[1:]))
-        signs = jnp.append(done, GOES)
+        _, (operations_text, results) = jax.lax.scan(step, operands[0], (sampled, operands[1:]))
+        signs = jnp.append(operations_text, GOES)
         tokens = jnp.stack([operands + DIGIT_0, signs], axis=1).reshape(-1).astype(jnp.int32)
         steps = listed(results, 2, _separators(difficulty, STOP_ID))
         answer, _ = join(3 * difficulty, steps)

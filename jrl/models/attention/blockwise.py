@@ -34,9 +34,10 @@ def blockwise(*, scale: float, softcap: float | None, block: int = BLOCK) -> Ker
       softcap: scores become cap * tanh(score / cap).
       block: most queries, and keys, of a block.
     """
-    chosen: dict[str, Any] = {"scale": scale, "softcap": softcap, "block": block}
+    options: dict[str, Any] = {"scale": scale, "softcap": softcap, "block": block}
     return Kernel(
-        functools.partial(_blocks_forward, **chosen), functools.partial(_blocks_backward, **chosen)
+        functools.partial(_blocks_forward, **options),
+        functools.partial(_blocks_backward, **options),
     )
 
 
@@ -85,8 +86,8 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
     queries = jax.tree.map(lambda x: _cut(x, 1, sizes[0]), place.queries)
     keys = jax.tree.map(lambda x: _cut(x, 1, sizes[1]), place.keys)
     # Shapes are fixed, so the list has room for all pairs; loops end after those that count.
-    needed = _may_see(queries, keys, window)
-    (pairs,) = jnp.nonzero(needed.reshape(-1), size=needed.size, fill_value=0)
+    visible = _may_see(queries, keys, window)
+    (pairs,) = jnp.nonzero(visible.reshape(-1), size=visible.size, fill_value=0)
     return _Blocks(
         _cut(q.reshape(b, k, h // k, n, d), 3, sizes[0]),
         _cut(place.k_bkcd, 2, sizes[1]),
@@ -94,13 +95,14 @@ def _cut_place(q: Array, place: Place, window: Array, block: int) -> _Blocks:
         queries,
         keys,
         pairs.astype(jnp.int32),
-        needed.sum(),
+        visible.sum(),
     )
 
 
 def _may_see(queries: Marks, keys: Marks, window: Array) -> Array:
     """[I, J] bool: False where no query of a block sees any key of another, by their extremes."""
 
+    # Padding must not widen a block's range: ids of 0 would make every block look visible.
     def ends(marks: Marks, x: Array) -> tuple[Array, Array]:
         live = marks.ids != 0
         return jnp.where(live, x, _FAR).min(-1), jnp.where(live, x, -_FAR).max(-1)
@@ -108,11 +110,12 @@ def _may_see(queries: Marks, keys: Marks, window: Array) -> Array:
     (q_first, q_last), (k_first, k_last) = (ends(m, m.ids) for m in (queries, keys))
     if keys.ends is not None:
         k_last = ends(keys, keys.ends - 1)[1]
-    alike = (q_first[:, None] <= k_last[None]) & (k_first[None] <= q_last[:, None])
+    same_segment = (q_first[:, None] <= k_last[None]) & (k_first[None] <= q_last[:, None])
     (q_first, q_last), (k_first, k_last) = (ends(m, m.positions) for m in (queries, keys))
     before = q_last[:, None] >= k_first[None]
-    near = q_first[:, None] - k_last[None] < window
-    return (alike & before & near).any(-1)
+    in_window = q_first[:, None] - k_last[None] < window
+    # Any row of the batch: rows share the list of pairs, since a loop has one trip count.
+    return (same_segment & before & in_window).any(-1)
 
 
 class _Pair(NamedTuple):
@@ -138,10 +141,10 @@ def _pair(blocks: _Blocks, at: Array, window: Array, scale: float, softcap: floa
         scores = softcap * bent
     ids, key_ids = blocks.queries.ids[i][:, :, None], blocks.keys.ids[j][:, None]
     distance = blocks.queries.positions[i][:, :, None] - blocks.keys.positions[j][:, None]
-    alike = ids == key_ids
+    same_segment = ids == key_ids
     if blocks.keys.ends is not None:
-        alike = (ids >= key_ids) & (ids < blocks.keys.ends[j][:, None]) & (key_ids != 0)
-    mask = alike & (ids != 0) & (distance >= 0) & (distance < window)
+        same_segment = (ids >= key_ids) & (ids < blocks.keys.ends[j][:, None]) & (key_ids != 0)
+    mask = same_segment & (ids != 0) & (distance >= 0) & (distance < window)
     return _Pair(i, j, scores, mask[:, None, None], bent)
 
 
@@ -154,6 +157,7 @@ def _blocks_forward(
     def meet(at: Array, met: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peaks, totals, values = met
         i, j, scores, mask, _ = _pair(blocks, at, window, scale, softcap)
+        # The list of pairs is by extremes of blocks, so a pair may still hold invisible keys.
         scores = jnp.where(mask, scores, MASKED)
         peak = jnp.maximum(peaks[i], scores.max(-1))
         # Set to 0, since MASKED - MASKED would weigh 1 for queries that have seen nothing yet.
@@ -171,9 +175,11 @@ def _blocks_forward(
     nothing = jnp.full(lead, MASKED, jnp.float32), jnp.zeros(lead, jnp.float32)
     start = *nothing, jnp.zeros(blocks.q.shape, jnp.float32)
     peaks, totals, values = jax.lax.fori_loop(0, blocks.needed, meet, start)
-    some = totals > 0
-    log_sums = jnp.where(some, peaks + jnp.log(jnp.where(some, totals, 1.0)), MASKED)
-    values = values / jnp.where(some, totals, 1.0)[..., None]
+    # Queries that see nothing: log(0) would be -inf, and -inf - -inf NaN in the merge with other
+    # places.
+    nonempty = totals > 0
+    log_sums = jnp.where(nonempty, peaks + jnp.log(jnp.where(nonempty, totals, 1.0)), MASKED)
+    values = values / jnp.where(nonempty, totals, 1.0)[..., None]
     b, h, n, _ = q.shape
     out = _joined(values, 3, n).reshape(q.shape).astype(place.v_bkcd.dtype)
     return out, _joined(log_sums, 3, n).reshape(b, h, n)
@@ -183,7 +189,7 @@ def _blocks_backward(
     q: Array,
     place: Place,
     window: Array,
-    seen: Array,
+    outputs: Array,
     log_sums: Array,
     g: Array,
     *,
@@ -196,21 +202,27 @@ def _blocks_backward(
     k, c = place.k_bkcd.shape[1:3]
     size = blocks.q.shape[4]
     by_block = lambda x: _cut(x.reshape(b, k, h // k, n, -1), 3, size)  # noqa: E731
-    inner = (seen.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
+    # The mean slope of a query's softmax equals output times gradient (FlashAttention, B.2), so no
+    # second pass over its keys is needed.
+    inner = (outputs.astype(jnp.float32) * g.astype(jnp.float32)).sum(-1)
     gs, inners, sums = by_block(g), by_block(inner)[..., 0], by_block(log_sums)[..., 0]
 
     def meet(at: Array, met: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dq, dk, dv = met
         i, j, scores, mask, bent = _pair(blocks, at, window, scale, softcap)
+        # Final log sums, kept by the forward pass, give final weights at once: no running peak
+        # here.
         weights = jnp.where(mask, jnp.exp(scores - sums[i][..., None]), 0.0)
         dv_j = matmul("bkgqd,bkgqc->bkcd", gs[i], weights, jnp.float32)
         change = matmul("bkgqd,bkcd->bkgqc", gs[i], blocks.v[j], jnp.float32)
         change = weights * (change - inners[i][..., None])
         if bent is not None:
+            # d tanh = 1 - tanh^2, from the value of the forward product.
             change = change * (1 - bent * bent)
         change = change * scale
         dq_i = matmul("bkcd,bkgqc->bkgqd", blocks.k[j], change, jnp.float32)
         dk_j = matmul("bkgqd,bkgqc->bkcd", blocks.q[i], change, jnp.float32)
+        # Accumulated in float32: a key block is met by many query blocks.
         return dq.at[i].add(dq_i), dk.at[j].add(dk_j), dv.at[j].add(dv_j)
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (blocks.q, blocks.k, blocks.v))

@@ -79,7 +79,7 @@ def look(
     together: bool = False,
     interpret: bool = False,
 ) -> Seen:
-    """What queries see of one part of a cache, to be merged as in ``dense.attend_parts``.
+    """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
       q_sqhd: [S, Q, H, h].
@@ -156,7 +156,7 @@ def look(
 
 
 def in_main_memory(x: Array) -> Array:
-    """A kernel's input that stays in the chip's main memory, of which the kernel takes blocks.
+    """A kernel input that stays in main memory and is read in blocks.
 
     Where the faster memory has room, as on v6e, XLA would first copy all of it there with every
     token, and back where the kernel wrote to it.
@@ -165,7 +165,7 @@ def in_main_memory(x: Array) -> Array:
 
 
 def _rows_at_once(part: Part, queries: int, bk: int) -> int:
-    """Rows of a step: as many as have ``_STEP_BYTES`` of keys and values, and of sums."""
+    """Rows per grid step: as many as have ``_STEP_BYTES`` of keys, values and sums."""
     m, k, _, d = part.v_mkcd.shape
     each = k * max(2 * bk * part.v_mkcd.dtype.itemsize, 4 * queries)
     room = each * -(-d // LANES) * LANES
@@ -176,7 +176,7 @@ def _rows_at_once(part: Part, queries: int, bk: int) -> int:
 
 
 def _visited(mask_mnc: Array, r: int, bk: int) -> tuple[Array, Array, Array]:
-    """Which blocks are read, and what is in memory when a block is not.
+    """The blocks to read, and the block in memory while one is skipped.
 
     Args:
       mask_mnc: [M, n, C] bool.
@@ -188,19 +188,19 @@ def _visited(mask_mnc: Array, r: int, bk: int) -> tuple[Array, Array, Array]:
       blocks of a row up to the last that any row reads, 1 at least: those beyond take no step.
     """
     m, n, c = mask_mnc.shape
-    some = mask_mnc.reshape(m // r, r, n, c // bk, bk).any((1, 2, 4))
+    visible = mask_mnc.reshape(m // r, r, n, c // bk, bk).any((1, 2, 4))
     # The first block is always read, so that every query has something to see.
-    some = some.at[:, 0].set(True)
+    visible = visible.at[:, 0].set(True)
     j = jnp.arange(c // bk, dtype=jnp.int32)[None]
     # What is not read repeats what was read last, and so is not sent again.
-    last = jax.lax.cummax(jnp.where(some, j, 0), axis=1)
-    return some.astype(jnp.int32), last, last.max() + 1
+    last = jax.lax.cummax(jnp.where(visible, j, 0), axis=1)
+    return visible.astype(jnp.int32), last, last.max() + 1
 
 
 def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: float | None) -> None:
     """One block of columns of some rows: a turn of a running softmax for each row and head."""
     del last
-    held = dict(zip(names, refs, strict=False))
+    blocks = dict(zip(names, refs, strict=False))
     out, log_sum, peaks, totals, values = refs[len(names) :]
     i, j = pl.program_id(0), pl.program_id(1)
 
@@ -211,28 +211,28 @@ def _kernel(visited: Any, last: Any, *refs: Any, names: list[str], softcap: floa
         totals[...] = jnp.zeros(totals.shape, jnp.float32)
         values[...] = jnp.zeros(values.shape, jnp.float32)
 
-    rows, heads = held["q"].shape[:2]
+    rows, heads = blocks["q"].shape[:2]
 
     @pl.when(visited[i, j] != 0)
     def _() -> None:
         for r, head in itertools.product(range(rows), range(heads)):
-            q, at = held["q"][r, head], (r, head)
-            scores = _product(q, held["k"][at].astype(q.dtype), along=1)
-            if "k_scale" in held:
-                scores = scores * held["k_scale"][at]
+            q, at = blocks["q"][r, head], (r, head)
+            scores = _product(q, blocks["k"][at].astype(q.dtype), along=1)
+            if "k_scale" in blocks:
+                scores = scores * blocks["k_scale"][at]
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
-            scores = _masked(scores, held["mask"][r] != 0)
+            scores = _masked(scores, blocks["mask"][r] != 0)
             peak = jnp.maximum(peaks[at][:, :1], scores.max(-1, keepdims=True))
             # Earlier sums are rescaled to the new peak, so that no exponential overflows in
             # float32.
             weights, old = jnp.exp(scores - peak), jnp.exp(peaks[at][:, :1] - peak)
             total = totals[at][:, :1] * old + weights.sum(-1, keepdims=True)
             # The scale of a value is a factor of its weight, of which there are fewer.
-            if "v_scale" in held:
-                weights = weights * held["v_scale"][at]
-            seen = _product(weights.astype(q.dtype), held["v"][at].astype(q.dtype))
-            values[at] = values[at] * old + seen
+            if "v_scale" in blocks:
+                weights = weights * blocks["v_scale"][at]
+            read = _product(weights.astype(q.dtype), blocks["v"][at].astype(q.dtype))
+            values[at] = values[at] * old + read
             peaks[at] = jnp.broadcast_to(peak, peaks.shape[2:])
             totals[at] = jnp.broadcast_to(total, totals.shape[2:])
 
@@ -250,8 +250,8 @@ def _product(a: Array, b: Array, along: int = 0) -> Array:
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _masked(scores: Array, seen: Array) -> Array:
+def _masked(scores: Array, mask: Array) -> Array:
     """[g * n, c] scores where [n, c] says so, of every g."""
-    n, c = seen.shape
+    n, c = mask.shape
     wide = scores.reshape(-1, n, c) if n > 1 else scores
-    return jnp.where(seen[None] if n > 1 else seen, wide, MASKED).reshape(scores.shape)
+    return jnp.where(mask[None] if n > 1 else mask, wide, MASKED).reshape(scores.shape)

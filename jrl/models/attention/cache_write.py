@@ -21,13 +21,13 @@ from jrl.models.attention.splash import LANES
 from jrl.types import Array
 
 
-def takes(held: dict[str, Array]) -> bool:
+def takes(piece: dict[str, Array]) -> bool:
     """Whether the kernel can write a piece of a layer's cache: its columns fill tiles."""
-    return held["v"].shape[2] % LANES == 0
+    return piece["v"].shape[2] % LANES == 0
 
 
 def write_columns(
-    held: dict[str, Array],
+    piece: dict[str, Array],
     entries: dict[str, Array],
     columns: Array,
     *,
@@ -37,7 +37,7 @@ def write_columns(
     """A piece of a layer's cache with one column of each row replaced; see ``decode.write``.
 
     Args:
-      held: a piece that the kernel ``takes``, not to be read again.
+      piece: a piece that the kernel ``takes``, not to be read again.
       entries: what goes into them, from ``decode.entries_of``, one a row.
       columns: [S] int32; a row whose column is outside of the piece stays as it is.
       axes: which axis of each array its columns are, ``decode.AXES``.
@@ -47,15 +47,15 @@ def write_columns(
       The arrays of keys and values, and of their scales where they have any.
     """
     names = list(entries)
-    arrays = [held[name] if interpret else in_main_memory(held[name]) for name in names]
-    s, size = columns.shape[0], held["v"].shape[2]
+    arrays = [piece[name] if interpret else in_main_memory(piece[name]) for name in names]
+    s, size = columns.shape[0], piece["v"].shape[2]
     at = jnp.where((columns >= 0) & (columns < size), columns, -1)
     tiles = [_tiles_around(x, axes[name]) for name, x in zip(names, arrays, strict=True)]
-    blocks, moved = [block for block, _ in tiles], sum(size for _, size in tiles)
+    blocks, copied = [block for block, _ in tiles], sum(size for _, size in tiles)
     entry_blocks = [
         pl.BlockSpec((1, *entries[n].shape[1:]), lambda i, at: (i, 0, 0, 0)) for n in names
     ]
-    written = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_kernel, axes=[axes[name] for name in names]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1, grid=(s,), in_specs=[*entry_blocks, *blocks], out_specs=blocks
@@ -65,11 +65,11 @@ def write_columns(
             for x in arrays
         ],
         input_output_aliases={1 + len(names) + i: i for i in range(len(names))},
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * s * moved),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=2 * s * copied),
         interpret=interpret,
         name="write_columns",
     )(at, *(entries[n].astype(x.dtype) for n, x in zip(names, arrays, strict=True)), *arrays)
-    return dict(zip(names, written, strict=True))
+    return dict(zip(names, outputs, strict=True))
 
 
 def _tiles_around(x: Array, axis: int) -> tuple[pl.BlockSpec, int]:
@@ -92,6 +92,6 @@ def _kernel(at: Any, *refs: Any, axes: list[int]) -> None:
         new, old, out = refs[i], refs[count + i], refs[2 * count + i]
         x = new[...].astype(jnp.float32)  # exact, and the type that all chips compute in
         index = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
-        chosen = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
-        x = jnp.where(chosen, x, old[...].astype(jnp.float32))
+        at_column = (column >= 0) & (index == jax.lax.rem(column, old.shape[axis]))
+        x = jnp.where(at_column, x, old[...].astype(jnp.float32))
         out[...] = x.astype(out.dtype)

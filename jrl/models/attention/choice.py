@@ -1,4 +1,4 @@
-"""Attention by the kernel that is chosen for it: of rows, behind prompts, and to a cache.
+"""Attention by the best kernel: within rows, to shared prompts, and to a cache.
 
 "xla" makes all scores of a layer at once and suits short rows; "blockwise" keeps memory linear in
 the length on any platform; "splash" is JAX's kernel for TPUs, "cudnn" NVIDIA's, through JAX. All
@@ -56,37 +56,37 @@ SHORTEST = 128
 
 
 class Shape(NamedTuple):
-    """The size of a layer's attention: rows, queries of a row, and keys that each looks at."""
+    """Size of a layer's attention: rows, queries per row, and keys per query."""
 
     rows: int
     queries: int
     keys: int
 
 
-def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, how: str) -> None:
+def check_attention_on_mesh(mesh: Mesh, config: ModelConfig, kernel: str) -> None:
     """``check_attention`` before anything runs on a mesh, and whether its axes allow it."""
-    check_attention(config, how, named_platform(mesh.devices.flat[0].platform))
+    check_attention(config, kernel, named_platform(mesh.devices.flat[0].platform))
     context = math.prod(mesh.shape[axis] for axis in RULES["length"])
-    if how == "cudnn" and context > 1:
+    if kernel == "cudnn" and context > 1:
         raise UserError(
-            f"model.attention = 'cudnn' takes whole rows, and mesh.context = {context} divides "
+            f"model.attention = 'cudnn' needs complete rows, and mesh.context = {context} divides "
             "them; set mesh.context to 1, or model.attention to 'auto', 'xla' or 'blockwise'"
         )
 
 
-def check_attention(config: ModelConfig, how: str, where: str) -> None:
+def check_attention(config: ModelConfig, kernel: str, where: str) -> None:
     """Raises UserError where attention of this model cannot be computed as asked.
 
     Args:
       config: the model.
-      how: one of ``ATTENTION``.
+      kernel: one of ``ATTENTION``.
       where: the platform, "cpu", "gpu" or "tpu".
     """
-    if how not in ATTENTION:
-        raise unknown_choice("model.attention", how, ATTENTION)
-    if how == "cudnn" and (says := _no_cudnn(config, where)):
-        raise UserError(f"model.attention = 'cudnn': {says}; use 'auto', 'xla' or 'blockwise'")
-    if how == "splash" and where == "gpu":
+    if kernel not in ATTENTION:
+        raise unknown_choice("model.attention", kernel, ATTENTION)
+    if kernel == "cudnn" and (reason := _no_cudnn(config, where)):
+        raise UserError(f"model.attention = 'cudnn': {reason}; use 'auto', 'xla' or 'blockwise'")
+    if kernel == "splash" and where == "gpu":
         raise UserError(
             "model.attention = 'splash' runs on TPUs (and, interpreted, on the CPU), not on GPUs; "
             "use 'auto' or 'cudnn'"
@@ -110,11 +110,11 @@ def _no_cudnn(config: ModelConfig, where: str) -> str:
     return ""
 
 
-def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> str:
+def kernel_for(requested: str, config: ModelConfig, shape: Shape, *, steady: bool) -> str:
     """The kernel that attention of this shape runs on, never "auto".
 
     Args:
-      how: one of ``ATTENTION``.
+      requested: one of ``ATTENTION``.
       config: the model.
       shape: of one layer's attention, all devices together.
       steady: whether the next column of a row is always the next position, which splash needs
@@ -124,20 +124,24 @@ def kernel_for(how: str, config: ModelConfig, shape: Shape, *, steady: bool) -> 
       UserError: see ``check_attention``.
     """
     where = platform()
-    check_attention(config, how, where)
+    check_attention(config, requested, where)
+    # Splash measures windows in columns; with gaps in positions it would hide the wrong keys.
     exact = steady or config.window is None
-    if how == "splash" and not exact:
+    if requested == "splash" and not exact:
         return "blockwise"
-    if how != "auto":
-        return how
+    if requested != "auto":
+        return requested
+    # Shorter rows would be padded to a tile of 128 columns.
     if where == "tpu" and exact and shape.keys >= SHORTEST:
         return "splash"
     # A device's own part decides, since that is what its kernel is given.
     context = parts_of("length", shape.queries)
-    own = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
-    if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * own <= MASK_BYTES:
+    cells = shape.rows // parts_of("batch", shape.rows) * shape.queries // context * shape.keys
+    # cuDNN gets whole rows, so the context axis must be 1, and a mask of 2 bytes a cell must fit.
+    if where == "gpu" and context == 1 and not _no_cudnn(config, where) and 2 * cells <= MASK_BYTES:
         return "cudnn"
-    scores = 4 * own * config.heads // parts_of("heads", config.kv_heads)
+    scores = 4 * cells * config.heads // parts_of("heads", config.kv_heads)
+    # Both must be long: with few queries the scores are small however many keys there are.
     several = where == "cpu" and min(shape.queries, shape.keys) >= CPU_BLOCKWISE
     return "blockwise" if several or scores > DENSE_BYTES else "xla"
 
@@ -158,32 +162,33 @@ def by_device(function: Callable[..., Any], specs: tuple[Any, ...], *args: Any) 
     axes = free_axes()
     if all(size == 1 for size in axes.values()):
         return function(*args)
+    # A Pallas or cuDNN call is opaque to the partitioner, which would replicate its operands.
     return jax.shard_map(
         function, in_specs=specs, out_specs=specs[0], axis_names=set(axes), check_vma=False
     )(*args)
 
 
-def reads_caches_by_kernel(how: str) -> bool:
+def reads_caches_by_kernel(kernel: str) -> bool:
     """Whether attention to a cache runs on the kernel for TPUs."""
-    return how == "splash" or (how == "auto" and platform() == "tpu")
+    return kernel == "splash" or (kernel == "auto" and platform() == "tpu")
 
 
-def reads_in_one_piece(how: str, rows: int, columns: int) -> bool:
+def reads_in_one_piece(kernel: str, rows: int, columns: int) -> bool:
     """Whether the kernel reads of a device's rows, with this many columns, only what is filled."""
-    if not reads_caches_by_kernel(how):
+    if not reads_caches_by_kernel(kernel):
         return False
     from jrl.models.attention.cache_read import has_tables  # Pallas takes long to import
 
     return has_tables(rows, columns)
 
 
-def caches_in_tiles(how: str) -> bool:
+def caches_in_tiles(kernel: str) -> bool:
     """Whether caches have lengths that kernels take: on TPUs all are written by one."""
-    return how == "splash" or platform() == "tpu"
+    return kernel == "splash" or platform() == "tpu"
 
 
 def scale_of(config: ModelConfig) -> float:
-    """What the scores of a model are multiplied by."""
+    """Scale of a model's attention scores."""
     return config.head_dim**-0.5 if config.query_scale is None else config.query_scale
 
 
@@ -199,7 +204,7 @@ RowAttention = Callable[[Array, Array, Array, Array | int], Array]
 
 
 def row_attention(
-    how: str,
+    kernel: str,
     config: ModelConfig,
     positions: Array,
     segments: Array,
@@ -209,21 +214,21 @@ def row_attention(
     """Attention of the tokens of rows to each other; see ``types.Network.hidden``.
 
     Args:
-      how: one of ``ATTENTION``.
+      kernel: one of ``ATTENTION``.
       config: the model.
       positions: [B, L] int32, tokens.
       segments: [B, L] int32; 0 is padding.
       lengths: [B] int32, where a row is one segment of this length from column and position 0.
     """
     b, l = positions.shape
-    kind = kernel_for(how, config, Shape(b, l, l), steady=lengths is not None)
+    kind = kernel_for(kernel, config, Shape(b, l, l), steady=lengths is not None)
     scale, cap = scale_of(config), config.attention_softcap
     if kind in ("splash", "blockwise"):
-        own = Marks(segments, positions)
+        row_marks = Marks(segments, positions)
         kernels = (_kernel(kind, config, None),)
 
         def by_places(q: Array, k: Array, v: Array, window: Array | int) -> Array:
-            return _places(q, (Place(k, v, own, own),), kernels, window)
+            return _places(q, (Place(k, v, row_marks, row_marks),), kernels, window)
 
         return by_places
     # Lengths say it without a mask, which would be [B, L, L].
@@ -232,16 +237,16 @@ def row_attention(
     mask, distance = visible(positions, segments, positions, segments)
 
     def by_mask(q: Array, k: Array, v: Array, window: Array | int) -> Array:
-        near = mask if config.window is None else mask & (distance < window)
+        visible_keys = mask if config.window is None else mask & (distance < window)
         if kind == "cudnn":
-            return cudnn(q, k, v, scale=scale, mask=near)
-        return attend(q, k, v, near, scale=scale, softcap=cap)
+            return cudnn(q, k, v, scale=scale, mask=visible_keys)
+        return attend(q, k, v, visible_keys, scale=scale, softcap=cap)
 
     return by_mask
 
 
 class Owners(NamedTuple):
-    """Which prompt each token of some rows continues, and the prompts, side by side in blocks.
+    """The prompt that each token continues, and prompts side by side in blocks.
 
     Attributes:
       positions: [R, C] int32, tokens.
@@ -261,7 +266,7 @@ class Owners(NamedTuple):
 
 
 def shared_attention(
-    how: str, config: ModelConfig, rows: Owners
+    kernel: str, config: ModelConfig, rows: Owners
 ) -> Callable[[Array, Array, Array, Array, Array, Array | int], Array]:
     """Attention of the tokens of rows to the prompts that they continue and to each other.
 
@@ -270,15 +275,18 @@ def shared_attention(
       values seen [R, C, H, h]. See ``types.NetworkExtras.hidden_shared``.
     """
     (r, c), (m, b), p = rows.positions.shape, rows.lengths.shape, rows.width
-    kind = kernel_for(how, config, Shape(r, c, b * p + c), steady=True)
+    kind = kernel_for(kernel, config, Shape(r, c, b * p + c), steady=True)
     scale, cap = scale_of(config), config.attention_softcap
+    # Numbers of the prompts by column of a block, to compare with ``owners``.
     slots = jnp.repeat(jnp.arange(b, dtype=jnp.int32), p)
     columns = jnp.tile(jnp.arange(p, dtype=jnp.int32), b)
     inside, live = columns[None] < jnp.repeat(rows.lengths, p, axis=1), rows.segments != 0
     if kind in ("splash", "blockwise"):
-        own = Marks(rows.segments, rows.positions)
-        own_keys = own._replace(ends=rows.ends)
+        row_marks = Marks(rows.segments, rows.positions)
+        own_keys = row_marks._replace(ends=rows.ends)
         # A prompt's id is 1 + its number in the row; 0 is padding, which nothing sees.
+        # Ids tell prompts of a block apart inside one row of keys, which kernels compare for
+        # equality.
         keys = Marks(
             jnp.where(inside, slots[None] + 1, 0), jnp.broadcast_to(columns[None], (m, b * p))
         )
@@ -290,13 +298,14 @@ def shared_attention(
         def by_places(
             q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
         ) -> Array:
-            both = Place(k, v, own_keys, own), Place(before_k, before_v, keys, queries)
+            both = Place(k, v, own_keys, row_marks), Place(before_k, before_v, keys, queries)
             return _places(q, both, kernels, window)
 
         return by_places
-    ahead = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
+    prefix_mask = live[:, :, None] & jnp.repeat(inside, r // m, axis=0)[:, None]
+    # With one prompt a block every token belongs to it, and the mask [R, C, P] is not needed.
     if b > 1:
-        ahead &= rows.owners[:, :, None] == slots[None, None]
+        prefix_mask &= rows.owners[:, :, None] == slots[None, None]
     back = rows.positions[:, :, None] - columns[None, None]
     where = rows.positions, rows.segments
     mask, distance = visible(*where, *where, rows.ends)
@@ -304,29 +313,31 @@ def shared_attention(
     def by_mask(
         q: Array, before_k: Array, before_v: Array, k: Array, v: Array, window: Array | int
     ) -> Array:
-        near, near_before = mask, ahead
+        own_mask, shared_mask = mask, prefix_mask
         if config.window is not None:
-            near, near_before = mask & (distance < window), ahead & (back < window)
+            own_mask, shared_mask = mask & (distance < window), prefix_mask & (back < window)
         if kind == "cudnn":
             # cuDNN takes one set of keys a row, so prompts are copied for each of their rows.
             both = [jnp.repeat(x, r // m, axis=0) for x in (before_k, before_v)]
             k, v = (jnp.concatenate(x, axis=2) for x in zip(both, (k, v), strict=True))
-            seen = jnp.concatenate([near_before, near], axis=2)
-            return cudnn(q, k, v, scale=scale, mask=seen)
-        past = Past(before_k, before_v, near_before)
-        return attend_shared(q, past, k, v, near, scale=scale, softcap=cap)
+            both_masks = jnp.concatenate([shared_mask, own_mask], axis=2)
+            return cudnn(q, k, v, scale=scale, mask=both_masks)
+        prefix = Past(before_k, before_v, shared_mask)
+        return attend_shared(q, prefix, k, v, own_mask, scale=scale, softcap=cap)
 
     return by_mask
 
 
-def _kernel(kind: str, config: ModelConfig, past: int | None) -> Kernel:
+def _kernel(kind: str, config: ModelConfig, prefix_length: int | None) -> Kernel:
     scale, cap = scale_of(config), config.attention_softcap
     if kind == "blockwise":
         return blockwise(scale=scale, softcap=cap)
     from jrl.models.attention.splash import splash_kernel  # Pallas takes long to import
 
     windows, interpret = tuple(set(config.windows)), platform() != "tpu"
-    return splash_kernel(scale=scale, softcap=cap, windows=windows, past=past, interpret=interpret)
+    return splash_kernel(
+        scale=scale, softcap=cap, windows=windows, past=prefix_length, interpret=interpret
+    )
 
 
 def _places(
@@ -340,6 +351,7 @@ def _places(
     def look(q: Array, places: tuple[Place, ...], window: Array) -> Array:
         return attend_places(q, places, kernels, window)
 
+    # The place with the fewest rows limits how far the batch can be divided.
     n, c = min(place.k_bkcd.shape[0] for place in places), q.shape[1]
     batch, heads = mesh_axes("batch", n), mesh_axes("kv_heads", places[0].k_bkcd.shape[1])
     length = mesh_axes("length", c)
@@ -347,12 +359,12 @@ def _places(
     if length:
         columns = jnp.broadcast_to(jnp.arange(c, dtype=jnp.int32)[None], q.shape[:2])
         places = (places[0]._replace(columns=columns), *places[1:])
-    row, part, held = (PartitionSpec(batch, *x) for x in ((), (length,), (heads,)))
+    row, part, heads_spec = (PartitionSpec(batch, *x) for x in ((), (length,), (heads,)))
 
     def spec(place: Place) -> Place:
         keys = jax.tree.map(lambda _: row, place.keys)
         queries, columns = jax.tree.map(lambda _: part, (place.queries, place.columns))
-        return Place(held, held, keys, queries, columns)  # type: ignore[arg-type]
+        return Place(heads_spec, heads_spec, keys, queries, columns)  # type: ignore[arg-type]
 
     specs = PartitionSpec(batch, length, heads), tuple(map(spec, places)), PartitionSpec()
     return by_device(look, specs, q, places, jnp.asarray(window, jnp.int32))
@@ -361,11 +373,11 @@ def _places(
 # ---------------------------------------------------------------- to a cache
 
 
-def cached_attention(how: str, config: ModelConfig) -> Callable[..., Array]:
+def cached_attention(kernel: str, config: ModelConfig) -> Callable[..., Array]:
     """``attend_parts`` as a model does it, by the kernel that is chosen.
 
     Args:
-      how: one of ``choice.ATTENTION``.
+      kernel: one of ``choice.ATTENTION``.
       config: the model.
 
     Returns:
@@ -375,7 +387,7 @@ def cached_attention(how: str, config: ModelConfig) -> Callable[..., Array]:
     dense = functools.partial(
         attend_parts, scale=scale_of(config), softcap=config.attention_softcap
     )
-    if not reads_caches_by_kernel(how):
+    if not reads_caches_by_kernel(kernel):
         return lambda q, parts, own=0, together=False: dense(q, parts)
     from jrl.models.attention import cache_read  # Pallas takes long to import
     from jrl.models.attention.splash_cache import fits, splash_look
@@ -391,9 +403,12 @@ def cached_attention(how: str, config: ModelConfig) -> Callable[..., Array]:
 
     def attend(q: Array, parts: Sequence[Part], own: int = 0, together: bool = False) -> Array:
         def by_kernel(q: Array, parts: list[Part]) -> Array:
+            # By identity: parts of equal shape cannot be distinguished otherwise.
             firsts = {id(part) for part in parts[:own]}
 
             def attend_one(q: Array, part: Part, scale: float, softcap: float | None) -> Seen:
+                # The rows' own pieces fill up while decoding; only for those a plan can know how
+                # much is read.
                 if id(part) not in firsts:
                     return look(q, part, scale, softcap, False)
                 with jax.named_scope("own_cache"):  # of which plan.costs knows how much is filled
@@ -407,6 +422,7 @@ def cached_attention(how: str, config: ModelConfig) -> Callable[..., Array]:
             return dense(q, parts)
 
         def spec(x: Array) -> PartitionSpec:
+            # Keys, values and scales have rank 4, masks 3, flags 0.
             by_rank = {4: (batch, heads), 3: (batch,), 1: (), 0: ()}
             return PartitionSpec(*by_rank[x.ndim])
 

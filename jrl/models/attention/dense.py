@@ -33,7 +33,7 @@ def visible(
     key_segments: Array,
     key_ends: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Which keys each query may see, windows aside, and how far back each key is.
+    """The visibility mask of keys, windows aside, and their distance.
 
     Args:
       positions: [B, Q] int32, tokens; the queries'.
@@ -48,6 +48,7 @@ def visible(
     """
     chex.assert_equal_shape([positions, segments])
     chex.assert_equal_shape([key_positions, key_segments])
+    # Distances by position, not by column: packed rows and caches have gaps between neighbours.
     distance_bqc = positions[:, :, None] - key_positions[:, None, :]
     same_bqc = segments[:, :, None] == key_segments[:, None, :]
     if key_ends is not None:
@@ -106,6 +107,7 @@ def _scores(
     """[B, K, H / K, Q, C] float32."""
     b, q, h, d = q_bqhd.shape
     k = k_bkcd.shape[1]
+    # The group is an axis of the queries; repeating keys for each head would read them H / K times.
     q_bqkgd = q_bqhd.reshape(b, q, k, h // k, d)
     scores = matmul("bqkgd,bkcd->bkgqc", q_bqkgd, k_bkcd, jnp.float32) * scale
     if softcap is not None:
@@ -130,7 +132,7 @@ class Past(NamedTuple):
 
 def attend_shared(
     q_rqhd: Array,
-    past: Past,
+    prefix: Past,
     k_rkcd: Array,
     v_rkcd: Array,
     mask_rqc: Array,
@@ -145,7 +147,7 @@ def attend_shared(
 
     Args:
       q_rqhd: [R, Q, H, h].
-      past: the prompts'.
+      prefix: the prompts'.
       k_rkcd: [R, K, C, h], the rows' own.
       v_rkcd: [R, K, C, h].
       mask_rqc: [R, Q, C] bool, True where visible.
@@ -156,25 +158,25 @@ def attend_shared(
       [R, Q, H, h] in the dtype of ``v_rkcd``. A query that sees nothing gets a mean of the values.
     """
     r, q, h, d = q_rqhd.shape
-    n, k, p = past.k_nkpd.shape[:3]
+    n, k, p = prefix.k_nkpd.shape[:3]
     m, g, c = r // n, h // k, k_rkcd.shape[2]
-    chex.assert_shape(past.mask_rqp, (r, q, p))
+    chex.assert_shape(prefix.mask_rqp, (r, q, p))
     chex.assert_shape(mask_rqc, (r, q, c))
     # Rows of one prompt next to each other, so that they are the rows of one matrix product.
     q_nkmgqd = q_rqhd.reshape(n, m, q, k, g, d).transpose(0, 3, 1, 4, 2, 5)
     k_nmkcd, v_nmkcd = (x.reshape(n, m, k, c, d) for x in (k_rkcd, v_rkcd))
 
     def scores(spec: str, keys: Array, mask_rqx: Array) -> Array:
-        found = matmul(spec, q_nkmgqd, keys, jnp.float32) * scale
+        products = matmul(spec, q_nkmgqd, keys, jnp.float32) * scale
         if softcap is not None:
-            found = softcap * jnp.tanh(found / softcap)
-        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), found, MASKED)
+            products = softcap * jnp.tanh(products / softcap)
+        return jnp.where(mask_rqx.reshape(n, 1, m, 1, q, -1), products, MASKED)
 
     # Two products and one softmax: joined keys would be a copy of the prompt's for each row.
-    before = scores("nkmgqd,nkpd->nkmgqp", past.k_nkpd, past.mask_rqp)
-    own = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
+    before = scores("nkmgqd,nkpd->nkmgqp", prefix.k_nkpd, prefix.mask_rqp)
+    own_scores = scores("nkmgqd,nmkcd->nkmgqc", k_nmkcd, mask_rqc)
     specs = "nkpd,nkmgqp->nkmgqd", "nmkcd,nkmgqc->nkmgqd"
-    return _read(_Reading(specs, "nmqkgd"), (before, own), (past.v_nkpd, v_nmkcd))
+    return _read(_Reading(specs, "nmqkgd"), (before, own_scores), (prefix.v_nkpd, v_nmkcd))
 
 
 def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -182,12 +184,13 @@ def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
     peak = functools.reduce(jnp.maximum, [x.max(-1, keepdims=True) for x in parts])
     # A softmax does not depend on the peak, so neither does its gradient.
     weights = [jnp.exp(x - jax.lax.stop_gradient(peak)) for x in parts]
+    # One division a query in place of one a key.
     share = 1 / functools.reduce(jnp.add, [w.sum(-1, keepdims=True) for w in weights])
     return tuple(w * share for w in weights)
 
 
 class _Reading(NamedTuple):
-    """How values are read; static.
+    """Einsum specs for reading values; static.
 
     Attributes:
       specs: "<values>,<weights>-><out>" for each part. Values first: XLA's CPU backend cannot sum
@@ -225,8 +228,8 @@ def _read_forward(
     # Named, so that rematerialisation can keep them and make no scores again.
     weights = tuple(checkpoint_name(w, SEEN) for w in _softmax(scores))
     parts = zip(way.specs, values, weights, strict=True)
-    seen = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
-    out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, seen))
+    reads = [matmul(spec, v, w.astype(v.dtype), jnp.float32) for spec, v, w in parts]
+    out = jnp.einsum(f"{way.out}->{way.rows}", functools.reduce(jnp.add, reads))
     *rows, q, k, g, d = out.shape
     out = out.reshape(math.prod(rows), q, k * g, d).astype(values[0].dtype)
     out = checkpoint_name(out, SEEN)
@@ -234,9 +237,9 @@ def _read_forward(
 
 
 def _read_backward(
-    way: _Reading, kept: tuple, g_rqhd: Array
+    way: _Reading, residuals: tuple, g_rqhd: Array
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    weights, values, out_rqhd = kept
+    weights, values, out_rqhd = residuals
     size = dict(zip(way.queries, weights[0].shape, strict=False))
     shape = [size.get(axis, out_rqhd.shape[-1]) for axis in way.rows]
     # In float32: for a query that sees one key the two terms below cancel.
@@ -246,6 +249,7 @@ def _read_backward(
     of_scores, of_values = [], []
     for spec, v, w in zip(way.specs, values, weights, strict=True):
         of_v, of_w = gradients(spec, v, w.astype(v.dtype), g)
+        # The derivative of a softmax, w (dw - sum w dw), with the sum already known as ``mean``.
         of_scores.append(w * (of_w.astype(jnp.float32) - mean))
         of_values.append(of_v)
     return tuple(of_scores), tuple(of_values)
@@ -283,7 +287,7 @@ class Part(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What queries saw of a part: enough to merge it with other parts under one softmax.
+    """Partial attention of a part: mergeable with other parts under one softmax.
 
     Attributes:
       peak: [S, K, H / K, Q, 1] float32, the largest score.
@@ -323,17 +327,17 @@ def attend_parts(
         # Parts that are always read have one softmax: merging costs more than a longer row.
         always = [part for part in parts if part.reached is None]
         sometimes = [part for part in parts if part.reached is not None]
-        seen = [_attend_together(q_sqhd, always, scale, softcap)]
-        seen += [attend_part(q_sqhd, part, scale, softcap) for part in sometimes]
+        reads = [_attend_together(q_sqhd, always, scale, softcap)]
+        reads += [attend_part(q_sqhd, part, scale, softcap) for part in sometimes]
     else:
-        seen = [attend_one(q_sqhd, part, scale, softcap) for part in parts]
-    merged = _merged(seen)
+        reads = [attend_one(q_sqhd, part, scale, softcap) for part in parts]
+    merged = _merged(reads)
     out_skgqd = merged.values / merged.total
     return out_skgqd.transpose(0, 3, 1, 2, 4).reshape(s, q, h, d).astype(q_sqhd.dtype)
 
 
 def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) -> Seen:
-    """What the queries see of one part, nothing when none of them reaches it."""
+    """The partial attention to one part, empty if no query reaches it."""
     s, q, h, d = q_sqhd.shape
     k = part.v_mkcd.shape[1]
 
@@ -342,6 +346,7 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
 
     def nothing(q_sqhd: Array, part: Part) -> Seen:
         lead = (s, k, h // k, q)
+        # Peak MASKED with total 0 merges as weight exp(MASKED - peak) = 0, without a special case.
         zero = jnp.zeros((*lead, 1), jnp.float32)
         return Seen(zero + MASKED, zero, jnp.zeros((*lead, d), jnp.float32))
 
@@ -351,20 +356,21 @@ def attend_part(q_sqhd: Array, part: Part, scale: float, softcap: float | None) 
     return jax.lax.cond(part.reached, attend, nothing, q_sqhd, part)
 
 
-def _merged(seen: Sequence[Seen]) -> Seen:
-    if len(seen) == 1:
-        return seen[0]
-    peak = functools.reduce(jnp.maximum, [x.peak for x in seen])
-    shares = [jnp.exp(x.peak - peak) for x in seen]
-    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(seen, shares, strict=True)])
-    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(seen, shares, strict=True)])
+def _merged(reads: Sequence[Seen]) -> Seen:
+    if len(reads) == 1:
+        return reads[0]
+    # Sums are relative to the peak of their part, so they are rescaled to one peak before adding.
+    peak = functools.reduce(jnp.maximum, [x.peak for x in reads])
+    shares = [jnp.exp(x.peak - peak) for x in reads]
+    total = functools.reduce(jnp.add, [x.total * w for x, w in zip(reads, shares, strict=True)])
+    values = functools.reduce(jnp.add, [x.values * w for x, w in zip(reads, shares, strict=True)])
     return Seen(peak, total, values)
 
 
 def _attend_together(
     q_sqhd: Array, parts: Sequence[Part], scale: float, softcap: float | None
 ) -> Seen:
-    """What the queries see of some parts, all of which are read, under one softmax."""
+    """The partial attention to several parts that are all read, under one softmax."""
     s, q, h, d = q_sqhd.shape
 
     def scores_of(part: Part) -> Array:
@@ -399,6 +405,7 @@ def _attend_together(
         values = matmul("mkrc,mkcd->mkrd", rows.astype(q_sqhd.dtype), part.v_mkcd, jnp.float32)
         return values.reshape(*weights.shape[:-1], d)
 
+    # All scores before any exponential: with the joint peak no part has to be rescaled.
     each = [(part, scores_of(part)) for part in parts]
     peak = functools.reduce(jnp.maximum, [by_row(x.max(-1, keepdims=True)) for _, x in each])
     total, values = [], []

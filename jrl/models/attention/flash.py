@@ -24,7 +24,7 @@ from jrl.types import Array
 
 
 class Marks(NamedTuple):
-    """Who sees whom: a query sees the keys of its own id, at distances from 0 to the window.
+    """Visibility: a query sees the keys of its own id, at distances from 0 to the window.
 
     Attributes:
       ids: [B, L] int32; 0 is padding, which sees nothing and is not seen.
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """How one place is looked at; both functions take queries of as many rows as the place has.
+    """Forward and backward functions of one place, for queries of as many rows as the place has.
 
     Attributes:
       forward: (q, place, window) -> (values seen [B, H, Q, h], log of the sum of the exponentials
@@ -100,34 +100,39 @@ def _attend(
 def _forward(
     kernels: tuple[Kernel, ...], q: Array, places: tuple[Place, ...], window: Array
 ) -> tuple[Array, tuple]:
-    seen, log_sums = [], []
+    outputs, log_sums = [], []
     for kernel, place in zip(kernels, places, strict=True):
+        # Rows that share a place are queries of one row, so its keys are read once for all of them.
         out, log_sum = kernel.forward(*_together(q, place), window)
-        seen.append(_split(out, q.shape[0]))
+        outputs.append(_split(out, q.shape[0]))
         log_sums.append(_split(log_sum[..., None], q.shape[0])[..., 0])
     # Each place divided by its own sum; its share of the sum of all puts that right.
     merged = functools.reduce(jnp.logaddexp, log_sums)
-    if len(seen) > 1:
+    if len(outputs) > 1:
+        # exp of a difference of log sums is at most 1, so nothing overflows.
         shares = [jnp.exp(x - merged)[..., None] for x in log_sums]
-        parts = [x.astype(jnp.float32) * w for x, w in zip(seen, shares, strict=True)]
-        seen = [functools.reduce(jnp.add, parts)]
-    out = checkpoint_name(seen[0].astype(places[0].v_bkcd.dtype), SEEN)
+        parts = [x.astype(jnp.float32) * w for x, w in zip(outputs, shares, strict=True)]
+        outputs = [functools.reduce(jnp.add, parts)]
+    # Named with the log sums: rematerialisation that keeps both never runs the kernels again.
+    out = checkpoint_name(outputs[0].astype(places[0].v_bkcd.dtype), SEEN)
     merged = checkpoint_name(merged, SEEN)
     return out, (q, places, window, out, merged)
 
 
-def _backward(kernels: tuple[Kernel, ...], kept: tuple, g: Array) -> tuple:
-    q, places, window, out, log_sum = kept
-    dq, found = jnp.zeros(q.shape, jnp.float32), []
+def _backward(kernels: tuple[Kernel, ...], residuals: tuple, g: Array) -> tuple:
+    q, places, window, out, log_sum = residuals
+    dq, key_gradients = jnp.zeros(q.shape, jnp.float32), []
     for kernel, place in zip(kernels, places, strict=True):
         n = place.k_bkcd.shape[0]
-        own, place = _together(q, place)
+        queries, place = _together(q, place)
         # The merged result and sums are all a place needs of the others: not their scores.
         rest = [_join(x, n) for x in (out, log_sum[..., None], g)]
-        part, dk, dv = kernel.backward(own, place, window, rest[0], rest[1][..., 0], rest[2])
+        part, dk, dv = kernel.backward(queries, place, window, rest[0], rest[1][..., 0], rest[2])
+        # Each place contributes to the same queries; float32 until all are added.
         dq = dq + _split(part, q.shape[0]).astype(jnp.float32)
-        found.append(Place(dk, dv, Marks(None, None), Marks(None, None)))  # type: ignore[arg-type]
-    return dq.astype(q.dtype), tuple(found), None
+        key_gradients.append(Place(dk, dv, Marks(None, None), Marks(None, None)))  # type: ignore[arg-type]
+    # Marks are integers and the window is no weight: they have no gradient.
+    return dq.astype(q.dtype), tuple(key_gradients), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -138,6 +143,7 @@ def _join(x: Array, n: int) -> Array:
     r, h, q, d = x.shape
     if r == n:
         return x
+    # Heads stay the outer axis, so a kernel sees one long row of queries per head.
     return x.reshape(n, r // n, h, q, d).transpose(0, 2, 1, 3, 4).reshape(n, h, -1, d)
 
 

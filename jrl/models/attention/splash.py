@@ -23,7 +23,7 @@ from jrl.models.attention.flash import Kernel, Place
 from jrl.types import Array
 
 LANES = 128
-"""What lengths are filled up to a multiple of."""
+"""Lengths are padded to a multiple of this."""
 
 _BLOCKS = (512, 384, 256, 128)
 """Queries, and keys, of a block, the best first."""
@@ -51,14 +51,14 @@ def splash_kernel(
         1 + the prompt's number.
       interpret: runs the kernel's steps as plain JAX, slowly, for tests on other platforms.
     """
-    chosen: dict[str, Any] = {
+    options: dict[str, Any] = {
         "scale": scale,
         "softcap": softcap,
         "windows": tuple(sorted({NO_WINDOW if w is None else int(w) for w in windows})),
         "past": past,
         "interpret": interpret,
     }
-    return Kernel(functools.partial(_forward, **chosen), functools.partial(_backward, **chosen))
+    return Kernel(functools.partial(_forward, **options), functools.partial(_backward, **options))
 
 
 def block_of(length: int) -> int:
@@ -95,7 +95,9 @@ def _made(
     the kernel leave out the blocks above the diagonal.
     """
     heads, q, c = shape
+    # Blocks of the padded lengths: the kernel requires them to divide evenly.
     bq, bk = block_of(q), block_of(c)
+    # The same blocks forward and backward, so that one padding of the inputs serves both.
     sizes = splash.BlockSizes(
         block_q=bq,
         block_kv=bk,
@@ -106,6 +108,7 @@ def _made(
     )
     # Blocks above the diagonal, or behind a window, are then not even in the kernel's grid.
     if past is None and sequence is None:
+        # A static mask: the kernel's grid is built from it at trace time.
         mask: masks.Mask = masks.CausalMask((q, c))
         if window < NO_WINDOW:
             mask = masks.LocalMask((q, c), (window - 1, 0), 0)
@@ -119,6 +122,8 @@ def _made(
             interpret=interpret,
         )
     hides = _hides(window, past is None)
+    # Without a static mask the kernel visits every block and asks ``mask_function``; ids do the
+    # rest.
     info = MaskInfo(None, None, None, None, sequence if hides else None)  # type: ignore[arg-type]
     return splash.SplashAttentionKernel(
         info,
@@ -141,12 +146,14 @@ def _each_window(
     """``run`` for the window that it is; the windows are fixed when the kernel is compiled."""
     if len(windows) == 1:
         return run(windows[0])
+    # The window is a traced number inside the scan over layers, so the kernel is chosen by a
+    # switch.
     index = sum((window > w).astype(jnp.int32) for w in windows[:-1])
     return jax.lax.switch(index, [functools.partial(run, w) for w in windows])
 
 
 def _inputs(q: Array, place: Place, scale: float, past: int | None) -> tuple[Any, ...]:
-    """Queries scaled, keys, values, ids of queries and keys, columns: filled up to whole blocks."""
+    """Scaled queries, keys, values, ids of queries and keys, columns: padded to whole blocks."""
     # The kernel has no scale of its own.
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     bq, bk = block_of(q.shape[2]), block_of(place.k_bkcd.shape[2])
@@ -188,6 +195,7 @@ def _forward(
         return jax.vmap(one)(*inputs)
 
     out, log_sum = _each_window(run, windows, window)
+    # Cut the padding off again before shapes meet the caller's.
     n = q.shape[2]
     return out[:, :, :n], log_sum[:, :, :n]
 
@@ -196,7 +204,7 @@ def _backward(
     q: Array,
     place: Place,
     window: Array,
-    seen: Array,
+    outputs: Array,
     log_sums: Array,
     g: Array,
     *,
@@ -209,7 +217,7 @@ def _backward(
     inputs = _inputs(q, place, scale, past)
     n, c = q.shape[2], place.k_bkcd.shape[2]
     shape = q.shape[1], inputs[0].shape[2], inputs[1].shape[2]
-    results = [_filled(x, 2, shape[1]) for x in (seen, log_sums, g.astype(seen.dtype))]
+    results = [_filled(x, 2, shape[1]) for x in (outputs, log_sums, g.astype(outputs.dtype))]
 
     def run(w: int) -> tuple[Array, Array, Array]:
         def one(*row: Any) -> tuple[Array, Array, Array]:
@@ -221,11 +229,12 @@ def _backward(
             infos = kernel.dq_mask_info, kernel.dkv_mask_info
             residuals = (q, k, v, segments, None, out, log_sum, *infos)
             kwargs = kernel.kwargs | {"save_residuals": False, "res": residuals, "do": g}
-            found = splash._splash_attention_bwd(**kwargs)
-            return found[3], found[4], found[5]
+            gradients = splash._splash_attention_bwd(**kwargs)
+            return gradients[3], gradients[4], gradients[5]
 
         return jax.vmap(one)(*inputs, *results)
 
     dq, dk, dv = _each_window(run, windows, window)
+    # Queries were scaled outside of the kernel, so its dq is that of scaled queries.
     dq = (dq[:, :, :n].astype(jnp.float32) * scale).astype(q.dtype)
     return dq, dk[:, :, :c], dv[:, :, :c]

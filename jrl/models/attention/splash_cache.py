@@ -23,7 +23,7 @@ _LARGEST = 512
 """Most keys of a block. Of a row's last block all is read, and each block costs time of its own."""
 
 _SUBLANES = 16
-"""What the queries of a block are filled up to a multiple of."""
+"""The queries of a block are padded to a multiple of this."""
 
 _QUERIES = 256
 """Most queries of a block."""
@@ -51,7 +51,7 @@ def fits(q_sqhd: Array, part: Part, tables: int) -> bool:
 def splash_look(
     q_sqhd: Array, part: Part, scale: float, softcap: float | None, *, interpret: bool = False
 ) -> Seen:
-    """What queries see of one part of a cache, to be merged as in ``dense.attend_parts``.
+    """The partial attention of queries to one part of a cache, for ``dense.attend_parts``.
 
     Args:
       q_sqhd: [S, Q, H, h].
@@ -102,7 +102,7 @@ def splash_look(
 
 
 def _visited(mask_mrc: Array, rows: int, heads: int, block: tuple[int, int]) -> MaskInfo:
-    """Which blocks are read and which of those are masked, the same for all heads of a part.
+    """The blocks to read and those to mask, the same for all heads of a part.
 
     Args:
       mask_mrc: [M, rows and what fills up their blocks, C] bool.
@@ -116,18 +116,18 @@ def _visited(mask_mrc: Array, rows: int, heads: int, block: tuple[int, int]) -> 
     extra = (jnp.arange(r) >= rows).reshape(1, -1, 1, bq, 1)
     full = (tiles | extra).all((-1, -2))
     # The first block is always read, so that every query has something to see.
-    some = tiles.any((-1, -2)).at[:, :, 0].set(True)
-    partial = some & ~full
+    visible = tiles.any((-1, -2)).at[:, :, 0].set(True)
+    partial = visible & ~full
     # What is not read repeats what was read last, or will be first, and so is not sent again.
     j = jnp.arange(c // bk, dtype=jnp.int32)[None, None]
-    last = jax.lax.cummax(jnp.where(some, j, 0), axis=2)
+    last = jax.lax.cummax(jnp.where(visible, j, 0), axis=2)
     number = jnp.arange(partial.size, dtype=jnp.int32).reshape(partial.shape)
     tile = jax.lax.cummax(jnp.where(partial, number, number[:, :, :1]), axis=2)
     per_head = functools.partial(jnp.repeat, repeats=heads, axis=0)
     return MaskInfo(
         data_next=per_head(last),
         mask_next=per_head(tile),
-        block_mask=per_head(jnp.where(full, 2, some).astype(jnp.int32)),
+        block_mask=per_head(jnp.where(full, 2, visible).astype(jnp.int32)),
         partial_mask_blocks=tiles.reshape(-1, bq, bk),
         q_sequence=None,
         is_dynamic_mask=False,

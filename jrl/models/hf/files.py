@@ -96,14 +96,14 @@ def _files(directory: pathlib.Path) -> list[pathlib.Path]:
     raise UserError(f"{directory}: has neither {_FILE} nor {_INDEX}{hint}")
 
 
-class _Found(NamedTuple):
+class _TensorInfo(NamedTuple):
     file: pathlib.Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def _headers(directory: pathlib.Path) -> dict[str, _Found]:
-    found = {}
+def _headers(directory: pathlib.Path) -> dict[str, _TensorInfo]:
+    headers = {}
     for path in _files(directory):
         with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118  not a dict
@@ -113,8 +113,10 @@ def _headers(directory: pathlib.Path) -> dict[str, _Found]:
                         f"{path}: tensor {name!r} has type {part.get_dtype()}; only "
                         f"{', '.join(_FLOATS)} are read (a quantised checkpoint?)"
                     )
-                found[name] = _Found(path, tuple(part.get_shape()), _FLOATS[part.get_dtype()])
-    return found
+                headers[name] = _TensorInfo(
+                    path, tuple(part.get_shape()), _FLOATS[part.get_dtype()]
+                )
+    return headers
 
 
 def _some(names: list[str]) -> str:
@@ -122,20 +124,22 @@ def _some(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:8]) + more
 
 
-def _check(directory: pathlib.Path, wanted: dict[str, Tensor], found: dict[str, _Found]) -> None:
+def _check(
+    directory: pathlib.Path, expected: dict[str, Tensor], stored: dict[str, _TensorInfo]
+) -> None:
     """Raises for tensors that are missing, unexpected or of another shape than the config says."""
-    if missing := [name for name in wanted if name not in found]:
+    if missing := [name for name in expected if name not in stored]:
         hint = ""
         if "lm_head.weight" in missing:
             hint = "; for a tied output set tie_word_embeddings = true in config.json"
         raise UserError(f"{directory}: missing tensors {_some(missing)}{hint}")
-    if extra := sorted(set(found) - set(wanted)):
+    if extra := sorted(set(stored) - set(expected)):
         raise UserError(
             f"{directory}: unexpected tensors {_some(extra)}; config.json describes a model "
             "without them (see attention_bias, mlp_bias, num_hidden_layers, model_type)"
         )
-    for name, tensor in wanted.items():
-        file, shape, _ = found[name]
+    for name, tensor in expected.items():
+        file, shape, _ = stored[name]
         if shape == tensor.shape:
             continue
         where = "number of axes"
@@ -191,21 +195,23 @@ def open_checkpoint(
     config = read_config(directory)
     if dtype is not None and dtype not in DTYPES:
         raise unknown_choice("dtype", dtype, DTYPES)
-    found, wanted = _headers(directory), tensors(config)
+    headers, expected = _headers(directory), tensors(config)
     # Old exports hold the rotation's constants, and some a copy of a tied output matrix.
-    found = {name: f for name, f in found.items() if not name.endswith("rotary_emb.inv_freq")}
-    copy = found.pop("lm_head.weight", None) if config.tied_embeddings else None
-    _check(directory, wanted, found)
-    stored = {f.dtype for f in found.values()}
-    kept = dtype or (stored.pop() if len(stored) == 1 else "float32")
-    if kept not in DTYPES:
-        kept = "float32"
-    config = dataclasses.replace(config, dtype=kept, param_dtype=kept)
-    files = {name: found[name].file for name in wanted}
-    params = stored_tree(list(leaves(weights(config))), wanted, files, kept)
+    headers = {name: f for name, f in headers.items() if not name.endswith("rotary_emb.inv_freq")}
+    copy = headers.pop("lm_head.weight", None) if config.tied_embeddings else None
+    _check(directory, expected, headers)
+    dtypes = {f.dtype for f in headers.values()}
+    dtype_name = dtype or (dtypes.pop() if len(dtypes) == 1 else "float32")
+    if dtype_name not in DTYPES:
+        dtype_name = "float32"
+    config = dataclasses.replace(config, dtype=dtype_name, param_dtype=dtype_name)
+    files = {name: headers[name].file for name in expected}
+    params = stored_tree(list(leaves(weights(config))), expected, files, dtype_name)
     if copy is not None:
         with open_safetensors(copy.file) as file:
-            if not np.array_equal(file.get_tensor("lm_head.weight").astype(kept), params["embed"]):
+            if not np.array_equal(
+                file.get_tensor("lm_head.weight").astype(dtype_name), params["embed"]
+            ):
                 raise UserError(
                     f"{copy.file}: tensor 'lm_head.weight' differs from the embedding although "
                     "config.json says tie_word_embeddings = true; set it to false"
@@ -253,8 +259,8 @@ def save(
     _check_params(config, params)
     source = None if source_dir is None else model_directory(source_dir)
     base = _read_json(source / "config.json") if source else None
-    stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
-    document = render(stored, base)
+    config_stored = dataclasses.replace(config, param_dtype=str(np.dtype(params["embed"].dtype)))
+    document = render(config_stored, base)
     draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -286,14 +292,14 @@ def _replace(target: pathlib.Path, draft: pathlib.Path) -> None:
 
 def _check_params(config: ModelConfig, params: Params) -> None:
     expected = {".".join(path): spec.shape for path, spec in leaves(weights(config))}
-    given = {".".join(path): tuple(np.shape(leaf)) for path, leaf in leaves(params)}
-    if missing := sorted(set(expected) - set(given)):
+    shapes = {".".join(path): tuple(np.shape(leaf)) for path, leaf in leaves(params)}
+    if missing := sorted(set(expected) - set(shapes)):
         raise UserError(f"params: missing {_some(missing)} of this configuration")
-    if extra := sorted(set(given) - set(expected)):
+    if extra := sorted(set(shapes) - set(expected)):
         raise UserError(f"params: unexpected {_some(extra)} for this configuration")
     for name, shape in expected.items():
-        if given[name] != shape:
-            raise UserError(f"params: {name} has shape {given[name]}, expected {shape}")
+        if shapes[name] != shape:
+            raise UserError(f"params: {name} has shape {shapes[name]}, expected {shape}")
 
 
 def _write_tensors(
@@ -307,13 +313,13 @@ def _write_tensors(
         for name, t in table.items()
     }
     shards: list[list[str]] = [[]]
-    filled = 0
+    used = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > shard_bytes:
+        if shards[-1] and used + size > shard_bytes:
             shards.append([])
-            filled = 0
+            used = 0
         shards[-1].append(name)
-        filled += size
+        used += size
     where: dict[str, str] = {}
     for i, names in enumerate(shards, 1):
         single = len(shards) == 1

@@ -89,9 +89,9 @@ def _check(raw: Mapping[str, Any], kinds: Mapping[str, str], prefix: str) -> Non
             continue
         value = raw[key]
         if not _is(value, kind):
-            shown = repr(value)
-            shown = shown if len(shown) <= 60 else f"{shown[:60]}..."
-            raise UserError(f"config.json: {prefix}{key} = {shown}; it must be {kind}")
+            text = repr(value)
+            text = text if len(text) <= 60 else f"{text[:60]}..."
+            raise UserError(f"config.json: {prefix}{key} = {text}; it must be {kind}")
 
 
 def _is(value: Any, kind: str) -> bool:

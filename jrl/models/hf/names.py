@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face checkpoint is which weight, and in what layout."""
+"""Names and layouts of Hugging Face tensors for each weight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _KEYS = {
 
 
 class Tensor(NamedTuple):
-    """One tensor of a checkpoint and where it lies in the parameters.
+    """One tensor of a checkpoint and its place in the parameters.
 
     Attributes:
       path: keys into the parameter tree.

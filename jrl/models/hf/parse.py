@@ -27,7 +27,7 @@ ACTIVATIONS = {
 
 
 class Family(NamedTuple):
-    """What one ``model_type`` means beyond its numbers.
+    """Properties of a ``model_type`` that its config.json does not state.
 
     Attributes:
       architecture: the class name in ``architectures``.
@@ -155,8 +155,8 @@ def parse(raw: Json) -> ModelConfig:
     act_key = "hidden_activation" if family.gemma else "hidden_act"
     act = get(act_key) or ("gelu_pytorch_tanh" if family.gemma else "silu")
     if act not in ACTIVATIONS:
-        known = ", ".join(sorted(ACTIVATIONS))
-        raise UserError(f"config.json: {act_key} = {act!r} is not supported; known: {known}")
+        supported = ", ".join(sorted(ACTIVATIONS))
+        raise UserError(f"config.json: {act_key} = {act!r} is not supported; known: {supported}")
     attention_bias = family.bias == "key" and bool(get("attention_bias"))
     values: Json = {
         "vocab_size": raw["vocab_size"],
@@ -215,11 +215,11 @@ def _in_their_words(message: str) -> str:
 
 def _family(raw: Json) -> tuple[str, Family]:
     by_class = {family.architecture: name for name, family in FAMILIES.items()}
-    known = ", ".join(sorted(by_class))
+    supported = ", ".join(sorted(by_class))
     classes = raw.get("architectures") or []
     if classes and classes[0] not in by_class:
         raise UserError(
-            f"config.json: architectures = {classes!r} is not supported; supported: {known}"
+            f"config.json: architectures = {classes!r} is not supported; supported: {supported}"
         )
     name = raw.get("model_type") or (by_class[classes[0]] if classes else None)
     if not isinstance(name, str) or name not in FAMILIES:
@@ -245,15 +245,13 @@ def _refuse(raw: Json) -> None:
 
 
 def _rotating_layers(get: Any, layers: int) -> tuple[bool, ...]:
-    listed = get("no_rope_layers")
-    if listed is None:
+    flags = get("no_rope_layers")
+    if flags is None:
         interval = get("no_rope_layer_interval")
         return tuple((i + 1) % interval != 0 for i in range(layers))
-    if len(listed) < layers:
-        raise UserError(
-            f"config.json: no_rope_layers has {len(listed)} entries for {layers} layers"
-        )
-    return tuple(bool(rotates) for rotates in listed[:layers])
+    if len(flags) < layers:
+        raise UserError(f"config.json: no_rope_layers has {len(flags)} entries for {layers} layers")
+    return tuple(bool(rotates) for rotates in flags[:layers])
 
 
 def _windows(
@@ -308,11 +306,11 @@ def _ropes(raw: Json, get: Any, family: Family) -> Json:
     if not family.two_ropes:
         return _rope(rope, key, theta, raw)
     nested = raw.get("rope_parameters") or {}
-    far = {**(nested.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
-    near = nested.get(SLIDING) or {}
+    global_rope = {**(nested.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
+    sliding = nested.get(SLIDING) or {}
     where = key if key == "rope_scaling" else f"{key}.{FULL}"
-    values = _rope(far, where, theta, raw)
-    local = _rope(near, f"rope_parameters.{SLIDING}", get("rope_local_base_freq"), raw)
+    values = _rope(global_rope, where, theta, raw)
+    local = _rope(sliding, f"rope_parameters.{SLIDING}", get("rope_local_base_freq"), raw)
     if local["rope_scaling"] == "llama3":
         key = f"rope_parameters.{SLIDING}.rope_type"
         raise UserError(f"config.json: {key} = 'llama3' is not supported; choose default or linear")
@@ -334,8 +332,8 @@ def _rope(rope: Json, where: str, theta: float, raw: Json) -> Json:
     values: Json = {"rope_theta": float(rope.get("rope_theta") or theta), "rope_scaling": "none"}
     if kind == "default":
         return values
-    needed = ["factor"] + ["low_freq_factor", "high_freq_factor"] * (kind == "llama3")
-    for key in needed:
+    required = ["factor"] + ["low_freq_factor", "high_freq_factor"] * (kind == "llama3")
+    for key in required:
         if not isinstance(rope.get(key), int | float):
             raise UserError(
                 f"config.json: {where}.{key} = {rope.get(key)!r}; {kind} needs a number"

@@ -24,7 +24,7 @@ from jrl.types import Params
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PLAIN = {"use_dora": False, "use_rslora": False, "fan_in_fan_out": False, "bias": "none"}
-"""What the adapters here are, and a value that another directory must share to be read."""
+"""Adapter settings, and the value that another directory must have for each."""
 
 
 def _modules(config: ModelConfig, lora: Lora) -> dict[str, tuple[tuple[str, ...], int]]:
@@ -104,16 +104,16 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
     directory = model_directory(dir, "lora.path")
     try:
         about = parse_json((directory / CONFIG).read_bytes(), str(directory / CONFIG))
-        found = load_file(directory / TENSORS)
+        tensors = load_file(directory / TENSORS)
     except UserError as error:
         raise UserError(f"lora.path = {str(dir)!r}: {error}") from None
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"lora.path = {str(dir)!r} cannot be read as adapters: {error}") from None
     _check_alike(str(dir), about, lora)
     modules = _modules(config, lora)
-    wanted = {f"{m}.lora_{x}.weight" for m in modules for x in "AB"}
-    if odd := sorted(wanted ^ set(found)):
-        where = "missing from" if odd[0] in wanted else "not expected in"
+    expected = {f"{m}.lora_{x}.weight" for m in modules for x in "AB"}
+    if odd := sorted(expected ^ set(tensors)):
+        where = "missing from" if odd[0] in expected else "not expected in"
         raise UserError(
             f"lora.path: tensor {odd[0]!r} is {where} {directory / TENSORS}; it must hold one pair "
             "for each of lora.targets in every layer"
@@ -122,7 +122,7 @@ def load_adapters(dir: str | os.PathLike[str], config: ModelConfig, *, lora: Lor
     for prefix, (path, _) in modules.items():
         pair = stacks.setdefault(path, {"a": [], "b": []})
         for name, letter in (("a", "A"), ("b", "B")):
-            pair[name].append(found[f"{prefix}.lora_{letter}.weight"].astype(np.float32).T)
+            pair[name].append(tensors[f"{prefix}.lora_{letter}.weight"].astype(np.float32).T)
     return _shaped(config, lora, stacks)
 
 
@@ -134,10 +134,10 @@ def _check_alike(directory: str, about: dict[str, Any], lora: Lora) -> None:
     } | {key: (about.get(key, value), value) for key, value in _PLAIN.items()}
     for key in ("rank_pattern", "alpha_pattern", "modules_to_save"):
         theirs[key] = (about.get(key) or None, None)
-    for key, (found, wanted) in theirs.items():
-        if found != wanted:
+    for key, (stored, required) in theirs.items():
+        if stored != required:
             raise UserError(
-                f"lora.path = {directory!r}: {key} is {found!r} there, and must be {wanted!r}"
+                f"lora.path = {directory!r}: {key} is {stored!r} there, and must be {required!r}"
             )
 
 
@@ -151,15 +151,15 @@ def _shaped(config: ModelConfig, lora: Lora, stacks: dict[tuple, Any]) -> Params
         lambda key: init_adapters(key, config=config, lora=lora), jax.random.key(0)
     )
 
-    def fill(path: tuple, like: Any) -> np.ndarray:
+    def fill(path: tuple, leaf: Any) -> np.ndarray:
         *keys, name = (part.key for part in path)
         value = np.stack(stacks[tuple(keys)][name])
-        if value.size != int(np.prod(like.shape)):
+        if value.size != int(np.prod(leaf.shape)):
             raise UserError(
                 f"lora.path: {'.'.join(keys)} has {value.shape[1:]} numbers a layer there, and "
-                f"{like.shape[1:]} in this model; it belongs to another model"
+                f"{leaf.shape[1:]} in this model; it belongs to another model"
             )
-        return value.reshape(like.shape)
+        return value.reshape(leaf.shape)
 
     return jax.tree_util.tree_map_with_path(fill, shapes)
 

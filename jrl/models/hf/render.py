@@ -29,19 +29,19 @@ def render(config: ModelConfig, base: Json | None = None) -> Json:
                 f"model.config.family = {config.family!r}; choose from auto, {', '.join(FAMILIES)}"
             )
         out = _render(config, config.family, base)
-        if lost := _lost(config, out):
+        if gaps := _lost(config, out):
             raise UserError(
-                f"model.config.family = {config.family!r} cannot express model.config.{lost[0]} = "
-                f"{getattr(config, lost[0])!r}; change it, or set model.config.family = 'auto'"
+                f"model.config.family = {config.family!r} cannot express model.config.{gaps[0]} = "
+                f"{getattr(config, gaps[0])!r}; change it, or set model.config.family = 'auto'"
             )
         return out
     closest: list[str] = []
     for name in FAMILIES:
         out = _render(config, name, base)
-        lost = _lost(config, out)
-        if not lost:
+        gaps = _lost(config, out)
+        if not gaps:
             return out
-        closest = lost if not closest or len(lost) < len(closest) else closest
+        closest = gaps if not closest or len(gaps) < len(closest) else closest
     raise UserError(
         "no Hugging Face architecture has this combination; the closest differs in "
         + ", ".join(f"model.config.{field} = {getattr(config, field)!r}" for field in closest)
@@ -111,17 +111,17 @@ def _render_ropes(config: ModelConfig, family: Family) -> Json:
         scaling["low_freq_factor"] = c.rope_low_freq_factor
         scaling["high_freq_factor"] = c.rope_high_freq_factor
         scaling["original_max_position_embeddings"] = c.rope_original_length
-    far = {**scaling, "rope_theta": c.rope_theta}
+    global_rope = {**scaling, "rope_theta": c.rope_theta}
     out: Json = {"rope_theta": c.rope_theta}
-    out["rope_scaling"] = None if c.rope_scaling == "none" else dict(far)
+    out["rope_scaling"] = None if c.rope_scaling == "none" else dict(global_rope)
     if not family.two_ropes:
-        return out | {"rope_parameters": far}
+        return out | {"rope_parameters": global_rope}
     near_theta = c.rope_theta if c.rope_local_theta is None else c.rope_local_theta
-    near: Json = {"rope_type": "default", "rope_theta": near_theta}
+    sliding: Json = {"rope_type": "default", "rope_theta": near_theta}
     if c.rope_local_factor != 1.0:
-        near |= {"rope_type": "linear", "factor": c.rope_local_factor}
+        sliding |= {"rope_type": "linear", "factor": c.rope_local_factor}
     out["rope_local_base_freq"] = near_theta
-    return out | {"rope_parameters": {FULL: far, SLIDING: near}}
+    return out | {"rope_parameters": {FULL: global_rope, SLIDING: sliding}}
 
 
 _LAYERWISE = {
@@ -141,22 +141,22 @@ def _lost(config: ModelConfig, out: Json) -> list[str]:
     except UserError:
         return ["experts"] if not config.experts else ["family"]
     query = config.head_dim**-0.5
-    lost = []
+    fields = []
     for field in (f.name for f in dataclasses.fields(config)):
         if field in ("dtype", "family", "param_dtype"):
             continue
         if field.startswith("expert") or field == "norm_topk_prob":
             if field == "experts" and any(config.sparse) != any(back.sparse):
-                lost.append(field)
+                fields.append(field)
             if not any(config.sparse):
                 continue
-        seen = _LAYERWISE.get(field, field)
-        ours, theirs = getattr(config, seen), getattr(back, seen)
+        attribute = _LAYERWISE.get(field, field)
+        ours, theirs = getattr(config, attribute), getattr(back, attribute)
         if field == "query_scale":
             ours, theirs = ours or query, theirs or query
-        if seen != field and getattr(config, field) == getattr(back, field):
+        if attribute != field and getattr(config, field) == getattr(back, field):
             continue
         close = isinstance(ours, float) and isinstance(theirs, float)
         if not (math.isclose(ours, theirs, rel_tol=1e-9) if close else ours == theirs):
-            lost.append(field)
-    return lost
+            fields.append(field)
+    return fields

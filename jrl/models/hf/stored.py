@@ -57,13 +57,13 @@ class Stored:
 
     @property
     def size(self) -> int:
-        """How many numbers it holds."""
+        """The number of elements."""
         return int(np.prod(self.shape))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """All of it, on the host."""
-        whole = self.read(None)
-        return whole if dtype is None else whole.astype(dtype)
+        array = self.read(None)
+        return array if dtype is None else array.astype(dtype)
 
     def astype(self, dtype: Any) -> np.ndarray:
         """All of it in another type, on the host."""
@@ -81,8 +81,8 @@ class Stored:
         stacked = len(next(iter(self._pieces)))  # layers, and experts, are tensors of their own
         for at, piece in self._pieces.items():
             if all(i in span for i, span in zip(at, spans, strict=False)):
-                here = tuple(i - span.start for i, span in zip(at, spans, strict=False))
-                target = part[here] if here else part
+                region = tuple(i - span.start for i, span in zip(at, spans, strict=False))
+                target = part[region] if region else part
                 self._read_piece(piece, spans[stacked:], target)
         return part
 
@@ -90,18 +90,18 @@ class Stored:
         """Fills ``target`` with the part of one tensor that ``spans`` are of the weight's axes."""
         sizes, tensor = self.shape[self.ndim - len(spans) :], piece.tensor
         with open_safetensors(piece.file) as file:
-            found = file.get_slice(piece.name)
+            view = file.get_slice(piece.name)
             if tensor.transposed:
                 inputs = _axes_of(tensor.shape[1], sizes)
                 left = _Axes(spans[:inputs], sizes[:inputs])
                 right = _Axes(spans[inputs:], sizes[inputs:])
-                part = found[right.read, left.read].T
+                part = view[right.read, left.read].T
             elif len(tensor.shape) == 1:
                 left, right = _Axes(spans, sizes), _Axes([], ())
-                part = found[left.read]
+                part = view[left.read]
             else:
                 left, right = _Axes(spans[:1], sizes[:1]), _Axes(spans[1:], sizes[1:])
-                part = found[left.read, right.read]
+                part = view[left.read, right.read]
         if not is_finite(part):
             raise UserError(
                 f"{piece.file}: tensor {piece.name!r} holds numbers that are not finite; the "
@@ -127,7 +127,7 @@ class _Axes:
 
 
 def _axes_of(size: int, sizes: Sequence[int]) -> int:
-    """How many of the first axes have this size together."""
+    """The number of leading axes whose sizes multiply to this size."""
     count, product = 1, sizes[0]
     while product < size:
         product *= sizes[count]
@@ -145,9 +145,9 @@ def is_finite(value: np.ndarray) -> bool:
         return bool(np.isfinite(value).all())
     kind = np.uint32 if value.itemsize == 4 else np.uint16
     bits: Any = np.ascontiguousarray(value).view(kind).reshape(-1)
-    some = 1 << 24  # numbers at a time, so that little memory is needed
+    chunk = 1 << 24  # numbers at a time, so that little memory is needed
     return not any(
-        ((bits[i : i + some] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, some)
+        ((bits[i : i + chunk] & kind(mask)) == kind(mask)).any() for i in range(0, bits.size, chunk)
     )
 
 
@@ -189,7 +189,7 @@ def in_memory(params: Params) -> Params:
 
 def stored_tree(
     specs: Sequence[tuple[tuple[str, ...], Any]],
-    wanted: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     files: Mapping[str, pathlib.Path],
     dtype: str,
 ) -> dict[str, Any]:
@@ -197,12 +197,12 @@ def stored_tree(
 
     Args:
       specs: (keys, ``WeightSpec``) of every weight.
-      wanted: every tensor by its name in the files.
+      tensors: every tensor by its name in the files.
       files: which file holds it.
       dtype: of the weights.
     """
     pieces: dict[tuple[str, ...], list[Piece]] = {}
-    for name, tensor in wanted.items():
+    for name, tensor in tensors.items():
         pieces.setdefault(tensor.path, []).append(Piece(name, files[name], tensor))
     params: dict[str, Any] = {}
     for path, spec in specs:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jrl.episodes.host import Feedback, HostEnv, Limits, Reply
 from jrl.system.extras import need
 from jrl.types import NOTHING, Prompt
+from jrl.user_code import load
 
 
 class _Episode(NamedTuple):
@@ -65,9 +67,37 @@ def from_gymnasium(
         done = bool(terminated or truncated)
         messages = [{"role": "user", "content": seen}]
         reward = float(reward)
-        return episode, Feedback(messages, reward, done, done and reward > 0, seen)
+        won = done and reward > 0
+        return episode, Feedback(messages, reward, done=done, success=won, state_key=seen)
 
     def close(episode: _Episode) -> None:
         episode.env.close()
 
     return HostEnv(init, step, close, limits=limits)
+
+
+def gymnasium(
+    id: str, *, show: str = "", read: str = "", arguments: Mapping[str, Any] = NOTHING
+) -> HostEnv:
+    """``from_gymnasium`` for configurations, of at most 50 turns unless ``data.turns`` is set.
+
+    Args:
+      id: a name that ``gymnasium.make`` knows, such as "FrozenLake-v1".
+      show: ``FILE.py:function`` from an observation to text; "" for Python's ``str``.
+      read: ``FILE.py:function`` from text to an action, or None where it can read none; "" for the
+        last whole number of the text.
+      arguments: of ``gymnasium.make``.
+    """
+    to_text: Callable[[Any], str] = load(show, "data.show") if show else str
+    to_action = load(read, "data.read") if read else last_integer
+    return from_gymnasium(id, to_text, to_action, Limits(turns=50), options=arguments)
+
+
+def last_integer(text: str) -> int | None:
+    """The last whole number of a text, None where there is none.
+
+    >>> last_integer("Not 1, but 2."), last_integer("left")
+    (2, None)
+    """
+    numbers = re.findall(r"-?\b\d{1,9}\b", text)
+    return int(numbers[-1]) if numbers else None

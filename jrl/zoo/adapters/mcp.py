@@ -3,7 +3,8 @@
     server = McpServer(["python", "my_server.py"])         # or McpServer("http://localhost:8000/mcp")
     env = server.close_with(tool_env(server.tools(), get_parser("hermes"), reward, limits))
 
-The protocol is spoken by the maintained client, package ``mcp``; the extra is of the same name.
+A configuration names ``mcp``, as ``data.env = "jrl.zoo.adapters.mcp:mcp"``. The protocol is spoken
+by the maintained client, package ``mcp``; the extra is of the same name.
 """
 
 from __future__ import annotations
@@ -17,12 +18,53 @@ import threading
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.host import EnvError, HostEnv
-from jrl.episodes.tools import Tool, ToolError, check_tool
+from jrl.episodes.endpoint import environment_variable
+from jrl.episodes.host import EnvError, HostEnv, Limits
+from jrl.episodes.parsers import get_parser
+from jrl.episodes.tools import Tool, ToolError, check_tool, tool_env
 from jrl.errors import UserError
 from jrl.system.extras import install_line, need
+from jrl.zoo.envs.answer_rewards import EXACT, last_turn_reward
 
 _START_SECONDS = 30.0
+
+
+def mcp(
+    server: str | Sequence[str],
+    *,
+    reward: str = EXACT,
+    names: Sequence[str] = (),
+    pass_variables: Sequence[str] = (),
+    parser: str = "hermes",
+    seconds: float = 10.0,
+    system: str | None = None,
+    limits: Limits = Limits(),  # noqa: B008 - a value that nobody can change
+) -> HostEnv:
+    """Questions that the policy answers with the tools of an MCP server.
+
+    Args:
+      server: its address, or the command that starts it, a list.
+      reward: of the last turn: "exact", "f1", or ``FILE.py:function`` from (prompt, text), as in
+        ``answer_rewards.judge_of``.
+      names: of the tools, as the server has them; [] for all.
+      pass_variables: names of environment variables that the command gets.
+      parser: of the policy's family, by name.
+      seconds: for one call of a tool.
+      system: a system message, or None.
+      limits: of an episode, by their names in a configuration.
+
+    Raises:
+      UserError: the server does not answer, or has no tool that can be used.
+    """
+    judge, family = last_turn_reward(reward), get_parser(parser)
+    variables = {n: environment_variable(n, "data.pass_variables") for n in pass_variables}
+    connected = McpServer(server, variables)
+    try:
+        tools = connected.tools(names, seconds=seconds)
+        return connected.close_with(tool_env(tools, family, judge, limits, system=system))
+    except BaseException:
+        connected.close()
+        raise
 
 
 class McpServer:
@@ -122,10 +164,10 @@ class McpServer:
         """The environment, which ends the connection when the run ends."""
 
         async def shutdown() -> None:
-            await env.shutdown()
+            await env.lifecycle.shutdown()
             await asyncio.to_thread(self.close)
 
-        return env._replace(shutdown=shutdown)
+        return env._replace(lifecycle=env.lifecycle._replace(shutdown=shutdown))
 
     def close(self) -> None:
         """Ends the connection, the command and the thread."""

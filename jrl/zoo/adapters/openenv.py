@@ -21,9 +21,7 @@ def from_openenv(
     action: str = "message",
     observation: str = "",
     fixed: Mapping[str, Any] = NOTHING,
-    turns: int = 16,
-    turn_tokens: int = 0,
-    seconds: float = 60.0,
+    limits: Limits = Limits(turns=16, call_seconds=60.0),  # noqa: B008 - cannot be changed
 ) -> HostEnv:
     """An environment behind its server's address; needs the extra ``openenv``.
 
@@ -36,9 +34,8 @@ def from_openenv(
       action: the field of the environment's action that takes the policy's text.
       observation: the field of its observation that the policy reads; "" for all of them, as JSON.
       fixed: further fields of every action.
-      turns: the most of an episode.
-      turn_tokens: the most of one turn; 0 for what is left.
-      seconds: for one call.
+      limits: of an episode, by their names in a configuration; the server is waited for as long
+        as a call may take.
 
     Raises:
       UserError: openenv is not installed.
@@ -54,7 +51,7 @@ def from_openenv(
         return str(seen[observation])
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
-        client = core.GenericEnvClient(url, message_timeout_s=seconds)
+        client = core.GenericEnvClient(url, message_timeout_s=limits.call_seconds)
         try:
             await client.connect()
             result = await client.reset(seed=seed % 2**31)
@@ -70,10 +67,10 @@ def from_openenv(
         points, done = float(result.reward or 0.0), bool(result.done)
         text = shown(result.observation)
         messages = [{"role": "user", "content": text or "..."}]
-        return session, Feedback(messages, points, done, done and points > 0, text)
+        won = done and points > 0
+        return session, Feedback(messages, points, done=done, success=won, state_key=text)
 
     async def close(session: _Session) -> None:
         await session.client.close()
 
-    limits = Limits(turns=turns, turn_tokens=turn_tokens, call_seconds=seconds)
     return HostEnv(init, step, close, limits=limits, fork=None)  # a state is a connection

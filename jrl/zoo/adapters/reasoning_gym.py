@@ -57,7 +57,8 @@ def from_reasoning_gym(
         score = float(data.score_answer(answer=found, entry=problem.entry))
         taken = problem.attempts + 1
         if score >= 1 or taken >= attempts:
-            return problem, Feedback((), score, True, score >= 1, None, {"attempts": float(taken)})
+            metrics = {"attempts": float(taken)}
+            return problem, Feedback(reward=score, done=True, success=score >= 1, metrics=metrics)
         messages = [{"role": "user", "content": "That is not right. Try again."}]
         return problem._replace(attempts=taken), Feedback(messages, state_key=taken)
 

@@ -22,12 +22,10 @@ def from_textarena(
     options: Mapping[str, Any] = NOTHING,
     players: int = 1,
     opponent: str = "",
-    turns: int = 20,
-    turn_tokens: int = 0,
     python: str | None = None,
     processes: int = 64,
 ) -> HostEnv:
-    """A game as an environment; needs the extra ``textarena``, or a Python that has it.
+    """A game of 20 turns at most; needs the extra ``textarena``, or a Python that has it.
 
     Games keep their random numbers where all of a process share them, so each episode has a process
     of its own (``process_env``). It is reset with the group's seed: the members of a group play the
@@ -40,8 +38,6 @@ def from_textarena(
       players: of the game; the policy is player 0.
       opponent: ``FILE.py:function`` from an observation (text) to a move (text), for all other
         players; needed where there are any.
-      turns: the most of an episode.
-      turn_tokens: the most of one turn; 0 for what is left.
       python: an interpreter that has textarena; None for this one.
       processes: games at a time, others wait; 0 for as many as there are episodes in decode slots
         and opened ahead of them.
@@ -64,5 +60,5 @@ def from_textarena(
         "players": players,
         "opponent": f"{Path(place).resolve()}:{name}" if opponent else "",
     }
-    limits = Limits(turns=turns, turn_tokens=turn_tokens)
+    limits = Limits(turns=20)
     return process_env(f"{_CHILD}:Game", given, python=python, limits=limits, at_once=processes)

@@ -15,7 +15,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.episodes.host import (
+    ChatOptions,
+    EnvError,
+    Feedback,
+    HostEnv,
+    Lifecycle,
+    Limits,
+    Reply,
+)
 from jrl.episodes.parsers import Call, Malformed, Parser, get_parser
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
@@ -32,7 +40,6 @@ def from_verifiers(
     arguments: Mapping[str, Any] = NOTHING,
     parser: str = "hermes",
     turns: int = 0,
-    turn_tokens: int = 0,
     success: float = 1.0,
 ) -> HostEnv:
     """An environment of verifiers; needs the extra ``verifiers``.
@@ -49,7 +56,6 @@ def from_verifiers(
       parser: of the policy's family, by name, where the environment has tools.
       turns: the most of an episode, after which it is scored; 0 for the environment's own, or 16
         where it has none.
-      turn_tokens: the most of one turn; 0 for what is left.
       success: points from which on an episode has ended well.
 
     Returns:
@@ -88,7 +94,9 @@ def from_verifiers(
             return episode, Feedback(messages)
         points, metrics = await episode.score()
         won = points >= success
-        return episode, Feedback((), points, True, won, metrics=metrics, cut=reply.cut and not won)
+        return episode, Feedback(
+            reward=points, done=True, success=won, metrics=metrics, cut=reply.cut and not won
+        )
 
     async def close(episode: _Episode) -> None:
         await episode.end()
@@ -97,15 +105,12 @@ def from_verifiers(
         init=init,
         step=step,
         close=close,
-        roles=(family.role,) if tools else ("user",),
-        tools=tools,
-        family=family.name if tools else "",
-        limits=Limits(
-            turns=made.max_turns if made.max_turns > 0 else _TURNS, turn_tokens=turn_tokens
-        ),
-        begin=begin,
-        shutdown=made._teardown,
         fork=None,  # what tools hold is known to the library alone
+        limits=Limits(turns=made.max_turns if made.max_turns > 0 else _TURNS),
+        chat=ChatOptions(roles=(family.role,), tools=tools, family=family.name)
+        if tools
+        else ChatOptions(),
+        lifecycle=Lifecycle(begin=begin, shutdown=made._teardown),
     )
 
 

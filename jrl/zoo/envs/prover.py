@@ -1,6 +1,6 @@
-r"""Theorems to prove by tactics, one a turn: ``data.env = "jrl.zoo.envs.prover:prover"``.
+r"""Theorems to prove by tactics, one a turn: ``data.env = "prover"``.
 
-    env = prover(turns=24)
+    env = prover(errors_end=False)
 
 A problem's text is a statement of intuitionistic propositional logic, such as
 ``(a -> b) -> (b -> c) -> a -> c``. The policy sees the goals that are left, as Lean 4 shows them,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply
+from jrl.episodes.host import EnvError, EnvExtras, Feedback, HostEnv, Limits, Reply
 from jrl.errors import UserError
 from jrl.models.chat_frames import Message
 from jrl.types import Prompt
@@ -26,15 +26,8 @@ INSTRUCTION = (
 """Stands above the first goal."""
 
 
-def prover(
-    *,
-    turns: int = 24,
-    turn_tokens: int = 0,
-    errors_end: bool = True,
-    penalty: float = 0.0,
-    system: str | None = None,
-) -> HostEnv:
-    """Statements to prove, a tactic a turn; a proof is worth 1 point.
+def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None = None) -> HostEnv:
+    """Statements to prove, a tactic a turn and 24 turns at most; a proof is worth 1 point.
 
     The environment of step provers such as "Scaling up Multi-Turn Off-Policy RL and Multi-Agent
     Tree Search for LLM Step-Provers" (arXiv:2509.06493, the method ``bfs_prover``), with
@@ -44,8 +37,6 @@ def prover(
     named by their goals (``Feedback.state_key``).
 
     Args:
-      turns: the most of an episode.
-      turn_tokens: the most of one turn; 0 for what is left.
       errors_end: whether a tactic that fails ends the episode.
       penalty: points that a tactic that fails costs. Points of an episode add up, so that a proof
         after such a tactic is worth less than 1.
@@ -79,8 +70,8 @@ def prover(
             return goals, Feedback(reward=1.0, done=True, success=True)
         return goals, Feedback([_user(show_goals(goals))], state_key=show_goals(goals))
 
-    limits = Limits(turns=turns, turn_tokens=turn_tokens)
-    return HostEnv(init, step, limits=limits, fork=_same, verified=True)
+    extras = EnvExtras(verified=True)
+    return HostEnv(init, step, fork=_same, limits=Limits(turns=24), extras=extras)
 
 
 def read_statement(text: str) -> Goals:

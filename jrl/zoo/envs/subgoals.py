@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from jrl.episodes.endpoint import Speaker
 from jrl.episodes.host import EnvError
 from jrl.errors import UserError
-from jrl.zoo.envs.players import Speaker
 from jrl.zoo.envs.propositions import Formula, FormulaError, parse, show
 
 Prove = Callable[[Sequence[str]], Sequence[bool]]
@@ -142,7 +142,7 @@ def model_planner(speaker: Speaker) -> Planner:
     """A model that writes subgoals; lines that are no formulas are left out.
 
     Args:
-      speaker: sync, from messages to text, such as ``players.endpoint``.
+      speaker: sync, from messages to text, such as ``endpoint.endpoint``.
 
     Raises:
       EnvError: when asked, it returns no text.

@@ -12,10 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jrl.episodes.endpoint import Speaker, keyed_endpoint, reply_of, user_message
 from jrl.episodes.host import Writer
 from jrl.errors import UserError
 from jrl.user_code import load
-from jrl.zoo.envs.players import Speaker, keyed_endpoint, reply_of
 
 EXAMPLES, ASKS = 10, 4
 """Failed problems that the model is shown at a time, and how often it is asked at most."""
@@ -60,7 +60,7 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
     place = f" {about.strip()}" if about.strip() else ""
 
     async def say(text: str) -> str:
-        return await reply_of(speaker, [{"role": "user", "content": text}])
+        return await reply_of(speaker, [user_message(text)])
 
     async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
         rng, known, found = random.Random(seed), set(failed), list[str]()

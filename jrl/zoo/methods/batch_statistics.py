@@ -57,9 +57,9 @@ def tracked_baseline(slots: int, keep: float, prior: float = 0.5) -> Transform:
             return jnp.where(batch.members, values - prior, 0), batch, table
         before, _ = read(table, ids, blank)
         total, count = _sums(values, batch, ids)
-        kept = keep * before["weight"]
-        weight = kept + count
-        value = (kept * before["value"] + total) / jnp.where(weight > 0, weight, 1)
+        decayed = keep * before["weight"]
+        weight = decayed + count
+        value = (decayed * before["value"] + total) / jnp.where(weight > 0, weight, 1)
         after = {"value": value, "weight": weight}
         table = write(table, ids, after, batch.members.any(axis=1))
         centred = values - jnp.expand_dims(before["value"], 1)
@@ -161,7 +161,7 @@ def centre_in_group_scale_by_batch(eps: float = 1e-6, ddof: int = 1) -> Transfor
 
 
 def by_prompt(surrogate: Surrogate) -> Surrogate:
-    """The same per-token losses, with a prompt's whole group as one row of the aggregate.
+    """The same per-token losses, with all members of a prompt as one row of the aggregate.
 
     With ``sequence_mean`` every prompt then weighs the same and every token of it shares that
     weight. Regularizers without an aggregate of their own keep sequences as rows.
@@ -245,7 +245,7 @@ def against_a_member(most_skew: float = 0.6) -> Transform:
 
 @variant(grpo, without=("eps", "ddof"))
 def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Method:
-    """Each completion against one of the group, drawn at random: 1 for a win, -1 for a loss.
+    """Each completion against a random one of the group: 1 for a win, -1 for a loss.
 
     Bootstrapped Relative Policy Optimization of "Writing-Zero: Bridge the Gap Between
     Non-verifiable Problems and Verifiable Rewards" (arXiv:2506.00103):
@@ -302,7 +302,7 @@ def concise_r(
 
 
 class Bundles(NamedTuple):
-    """Which completions form which paper, and which papers one bundle: [N, G] each.
+    """The paper of each completion, and the bundle of each paper: [N, G] each.
 
     Attributes:
       bundle: int32, the bundle that each completion's question is in.
@@ -338,9 +338,9 @@ def bundles(batch: Batch, size: int) -> Bundles:
     rank = jnp.argsort(jnp.argsort(jnp.min(tie_breaker, axis=1), stable=True), stable=True)
     paper = jnp.argsort(jnp.argsort(tie_breaker, axis=1, stable=True), axis=1, stable=True)
     bundle = jnp.broadcast_to(jnp.expand_dims(rank // size, 1), (n, g))
-    asked = batch.members.any(axis=1)
+    has_group = batch.members.any(axis=1)
     lowest = jnp.broadcast_to(jnp.expand_dims(rank % size == 0, 1), (n, g))
-    questions = seg.count(seg.segments(jnp.expand_dims(asked, 1), bundle[:, :1]))
+    questions = seg.count(seg.segments(jnp.expand_dims(has_group, 1), bundle[:, :1]))
     answered = seg.count(seg.segments(batch.members, bundle, paper))
     complete = batch.members & (answered == questions)
     return Bundles(bundle.astype(jnp.int32), paper.astype(jnp.int32), complete, complete & lowest)
@@ -349,16 +349,16 @@ def bundles(batch: Batch, size: int) -> Bundles:
 def track_quantiles(
     state: Quantiles, scores: Array, live: Array, levels: tuple[float, float], rate: float
 ) -> Quantiles:
-    """The estimates after a batch of scores, of which those live count; its own at first."""
+    """The estimates after a batch of scores and the count of live ones; at first its own."""
     count = live.sum()
     everyone = seg.segments(live)
 
     def next_one(q: Array, level: float) -> Array:
-        own = jnp.max(jnp.where(live, seg.quantile(scores, everyone, level), -jnp.inf))
+        target = jnp.max(jnp.where(live, seg.quantile(scores, everyone, level), -jnp.inf))
         below = jnp.where(live, scores < q, False).sum() / jnp.maximum(count, 1)
-        moved = jnp.where(state.steps > 0, q + rate * (level - below), own)
-        broken = jnp.where(live, scores, 0).sum() * 0  # a NaN score is not compared away
-        return jnp.where(count > 0, moved, q) + broken
+        updated = jnp.where(state.steps > 0, q + rate * (level - below), target)
+        nan_guard = jnp.where(live, scores, 0).sum() * 0  # a NaN score is not compared away
+        return jnp.where(count > 0, updated, q) + nan_guard
 
     steps = state.steps + (count > 0).astype(jnp.int32)
     return Quantiles(next_one(state.low, levels[0]), next_one(state.high, levels[1]), steps)
@@ -471,8 +471,8 @@ def riskpo(
     Raises:
       UserError: when ``level_low`` is not below ``level_high``.
     """
-    known = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
-    if known and level_low >= level_high:  # else they are traced, by vmap over runs
+    static = not isinstance(level_low, jax.Array) and not isinstance(level_high, jax.Array)
+    if static and level_low >= level_high:  # else they are traced, by vmap over runs
         raise UserError(f"riskpo.level_low = {level_low}; give a number below {level_high}")
     levels = (level_low, level_high)
     advantage = bundled_risk(

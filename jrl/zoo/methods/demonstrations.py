@@ -1,4 +1,4 @@
-"""Completions from outside, alone or beside the policy's own: imitate, prefer, or reinforce.
+"""External completions, alone or with the policy's own: imitate, prefer, or reinforce.
 
 Demonstrations are the group's last members; the statistic "external" is 1 on their tokens. All
 float32.
@@ -60,11 +60,11 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask], 1)
         external = stats["external"] > 0
-        own = {name: stats[name] for name in inner.needs | inner.labels | {"logprobs"}}
-        for name in own.keys() & {"sampler_logprobs", "proximal_logprobs"}:
+        policy_stats = {name: stats[name] for name in inner.needs | inner.labels | {"logprobs"}}
+        for name in policy_stats.keys() & {"sampler_logprobs", "proximal_logprobs"}:
             current = jax.lax.stop_gradient(stats["logprobs"])
-            own[name] = jnp.where(external, current, own[name])
-        losses, metrics = inner.apply(own, advantages, mask & ~external)
+            policy_stats[name] = jnp.where(external, current, policy_stats[name])
+        losses, metrics = inner.apply(policy_stats, advantages, mask & ~external)
         return jnp.where(external, loss(stats, advantages), losses), metrics
 
     needs = inner.needs | needs | {"external"}
@@ -72,7 +72,7 @@ def beside(inner: Surrogate, loss: OutsideLoss, needs: frozenset[str] = frozense
 
 
 def imitated(stats: Stats, advantages: Array) -> Array:
-    """-A log pi, with A what a transform made the demonstration worth."""
+    """-A log pi, with the demonstration's advantage A from a transform."""
     return -advantages * stats["logprobs"]
 
 
@@ -89,18 +89,20 @@ def _mean(values: Array, live: Array) -> Array:
 # ---------------------------------------------------------------- imitation beside GRPO
 
 
-def _mixed(values: Array, own: Array, imitate: Array, given: Array, batch: Batch) -> Array:
+def _mixed(
+    values: Array, own_weight: Array, imitate: Array, demonstrated: Array, batch: Batch
+) -> Array:
     """[N, G]: own advantages and imitation weights, each over its kind's share of the sequences.
 
     With ``sequence_mean`` each kind's loss is then the mean over its own sequences.
     """
     live = trained(batch).any(axis=2)
     count = live.sum(dtype=jnp.float32)
-    copies = (live & given).sum(dtype=jnp.float32)
+    copies = (live & demonstrated).sum(dtype=jnp.float32)
     return jnp.where(
-        given,
+        demonstrated,
         imitate * count / jnp.maximum(copies, 1),
-        own * count / jnp.maximum(count - copies, 1) * values,
+        own_weight * count / jnp.maximum(count - copies, 1) * values,
     )
 
 
@@ -113,13 +115,13 @@ def imitate_unsolved(inner: Transform, right: float = 0.0, coef: float = 1.0) ->
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(scores, 2)
-        given = comparisons.given(batch)
-        own = batch.members & ~given
-        best = jnp.max(scores, axis=1, where=own, initial=-jnp.inf)
-        unsolved = own.any(axis=1) & ~(best > right)
+        demonstrated = comparisons.given(batch)
+        sampled = batch.members & ~demonstrated
+        best = jnp.max(scores, axis=1, where=sampled, initial=-jnp.inf)
+        unsolved = sampled.any(axis=1) & ~(best > right)
         values, _, state = of_own.apply(scores, batch, state)
-        batch = batch.replace(members=own | (batch.members & given & unsolved[:, None]))
-        return _mixed(values, jnp.float32(1), jnp.float32(coef), given, batch), batch, state
+        batch = batch.replace(members=sampled | (batch.members & demonstrated & unsolved[:, None]))
+        return _mixed(values, jnp.float32(1), jnp.float32(coef), demonstrated, batch), batch, state
 
     return of_own._replace(apply=apply)
 
@@ -160,7 +162,7 @@ class Balance(NamedTuple):
 
 
 class BalanceState(NamedTuple):
-    """What the controller remembers: mu, its last move, the last U, the target and the steps done.
+    """State of the controller: mu, its last change, the last U, the target and the step count.
 
     All are [] float32.
     """
@@ -194,20 +196,20 @@ def balanced(inner: Transform, controller: Balance) -> Transform:
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
         chex.assert_rank(scores, 2)
-        given = comparisons.given(batch)
-        state = _steer(controller, state, scores, batch.members & ~given, batch)
+        demonstrated = comparisons.given(batch)
+        state = _steer(controller, state, scores, batch.members & ~demonstrated, batch)
         values, _, _ = of_own.apply(scores, batch, inner.init())
-        return _mixed(values, 1 - state.mu, state.mu, given, batch), batch, state
+        return _mixed(values, 1 - state.mu, state.mu, demonstrated, batch), batch, state
 
     return Transform(init, apply, of_own.needs | {"rollout_entropy"})
 
 
 def _steer(
-    controller: Balance, state: BalanceState, scores: Array, own: Array, batch: Batch
+    controller: Balance, state: BalanceState, scores: Array, sampled: Array, batch: Batch
 ) -> BalanceState:
-    tokens = trained(batch) & jnp.expand_dims(own, 2)
+    tokens = trained(batch) & jnp.expand_dims(sampled, 2)
     entropy = _mean(batch.stats["rollout_entropy"], tokens)
-    utility = _mean(scores, own)
+    utility = _mean(scores, sampled)
     first = state.steps == 0
     target = state.target
     if controller.target_entropy is None:
@@ -264,21 +266,21 @@ def against_own(normalise: bool, eps: float, ddof: int) -> Transform:
     unscaled. Groups with fewer than two own members get 0.
     """
 
-    def one(rewards: Array, members: Array, own: Array) -> Array:
-        count = own.sum()
-        lowest = jnp.min(rewards, where=own, initial=jnp.inf)
+    def one(rewards: Array, members: Array, sampled: Array) -> Array:
+        count = sampled.sum()
+        lowest = jnp.min(rewards, where=sampled, initial=jnp.inf)
         shifted = jnp.where(members, rewards - jnp.where(jnp.isposinf(lowest), 0, lowest), 0)
-        mean = jnp.where(own, shifted, 0).sum() / jnp.maximum(count, 1)
+        mean = jnp.where(sampled, shifted, 0).sum() / jnp.maximum(count, 1)
         centred = jnp.where(members & (count > 1), shifted - mean, 0 * shifted)
         if not normalise:
             return centred
-        squares = jnp.where(own, jnp.square(centred), 0).sum()
+        squares = jnp.where(sampled, jnp.square(centred), 0).sum()
         deviation = jnp.sqrt(squares / jnp.maximum(count - ddof, 1))
         return centred / (jnp.where(deviation == 0, 1, deviation) + eps)
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
-        own = batch.members & ~comparisons.given(batch)
-        return jax.vmap(one)(values, batch.members, own), batch
+        sampled = batch.members & ~comparisons.given(batch)
+        return jax.vmap(one)(values, batch.members, sampled), batch
 
     return stateless(apply, frozenset({"external"}))
 
@@ -323,9 +325,12 @@ def rl_plus(
     """
 
     def mixture(stats: Stats, advantages: Array) -> Array:
-        now, old = bounded_exp(stats["logprobs"]), bounded_exp(stats["proximal_logprobs"])
-        ratio = 2 * now / (1.5 * old + stats["uniform_probability"] / 2)
-        rarity = jnp.maximum(1 - jax.lax.stop_gradient(now), 0) ** focus
+        ratio_now, ratio_start = (
+            bounded_exp(stats["logprobs"]),
+            bounded_exp(stats["proximal_logprobs"]),
+        )
+        ratio = 2 * ratio_now / (1.5 * ratio_start + stats["uniform_probability"] / 2)
+        rarity = jnp.maximum(1 - jax.lax.stop_gradient(ratio_now), 0) ** focus
         return -ratio * rarity * advantages
 
     uniform = uniform_probability(outside == "one")
@@ -395,8 +400,8 @@ def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.
         scored = np.where(np.isnan(right), right, np.where(right > 0, 1.0, -1.0))
         if parts.shape[-1] > 1:
             steps = parts[..., 2] if parts.shape[-1] > 2 else np.asarray(rollout.mask).sum(-1)
-            refused = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
-            scored = np.where(parts[..., 1] > 0, refused, scored)
+            abstention = np.tanh(slope * (steps - depth) / 2)  # 2 / (1 + exp(-x)) - 1
+            scored = np.where(parts[..., 1] > 0, abstention, scored)
         out = np.zeros_like(parts)
         out[..., 0] = scored
         return out
@@ -405,7 +410,7 @@ def _refusals(depth: float, slope: float) -> Callable[[np.ndarray, Rollout], np.
 
 
 def expert_weights(temperature: float) -> Transform:
-    """How often a sample is expected among its group and as many draws from it.
+    """Expected number of occurrences of a sample among its group and as many further samples.
 
     A draw's probability is in proportion to exp(score / temperature), the temperature in points.
 
@@ -432,7 +437,7 @@ def expert_weights(temperature: float) -> Transform:
 def auto_cei(
     temperature: Positive = 0.6, depth: NonNegative = 13.0, slope: Positive = 0.4
 ) -> Method:
-    """Expert iteration in which "I don't know" is worth more the longer the reasoning before it.
+    """Expert iteration that rewards "I don't know" more after longer reasoning.
 
     "Automatic Curriculum Expert Iteration for Reliable LLM Reasoning" (arXiv:2410.07627). Rewards
     are 1 for a right answer, -1 for a wrong one and for a refusal after d reasoning steps
@@ -512,12 +517,14 @@ def stronger_first(filtered: bool) -> Transform:
     """
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        given = comparisons.given(batch)
-        weak = batch.members & given
+        demonstrated = comparisons.given(batch)
+        weak = batch.members & demonstrated
         bar = jnp.max(scores, axis=1, where=weak, initial=-jnp.inf, keepdims=True)
         # Written so that a NaN reward is kept, and makes the loss NaN.
-        members = batch.members & (given | ~(filtered & (scores <= bar)))
-        values = jnp.where(jnp.isnan(scores) & filtered, scores, (~given).astype(scores.dtype))
+        members = batch.members & (demonstrated | ~(filtered & (scores <= bar)))
+        values = jnp.where(
+            jnp.isnan(scores) & filtered, scores, (~demonstrated).astype(scores.dtype)
+        )
         return values, batch.replace(members=members)
 
     return stateless(apply, frozenset({"external"}))

@@ -198,7 +198,10 @@ def shape_by_certainty(
     eps: float = 1e-6,
     ddof: int = 1,
 ) -> Transform:
-    """``ucas``'s advantages: right completions are paid for doubt, all charged for sure tokens."""
+    """``ucas``'s advantages: a bonus for low confidence, a penalty on confident tokens.
+
+    Correct completions gain for low confidence; confident tokens of all completions are penalised.
+    """
 
     def apply(values: Array, batch: Batch, state: object) -> tuple[Array, Batch, object]:
         chex.assert_rank(values, 2)
@@ -259,15 +262,15 @@ def ucas(
 
 
 def shortest_correct_bonus(bonus: float, min_tokens: int, above: float) -> Transform:
-    """Adds points to the shortest right answer of each group that is longer than ``min_tokens``."""
+    """A bonus for the shortest correct answer of each group longer than ``min_tokens``."""
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         right = batch.members & (batch.score() > above)
-        far = jnp.iinfo(jnp.int32).max
+        longest = jnp.iinfo(jnp.int32).max
         lengths = completion_tokens(batch)
-        shortest = jnp.where(right, lengths, far).min(axis=1, keepdims=True)
-        chosen = right & (lengths == shortest) & (lengths > min_tokens)
-        return values + bonus * chosen, batch
+        shortest = jnp.where(right, lengths, longest).min(axis=1, keepdims=True)
+        is_shortest = right & (lengths == shortest) & (lengths > min_tokens)
+        return values + bonus * is_shortest, batch
 
     return stateless(apply)
 
@@ -332,9 +335,9 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
         about = _solutions(values, batch, above)
         guess = batch.ids["predicted_tokens"]
         length = (guess > about.shortest) & (guess < about.longest)
-        said = batch.ids["predicted_passes"]
-        error = jnp.abs(said / passes - about.rate)
-        difficulty = jnp.where((said >= 0) & (about.solutions > 0), base**error, 0)
+        prediction = batch.ids["predicted_passes"]
+        error = jnp.abs(prediction / passes - about.rate)
+        difficulty = jnp.where((prediction >= 0) & (about.solutions > 0), base**error, 0)
         scored = (values + length + difficulty) / 3
         # A NaN among the solutions is what they were scored against.
         return jnp.where(meta, scored + 0 * about.rate, values), batch
@@ -343,7 +346,7 @@ def prediction_rewards(passes: int, above: float, base: float = 0.01) -> Transfo
 
 
 class _About(NamedTuple):
-    """What the solutions of each member's problem are like, each [N, G] float32."""
+    """Solution statistics of each member's problem, each [N, G] float32."""
 
     rate: Array
     solutions: Array
@@ -367,12 +370,12 @@ def _solutions(values: Array, batch: Batch, above: float) -> _About:
 
 
 def _predictions(batch: Batch, name: str) -> tuple[Array, Array]:
-    """How many valid predictions each member's problem has, and their sum, [N, G] float32."""
-    said = batch.ids[name]
-    asked = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
-    valid = (asked & (said >= 0)).astype(jnp.float32)
+    """Count and sum of the valid predictions of each member's problem, [N, G] float32."""
+    prediction = batch.ids[name]
+    predicting = jnp.expand_dims(batch.ids["ask"] == 1, 1) & batch.members
+    valid = (predicting & (prediction >= 0)).astype(jnp.float32)
     problem = seg.segments(batch.members, jnp.expand_dims(batch.ids["prompt"], 1))
-    return seg.total(valid, problem), seg.total(valid * said, problem)
+    return seg.total(valid, problem), seg.total(valid * prediction, problem)
 
 
 def predicted_gate(passes: int) -> Transform:
@@ -429,7 +432,7 @@ def masa(
     imitation_coef: NonNegative = 0.1,
     cutoff: Positive = 2.0,
 ) -> Method:
-    """GRPO on solutions and, beside them, on predictions of how the solutions will turn out.
+    """GRPO on solutions, and on predictions of the solve rate in separate groups.
 
     MASA of "Meta-Awareness Enhances Reasoning Models: Self-Alignment Reinforcement Learning"
     (arXiv:2510.03259). A problem stands in a batch twice, once to be solved and once to be
@@ -443,7 +446,7 @@ def masa(
     solutions and 16 predictions a problem, the clip 0.2 and 0.28 with a dual clip of 10, and the
     mean over tokens.
 
-    The environment (``zoo.envs.labelled.foretell``) asks each problem twice, and records the labels
+    The environment (``zoo.envs.foretell.foretell``) asks each problem twice, and records the labels
     "ask" (1 for predictions), "predicted_tokens" and "predicted_passes"; without them every
     completion is a solution. Notions are not judged there.
 
@@ -461,9 +464,9 @@ def masa(
     if not efficient:
         return base
     # Demonstrations are compared with nobody and get advantage 0: they are only imitated.
-    own = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _own)
-    own = own._replace(needs=frozenset({"external"}))
-    steps = (prediction_rewards(passes, above), predicted_gate(passes), own)
+    normalised = transforms.per_group(partial(group_mean_std, eps=eps, ddof=ddof), _own)
+    normalised = normalised._replace(needs=frozenset({"external"}))
+    steps = (prediction_rewards(passes, above), predicted_gate(passes), normalised)
     return base.with_(advantage=transforms.chain(*steps, predicted_cutoff(cutoff))).plus(
         imitation(imitation_coef)
     )

@@ -43,7 +43,7 @@ TINY = 1e-8
 
 
 def hardness_weighted(correct: float, hardness: float) -> Transform:
-    """(R - m) (1 + hardness (1 - m)), R being 1 from ``correct`` points on, else -1; m its mean."""
+    """(R - m) (1 + hardness (1 - m)), with R = 1 from ``correct`` on, else -1, and m its mean."""
 
     def one(scores: Array, members: Array) -> Array:
         signs = jnp.where(scores >= correct, 1.0, jnp.where(jnp.isnan(scores), scores, -1.0))
@@ -109,14 +109,14 @@ def confucius3_math(
     constant factor; which side of the target the entropy is on is that of the step before
     (``entropy_target``). The paper has no clip bounds; here DAPO's.
     """
-    missing = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
+    lacking = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
     if stage == "entropy":
-        return base.plus(entropy_target(target, entropy_coef)).with_(unsupported=missing)
+        return base.plus(entropy_target(target, entropy_coef)).with_(unsupported=lacking)
     return base.with_(
         advantage=hardness_weighted(correct, hardness),
         aggregate=sequence_sum,
         groups=refill(max_rounds=max_rounds),
-        unsupported=missing,
+        unsupported=lacking,
     )
 
 
@@ -141,14 +141,14 @@ def substitute_heated(
         second = batch.members & (batch.ids.get("pass", jnp.zeros_like(batch.lengths)) > 0)
         first = batch.members & ~second
         gain = of_pass(values, batch, second)
-        good = second & ~(gain <= threshold)  # a NaN is kept, to come to light
-        limit = jnp.minimum(good.sum(), rows)
+        helpful = second & ~(gain <= threshold)  # a NaN is kept, to come to light
+        limit = jnp.minimum(helpful.sum(), rows)
         limit = jnp.where(temperature >= hot, limit, limit // 2)
-        used = good & (places(good, tie_breakers(batch)) < limit)
+        used = helpful & (places(helpful, tie_breakers(batch)) < limit)
         replaced = first & (places(first, tie_breakers(batch)) < limit)
-        kept = first & ~replaced
+        original = first & ~replaced
         ones = jnp.where(jnp.isnan(gain), gain, 1)
-        values = jnp.where(used, ones, jnp.where(kept, of_pass(values, batch, first), 0))
+        values = jnp.where(used, ones, jnp.where(original, of_pass(values, batch, first), 0))
 
         live = batch.mask & first[:, :, None]
         entropy = jnp.where(live, batch.stats["rollout_entropy"], 0).sum()
@@ -157,7 +157,7 @@ def substitute_heated(
         steered = jnp.where(entropy > target, cold, temperature)
         steered = jnp.where(entropy <= target, hot, steered)
         steered = jnp.where(live.any(), steered, temperature).astype(jnp.float32)
-        return values, batch.replace(members=kept | used), steered
+        return values, batch.replace(members=original | used), steered
 
     def init() -> Array:
         return jnp.asarray(hot, jnp.float32)
@@ -174,7 +174,7 @@ def aepo(
     rows: Tokens = 60,
     threshold: NonNegative = 0.05,
 ) -> Method:
-    """GRPO with good completions drawn at another temperature, which pull the entropy to a target.
+    """GRPO with correct completions sampled at another temperature, which steer the entropy.
 
     "Arbitrary Entropy Policy Optimization: Entropy Is Controllable in Reinforcement Fine-tuning"
     (arXiv:2510.08141). While the policy's entropy is at or below ``target``, a second pass over a
@@ -238,29 +238,29 @@ def entropy_history(turns: int, total_steps: int, low: float = 0.0, high: float 
     def init() -> TurnHistory:
         return TurnHistory(jnp.zeros(turns), jnp.zeros(turns), jnp.zeros(()))
 
-    def apply(values: Array, batch: Batch, past: TurnHistory) -> tuple:
+    def apply(values: Array, batch: Batch, history: TurnHistory) -> tuple:
         live = trained(batch)
         turn = batch.ids.get("turn", jnp.zeros(live.shape, jnp.int32))
         turn = jnp.where(live, jnp.clip(turn, 0, turns - 1), 0)
         by_turn = partial(jax.ops.segment_sum, segment_ids=turn.reshape(-1), num_segments=turns)
         number = by_turn(live.reshape(-1).astype(jnp.float32))
         entropy = by_turn(jnp.where(live, batch.stats["rollout_entropy"], 0).reshape(-1))
-        now = entropy / jnp.maximum(number, 1)
+        turn_entropy = entropy / jnp.maximum(number, 1)
 
-        part = past.steps / total_steps
+        part = history.steps / total_steps
         early = 1 - 0.2 * (1 - jnp.exp(-2 * part))
         phase = jnp.where(part < 0.5, early, 0.8 * jnp.exp(-3 * part))
         late = jnp.arange(turns) >= turns // 2
-        smoothing = jnp.where(late & (past.times > 0), phase, 0)
+        smoothing = jnp.where(late & (history.times > 0), phase, 0)
         stats = {
-            "entropy_low": (low * past.mean)[turn],
-            "entropy_high": (high * past.mean)[turn],
+            "entropy_low": (low * history.mean)[turn],
+            "entropy_high": (high * history.mean)[turn],
             "entropy_smoothing": smoothing[turn],
         }
-        count = past.times + (number > 0)
-        step = jnp.where(number > 0, now - past.mean, 0) / jnp.maximum(count, 1)
-        past = TurnHistory(past.mean + step, count, past.steps + 1)
-        return values, batch.replace(stats={**batch.stats, **stats}), past
+        count = history.times + (number > 0)
+        step = jnp.where(number > 0, turn_entropy - history.mean, 0) / jnp.maximum(count, 1)
+        history = TurnHistory(history.mean + step, count, history.steps + 1)
+        return values, batch.replace(stats={**batch.stats, **stats}), history
 
     return Transform(init, apply, needs=frozenset({"rollout_entropy"}))
 
@@ -359,10 +359,12 @@ def weigh_by_entropy_change(least: float, most: float, floor: float, falloff: st
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = trained(batch)
         values = per_token(values, batch)
-        read = (batch.stats[name] for name in ("proximal_logprobs", "sampler_logprobs"))
-        logprobs, drawn = (jnp.where(live, x, 0) for x in read)
+        inputs = (batch.stats[name] for name in ("proximal_logprobs", "sampler_logprobs"))
+        logprobs, sampled_logprobs = (jnp.where(live, x, 0) for x in inputs)
         entropy = jnp.where(live, batch.stats["rollout_entropy"], 0)
-        size = jnp.abs(entropy_change(jnp.where(live, values, 0), logprobs, drawn, entropy))
+        size = jnp.abs(
+            entropy_change(jnp.where(live, values, 0), logprobs, sampled_logprobs, entropy)
+        )
         top = jnp.max(jnp.where(live, size, 0))
         if falloff == "exponential":
             # The quotient first: the largest token's is 1 exactly, however large it is.
@@ -472,9 +474,9 @@ def rank_changes(ranks: Array, mask: Array, stride: int) -> Array:
     last = jnp.max(jnp.where(mask & (total == total[-1]), ranks, -jnp.inf))
     last = jnp.where(total[-1] > 0, last, 0)
     # The places where a rank was taken, moved to the front.
-    taken = mask & (total % stride == 0)
-    order = jnp.argsort(~taken, stable=True)
-    m, count = jnp.where(taken, ranks, 0)[order], taken.sum()
+    measured_here = mask & (total % stride == 0)
+    order = jnp.argsort(~measured_here, stable=True)
+    m, count = jnp.where(measured_here, ranks, 0)[order], measured_here.sum()
     j = jnp.arange(m.shape[0])
     before = (jnp.cumsum(m) - m) / jnp.maximum(j, 1)
     velocity = jnp.where((j >= 1) & (j < count), m - before, 0)
@@ -516,8 +518,8 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         chex.assert_rank(values, 2)
         live = trained(batch)
         ranks = jnp.where(live, batch.stats["running_rank"], 0)
-        measured = jax.vmap(jax.vmap(lambda x, m: rank_changes(x, m, stride)))(ranks, live)
-        gap = measured - state.means[None, None]
+        changes = jax.vmap(jax.vmap(lambda x, m: rank_changes(x, m, stride)))(ranks, live)
+        gap = changes - state.means[None, None]
         gap = jnp.clip(gap / (jnp.abs(state.means) + TINY)[None, None], -5, 5)
         rank, velocity, acceleration = jnp.moveaxis(gap, 2, 0)
         tendency = jax.nn.sigmoid(gain * acceleration)
@@ -530,11 +532,13 @@ def rank_bonus(stride: int, gain: float, kappa: float, rate: float, fading: bool
         # Completions without a token do not count in the running means.
         sequences = live.any(axis=2)
         count = sequences.sum()
-        own = jnp.where(sequences[:, :, None], measured, 0).sum(axis=(0, 1)) / jnp.maximum(count, 1)
+        sequence_mean = jnp.where(sequences[:, :, None], changes, 0).sum(axis=(0, 1)) / jnp.maximum(
+            count, 1
+        )
         score = jnp.where(sequences, batch.score(), 0).sum() / jnp.maximum(count, 1)
         step = jnp.where(state.steps > 0, rate, 1.0) * (count > 0)
         after = RankState(
-            state.means + step * (own - state.means),
+            state.means + step * (sequence_mean - state.means),
             state.score + step * (score - state.score),
             state.steps + (count > 0).astype(jnp.int32),
         )

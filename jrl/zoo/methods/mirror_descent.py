@@ -1,4 +1,4 @@
-"""Squared errors along whole completions: mirror descent, contrast, balance, Bellman equations.
+"""Squared errors over complete sequences: mirror descent, contrast, balance, Bellman equations.
 
 Each function says its paper's formula with r the reward of a completion y, pi the policy being
 trained, and l(y) = log(pi(y) / pi_ref(y)), summed over the completion's trained tokens. Log-ratios
@@ -154,7 +154,7 @@ def for_flow(beta: Positive = 1.0, floor: Positive = 1e-3) -> Method:
 # ---------------------------------------------------------------- soft Bellman equations
 
 LEVELS = ("token", "step", "response")
-"""What one action of ``oreo``'s equation for the policy is."""
+"""The action unit of ``oreo``'s policy equation."""
 
 PAPERS_ALPHA = {"token": 0.01, "step": 0.1, "response": 0.3}
 
@@ -179,21 +179,21 @@ def soft_path_consistency(beta: float, level: str = "token") -> Surrogate:
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
         chex.assert_rank([advantages, mask], 1)
         drift = jnp.where(mask, stats["logprobs"] - stats["ref_logprobs"], 0)
-        here = jnp.arange(mask.shape[0])
+        columns = jnp.arange(mask.shape[0])
         if level == "token":
-            own, starts, last = drift, mask, here
+            step_drift, starts, last = drift, mask, columns
             share = jnp.ones((), drift.dtype)
         else:
             seg = segments.segments(mask, *(stats[name] for name in labels))
-            column = here.astype(jnp.float32)
+            column = columns.astype(jnp.float32)
             starts = mask & (segments.minimum(column, seg) == column)
             last = segments.maximum(column, seg).astype(jnp.int32)
-            own = segments.total(drift, seg)
+            step_drift = segments.total(drift, seg)
             share = mask.sum() / jnp.maximum(starts.sum(), 1)
         onwards = jnp.cumsum(drift[::-1])[::-1]
         after = jax.lax.stop_gradient((onwards - drift)[last])
         value = jax.lax.stop_gradient(stats["values"])
-        error = value - advantages + beta * own + beta * after
+        error = value - advantages + beta * step_drift + beta * after
         return jnp.where(starts, share * jnp.square(error), 0), {"path_error": jnp.abs(error)}
 
     return Surrogate(apply, frozenset({"values", "ref_logprobs"}), labels=frozenset(labels))
@@ -217,17 +217,17 @@ def soft_value_loss(beta: float, coef: float = 1.0) -> Regularizer:
 
 
 def reference_divergence(coef: float) -> Regularizer:
-    """``coef`` times KL(pi || pi_ref) of the distribution at each token, over the whole vocabulary.
+    """``coef`` times KL(pi || pi_ref) of each token's distribution, over the full vocabulary.
 
     Log-ratios are held within 20 nats: a token that truncation took from the reference would cost
     infinitely much.
     """
 
     def apply(distributions: Stats, token: Array) -> Array:
-        given = distributions["policy"] > -jnp.inf
-        policy = jnp.where(given, distributions["policy"], 0)
+        supported = distributions["policy"] > -jnp.inf
+        policy = jnp.where(supported, distributions["policy"], 0)
         gap = jnp.clip(policy - distributions["ref"], -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return jnp.where(given, jnp.exp(policy) * gap, 0).sum()
+        return jnp.where(supported, jnp.exp(policy) * gap, 0).sum()
 
     name = "reference_divergence"
     return Regularizer(
@@ -283,8 +283,8 @@ def oreo(
 
 def _mean_logprob(distributions: Stats, token: Array) -> Array:
     """The mean log-probability over the tokens that truncation leaves."""
-    given = distributions["policy"] > -jnp.inf
-    return jnp.where(given, distributions["policy"], 0).sum() / given.sum()
+    supported = distributions["policy"] > -jnp.inf
+    return jnp.where(supported, distributions["policy"], 0).sum() / supported.sum()
 
 
 def uniform_policy_error(scale: float = 1.0) -> Surrogate:

@@ -30,8 +30,8 @@ from jrl.methods.domains import (
     is_zero,
 )
 from jrl.methods.group_relative import grpo
+from jrl.methods.policy_gradient import reinforce
 from jrl.methods.ratios import CLIPS
-from jrl.methods.reinforce import reinforce
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
@@ -39,7 +39,7 @@ from jrl.objectives.transforms import per_token, stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 
 MASKS = ("none", "one_side", "two_side", "ring")
-"""Which ratios keep their gradient; see ``rec``."""
+"""The ratios that keep their gradient; see ``rec``."""
 
 
 def far_dropped(
@@ -95,8 +95,8 @@ def rec(
     for the geometric mean.
     """
     geometric = level == "geometric"
-    own = (3e-4, 4e-4) if geometric else (0.2, 0.2)
-    bounds = (own[0] if low is None else low, own[1] if high is None else high)
+    defaults = (3e-4, 4e-4) if geometric else (0.2, 0.2)
+    bounds = (defaults[0] if low is None else low, defaults[1] if high is None else high)
     return base.with_(
         advantage=CENTRED,
         ratio=ratios.sequence if geometric else ratios.token,
@@ -164,8 +164,8 @@ def balance_and_centre() -> Transform:
         fewer = (live & ~failed).sum(axis=1, keepdims=True)
         earlier = jnp.expand_dims(tie_breaker, 1) < jnp.expand_dims(tie_breaker, 2)
         rank = (earlier & jnp.expand_dims(failed, 1)).sum(axis=2)
-        kept = live & ~(failed & (rank >= fewer))
-        return CENTRED.apply(scores, batch.replace(members=kept), ())[0], batch
+        members = live & ~(failed & (rank >= fewer))
+        return CENTRED.apply(scores, batch.replace(members=members), ())[0], batch
 
     return stateless(apply)
 
@@ -210,7 +210,7 @@ def arpo_replay(
         A_i = (r_i - mean(r)) / std(r)
         loss = -1/G sum_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t, 1 - 0.2, 1 + 0.3) A_i)
 
-    so that the group says something. A completion is a success with more than ``above`` points of
+    so that the group has a gradient. A completion is a success with more than ``above`` points of
     the reward part that says what is right: "success" in episodes. Of each prompt the newest
     ``each`` are kept and one is drawn at random, as in the released code; its successes and those
     of the step itself are not mixed. There is no divergence from a reference. Runs need prompts
@@ -276,7 +276,7 @@ def remix(
     kl_kind: KlInLoss,
     reincarnation_steps: Tokens = 50,
 ) -> Method:
-    """Fresh and replayed completions in one loss, the clip centred on where the policy stands.
+    """Fresh and replayed completions in one loss, the clip centred on the current policy.
 
     ReMix of "Squeeze the Soaked Sponge: Efficient Off-policy Reinforcement Finetuning for Large
     Language Model" (arXiv:2507.06892), its form on GRPO:
@@ -346,12 +346,12 @@ def reference_advantage(*, priority: bool = True) -> Transform:
         chex.assert_rank(values, 2)
         live = trained(batch)
         start = jnp.where(first_token(live), batch.stats["rollout_values"], 0).sum(axis=2)
-        counted = live.any(axis=2)
-        gain = jnp.where(counted, values - start, 0)
+        nonempty = live.any(axis=2)
+        gain = jnp.where(nonempty, values - start, 0)
         gain = jnp.where(gain <= 0, 0, gain)  # written so that a NaN stays
         weight = gain if priority else jnp.where(gain > 0, 1, gain)
         total = weight.sum()
-        weight = weight * counted.sum() / jnp.where(total == 0, 1, total)
+        weight = weight * nonempty.sum() / jnp.where(total == 0, 1, total)
         stats = {**batch.stats, "returns": jnp.where(live, per_token(values, batch), 0)}
         return gain * weight, batch.replace(stats=stats)
 
@@ -431,13 +431,13 @@ def a_lol(
     V is the value network before the first token, trained as the policy is (squared error), where
     the paper fits a head on the frozen reference beforehand.
     """
-    held = () if is_zero(kl_coef) else (plain_log_ratio(kl_coef),)
+    regularizers = () if is_zero(kl_coef) else (plain_log_ratio(kl_coef),)
     return Method(
         Objective(
             reference_advantage(priority=priority),
             offline_gradient(ratio, clip),
             aggregates.sequence_sum,
-            (start_value_loss(value_coef), *held),
+            (start_value_loss(value_coef), *regularizers),
         ),
         draw=Draw(demonstrations=1, own=False),
         schedule=Schedule(epochs),

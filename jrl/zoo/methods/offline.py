@@ -32,25 +32,25 @@ from jrl.types import (
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 
 
-def _of_head(shown: dict[str, Array], token: Array, head: int) -> Array:
-    return shown["q"][head, token]
+def _of_head(outputs: dict[str, Array], token: Array, head: int) -> Array:
+    return outputs["q"][head, token]
 
 
-def _target(shown: dict[str, Array], token: Array) -> Array:
-    return shown["q_target"][token]
+def _target(outputs: dict[str, Array], token: Array) -> Array:
+    return outputs["q_target"][token]
 
 
-def _state(shown: dict[str, Array], token: Array) -> Array:
-    return shown["v"]
+def _state(outputs: dict[str, Array], token: Array) -> Array:
+    return outputs["v"]
 
 
-def _unlikely(shown: dict[str, Array], token: Array) -> Array:
+def _unlikely(outputs: dict[str, Array], token: Array) -> Array:
     """Minus the log-probability of the token if values were logits, summed over heads."""
-    return -jax.nn.log_softmax(shown["q"])[:, token].sum()
+    return -jax.nn.log_softmax(outputs["q"])[:, token].sum()
 
 
-def _surprise(shown: dict[str, Array], token: Array) -> Array:
-    return -jax.nn.log_softmax(shown["base"])[token]
+def _surprise(outputs: dict[str, Array], token: Array) -> Array:
+    return -jax.nn.log_softmax(outputs["base"])[token]
 
 
 def _read(heads: int) -> tuple[Statistic, ...]:
@@ -61,18 +61,18 @@ def _read(heads: int) -> tuple[Statistic, ...]:
 def _values_learner(
     loss: Callable[[Stats, Array, Array], tuple[Array, Stats]],
     points: Callable[[Array, Array], Array],
-    read: tuple[Statistic, ...],
+    statistics: tuple[Statistic, ...],
     values: TokenValues,
     epochs: int,
 ) -> Method:
-    """A method whose loss reads points by token, ``points`` of (rewards [T], mask [T])."""
+    """A method whose loss reads rewards by token, ``points`` of (rewards [T], mask [T])."""
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
         rewards = transforms.token_rewards(transforms.paid_rewards(scores, batch), batch)
         return jax.vmap(jax.vmap(points))(rewards, transforms.trained(batch)), batch
 
     advantage: Transform = transforms.stateless(apply)
-    surrogate = Surrogate(loss, frozenset(each.name for each in read), statistics=read)
+    surrogate = Surrogate(loss, frozenset(each.name for each in statistics), statistics=statistics)
     return Method(
         Objective(advantage, surrogate, aggregates.token_mean),
         schedule=Schedule(epochs),
@@ -137,12 +137,12 @@ def ilql(
         error = stats["q_target"] - value
         of_v = jnp.abs(tau - (error < 0)) * jnp.square(error) / 2
         rest = cql_coef * stats["q_unlikely"] + sft_coef * stats["base_surprise"]
-        told = {"q_loss": of_q, "v_loss": of_v, "state_value": value}
-        return of_q + of_v + rest, jax.lax.stop_gradient(told)
+        metrics = {"q_loss": of_q, "v_loss": of_v, "state_value": value}
+        return of_q + of_v + rest, jax.lax.stop_gradient(metrics)
 
-    read = (*_read(2), Statistic("q_target", _target), Statistic("state_value", _state))
+    statistics = (*_read(2), Statistic("q_target", _target), Statistic("state_value", _state))
     points = lambda rewards, mask: rewards  # noqa: E731
-    return _values_learner(loss, points, read, TokenValues(beta, follow, heads=2), epochs)
+    return _values_learner(loss, points, statistics, TokenValues(beta, follow, heads=2), epochs)
 
 
 @published
@@ -184,8 +184,8 @@ def value_by_step(batch: Batch) -> tuple[Array, Array]:
     """
     live, steps = transforms.trained(batch), segments.step_ids(batch)
     chance = jax.nn.sigmoid(batch.stats["rollout_values"])
-    here = jax.vmap(jax.vmap(segments.at_step_start))(chance, steps, live)
-    return here, jax.vmap(jax.vmap(segments.at_next_step))(here, steps, live)
+    step_value = jax.vmap(jax.vmap(segments.at_step_start))(chance, steps, live)
+    return step_value, jax.vmap(jax.vmap(segments.at_next_step))(step_value, steps, live)
 
 
 def outcomes(values: Array, batch: Batch) -> tuple[Array, Array, Batch]:
@@ -214,18 +214,18 @@ def better_steps(decay: float, keep: float, threshold: float) -> Transform:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live, steps = transforms.trained(batch), segments.step_ids(batch)
         earned, score, batch = outcomes(values, batch)
-        here, following = value_by_step(batch)
+        step_value, following = value_by_step(batch)
         starts = jax.vmap(jax.vmap(segments.step_starts))(steps, live)
         left = starts.sum(axis=2, keepdims=True) - jnp.cumsum(starts, axis=2)
         share = jnp.float32(decay) ** left
-        gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - here)
+        gain = share * jnp.expand_dims(score, 2) + (1 - share) * (following + earned - step_value)
         # Before the first token the value knows the instruction alone.
-        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), here, 0).sum(axis=2)
+        first = jnp.where(live & (jnp.cumsum(live, axis=2) == 1), step_value, 0).sum(axis=2)
         surprise = batch.stats["returns"][:, :, 0] - first
         members = live.any(axis=2)
-        bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
-        chosen = (gain > threshold) & jnp.expand_dims(members & (surprise >= bound), 2)
-        return jnp.where(jnp.isnan(gain), gain, chosen), batch
+        surprise_bound = segments.quantile(surprise, segments.segments(members), 1 - keep)
+        selected = (gain > threshold) & jnp.expand_dims(members & (surprise >= surprise_bound), 2)
+        return jnp.where(jnp.isnan(gain), gain, selected), batch
 
     return transforms.stateless(apply, frozenset({"rollout_values"}))
 
@@ -274,15 +274,15 @@ def blended_steps(blend: float) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         earned, score, batch = outcomes(values, batch)
-        here, following = value_by_step(batch)
-        final = jnp.expand_dims(score, 2) - here
-        return blend * (earned + following - here) + (1 - blend) * final, batch
+        step_value, following = value_by_step(batch)
+        final = jnp.expand_dims(score, 2) - step_value
+        return blend * (earned + following - step_value) + (1 - blend) * final, batch
 
     return transforms.stateless(apply, frozenset({"rollout_values"}))
 
 
 def between(low: float, high: float) -> Transform:
-    """Leaves out replayed steps unless the policy draws their tokens with a chance in (low, high].
+    """Masks replayed steps unless the policy's probability of their tokens is in (low, high].
 
     The chance of a step is the geometric mean of its tokens', the inverse of its perplexity, by the
     policy at the start of the training step.

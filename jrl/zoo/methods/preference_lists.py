@@ -25,7 +25,7 @@ from jrl.methods.domains import (
     Range,
     is_zero,
 )
-from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo, reward_loss
+from jrl.methods.preference import Noise, PairLossName, Points, dpo, list_method, orpo
 from jrl.objectives import aggregates, comparisons, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, start_log_ratio, write
 from jrl.objectives.kl import estimator
@@ -37,7 +37,7 @@ from jrl.objectives.members import (
     over_sequence,
     spoilt,
 )
-from jrl.objectives.pairs import sigmoid, softplus
+from jrl.objectives.pairs import reward_loss, sigmoid, softplus
 from jrl.objectives.transforms import stateless, trained
 from jrl.types import Array, Batch, Objective, Regularizer, Stats, Surrogate, Transform
 
@@ -139,7 +139,7 @@ def running_shift(decay: float | None) -> Transform:
     """
 
     def apply(scores: Array, batch: Batch, state: Any) -> tuple[Array, Batch, Any]:
-        mean, seen = state
+        mean, count_before = state
         live, ratio = comparable(batch), start_log_ratio(batch)
 
         def average(kind: Array) -> tuple[Array, Array]:
@@ -150,10 +150,10 @@ def running_shift(decay: float | None) -> Transform:
         low, some_low = average(live & ~(scores > 0))
         count = live.sum().astype(jnp.float32)
         now = (high + low) / jnp.maximum(some_high + some_low, 1)
-        share = count / jnp.maximum(seen + count, 1) if decay is None else 1 - decay
-        moved = mean + jnp.where(seen == 0, 1.0, share) * (now - mean)
-        mean = jnp.where(count > 0, moved, mean)
-        return scores, write(batch, "shift", mean), (mean, seen + count)
+        share = count / jnp.maximum(count_before + count, 1) if decay is None else 1 - decay
+        updated = mean + jnp.where(count_before == 0, 1.0, share) * (now - mean)
+        mean = jnp.where(count > 0, updated, mean)
+        return scores, write(batch, "shift", mean), (mean, count_before + count)
 
     zero = jnp.zeros((), jnp.float32)
     return Transform(init=lambda: (zero, zero), apply=apply, needs=START)
@@ -184,7 +184,7 @@ def bco(beta: Positive = 0.1, decay: Decay | None = None, threshold: Points = 0.
 
 
 def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Array, Array]:
-    """Which tokens of two sequences belong to their longest common subsequence.
+    """Membership of each token of two sequences in their longest common subsequence.
 
     The sequences are [T] int32; tokens that are not live [T] match nothing.
 
@@ -201,8 +201,8 @@ def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Arr
     match = (a[:, None] == b[None, :]) & live_a[:, None] & live_b[None, :]
 
     def row(below: Array, matches: Array) -> tuple[Array, Array]:
-        here = jnp.where(matches, below[1:] + 1, below[:-1])
-        best = jnp.flip(jax.lax.cummax(jnp.flip(here)))
+        length_here = jnp.where(matches, below[1:] + 1, below[:-1])
+        best = jnp.flip(jax.lax.cummax(jnp.flip(length_here)))
         best = jnp.concatenate([best, jnp.zeros(1, jnp.int32)])
         return best, best
 
@@ -213,18 +213,18 @@ def common_tokens(a: Array, live_a: Array, b: Array, live_b: Array) -> tuple[Arr
     def walk(at: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple]:
         i, j = at
         inside = (i < size) & (j < size)
-        found = inside & match[jnp.minimum(i, size - 1), jnp.minimum(j, size - 1)]
+        matched = inside & match[jnp.minimum(i, size - 1), jnp.minimum(j, size - 1)]
         down, right = lengths[jnp.minimum(i + 1, size), j], lengths[i, jnp.minimum(j + 1, size)]
-        step_i = inside & (found | (down >= right))
-        step_j = inside & (found | ~(down >= right))
-        return (i + step_i, j + step_j), (i, j, found)
+        step_i = inside & (matched | (down >= right))
+        step_j = inside & (matched | ~(down >= right))
+        return (i + step_i, j + step_j), (i, j, matched)
 
     zero = jnp.zeros((), jnp.int32)
-    _, (at_a, at_b, found) = jax.lax.scan(walk, (zero, zero), None, length=2 * size)
+    _, (at_a, at_b, is_match) = jax.lax.scan(walk, (zero, zero), None, length=2 * size)
     drop = jnp.full_like(at_a, size)  # out of range, and dropped by the scatter
     none = jnp.zeros(size, bool)
-    in_a = none.at[jnp.where(found, at_a, drop)].set(True, mode="drop")
-    in_b = none.at[jnp.where(found, at_b, drop)].set(True, mode="drop")
+    in_a = none.at[jnp.where(is_match, at_a, drop)].set(True, mode="drop")
+    in_b = none.at[jnp.where(is_match, at_b, drop)].set(True, mode="drop")
     return in_a, in_b
 
 
@@ -295,7 +295,7 @@ def ddpo(
 
 @published
 def pro(sft_coef: NonNegative = 0.05, gap_temperature: Flag = True) -> Method:
-    """The likelihood of a whole ranking under mean log-probabilities, plus imitation of the best.
+    """Likelihood of a complete ranking under mean log-probabilities, plus imitation of its best.
 
     "Preference Ranking Optimization for Human Alignment" (arXiv:2306.17492), for y_1 > ... > y_n
     with p(y) = log pi(y) / |y| and rewards r:
@@ -377,7 +377,7 @@ RATIONALE = 1
 
 
 def with_rationale(base: Method, gamma: float, form: str) -> Method:
-    """A method of pairs that also learns the rationales that stand beside them.
+    """A method of pairs that also learns their rationales.
 
     A rationale is a member whose ``ids["stratum"]`` is ``RATIONALE``. A group whose answers are
     left out is left out whole. "pair_weight" becomes 1 on answers, 0 on rationales.
@@ -520,10 +520,10 @@ def trpa(
             "pairs": wins.sum().astype(jnp.float32),
         }
 
-    held = () if is_zero(trust_coef) else (trust_region(trust_coef),)
+    regularizers = () if is_zero(trust_coef) else (trust_region(trust_coef),)
     surrogate = over_group(loss, (ref, "pair_share"))
     return Method(
-        Objective(pair_share(), surrogate, aggregates.sequence_sum, held),
+        Objective(pair_share(), surrogate, aggregates.sequence_sum, regularizers),
         schedule=Schedule(epochs),
         min_group=2,
     )

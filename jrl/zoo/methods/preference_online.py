@@ -41,7 +41,7 @@ WinModel = Annotated[str, Choice(("bradley_terry", "comparison"))]
 
 @variant(dpo)
 def online_dpo(base: Method) -> Method:
-    """A direct alignment loss on pairs that the current policy draws and a judge orders.
+    """A direct alignment loss on pairs sampled from the current policy and ranked by a judge.
 
     OAIF of "Direct Language Model Alignment from Online AI Feedback" (arXiv:2402.04792), with
     (y_w, y_l) the best and the worst of the group and a, b = beta h(y_w), beta h(y_l):
@@ -81,12 +81,12 @@ def win_rates(
         gap = scores[:, :, None] - scores[:, None, :]
         # sign() of NaN is NaN, so that neither model loses one.
         wins = sigmoid(gap) if model == "bradley_terry" else (jnp.sign(gap) + 1) / 2
-        seen = live[:, :, None] & live[:, None, :]
+        compared = live[:, :, None] & live[:, None, :]
         if against == "others":
-            seen = seen & ~jnp.eye(live.shape[1], dtype=bool)[None]
-        count = seen.sum(axis=2)
+            compared = compared & ~jnp.eye(live.shape[1], dtype=bool)[None]
+        count = compared.sum(axis=2)
         # Deviations from 1/2 are averaged, so that an even game gives exactly 1/2.
-        mean = jnp.where(seen, wins - 0.5, 0).sum(axis=2) / jnp.maximum(count, 1) + 0.5
+        mean = jnp.where(compared, wins - 0.5, 0).sum(axis=2) / jnp.maximum(count, 1) + 0.5
         return jnp.where(live, mean - less, 0), batch
 
     return stateless(apply)
@@ -151,9 +151,9 @@ def nash_md(
     ``ref_decay`` below 1 mu is a moving average of the policy, the direction of Nash-EMA.
     """
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
-    own = ratios.reinforce()._replace(on_policy=True)
+    surrogate = ratios.reinforce()._replace(on_policy=True)
     return Method(
-        Objective(transforms.chain(*steps), own, aggregates.sequence_sum),
+        Objective(transforms.chain(*steps), surrogate, aggregates.sequence_sum),
         schedule=Schedule(ref_decay=ref_decay),
         min_group=2,
         unsupported="opponents drawn from the geometric mixture of policy and reference; the "
@@ -209,18 +209,18 @@ def pairwise_ratios(clip: float, cap: float, kl_coef: float, joint: bool) -> Gro
         gap = jax.lax.stop_gradient(score[:, None] - score[None, :])
         rho = bounded_exp(log_rho)
         if joint:
-            moved = log_rho[:, None] - log_rho[None, :]
-            near = jnp.clip(moved, -clip, clip)
+            pair_ratio = log_rho[:, None] - log_rho[None, :]
+            near = jnp.clip(pair_ratio, -clip, clip)
             weight = bounded_exp(log_rho[:, None] + log_rho[None, :])
         else:
-            moved = jnp.broadcast_to(rho[:, None], gap.shape)
-            near, weight = jnp.clip(moved, 1 - clip, 1 + clip), rho[None, :]
+            pair_ratio = jnp.broadcast_to(rho[:, None], gap.shape)
+            near, weight = jnp.clip(pair_ratio, 1 - clip, 1 + clip), rho[None, :]
         push = -gap * jax.lax.stop_gradient(jnp.clip(weight, 1 / cap, cap))
-        each = jnp.maximum(push * moved, push * near) / (2 if joint else 1)
+        each = jnp.maximum(push * pair_ratio, push * near) / (2 if joint else 1)
         # Both orders of a pair: the joint loss is the same for them, the separate ones are its two
         # halves.
         both = group.live[:, None] & group.live[None, :] & ~jnp.eye(len(rho), dtype=bool)
-        clipped = mean_over_pairs((moved != near).astype(jnp.float32), both)
+        clipped = mean_over_pairs((pair_ratio != near).astype(jnp.float32), both)
         return spoilt(mean_over_pairs(each, both), group), {"clip_fraction": clipped}
 
     return of_group
@@ -234,7 +234,7 @@ def p3o(
     ratio_cap: AtLeastOne = 10.0,
     epochs: Count = 1,
 ) -> Method:
-    """The policy gradient of reward differences, with clipped ratios of whole completions.
+    """The policy gradient of reward differences, with clipped ratios of complete sequences.
 
     P3O of "Pairwise Proximal Policy Optimization: Harnessing Relative Feedback for LLM Alignment"
     (arXiv:2310.00212). With rho_i = pi(y_i) / pi_old(y_i) of whole completions, and without
@@ -394,7 +394,7 @@ def rlaif_v(base: Method) -> Method:
 
 
 def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
-    """The reward by which RLAIF-V picks the best of several answers: the mean log-ratio of a token.
+    """RLAIF-V's reward for selecting one of several answers: the mean token log-ratio.
 
     Returns:
       [] float32, nats. 0 where nothing is live.
@@ -447,15 +447,15 @@ def easy_pairs(share: float, min_certainty: float) -> Transform:
         keys = jnp.where(eligible, jnp.log1p(-bald) + noise, -jnp.inf)
         rank = jnp.argsort(jnp.argsort(-keys))
         sampled = eligible & (rank < jnp.ceil(share * eligible.sum()))
-        kept = sampled | ~paired | jnp.isnan(p).any(axis=1)
-        return scores, batch.replace(members=batch.members & kept[:, None])
+        usable = sampled | ~paired | jnp.isnan(p).any(axis=1)
+        return scores, batch.replace(members=batch.members & usable[:, None])
 
     return stateless(apply)
 
 
 @variant(dpo, refresh_ref=100)
 def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> Method:
-    """Iterated DPO on pairs drawn by how far an estimator's stochastic passes agree on them.
+    """Iterated DPO on pairs selected by the agreement of an estimator's stochastic passes.
 
     "Self-Evolutionary Large Language Models through Uncertainty-Enhanced Preference Optimization"
     (arXiv:2409.11212): pairs drawn from the policy and ranked by a reward model are judged again by

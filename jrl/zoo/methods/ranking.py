@@ -46,8 +46,8 @@ def plackett_luce(scores: Array, live: Array) -> Array:
     [-1.0986, -0.6931, 0.0]
     """
     chex.assert_rank([scores, live], 1)
-    held = jnp.where(live, scores, _FAR)
-    return jnp.where(live, held - jax.lax.cumlogsumexp(held, reverse=True), 0)
+    masked = jnp.where(live, scores, _FAR)
+    return jnp.where(live, masked - jax.lax.cumlogsumexp(masked, reverse=True), 0)
 
 
 def ranked(perturbed: Array, live: Array) -> Array:
@@ -59,7 +59,7 @@ def ranked(perturbed: Array, live: Array) -> Array:
 
 
 def utility_gains(kind: str, relevance: Array, live: Array, cutoff: int) -> Array:
-    """What each rank adds to the utility of a ranking.
+    """The gain of each rank in the utility of a ranking.
 
     "dcg": relevance / log2(rank + 1); "ndcg": that over its greatest possible sum; "mrr": 1 / rank
     at the first member of positive relevance. ``relevance`` and ``live`` are [G], in the order of
@@ -72,13 +72,13 @@ def utility_gains(kind: str, relevance: Array, live: Array, cutoff: int) -> Arra
     """
     relevance = jnp.where(live, jnp.maximum(relevance, 0), 0)
     rank = jnp.arange(1, relevance.shape[0] + 1)
-    counted = rank <= cutoff
+    in_top = rank <= cutoff
     if kind == "mrr":
         hit = relevance > 0
         first = hit & (jnp.cumsum(hit) == 1)
-        gains = jnp.where(first & counted, 1 / rank, 0.0)
+        gains = jnp.where(first & in_top, 1 / rank, 0.0)
         return jnp.where(jnp.isnan(relevance), relevance, gains)
-    discount = jnp.where(counted, 1 / jnp.log2(rank + 1.0), 0)
+    discount = jnp.where(in_top, 1 / jnp.log2(rank + 1.0), 0)
     gains = relevance * discount
     if kind == "dcg":
         return gains
@@ -139,7 +139,7 @@ def pg_rank(
     per_rank: Flag = False,
     epochs: Count = 1,
 ) -> Method:
-    """REINFORCE over rankings of a group, drawn from the scores' Plackett-Luce distribution.
+    """REINFORCE over rankings of a group, sampled from the scores' Plackett-Luce distribution.
 
     Neural PG-RANK of "Policy-Gradient Training of Language Models for Ranking" (arXiv:2310.04407):
 
@@ -168,10 +168,10 @@ def pg_rank(
 # ---------------------------------------------------------------- items of a completion
 
 GAINS = ("own", "tail")
-"""What a rank is credited with: its own relevance, or the discounted gain from it on."""
+"""Credit of a rank: its own relevance, or the discounted gain from it on."""
 
 AVERAGES = ("ranks", "tokens", "batch")
-"""What weighs the same: a completion's ranks, its tokens, or all tokens of the batch."""
+"""Unit of equal weight: a completion's ranks, its tokens, or all tokens of the batch."""
 
 
 def rank_advantages(
@@ -182,7 +182,7 @@ def rank_advantages(
     eps: float = 1e-4,
     ddof: int = 1,
 ) -> Transform:
-    """Normalised advantages of each rank, for the tokens of the item that stands there.
+    """Normalised advantages of each rank, for the tokens of the item at that rank.
 
     With the label "item" (a token's item from 0 on; below 0 for tokens of none, which are not
     trained), reward part k is the relevance of the item of rank k, and the number of parts is the
@@ -206,21 +206,21 @@ def rank_advantages(
         if labels is not None:
             relevance = batch.rewards * batch.reward_weights[None, None]
             item = jnp.minimum(per_token(labels, batch), relevance.shape[2])
-        wanted = relevance.shape[2]
-        ranks = jnp.arange(1, wanted + 1)
+        size = relevance.shape[2]
+        ranks = jnp.arange(1, size + 1)
         if gain == "tail":
             gains = relevance / jnp.log2(ranks + 1.0)[None, None]
             relevance = jnp.cumsum(gains[:, :, ::-1], axis=2)[:, :, ::-1]
         each_rank = jax.vmap(jax.vmap(one_group, in_axes=(1, None), out_axes=1))
         by_rank = each_rank(relevance, batch.members)
-        listed = (item >= 0) & (item < wanted)
-        spread = jnp.take_along_axis(by_rank, jnp.clip(item, 0, wanted - 1), axis=2)
-        credit = jnp.where(listed, spread, 0)
+        valid = (item >= 0) & (item < size)
+        spread = jnp.take_along_axis(by_rank, jnp.clip(item, 0, size - 1), axis=2)
+        credit = jnp.where(valid, spread, 0)
         if labels is not None:
             stop = _stop_tokens(batch)
             batch = batch.replace(mask=batch.mask & ((item >= 0) | stop))
             if shaping:
-                credit = jnp.where(stop, 0, credit) + shaping * _shaping(item, stop, wanted, batch)
+                credit = jnp.where(stop, 0, credit) + shaping * _shaping(item, stop, size, batch)
         if average == "ranks":
             credit = credit * _rank_weights(item, batch)
         return credit, batch.replace(ids={**batch.ids, "item": item})
@@ -249,7 +249,7 @@ def rank_grpo(
 
     and ``length_shaping`` points taken from tokens of items past the wanted length N and from the
     stop token of a shorter list, and given to the stop token of a list of N items. The environment
-    (``zoo.envs.labelled.ranked_list``) records each token's item (the label "item"), and reward
+    (``zoo.envs.ranked_list.ranked_list``) records each token's item (the label "item"), and reward
     part k is the relevance at rank k; without the label a completion is one item and its score the
     relevance. Clip bounds, KL and "own" are those of the released run and checkpoints. Departures:
     the released code averages over all tokens of the batch (``average="batch"``), not over ranks as
@@ -270,20 +270,20 @@ def _stop_tokens(batch: Batch) -> Array:
     return live & (after == 1) & jnp.expand_dims(~batch.truncated, 2)
 
 
-def _shaping(item: Array, stop: Array, wanted: int, batch: Batch) -> Array:
+def _shaping(item: Array, stop: Array, size: int, batch: Batch) -> Array:
     """[N, G, T], of -1, 0 and 1."""
     live = trained(batch)
     emitted = jnp.max(jnp.where(live, item, -1), axis=2, keepdims=True) + 1
-    past = live & (item >= wanted)
-    exact, short = emitted == wanted, emitted < wanted
-    return (stop & exact).astype(jnp.float32) - (stop & short) - past
+    extra = live & (item >= size)
+    exact, short = emitted == size, emitted < size
+    return (stop & exact).astype(jnp.float32) - (stop & short) - extra
 
 
 def _rank_weights(item: Array, batch: Batch) -> Array:
     """[N, G, T]: a completion's tokens, over its items times the tokens of the token's item."""
     live = trained(batch)
     row = jnp.arange(live.shape[0] * live.shape[1]).reshape(*live.shape[:2], 1)
-    own = segments.count(segments.segments(live, row, item))
-    share = jnp.where(live, 1 / jnp.maximum(own, 1), 0)
+    repeats = segments.count(segments.segments(live, row, item))
+    share = jnp.where(live, 1 / jnp.maximum(repeats, 1), 0)
     items = share.sum(axis=2, keepdims=True)
     return share * live.sum(axis=2, keepdims=True) / jnp.maximum(items, 1)

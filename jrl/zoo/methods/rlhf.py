@@ -62,7 +62,7 @@ def salsa(base: Method) -> Method:
 
 
 def stop_cost(points: float) -> Transform:
-    """Takes ``points`` from the score of a completion that was cut at the length limit."""
+    """Subtracts ``points`` from the score of a truncated completion."""
     return stateless(lambda scores, batch: (scores - points * batch.truncated, batch))
 
 
@@ -134,10 +134,10 @@ def lagrangian(budget: float, rate: float, initial: float, cap: float) -> Transf
         multiplier = jnp.exp(state)
         live = batch.members
         mean = jnp.where(live, cost, 0).sum() / jnp.maximum(live.sum(), 1)
-        moved = jnp.minimum(state + rate * multiplier * (mean - budget), jnp.log(cap))
+        updated = jnp.minimum(state + rate * multiplier * (mean - budget), jnp.log(cap))
         # A floor keeps the exponential above 0, from where it could never rise again.
-        moved = jnp.where(live.any(), jnp.maximum(moved, -20.0), state)
-        return (reward - multiplier * cost) / (1 + multiplier), batch, moved
+        updated = jnp.where(live.any(), jnp.maximum(updated, -20.0), state)
+        return (reward - multiplier * cost) / (1 + multiplier), batch, updated
 
     return Transform(
         init=lambda: jnp.minimum(jnp.log(initial), jnp.log(cap)).astype(jnp.float32), apply=apply
@@ -194,12 +194,12 @@ def equivalent_group(members: Members, beta: float, spread_coef: float) -> tuple
     spread = mean(jnp.square(reward - high), same)
     both = same.any() & other.any()
     loss = jnp.where(both, softplus(low - high) + spread_coef * spread, 0)
-    broken = (members.live & jnp.isnan(members.score)).any()
-    return jnp.where(broken, jnp.nan, loss), preference_metrics(high, low)
+    has_nan = (members.live & jnp.isnan(members.score)).any()
+    return jnp.where(has_nan, jnp.nan, loss), preference_metrics(high, low)
 
 
 def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: float) -> Surrogate:
-    """``inner`` on the policy's own draws plus ``coef`` times ``equivalent_group`` on the rest.
+    """``inner`` on the policy's own samples plus ``coef`` times ``equivalent_group`` on the rest.
 
     Use it with ``sequence_sum``, the mean over groups: the own draws' losses are divided by their
     tokens and by the number of own draws.
@@ -209,17 +209,17 @@ def beside_equivalent(inner: Surrogate, coef: float, beta: float, spread_coef: f
     )
 
     def apply(stats: Stats, advantages: Array, mask: Array) -> tuple[Array, Stats]:
-        given = (jnp.where(mask, stats["external"], 0).max(axis=1) > 0)[:, None]
-        own, data = mask & ~given, mask & given
-        losses, metrics = jax.vmap(inner.apply)(stats, advantages, own)
-        tokens = jnp.maximum(own.sum(axis=1, keepdims=True), 1)
-        losses = losses / (tokens * jnp.maximum(own.any(axis=1).sum(), 1))
+        demonstrated = (jnp.where(mask, stats["external"], 0).max(axis=1) > 0)[:, None]
+        sampled, data = mask & ~demonstrated, mask & demonstrated
+        losses, metrics = jax.vmap(inner.apply)(stats, advantages, sampled)
+        tokens = jnp.maximum(sampled.sum(axis=1, keepdims=True), 1)
+        losses = losses / (tokens * jnp.maximum(sampled.any(axis=1).sum(), 1))
         preferred, more = preference.apply(stats, advantages, data)
         metrics = {
-            name: jnp.where(own, value, 0).sum() / jnp.maximum(own.sum(), 1)
+            name: jnp.where(sampled, value, 0).sum() / jnp.maximum(sampled.sum(), 1)
             for name, value in metrics.items()
         }
-        return jnp.where(own, losses, 0) + coef * preferred, {**metrics, **more}
+        return jnp.where(sampled, losses, 0) + coef * preferred, {**metrics, **more}
 
     needs = inner.needs | {"ref_logprobs", "external"}
     return Surrogate(apply, needs, over="group", labels=inner.labels)
@@ -249,14 +249,14 @@ def gepo(
     section 4.1 has no beta (0.1 is DPO's), clip bounds or coefficient of the divergence.
     """
     objective = base.objective
-    held = (
+    regularizers = (
         r._replace(aggregate=r.aggregate or objective.aggregate) for r in objective.regularizers
     )
     return base.with_(
         advantage=comparisons.own_only(objective.advantage),
         surrogate=beside_equivalent(objective.surrogate, gepo_coef, beta, spread_coef),
         aggregate=aggregates.sequence_sum,
-        regularizers=tuple(held),
+        regularizers=tuple(regularizers),
         draw=Draw(demonstrations=demonstrations),
         unsupported="running code, and programs with equivalent intermediate representations",
     )

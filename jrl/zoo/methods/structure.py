@@ -18,7 +18,7 @@ from jrl.methods.base import Method
 from jrl.methods.definition import variant
 from jrl.methods.domains import Ddof, Flag, Fraction, NonNegative, Positive
 from jrl.methods.group_relative import grpo
-from jrl.methods.reinforce import reinforce
+from jrl.methods.policy_gradient import reinforce
 from jrl.objectives import segments
 from jrl.objectives.advantages import group_mean_std, mean_centred
 from jrl.objectives.aggregates import token_mean
@@ -38,7 +38,7 @@ from jrl.types import Array, Batch, Transform
 def step_returns(
     rewards: Array, steps: Array, mask: Array, discount: float, joined: Array | None = None
 ) -> Array:
-    """[T] points: the discounted reward from each token's step to the end of ONE sequence.
+    """[T] the discounted reward from each token's step to the end of ONE sequence.
 
         R_k = sum over later steps l >= k of discount^(l - k) r_l
 
@@ -231,7 +231,7 @@ def epo_strategy(base: Method, discount: Fraction = 0.99, normalise: Flag = True
 
 
 def per_episode(inner: Transform) -> Transform:
-    """A transform of whole groups, with the rows of one episode as one member.
+    """A group transform with the rows of one episode as one member.
 
     Rows of a group belong together where ``ids["episode"]`` is equal. The episode's score is the
     sum over its rows, and all of them get its advantage; an episode of which a limit ended a row is
@@ -248,8 +248,8 @@ def per_episode(inner: Transform) -> Transform:
         label = batch.ids.get("episode", column)
         seg = segments.segments(batch.members, jnp.arange(n)[:, None], label)
         first = batch.members & (segments.minimum(column * 1.0, seg) == column)
-        whole = jnp.where(first, segments.total(values, seg), 0)
-        shared, _, state = inner.apply(whole, batch.replace(members=first), state)
+        step_totals = jnp.where(first, segments.total(values, seg), 0)
+        shared, _, state = inner.apply(step_totals, batch.replace(members=first), state)
         shared = segments.total(jnp.where(first, shared, 0), seg)
         over = segments.total(batch.truncated * 1.0, seg) > 0
         return shared, batch.replace(mask=batch.mask & ~jnp.expand_dims(over, 2)), state
@@ -285,8 +285,8 @@ def supo(base: Method) -> Method:
 # ---------------------------------------------------------------- strata
 
 
-def stratified(whole: Transform, blend: float, eps: float, ddof: int) -> Transform:
-    """``blend`` of the scores normalised inside strata, the rest from a transform of whole groups.
+def stratified(group_transform: Transform, blend: float, eps: float, ddof: int) -> Transform:
+    """``blend`` of the scores normalised inside strata, the rest from a group transform.
 
     Strata are the labels ``batch.ids["stratum"]`` ([N, G]); where nobody recorded any, a group is
     one stratum. A completion alone in its stratum has 0 for the first part.
@@ -301,10 +301,10 @@ def stratified(whole: Transform, blend: float, eps: float, ddof: int) -> Transfo
         row = jnp.arange(values.shape[0])[:, None]
         stratum = batch.ids.get("stratum", jnp.zeros(values.shape, jnp.int32))
         local = within(values, segments.segments(batch.members, row, stratum))
-        values, batch, state = whole.apply(values, batch, state)
+        values, batch, state = group_transform.apply(values, batch, state)
         return blend * local + (1 - blend) * values, batch, state
 
-    return whole._replace(apply=apply)
+    return group_transform._replace(apply=apply)
 
 
 @variant(grpo)

@@ -50,8 +50,8 @@ def keep_uncertain(share: float = 0.2) -> Transform:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = trained(batch)
         entropy = jnp.where(live, batch.stats["rollout_entropy"], 0)
-        bound = segments.quantile(entropy, segments.segments(live), 1 - share)
-        keep = jnp.where(jnp.isnan(entropy), entropy, entropy >= bound)
+        threshold = segments.quantile(entropy, segments.segments(live), 1 - share)
+        keep = jnp.where(jnp.isnan(entropy), entropy, entropy >= threshold)
         return per_token(values, batch) * keep, batch
 
     return stateless(apply, ENTROPY)
@@ -97,8 +97,8 @@ def modulate_by_step(sharpness: float, clarity: float, bonus: float) -> Transfor
         scale = jnp.exp(-sharpness * level)
         # Levels are in [0, 1]: -1 stands for that of a step that does not exist.
         following = jax.vmap(jax.vmap(partial(segments.at_next_step, last=-1.0)))
-        ahead = following(level, steps, live)
-        clear = jnp.where(ahead == -1, 0, jnp.exp(-clarity * ahead))
+        next_level = following(level, steps, live)
+        clear = jnp.where(next_level == -1, 0, jnp.exp(-clarity * next_level))
         credit = per_token(values, batch) * scale / jnp.where(live.any(), mean(scale), 1)
         credit = credit + bonus * clear
         return jnp.where(live, credit - mean(credit), 0), batch
@@ -207,7 +207,7 @@ RULES = ("local", "global", "coupled")
 
 
 def head_spans(weights: Array, lags: Array, mask: Array) -> Array:
-    """How far back each attention head looks on average: the short are local, the long global.
+    """Mean attention distance of each head: heads with a short one are local, others global.
 
     Returns:
       [H] float32, tokens.
@@ -250,11 +250,11 @@ def attention_influence(
     [0.75, 0.0, 0.0]
     """
     broad = _chosen_heads(-head_spans(weights, lags, mask), heads)
-    own = weights.shape[2] - mask.shape[0]
-    lags = lags[:, own:]
+    prompt_tokens = weights.shape[2] - mask.shape[0]
+    lags = lags[:, prompt_tokens:]
     later = (lags >= nearest) & (lags <= farthest) & jnp.expand_dims(mask, 1)
-    paid = jnp.tensordot(broad, weights[:, :, own:], axes=1)
-    total = jnp.where(later, paid, 0).sum(axis=0)
+    influence = jnp.tensordot(broad, weights[:, :, prompt_tokens:], axes=1)
+    total = jnp.where(later, influence, 0).sum(axis=0)
     return jnp.where(mask, total / jnp.maximum(later.sum(axis=0), 1), 0)
 
 
@@ -269,7 +269,7 @@ def rhythm_factors(
     reach: int = 3,
     shared: float = 0.5,
 ) -> Array:
-    """What ``preplan_anchor`` multiplies the advantages of ONE completion by: gamma_t, [T] float32.
+    """Advantage multipliers of ONE completion: gamma_t, [T] float32.
 
     ``distance`` [T] is from ``attention_distance``, ``influence`` [T] from ``attention_influence``;
     tokens outside the mask [T] are stepped over. ``fraction`` is of the live tokens, rounded up,
@@ -317,8 +317,8 @@ def amplify(
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         values, live = per_token(values, batch), trained(batch)
-        read = (batch.stats[statistic.name] for statistic in statistics)
-        factor = jax.vmap(jax.vmap(factors))(*read, live)
+        inputs = (batch.stats[statistic.name] for statistic in statistics)
+        factor = jax.vmap(jax.vmap(factors))(*inputs, live)
         return values * (jnp.where(values < 0, 1, factor) if positive_only else factor), batch
 
     return stateless(apply)._replace(statistics=statistics)

@@ -44,7 +44,7 @@ def shared_lengths(tokens: Array, lengths: Array) -> Array:
 
 
 def prefix_steps(scores: Array, tokens: Array, lengths: Array, members: Array) -> Array:
-    """What each token of ONE group changes in the mean score of the completions that go through.
+    """Change of the mean score of completions through each token of ONE group, from its parent.
 
     See ``tempo``; scores, lengths (tool output included) and members are [G], tokens [G, T]. The
     tree of prefixes is never built: completions are at one node as long as they agree.
@@ -92,8 +92,10 @@ def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         chex.assert_rank(values, 2)
         steps = jax.vmap(prefix_steps)(values, batch.tokens, batch.lengths, batch.members)
-        whole = by_branch(values, batch) if "node" in batch.ids else jnp.expand_dims(values, 2)
-        return whole + td_coef * steps, batch
+        branch_values = (
+            by_branch(values, batch) if "node" in batch.ids else jnp.expand_dims(values, 2)
+        )
+        return branch_values + td_coef * steps, batch
 
     return base.after(stateless(apply))
 
@@ -109,7 +111,7 @@ def arpo(
     tree_rounds: Count = 1,
     tree_above: NonNegative = 0.0,
 ) -> Method:
-    """GRPO on episodes that branch behind a tool's answers where the policy grows uncertain.
+    """GRPO on episodes that branch after a tool's answers where the policy grows uncertain.
 
     ARPO of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849), with its hard attribution
     of advantages, where d members go through a token:
@@ -136,7 +138,7 @@ def arpo(
 
 
 def node_gains(scores: Array, node: Array, members: Array) -> Array:
-    """What each token's node adds to the value of the prompt and of the node before; ``treerl``.
+    """Advantage of each token's node over the root and over its parent node; ``treerl``.
 
     Args:
       scores: [G] float, points; their mean over members is taken out of them.
@@ -186,8 +188,8 @@ def treerl(
     """
 
     def apply(scores: Array, batch: Batch) -> tuple[Array, Batch]:
-        apart = jnp.arange(1, scores.shape[1] + 1)[None, :, None]
-        node = batch.ids.get("node", jnp.broadcast_to(apart, batch.mask.shape))
+        distinct = jnp.arange(1, scores.shape[1] + 1)[None, :, None]
+        node = batch.ids.get("node", jnp.broadcast_to(distinct, batch.mask.shape))
         return jax.vmap(node_gains)(scores, node, batch.members), batch
 
     return base.with_(
@@ -221,11 +223,11 @@ def constrained_values(scores: Array, node: Array, members: Array, least: float 
     passes = through(node, members)
 
     def back_up(value: Array, leaf: tuple[Array, Array, Array]) -> tuple[Array, None]:
-        points, share, here = leaf
-        added = value + share[None] * points
+        points, share, on_path = leaf
+        updated = value + share[None] * points
         replaced = jnp.where(points > 0, share[None] * points, value)
-        new = jnp.where(value * points >= 0, added, replaced)
-        return jnp.where(here, new, value), None
+        new = jnp.where(value * points >= 0, updated, replaced)
+        return jnp.where(on_path, new, value), None
 
     begin = jnp.zeros(node.shape, jnp.float32)
     leaves = jnp.where(members, scores, 0), share, jnp.swapaxes(passes, 0, 1)

@@ -1,4 +1,4 @@
-"""``jrl imagine``: a file of dialogues that a model behind an endpoint imagines.
+"""``jrl imagine``: a file of synthetic dialogues written by a model behind an endpoint.
 
 ``zoo.envs.imagined`` has what it is asked and how its replies are read. Each dialogue is one line,
 written as soon as it is judged; the same command adds those that are missing.
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jrl.config.read import read_toml
+from jrl.episodes.endpoint import endpoint
 from jrl.errors import Mistakes, StorageError, UserError, unknown_choice
 from jrl.zoo.envs.imagined import Task, UnreadableError, imagine_row, reason
-from jrl.zoo.envs.players import endpoint
 
 PAUSES = (1.0, 5.0)
 """Seconds before a request is sent again that a busy server refused."""
@@ -57,7 +57,7 @@ class Model:
             raise UserError(f"--url {self.url}: write an address such as http://localhost:8000/v1")
 
     def ask(self, prompt: str, seed: int) -> Any:
-        """What it replies to a prompt.
+        """The model's reply to a prompt.
 
         Raises:
           EndpointError: it does not answer, or with something else than a reply.
@@ -91,12 +91,12 @@ class Model:
 
 
 def _status(error: urllib.error.HTTPError) -> str:
-    """What a server says that refuses a request."""
+    """The text of an HTTP error."""
     body = b""
     with contextlib.suppress(OSError, http.client.HTTPException):
         body = error.read(300)
-    said = " ".join(body.decode("utf-8", "replace").split())
-    return f"status {error.code} {error.reason}{': ' * bool(said)}{said}"
+    body_text = " ".join(body.decode("utf-8", "replace").split())
+    return f"status {error.code} {error.reason}{': ' * bool(body_text)}{body_text}"
 
 
 class EndpointError(Exception):
@@ -104,7 +104,7 @@ class EndpointError(Exception):
 
 
 class Imagined(NamedTuple):
-    """What a call of ``imagine`` leaves.
+    """Result of a call of ``imagine``.
 
     Attributes:
       rows: dialogues in the file.
@@ -126,14 +126,14 @@ def read_task(path: str | Path) -> Task:
     Raises:
       UserError: the file cannot be read, or a key is unknown, missing, or of another kind.
     """
-    given, mistakes = read_toml(Path(path)), Mistakes()
-    for name, value in given.items():
+    table, mistakes = read_toml(Path(path)), Mistakes()
+    for name, value in table.items():
         mistakes.look(partial(_check_key, path, name, value))
-    missing = [n for n in Task._fields if n not in Task._field_defaults and n not in given]
+    missing = [n for n in Task._fields if n not in Task._field_defaults and n not in table]
     for name in missing:
         mistakes.look(partial(_missing, path, name))
     mistakes.check()
-    return Task(**{**given, "criteria": tuple(given.get("criteria", ()))})
+    return Task(**{**table, "criteria": tuple(table.get("criteria", ()))})
 
 
 def _missing(path: str | Path, name: str) -> None:
@@ -145,14 +145,14 @@ def _check_key(path: str | Path, name: str, value: Any) -> None:
     if name not in Task._fields:
         raise UserError(f"{path}: {unknown_choice('key', name, Task._fields)}")
     if name in ("turns", "personas"):
-        fine, wanted = type(value) is int and value >= 1, "a whole number of at least 1"
+        fine, kind = type(value) is int and value >= 1, "a whole number of at least 1"
     elif name == "criteria":
         texts = isinstance(value, list) and all(isinstance(x, str) and x.strip() for x in value)
-        fine, wanted = texts, "a list of texts"
+        fine, kind = texts, "a list of texts"
     else:
-        fine, wanted = isinstance(value, str) and bool(value.strip()), "a text"
+        fine, kind = isinstance(value, str) and bool(value.strip()), "a text"
     if not fine:
-        raise UserError(f"{path}: {name} = {value!r:.60}; write {wanted}")
+        raise UserError(f"{path}: {name} = {value!r:.60}; write {kind}")
 
 
 # ---------------------------------------------------------------- the file
@@ -224,7 +224,7 @@ class _File:
         self._file.close()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Writes a row."""
+        """Appends a row."""
         row = {**row, "task": self._task}
         try:
             self._file.write(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
@@ -280,14 +280,14 @@ def _imagine(
     echo: Callable[[str], object],
 ) -> Imagined:
     """See ``imagine``."""
-    there = {row["number"] for row in file.rows}
-    missing = [number for number in range(count) if number not in there]
+    present = {row["number"] for row in file.rows}
+    missing = [number for number in range(count) if number not in present]
     unreadable = 0
     if missing:
         try:
-            known = [str(row.get("persona")) for row in file.rows]
-            personas = reason(model.ask, task, known, seed=seed)
-            echo(f"{len(there)} of {count} dialogues are there; {len(personas)} personas")
+            personas_before = [str(row.get("persona")) for row in file.rows]
+            personas = reason(model.ask, task, personas_before, seed=seed)
+            echo(f"{len(present)} of {count} dialogues are there; {len(personas)} personas")
 
             def one(number: int) -> dict[str, Any]:
                 return imagine_row(model.ask, task, personas, number, seed=seed)
@@ -318,12 +318,12 @@ def _mean(rows: Sequence[dict[str, Any]]) -> float:
 def _each(
     work: Callable[[int], dict[str, Any]], numbers: Sequence[int], threads: int
 ) -> Iterator[dict[str, Any] | None]:
-    """What ``work`` makes of each number, in the order they are done; None for the unreadable.
+    """The results of ``work`` for each number, in order of completion; None for unreadable ones.
 
     Threads are daemons, so that a request that hangs does not keep a process that was interrupted.
     What is done is handed over before an error is raised.
     """
-    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in numbers:
         waiting.put(number)
@@ -336,11 +336,11 @@ def _each(
             except queue.Empty:
                 return
             try:
-                done.put(work(number))
+                results.put(work(number))
             except UnreadableError:
-                done.put(None)
+                results.put(None)
             except Exception as error:
-                done.put(error)
+                results.put(error)
                 return
 
     for _ in range(threads):
@@ -349,7 +349,7 @@ def _each(
     left = len(numbers)
     while left:
         try:
-            found = done.get(block=fault is None)
+            item = results.get(block=fault is None)
         except queue.Empty:
             break
         except KeyboardInterrupt as interrupt:
@@ -357,10 +357,10 @@ def _each(
             failed.set()
             continue
         left -= 1
-        if isinstance(found, Exception):
-            fault = fault or found
+        if isinstance(item, Exception):
+            fault = fault or item
             failed.set()
         else:
-            yield found
+            yield item
     if fault is not None:
         raise fault

@@ -1,4 +1,4 @@
-"""How far a policy's results move with what should not matter: batch, mesh and dtype.
+"""Dependence of a policy's results on batch, mesh and dtype.
 
 Floating-point sums depend on their order, and that on shapes and on how devices divide them, so
 that the same prompts can get other completions. The measures are those of "Give Me FP32 or Give Me
@@ -81,7 +81,7 @@ def first_difference(rows: Sequence[np.ndarray]) -> int | None:
 
 
 def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
-    """How far the completions of the same problems are apart under several settings.
+    """Differences between the completions of the same problems under several settings.
 
     Args:
       runs: at least two settings, each with one completion of every problem.
@@ -95,26 +95,26 @@ def movement(runs: Sequence[Sequence[Drawn]]) -> dict[str, float | None]:
       logprob_most, nats, the largest difference between two settings there. Deviations are of a
       sample (n - 1); None where there is nothing to average.
     """
-    accuracies = [float(np.mean([drawn.points >= 1 for drawn in run])) for run in runs]
-    lengths, found, probabilities, logprobs, most = [], [], [], [], []
+    accuracies = [float(np.mean([sample.points >= 1 for sample in run])) for run in runs]
+    lengths, divergences, probabilities, logprobs, most = [], [], [], [], []
     for each in zip(*runs, strict=True):
-        lengths.append(np.std([len(drawn.tokens) for drawn in each], ddof=1))
-        index = first_difference([drawn.tokens for drawn in each])
-        found.append(index)
+        lengths.append(np.std([len(sample.tokens) for sample in each], ddof=1))
+        index = first_difference([sample.tokens for sample in each])
+        divergences.append(index)
         shared = len(each[0].tokens) if index is None else index
         if shared:
-            values = np.stack([drawn.logprobs[:shared] for drawn in each]).astype(np.float64)
+            values = np.stack([sample.logprobs[:shared] for sample in each]).astype(np.float64)
             probabilities.append(np.exp(values).std(axis=0, ddof=1).mean())
             logprobs.append(values.std(axis=0, ddof=1).mean())
             most.append(np.ptp(values, axis=0).max())
-    apart = [index for index in found if index is not None]
+    indices = [index for index in divergences if index is not None]
     mean = lambda x: float(np.mean(x)) if len(x) else None  # noqa: E731
     return {
         "accuracy": mean(accuracies),
         "accuracy_std": float(np.std(accuracies, ddof=1)),
         "length_std": mean(lengths),
-        "diverged": len(apart) / len(found),
-        "divergence_index": mean(apart),
+        "diverged": len(indices) / len(divergences),
+        "divergence_index": mean(indices),
         "probability_std": mean(probabilities),
         "logprob_std": mean(logprobs),
         "logprob_most": float(max(most)) if most else None,
@@ -182,8 +182,8 @@ def measure_drift(
     Raises:
       UserError: episodes, no held-out problems, fewer than two settings, or impossible ones.
     """
-    own = config.eval.dtype or config.model.dtype
-    dtypes = list(dict.fromkeys(dtypes or (own, "float32")))
+    run_dtype = config.eval.dtype or config.model.dtype
+    dtypes = list(dict.fromkeys(dtypes or (run_dtype, "float32")))
     batches, meshes = (
         list(dict.fromkeys(batches)),
         list(dict.fromkeys(meshes)) or [_mesh_of(config)],
@@ -204,30 +204,32 @@ def measure_drift(
     with jax.set_mesh(run.mesh):
         key, params, step = load_policy(run, checkpoint)
         del params  # it is loaded anew on each mesh
-        asked = _Problems(run, key, problems)
+        problem_set = _Problems(run, key, problems)
     results: dict[str, dict[Setting, list[Drawn]]] = {"greedy": {}, "sampled": {}}
     with build.reward_pool(config) as pool:
         for mesh, dtype in itertools.product(meshes, dtypes):
             policy = served_policy(_changed(config, sizes[mesh], dtype), checkpoint=checkpoint)
             for batch in batches:
                 engine = _engine(policy, batch, run.width)
-                for kind, found in results.items():
-                    drawn = _draw(engine, policy, asked.prompts, _sampling(config, kind))
-                    points = asked.points(drawn, pool)
-                    found[Setting(batch, mesh, dtype)] = [
+                for kind, samples in results.items():
+                    completions = _draw(
+                        engine, policy, problem_set.prompts, _sampling(config, kind)
+                    )
+                    points = problem_set.points(completions, pool)
+                    samples[Setting(batch, mesh, dtype)] = [
                         Drawn(c.tokens, logprobs, float(p))
-                        for (c, logprobs), p in zip(drawn, points, strict=True)
+                        for (c, logprobs), p in zip(completions, points, strict=True)
                     ]
-    shown = [
+    summaries = [
         setting._asdict()
         | {
-            f"{kind}_accuracy": float(np.mean([d.points >= 1 for d in found[setting]]))
-            for kind, found in results.items()
+            f"{kind}_accuracy": float(np.mean([d.points >= 1 for d in samples[setting]]))
+            for kind, samples in results.items()
         }
         for setting in results["greedy"]
     ]
-    rows = {kind: compare(found) for kind, found in results.items()}
-    return {"step": step, "problems": len(asked.prompts), **rows, "settings": shown}
+    rows = {kind: compare(samples) for kind, samples in results.items()}
+    return {"step": step, "problems": len(problem_set.prompts), **rows, "settings": summaries}
 
 
 def _mesh_of(config: Config) -> str:
@@ -272,7 +274,7 @@ def _sampling(config: Config, kind: str) -> dict[str, Any]:
 
 
 def _engine(policy: ServedPolicy, batch: int, prompt_tokens: int) -> Engine:
-    """What decodes ``batch`` completions at once."""
+    """An engine that decodes ``batch`` completions at once."""
     with jax.set_mesh(policy.mesh):
         return Engine(
             policy.network,
@@ -298,13 +300,13 @@ def _draw(
         for i, prompt in enumerate(prompts)
     ]
     logprobs: dict[int, list[float]] = {number: [] for number in numbers}
-    done: dict[int, Completion] = {}
+    completions: dict[int, Completion] = {}
     with jax.set_mesh(policy.mesh):
         for update in engine.run():
             logprobs[update.request] += [report.logprob for report in update.reports]
             if update.completion is not None:
-                done[update.request] = update.completion
-    return [(done[number], np.array(logprobs[number])) for number in numbers]
+                completions[update.request] = update.completion
+    return [(completions[number], np.array(logprobs[number])) for number in numbers]
 
 
 class _Problems:
@@ -322,13 +324,13 @@ class _Problems:
         else:
             raise UserError("data.eval is missing; name a file of held-out prompts")
 
-    def points(self, drawn: Sequence[tuple[Completion, Any]], pool: Any) -> np.ndarray:
-        """[M] points of the part that accuracy is measured by."""
+    def points(self, completions: Sequence[tuple[Completion, Any]], pool: Any) -> np.ndarray:
+        """[M] the rewards of the part that defines accuracy."""
         task, tokenizer = self._run.task, self._run.tokenizer
         if isinstance(task, Task):
-            tokens = np.zeros((len(drawn), task.completion_tokens), np.int32)
-            lengths = np.array([len(c.tokens) for c, _ in drawn], np.int32)
-            for row, (completion, _) in zip(tokens, drawn, strict=True):
+            tokens = np.zeros((len(completions), task.completion_tokens), np.int32)
+            lengths = np.array([len(c.tokens) for c, _ in completions], np.int32)
+            for row, (completion, _) in zip(tokens, completions, strict=True):
                 row[: len(completion.tokens)] = completion.tokens
             return np.asarray(
                 jax.vmap(task.verify)(self._problems, *map(jnp.asarray, (tokens, lengths)))
@@ -340,7 +342,7 @@ class _Problems:
                 tokens=completion.tokens,
                 stop=StopReason(completion.stop).name.lower(),
             )
-            for prompt, (completion, _) in zip(self._held_out, drawn, strict=True)
+            for prompt, (completion, _) in zip(self._held_out, completions, strict=True)
         ]
         names = list(self._run.rewards.weights)
         judge = self._run.rewards.judge

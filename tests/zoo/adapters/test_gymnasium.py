@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.episodes.host import Limits, Reply, check_env
+from jrl.episodes.check_env import check_env
+from jrl.episodes.host import Limits, Reply
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.gymnasium import from_gymnasium

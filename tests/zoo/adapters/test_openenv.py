@@ -11,7 +11,8 @@ import urllib.request
 import numpy as np
 import pytest
 
-from jrl.episodes.host import EnvError, Reply, check_env
+from jrl.episodes.check_env import check_env
+from jrl.episodes.host import EnvError, Limits, Reply
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.openenv import from_openenv
@@ -98,7 +99,7 @@ async def play(env, moves, seed=1):
 
 @needs_openenv
 def test_an_episode_on_a_server(url):
-    env = check_env(from_openenv(url, observation="text", turns=5))
+    env = check_env(from_openenv(url, observation="text", limits=Limits(turns=5)))
     seen, end = asyncio.run(play(env, ["down", "up", "down", "down"]))
     assert seen == ["Count.\n3 left", "2 left", "2 left", "1 left", "0 left"]
     assert (end.reward, end.done, end.success) == (1.0, True, True)

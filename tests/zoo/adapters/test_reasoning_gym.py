@@ -5,7 +5,8 @@ import importlib.util
 import numpy as np
 import pytest
 
-from jrl.episodes.host import Reply, check_env
+from jrl.episodes.check_env import check_env
+from jrl.episodes.host import Reply
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.adapters.reasoning_gym import from_reasoning_gym

@@ -30,12 +30,12 @@ async def play(env, moves, seed=3):
         await env.close(state)
         return seen, feedback
     finally:
-        await env.shutdown()
+        await env.lifecycle.shutdown()
 
 
 @needs_textarena
 def test_a_game_is_played_to_its_end():
-    env = from_textarena("GuessTheNumber-v0", turns=12)
+    env = from_textarena("GuessTheNumber-v0")
     moves = [f"I say [{i}]" for i in range(1, 21)]
     seen, end = asyncio.run(play(env, moves))
     assert seen[0].startswith("Win.\n[GAME] You are Player 0")

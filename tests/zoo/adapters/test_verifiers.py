@@ -91,7 +91,7 @@ def play(env, said, prompt=PROMPT, cut=False):
                 feedbacks.append(check_feedback(feedback, env.limits, 1))
         finally:
             await env.close(state)
-            await env.shutdown()
+            await env.lifecycle.shutdown()
         return messages, feedbacks
 
     return asyncio.run(run())
@@ -99,7 +99,7 @@ def play(env, said, prompt=PROMPT, cut=False):
 
 def test_an_episode_is_its_own_rollout_and_rubric(own):
     env = from_verifiers(f"{own}:talk")
-    assert (env.limits.turns, env.roles, env.tools) == (4, ("user",), ())
+    assert (env.limits.turns, env.chat.roles, env.chat.tools) == (4, ("user",), ())
     messages, (first, last) = play(env, ["hm", "it is cba"])
     assert messages[-1] == {"role": "user", "content": "abc"}
     assert [m["content"] for m in first.messages] == ["No, 1."]
@@ -107,7 +107,7 @@ def test_an_episode_is_its_own_rollout_and_rubric(own):
     assert last.metrics["num_turns"] == 2
     messages, _ = play(env, [], Prompt(0, "Backwards:", np.zeros(0, np.int32), None))
     assert messages[-1]["content"] == "Backwards:\nabc"
-    env.begin(3, "eval")
+    env.lifecycle.begin(3, "eval")
     assert play(env, [])[0][-1]["content"] == "xyz"
 
 
@@ -121,8 +121,8 @@ def test_its_limit_of_turns_ends_and_scores_an_episode(own):
 
 def test_its_tools_are_called_through_the_parser(own):
     env = from_verifiers(f"{own}:tools", parser="hermes")
-    assert env.tools[0]["function"]["name"] == "shout"
-    assert (env.family, env.roles) == ("hermes", ("tool",))
+    assert env.chat.tools[0]["function"]["name"] == "shout"
+    assert (env.chat.family, env.chat.roles) == ("hermes", ("tool",))
     parser = get_parser("hermes")
     right, wrong = parser.render(Call("shout", {"text": "cba"})), "<tool_call>oh</tool_call>"
     _, (told, broken, last) = play(env, [right, wrong, "cba"])

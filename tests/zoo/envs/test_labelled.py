@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from jrl.episodes.chat import PlainFormat
+from jrl.episodes.check_env import check_env
 from jrl.episodes.episode import call_step
-from jrl.episodes.host import EnvError, Feedback, HostEnv, check_env, check_feedback
+from jrl.episodes.host import EnvError, EnvExtras, Feedback, HostEnv, check_feedback
 from jrl.episodes.transcript import RowShape, Segment, Transcript, to_rollout
 from jrl.errors import UserError
 from jrl.models.tokenizer import char_tokenizer
 from jrl.types import Prompt, StopReason
-from jrl.zoo.envs.labelled import foretell, ranked_list
+from jrl.zoo.envs.foretell import foretell
+from jrl.zoo.envs.ranked_list import ranked_list
 
 TOKENIZER = char_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 .<>/-\n")
 STOP = TOKENIZER.stop_ids[0]
@@ -58,7 +60,7 @@ def test_a_token_of_many_characters_has_the_label_of_the_first():
     async def step(state, reply):
         return state, Feedback((), 0.0, True, labels={"place": range(len(reply.text))})
 
-    env = HostEnv(None, step, token_labels=("place",))
+    env = HostEnv(None, step, extras=EnvExtras(token_labels=("place",)))
 
     async def play(give):
         own = env._replace(step=give)
@@ -93,19 +95,19 @@ def test_a_label_is_a_whole_number(label):
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ({"labels": ("turn",)}, "env.labels: 'turn' is taken"),
-        ({"labels": ("a",), "token_labels": ("a",)}, "env.token_labels: 'a' is taken"),
-        ({"token_labels": "item"}, "env.token_labels = 'item'; must be a tuple of names"),
+        ({"labels": ("turn",)}, "env.extras.labels: 'turn' is taken"),
+        ({"labels": ("a",), "token_labels": ("a",)}, "env.extras.token_labels: 'a' is taken"),
+        ({"token_labels": "item"}, "env.extras.token_labels = 'item'; must be a tuple of names"),
     ],
 )
 def test_labels_have_names_of_their_own(names, said):
     with pytest.raises(UserError, match=said):
-        check_env(ranked_list(1)._replace(**{"token_labels": (), **names}))
+        check_env(ranked_list(1)._replace(extras=EnvExtras(**names)))
 
 
 def test_a_problem_is_solved_in_one_group_and_foretold_in_the_other():
     env = foretell(passes=4)
-    assert (env.asks, env.labels) == (2, ("predicted_tokens", "predicted_passes"))
+    assert (env.extras.asks, env.extras.labels) == (2, ("predicted_tokens", "predicted_passes"))
     solved = answered(env, problem("42", ask=0), "42")
     assert (solved.reward, solved.success, solved.labels) == ((1.0,), True, {})
     said = "<tokens>9</tokens> <tokens>12</tokens> <passes>3</passes>"

@@ -8,7 +8,9 @@ import threading
 import numpy as np
 import pytest
 
-from jrl.episodes.host import EnvError, Feedback, Limits, Reply, check_env, check_feedback
+from jrl.episodes.check_env import check_env
+from jrl.episodes.endpoint import endpoint
+from jrl.episodes.host import EnvError, Feedback, Limits, Reply, check_feedback
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.types import Prompt
@@ -17,13 +19,11 @@ from jrl.zoo.envs.players import (
     consultation_env,
     dialogue_env,
     discussion_env,
-    endpoint,
     expert_env,
     guided_env,
-    noise_chance,
     pair_env,
-    zero_search_env,
 )
+from jrl.zoo.envs.zero_search import noise_chance, zero_search_env
 
 PROMPT = Prompt(0, "What is 6 * 7?", np.zeros(0, np.int32), "42")
 
@@ -218,9 +218,7 @@ def test_a_simulated_search_misleads_more_and_more():
         return "documents"
 
     parser = get_parser("hermes")
-    env = zero_search_env(
-        other, parser, lambda p, r: float(p.answer in r.text), Limits(), steps=40, end=1.0
-    )
+    env = zero_search_env(other, 40, right, end=1.0)
     text = parser.render(Call("search", {"query": "seven"}))
     for _ in range(20):
         _, told, end = talk(env, [text, "42"])
@@ -228,11 +226,12 @@ def test_a_simulated_search_misleads_more_and_more():
         assert end.success
     assert sum("useless" in a for a in asked) == 0
     for step, split, noisy in ((40, "train", 20), (40, "eval", 0), (0, "train", 0)):
-        env.begin(step, split)  # the step says how far the training is, whatever was played before
+        # The step says how far the training is, whatever was played before.
+        env.lifecycle.begin(step, split)
         for _ in range(20):
             talk(env, [text])
         assert sum("useless" in a for a in asked[-20:]) == noisy
     with pytest.raises(UserError, match="steps = 0"):
-        zero_search_env(other, parser, lambda p, r: 1.0, Limits(), steps=0)
+        zero_search_env(other, 0)
     assert "The answer is: 42" in asked[0]
     assert [noise_chance(x, 0.0, 0.75) for x in (0.0, 0.5, 1.0, 2.0)] == [0.0, 0.25, 0.75, 0.75]

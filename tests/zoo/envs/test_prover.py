@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from jrl.episodes.configured import configured_env
-from jrl.episodes.host import EnvError, Limits, Reply, check_env, check_feedback, check_messages
+from jrl.episodes.host import EnvError, Limits, Reply, check_feedback, check_messages
 from jrl.errors import UserError
 from jrl.types import Prompt
 from jrl.zoo.envs.propositions import parse, provable, show
@@ -46,7 +46,7 @@ def play(env, statement, *turns, cut=False):
 
 
 def test_a_proof_is_played_turn_by_turn():
-    env = check_env(prover(turns=6, turn_tokens=30))
+    env = configured_env("prover", {"turns": 6, "turn_tokens": 30})
     assert (env.limits.turns, env.limits.turn_tokens) == (6, 30)
     proof = ["intros f g x", "apply g.", "\n  apply f  \nand so on", "exact x"]
     opening, told = play(env, BARBARA, *proof)
@@ -163,7 +163,7 @@ def test_a_penalty_is_a_cost(penalty):
 
 
 def test_a_configuration_names_it():
-    named = "jrl.zoo.envs.prover:prover"
+    named = "prover"
     env = configured_env(named, {"turns": 5, "errors_end": False, "call_seconds": 2.0})
     assert env.limits == Limits(turns=5, call_seconds=2.0)
     _, (told,) = play(env, "a -> a", "split")

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
-from jrl.episodes.host import EnvError, HostEnv, check_env
+from jrl.episodes.host import EnvError, EnvExtras, HostEnv
 from jrl.errors import UserError
 from jrl.zoo.envs.writer import ASKS, EXAMPLES, configured_writer, task_writer, tasks_in
 
@@ -95,8 +96,8 @@ def test_a_configuration_names_the_writer(tmp_path, monkeypatch):
         "def write(failed, count, seed): return failed[:count]\n"
     )
     env = configured_env(f"{own}:env", {"writer": f"{own}:write"})
-    assert env.write(["a", "b"], 1, 0) == ["a"]
-    assert configured_env(f"{own}:env", {}).write is None
+    assert env.extras.write(["a", "b"], 1, 0) == ["a"]
+    assert configured_env(f"{own}:env", {}).extras.write is None
     monkeypatch.setenv("KEY", "k")
     table = {"url": "http://127.0.0.1:9/v1", "model": "m", "key_variable": "KEY", "about": "Here."}
     assert callable(configured_writer({**table, "max_tokens": 9, "temperature": 0.5}))
@@ -121,5 +122,7 @@ def test_a_writer_that_cannot_be_used_is_named(value, said):
 
 
 def test_a_writer_is_a_function():
-    with pytest.raises(UserError, match=r"env\.write = 3; must be a function or None"):
-        check_env(HostEnv(print, print, write=3))
+    with pytest.raises(
+        UserError, match=r"env\.extras\.write = 3; must be a function\(failed, count, seed\) or"
+    ):
+        check_env(HostEnv(print, print, extras=EnvExtras(write=3)))

@@ -10,7 +10,7 @@ import pytest
 from harness import as_batch, check, members_of, numbers, ragged, run, sequences, tokens_of
 
 from jrl.methods import get_method
-from jrl.methods.reinforce import rloo
+from jrl.methods.policy_gradient import rloo
 from jrl.objectives import compute_advantages
 from jrl.zoo.methods.mirror_descent import LEVELS, PAPERS_ALPHA, copg, for_flow, kimi_k1_5
 

@@ -345,6 +345,27 @@ def test_rorpo_without_a_rationale_is_orpo():
     assert_same(get_method("rorpo"), get_method("orpo"), two(2))
 
 
+def test_ddpo_weighs_a_changed_token_gamma_times_an_unchanged_one():
+    """A log-ratio at the one changed token counts gamma / (2 + gamma), at an unchanged one 1 / (2 +
+    gamma).
+
+    With every weight 1 both losses would be the same.
+    """
+    losses = {}
+    for place in (0, 1):
+        d = two(2)
+        d.mask[:] = np.arange(d.mask.shape[2]) < 3
+        d.members[:], d.live = True, d.mask.copy()
+        d.ref_logprobs[:], d.logprobs[:] = 0.0, 0.0
+        d.logprobs[:, 0, place] = 2.0
+        tokens = np.tile([[5, 6, 7, 0, 0], [5, 9, 7, 0, 0]], (len(d.rewards), 1, 1))
+        batch = as_batch(d, tokens=jnp.asarray(tokens[..., : d.mask.shape[2]], jnp.int32))
+        method = get_method("ddpo", beta=1.0, gamma=4.0)
+        losses[place], _ = loss_and_gradient(method, batch, live_statistics(method, d))
+    assert losses[0] == pytest.approx(softplus(-2.0 * 1 / 6), rel=1e-5)
+    assert losses[1] == pytest.approx(softplus(-2.0 * 4 / 6), rel=1e-5)
+
+
 def test_with_gamma_one_ddpo_is_dpo_on_means():
     d = two(2)
     d.mask[:] = True

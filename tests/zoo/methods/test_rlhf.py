@@ -142,6 +142,24 @@ def test_gepo_without_demonstrations_is_grpo():
     assert np.abs(b["logprobs"]).max() > 1e-4
 
 
+def test_the_variance_among_equivalent_demonstrations_is_part_of_gepo():
+    """Two losses whose means are the same differ by the variance alone, as do their gradients."""
+    d = whole(1, g=3, demonstrations=3)
+    d.rewards[:] = [1.0, 1.0, 0.0]
+    d.ref_logprobs[:], d.logprobs[:] = 0.0, 0.0
+    first = np.arange(d.mask.shape[2]) == 0
+    d.logprobs[:, 0], d.logprobs[:, 1] = 3.0 * first, 1.0 * first
+    keys = {"beta": 1.0, "gepo_coef": 1.0, "demonstrations": 3}
+    without, flat = run(get_method("gepo", spread_coef=0.0, **keys), d)
+    value, steep = run(get_method("gepo", spread_coef=0.5, **keys), d)
+    assert without == pytest.approx(np.logaddexp(0, -2.0), rel=1e-5)
+    assert value - without == pytest.approx(0.5 * np.var([3.0, 1.0]), rel=1e-5)
+    # The slope of 0.5 var with respect to r_1: 0.5 * 2 (r_1 - mean) / 2, a mean over the groups.
+    groups = d.live.any(axis=(1, 2)).sum()
+    pulled = steep["logprobs"][:, :2, 0] - flat["logprobs"][:, :2, 0]
+    np.testing.assert_allclose(pulled, np.tile([0.5, -0.5], (len(pulled), 1)) / groups, atol=1e-6)
+
+
 def test_gepo_of_one_of_each_kind_is_dpo():
     d = whole(1, g=2)
     d.rewards[:], d.external[:] = [1.0, 0.0], 1

@@ -242,7 +242,7 @@ def test_the_command(fake, tmp_path, monkeypatch):
     assert "out.jsonl: 4 dialogues, mean reward " in done.output
     failed = CliRunner().invoke(app, command(fake, tmp_path, "--key-variable", "NO_KEY"))
     assert failed.exit_code == 2
-    assert "--key-variable NO_KEY: there is no such environment variable" in failed.output
+    assert "--key-variable NO_KEY: no such environment variable" in failed.output
 
 
 @pytest.mark.parametrize(

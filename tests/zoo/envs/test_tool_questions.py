@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jrl.episodes.host import Reply, check_env
+from jrl.episodes.check_env import check_env
+from jrl.episodes.configured import configured_env
+from jrl.episodes.host import Reply
 from jrl.episodes.parsers import Call, get_parser
 from jrl.errors import UserError
 from jrl.types import Prompt
-from jrl.zoo.envs.shipped import answer_f1, last_answer, multi_hop, python_math
+from jrl.zoo.envs.answer_rewards import answer_f1, last_answer
+from jrl.zoo.envs.tool_questions import multi_hop, python_math
 from jrl.zoo.tools import hops
 from jrl.zoo.tools.search import Bm25
 
@@ -38,8 +41,8 @@ def call(name, **arguments):
 
 
 def test_python_computes_and_the_number_is_judged():
-    env = check_env(python_math(tools=["python", "calculator"], turns=3, network=True))
-    assert env.limits.turns == 3
+    env = check_env(python_math(tools=["python", "calculator"], network=True))
+    assert env.limits.turns == 4
     told = say(env, problem("42"), call("python", code="print(6 * 7)"))
     assert "42" in told.messages[0]["content"]
     end = say(env, problem("42"), call("calculator", expression="6*7"), "It is 42.")
@@ -99,12 +102,14 @@ def test_every_answer_takes_more_than_one_document_and_can_be_found():
 
 
 def test_limits_of_tools_and_seconds_are_options():
-    env = python_math(tools=["calculator"], tool_calls=1, call_seconds=7.5, episode_seconds=0)
+    options = {"tools": ["calculator"], "tool_calls": 1, "call_seconds": 7.5, "episode_seconds": 0}
+    env = configured_env("python_math", options)
     limits = env.limits
     assert (limits.tool_calls, limits.call_seconds, limits.episode_seconds) == (1, 7.5, 0)
     one = call("calculator", expression="6*7")
     assert "no tool calls left" in say(env, problem("42"), one, one).messages[0]["content"]
-    corpus = str(SEARCH / "corpus.jsonl")
-    assert multi_hop(corpus, tool_calls=2, call_seconds=9).limits.call_seconds == 9
+    options = {"corpus": str(SEARCH / "corpus.jsonl"), "tool_calls": 2, "call_seconds": 9}
+    limits = configured_env("multi_hop", options).limits
+    assert (limits.turns, limits.call_seconds) == (6, 9)
     with pytest.raises(UserError, match=r"seconds = 60 of a run of Python, .* raise call_seconds"):
         python_math(seconds=60, network=True)

@@ -68,8 +68,7 @@ def made(text, place=None):
     """The environment of a [data] table."""
     root, url = (str(x) for x in place[:2]) if place else ("", "")
     table = tomllib.loads(text.replace("ROOT", root).replace("URL", url))
-    env = table.pop("env")
-    return configured_env(f"jrl.zoo.envs.named:{env}", table)
+    return configured_env(table.pop("env").rpartition(":")[2], table)
 
 
 def play(env, *said):
@@ -80,7 +79,7 @@ def play(env, *said):
             reply = Reply(text, text, np.zeros(1, np.int32), turn, False)
             state, feedback = await env.step(state, reply)
             feedbacks.append(feedback)
-        await env.shutdown()
+        await env.lifecycle.shutdown()
         return opening, feedbacks
 
     return asyncio.run(run())
@@ -88,18 +87,18 @@ def play(env, *said):
 
 def test_a_model_behind_an_endpoint_is_guided(place, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
-    env = made('env = "guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "MY_KEY"', place)
+    env = made('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "MY_KEY"', place)
     _, (feedback,) = play(env, "Multiply.")
     assert (feedback.reward, feedback.success) == (1.0, True)
     body, header = place[2][-1]
     assert (body["model"], header) == ("m", "Bearer secret")
     assert "Multiply." in body["messages"][0]["content"]
     with pytest.raises(UserError, match="data.key_variable names 'NO_KEY'"):
-        made('env = "guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "NO_KEY"', place)
+        made('env = "players:guided"\nurl = "URL"\nmodel = "m"\nkey_variable = "NO_KEY"', place)
 
 
 def test_functions_by_name(place):
-    talk = 'env = "dialogue"\njudge = "ROOT/own.py:judge"\n'
+    talk = 'env = "players:dialogue"\njudge = "ROOT/own.py:judge"\n'
     _, (first, second) = play(made(f'{talk}user = "ROOT/own.py:user"', place), "41?", "42!")
     assert (first.messages[0]["content"], first.reward) == ("And 1?", 0.0)
     assert (second.reward, second.done) == (1.0, True)
@@ -107,11 +106,13 @@ def test_functions_by_name(place):
     assert spoken.messages[0]["content"] == "It is 42."
     with pytest.raises(UserError, match=r"data.user is missing"):
         made(talk, place)
-    _, (pioneer, observer) = play(made('env = "pair"'), "42", "41")
+    _, (pioneer, observer) = play(made('env = "players:pair"'), "42", "41")
     assert (pioneer.reward, observer.reward, observer.earlier) == (1.0, 1.0, (0.0,))
-    _, (long, _) = play(made('env = "pair"\nreward = "ROOT/own.py:points"', place), "12345", "")
+    pair = 'env = "players:pair"\nreward = "ROOT/own.py:points"'
+    _, (long, _) = play(made(pair, place), "12345", "")
     assert long.reward == 0.5
-    doctor = 'env = "consultation"\nurl = "URL"\nmodel = "m"\nexaminer = "ROOT/own.py:examiner"\n'
+    doctor = 'env = "players:consultation"\nurl = "URL"\nmodel = "m"\n'
+    doctor += 'examiner = "ROOT/own.py:examiner"\n'
     _, feedbacks = play(made(doctor, place), "Question: fever?", "Diagnosis: flu")
     assert [f.reward for f in feedbacks] == [1.0, 7.0]
     with pytest.raises(UserError, match="give the least and the most"):
@@ -119,10 +120,11 @@ def test_functions_by_name(place):
 
 
 def test_a_simulated_search(place):
-    text = 'env = "zero_search"\nurl = "URL"\nmodel = "m"\nsteps = 10\nend = 1.0\ncall_seconds = 9'
+    text = 'env = "zero_search:zero_search"\nurl = "URL"\nmodel = "m"\n'
+    text += "steps = 10\nend = 1.0\ncall_seconds = 9"
     env = made(text, place)
     assert env.limits.call_seconds == 9
-    env.begin(10, "train")
+    env.lifecycle.begin(10, "train")
     call = get_parser("hermes").render(Call("search", {"query": "six"}))
     _, (found, ended) = play(env, call, "It is 42.")
     assert found.messages[0]["content"] == "It is 42."
@@ -141,7 +143,7 @@ def test_the_tools_of_an_mcp_server(tmp_path):
     )
     command = json.dumps([sys.executable, str(tmp_path / "server.py")])
     threads = threading.active_count()
-    text = f'env = "mcp"\nserver = {command}\nturns = 3\npass_variables = ["MY_WORD"]'
+    text = f'env = "mcp_tools:mcp"\nserver = {command}\nturns = 3\npass_variables = ["MY_WORD"]'
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_WORD", "hello")
         env = made(text)
@@ -156,7 +158,7 @@ def test_the_tools_of_an_mcp_server(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="it is not installed")
 def test_an_environment_of_gymnasium():
-    text = 'env = "gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
+    text = 'env = "gymnasium:gymnasium"\nid = "FrozenLake-v1"\narguments = {is_slippery = false}'
     env = made(text)
     state, opening = env.init(PROMPT, 0)
     assert opening[0]["content"] == "What is 6 * 7?\n0"

@@ -48,13 +48,13 @@ def reinforce(baseline: Annotated[str, Choice(("none", "batch"))] = "none") -> M
     included, which scales the gradient by (B - 1) / B on average.
     """
     advantage = transforms.centre() if baseline == "batch" else transforms.identity()
-    own = score_function()._replace(on_policy=True)
-    return Method(Objective(advantage, own, aggregates.sequence_sum))
+    surrogate = score_function()._replace(on_policy=True)
+    return Method(Objective(advantage, surrogate, aggregates.sequence_sum))
 
 
 @variant(reinforce, without=("baseline",))
 def rloo(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -> Method:
-    """REINFORCE on whole completions, each against the mean of the group's others.
+    """REINFORCE on complete sequences, each against the mean of the group's others.
 
     "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in
     LLMs" (arXiv:2402.14740):
@@ -103,7 +103,7 @@ def reinforce_plus_plus(
     correction_low: Positive | None = None,
     epochs: Count = 1,
 ) -> Method:
-    """PPO's clipped loss without a critic: rewards to go, normalised over the whole batch.
+    """PPO's clipped loss without a critic: rewards to go, normalised over the batch.
 
     "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Normalization"
     (arXiv:2501.03262), the form for one or more samples a prompt:
@@ -131,7 +131,7 @@ def reinforce_plus_plus(
 
 @variant(grpo, without=("eps", "ddof"), kl_kind="k2")
 def reinforce_plus_plus_baseline(base: Method) -> Method:
-    """REINFORCE++ against the mean of the prompt's completions, normalised over the whole batch.
+    """REINFORCE++ against the mean of the prompt's completions, normalised over the batch.
 
     The form for several samples a prompt, of the paper of ``reinforce_plus_plus``:
 
@@ -189,7 +189,7 @@ def _collision(distributions: Stats, token: Array) -> Array:
 
 
 COLLISION = Statistic("collision", _collision, start=True)
-"""The probability that two draws from the policy's distribution agree, at the start of the step."""
+"""Collision probability of two samples from the policy's distribution, at the start of the step."""
 
 
 def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
@@ -213,8 +213,8 @@ def optimal_token_baseline(discount: float, lone_tail: bool) -> Transform:
 
     def apply(values: Array, batch: Batch) -> tuple[Array, Batch]:
         live = transforms.trained(batch)
-        drawn = jnp.where(live, batch.stats["proximal_logprobs"], 0)
-        energy = 1 - 2 * jnp.exp(jnp.minimum(drawn, 0)) + batch.stats["collision"]
+        token_logprobs = jnp.where(live, batch.stats["proximal_logprobs"], 0)
+        energy = 1 - 2 * jnp.exp(jnp.minimum(token_logprobs, 0)) + batch.stats["collision"]
         returns = jax.vmap(jax.vmap(to_go))(transforms.token_rewards(values, batch), live)
         # Of rounding below 0 a weight could be made negative; a NaN stays one.
         return jax.vmap(of_group)(returns, jnp.maximum(energy, 0), live), batch
@@ -303,7 +303,7 @@ def own_steps() -> Transform:
 
 @variant(reinforce_plus_plus, without=("kl_coef", "kl_kind", "discount"))
 def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
-    """REINFORCE++ on messages: each is worth what the discussion itself found it worth.
+    """REINFORCE++ on messages, each scored by the discussion itself.
 
     "CoMAS: Co-Evolving Multi-Agent Systems via Interaction Rewards" (arXiv:2510.08529). A solution
     is proposed, evaluated and given a score s of 1, 2 or 3:

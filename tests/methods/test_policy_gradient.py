@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from steps import earned, episodes, paid
 
 from jrl.methods import get_method
-from jrl.methods.reinforce import COLLISION
+from jrl.methods.policy_gradient import COLLISION
 from jrl.objectives import aggregates, ratios
 
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))

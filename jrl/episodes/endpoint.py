@@ -1,0 +1,160 @@
+"""Models behind OpenAI-compatible endpoints, as speakers: functions from messages to text.
+
+speak = endpoint("http://localhost:8000/v1", "some-model")
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jrl.episodes.calls import run_either
+from jrl.episodes.host import EnvError, HostEnv
+from jrl.errors import UserError
+from jrl.models.chat_frames import Message
+from jrl.types import NOTHING
+from jrl.user_code import load
+
+Speaker = Callable[[list[Message]], Any]
+"""(messages, as OpenAI's API writes them) -> text; sync or async."""
+
+
+def user_message(content: str) -> Message:
+    """A message in the role "user"."""
+    return {"role": "user", "content": content}
+
+
+def assistant_message(content: str) -> Message:
+    """A message in the role "assistant"."""
+    return {"role": "assistant", "content": content}
+
+
+def endpoint(
+    url: str,
+    model: str,
+    *,
+    key: str = "",
+    max_tokens: int = 512,
+    temperature: float = 1.0,
+    fields: Mapping[str, Any] = NOTHING,
+    timeout: float | None = None,
+) -> Speaker:
+    """A model behind an OpenAI-compatible endpoint.
+
+    Args:
+      url: of the API's base, such as "http://localhost:8000/v1".
+      model: its name there.
+      key: for the header "Authorization", or "".
+      max_tokens: limit of an answer.
+      temperature: of sampling.
+      fields: further ones of each request, such as "seed".
+      timeout: seconds until the whole answer has arrived, or TimeoutError is raised; None waits.
+    """
+    fixed = {"model": model, "max_tokens": max_tokens, "temperature": temperature, **fields}
+    headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
+
+    def speak(messages: list[Message]) -> str:
+        body = json.dumps({**fixed, "messages": list(map(dict, messages))}).encode()
+        request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, headers)
+        until = None if timeout is None else time.monotonic() + timeout
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            return json.loads(_body(reply, until))["choices"][0]["message"]["content"]
+
+    return speak
+
+
+def keyed_endpoint(
+    url: str, model: str, key_variable: str = "", *, key: str = "data.key_variable", **more: Any
+) -> Speaker:
+    """``endpoint`` as a configuration names it, its key in an environment variable.
+
+    Args:
+      url: as in ``endpoint``.
+      model: as in ``endpoint``.
+      key_variable: the variable that holds the key, or "".
+      key: of the configuration that names the variable, for messages.
+      **more: further arguments of ``endpoint``.
+
+    Raises:
+      UserError: there is no such variable.
+    """
+    secret = environment_variable(key_variable, key) if key_variable else ""
+    return endpoint(url, model, key=secret, **more)
+
+
+def environment_variable(name: str, key: str) -> str:
+    """The value of an environment variable that a key of the configuration names.
+
+    Raises:
+      UserError: there is none of that name.
+    """
+    if name not in os.environ:
+        raise UserError(f"{key} names {name!r}, and there is no such environment variable")
+    return os.environ[name]
+
+
+def _body(reply: Any, until: float | None) -> bytes:
+    """The body of a response. A socket's own timeout is for each piece, however many arrive."""
+    pieces = []
+    while piece := reply.read1(1 << 16):
+        if until is not None and time.monotonic() > until:
+            raise TimeoutError("timed out")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+async def reply_of(speaker: Speaker, messages: Sequence[Message]) -> str:
+    """The answer of a speaker to messages.
+
+    Raises:
+      EnvError: it is no text.
+    """
+    text = await run_either(speaker, list(messages))
+    if not isinstance(text, str):
+        raise EnvError(f"the other model said {text!r:.60}, not text")
+    return text
+
+
+def behind_endpoint(make: Callable[..., HostEnv], name: str) -> Callable[..., HostEnv]:
+    """A maker of an environment for configurations, which name its speaker.
+
+    Its argument ``name`` becomes ``FILE.py:function`` from messages to text or, where that is left
+    out, a model behind an endpoint: ``url`` and ``model`` as in ``endpoint``, ``key_variable``,
+    the environment variable that holds its key, ``max_tokens`` and ``temperature``.
+
+    Args:
+      make: takes the speaker by this name, and other arguments that a configuration can write.
+      name: of the speaker among its arguments.
+    """
+
+    def configured(**options: Any) -> HostEnv:
+        of_endpoint = {n: options.pop(n) for n in _ENDPOINT if n in options}
+        if spec := options.pop(name, ""):
+            speaker = load(spec, f"data.{name}")
+        elif of_endpoint.get("url") and of_endpoint.get("model"):
+            speaker = keyed_endpoint(**of_endpoint)
+        else:
+            raise UserError(
+                f"data.{name} is missing: name a FILE.py:function, or give url and model"
+            )
+        return make(**{name: speaker}, **options)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    added = {**_ENDPOINT, name: ""}
+    own = [p for n, p in inspect.signature(make).parameters.items() if n != name]
+    parameters = [p.replace(kind=keyword) for p in own]
+    parameters += [inspect.Parameter(n, keyword, default=value) for n, value in added.items()]
+    functools.update_wrapper(configured, make)
+    configured.__name__ = make.__name__.removesuffix("_env")
+    configured.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return configured
+
+
+_ENDPOINT = {"url": "", "model": "", "key_variable": "", "max_tokens": 512, "temperature": 1.0}

@@ -1,0 +1,98 @@
+"""Questions that are answered with tools: ``data.env = "python_math"``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jrl.episodes.host import HostEnv, Limits
+from jrl.episodes.parsers import get_parser
+from jrl.episodes.sandbox import Sandbox, SandboxLimits, python_tool
+from jrl.episodes.tools import Tool, tool_env
+from jrl.errors import UserError, unknown_choice
+from jrl.zoo.envs.answer_rewards import EXACT, F1, last_turn_reward
+from jrl.zoo.tools.calculator import calculator_tool
+from jrl.zoo.tools.search import search_tool
+
+TOOLS = ("python", "calculator")
+
+
+def python_math(
+    *,
+    tools: Sequence[str] = ("python",),
+    parser: str = "hermes",
+    seconds: float = 5.0,
+    network: bool = False,
+    system: str | None = None,
+    limits: Limits = Limits(turns=4),  # noqa: B008 - a value that nobody can change
+) -> HostEnv:
+    """Questions with a number for an answer, and Python to compute it with.
+
+    The reward is 1 where the number in the last turn is the answer's (``rewards.exact``).
+
+    Args:
+      tools: of "python" and "calculator".
+      parser: of the policy's family, by name (``episodes.parsers.PARSERS``).
+      seconds: for one run of Python.
+      network: whether Python may run where it cannot be kept from the network (``Sandbox``).
+      system: a system message, or None.
+      limits: of an episode, by their names in a configuration.
+
+    Raises:
+      UserError: another tool or parser, Python that would have the network, or a run of it that
+        may take longer than a call.
+    """
+    made: list[Tool] = []
+    if "python" in tools and seconds >= limits.call_seconds:
+        raise UserError(
+            f"seconds = {seconds:g} of a run of Python, and call_seconds ="
+            f" {limits.call_seconds:g}, which would fail the member first; raise call_seconds"
+        )
+    for name in tools:
+        if name not in TOOLS:
+            raise unknown_choice("tools", name, TOOLS)
+        if name == "python":
+            made.append(python_tool(Sandbox(SandboxLimits(seconds=seconds), network=network)))
+        else:
+            made.append(calculator_tool())
+    return tool_env(made, get_parser(parser), last_turn_reward(EXACT), limits, system=system)
+
+
+def multi_hop(
+    corpus: str = "configs/search/corpus.jsonl",
+    *,
+    parser: str = "hermes",
+    documents: int = 3,
+    system: str | None = None,
+    limits: Limits = Limits(turns=6),  # noqa: B008 - a value that nobody can change
+) -> HostEnv:
+    """Questions that take several look-ups in a local corpus, by BM25.
+
+    The reward is ``answer_rewards.answer_f1`` of the last "Answer:"; 1 is a success.
+
+    Args:
+      corpus: a file of one {"text": ...} a line.
+      parser: of the policy's family, by name.
+      documents: in a result of the search.
+      system: a system message, or None.
+      limits: of an episode, by their names in a configuration.
+
+    Raises:
+      UserError: there is no such file, or a line of it has no text.
+    """
+    tools = [search_tool(read_corpus(corpus), count=documents)]
+    return tool_env(tools, get_parser(parser), last_turn_reward(F1), limits, system=system)
+
+
+def read_corpus(path: str) -> list[str]:
+    """The texts of a file of one {"text": ...} a line."""
+    if not Path(path).is_file():
+        raise UserError(f"corpus = {path!r}: there is no such file")
+    texts = []
+    for number, line in enumerate(Path(path).read_text("utf-8").splitlines(), 1):
+        try:
+            texts.append(str(json.loads(line)["text"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'{path}, line {number}: write {{"text": ...}}') from None
+    return texts
