@@ -108,9 +108,9 @@ def _grow(
         costs[i] = SearchCost(*(a + b for a, b in zip(costs[i], took, strict=True)))
     # Behind all additions: a backup reads the path alone, so that its order is that of the steps.
     for i, node in new:
-        step = trees[i].nodes[node].step
-        if step is not None and step.points is not None:
-            backup(trees[i], node, step.points)
+        points = trees[i].step(node).points
+        if points is not None:
+            backup(trees[i], node, points)
     return new
 
 

@@ -35,6 +35,7 @@ from jrl.errors import UserError
 from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
+from jrl.sampling.slots import Measure
 from jrl.train.build import Run
 from jrl.train.collect import Groups, answer_number, source_rows
 from jrl.train.prompt_seeds import prompt_seeds
@@ -433,7 +434,7 @@ def host_source(
     tree = None if evaluates else run.method.draw.tree
     search = None if evaluates else run.method.draw.search
     branches = None if tree is None else EpisodeBranches(tree, group, sampling.slots)
-    measure = entropy if width or search is not None else None
+    measure: Measure | None = entropy if width or search is not None else None
     measure = measure if branches is None else branches.measure
     rows = run_rows(
         run,
