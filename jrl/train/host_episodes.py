@@ -355,7 +355,7 @@ def _check_group(env: HostEnv, group: int) -> None:
 
 
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
-    """Raises UserError for contexts that leave no room to speak, branch, or cannot be trained."""
+    """Raises UserError for contexts that leave no room to speak, or cannot be trained."""
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
     if contexts == 1:
         return
@@ -365,11 +365,6 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
             f"{said}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
-        )
-    if run.method.draw.shares:
-        raise UserError(
-            f"{said}: episodes that branch have one context; set objective.tree to 'none', or"
-            " data.contexts to 1"
         )
     if run.network.extras.hidden_shared is None:
         raise UserError(

@@ -14,7 +14,7 @@ from jrl.episodes.branching import MEASURED_TOKENS, EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.groups import play_episodes
-from jrl.episodes.host import Feedback, HostEnv, Limits
+from jrl.episodes.host import ChatOptions, Feedback, HostEnv, Limits
 from jrl.episodes.play import Device
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.world import host_world
@@ -299,6 +299,45 @@ def test_branches_branch_and_states_are_closed_once_each():
     first_own = [next(s.turn for s in t.segments if s.drawn) for t in group]
     assert first_own[:2] == [0, 1]
     assert sorted(first_own) == [0, 1, 2, 2, 3, 3, 3, 3]
+
+
+def test_branches_continue_behind_summaries():
+    """A member leaves another one in any context, and is sampled behind that context alone."""
+    limits = Limits(turns=12, turn_tokens=4, contexts=3, summary_tokens=4)
+    played = play(
+        counting_env(turns=12, limits=limits, chat=ChatOptions(summary="sum")),
+        Branching("even", 1),
+        count=2,
+        group=8,
+    )
+    assert played.counts["branches"] == 2 * 7
+    assert played.counts["summaries"] > 0
+    found = to_rollout(played.groups, RowShape(8, P, T, contexts=3))
+    node, mask = found.ids["node"], np.asarray(found.rollout.mask)
+    assert mask.sum() == played.counts["slot_tokens"]
+    drawn = {
+        (n, t, node[n, i, t]) for n in range(2) for i, t in zip(*np.nonzero(mask[n]), strict=True)
+    }
+    assert len(drawn) == mask.sum()  # each token once
+    first = [
+        next(s for s in row.segments if s.drawn) for group in played.groups for row in group[1:]
+    ]
+    assert {s.context for s in first} >= {0, 1}
+    for row in (row for group in played.groups for row in group):
+        for context in range(row.segments[-1].context + 1):
+            parts = [s for s in row.segments if s.context == context]
+            ids = np.concatenate([row.opening, *(s.tokens for s in parts)])
+            at = np.arange(len(ids))[None]
+            hidden, _ = NETWORK.hidden(params(), ids[None], at, np.ones_like(at))
+            chances = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden[0])))
+            end = len(row.opening)
+            for part in parts:
+                if part.drawn:
+                    own = np.arange(end, end + len(part.tokens))
+                    np.testing.assert_allclose(
+                        part.logprobs, chances[own - 1, part.tokens], atol=3e-5
+                    )
+                end += len(part.tokens)
 
 
 # ---------------------------------------------------------------- faults

@@ -344,6 +344,31 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
         # What the sampler saw of a context is what training sees, and nothing else.
         assert record["logprob_diff"] < 1e-4
         assert record["grad_norm"] > 0
+    assert summaries_in(run) > 4
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ("method=arpo", "objective={tree='even', tree_roots=2}", "sampling.slots=8"),
+        ("method=deepsearch", "objective={tree='puct', tree_width=2, tree_rounds=20}"),
+    ],
+    ids=["branches", "search"],
+)
+def test_trees_of_episodes_continue_from_their_summaries(place, tmp_path, tree):
+    run, more = tmp_path / "run", ("data.eval=", "log.samples_every=1", "rewards={success={}}")
+    folded = [x for x in FOLDED if not x.startswith(("method", "objective"))]
+    train(settings(place, run, "talk", *folded, *more, *tree), echo=lambda line: None)
+    for record in records_of(run):
+        assert record["summaries"] > 4
+        assert record["env_errors"] == record["env_fork_errors"] == 0
+        assert record["tree_shared_tokens"] > 0
+        assert record["logprob_diff"] < 1e-4
+    assert summaries_in(run) > 0
+
+
+def summaries_in(run):
+    """How many summaries the samples of a run hold, each of which begins the next context."""
     asked = 0
     for sample in read_jsonl(run / "samples.jsonl"):
         turns = sample["turns"]
@@ -355,7 +380,7 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
                 assert (summary["by"], kept["by"]) == ("policy", "environment")
                 assert kept["text"].startswith(summary["text"])  # and the answer behind it
                 assert "Go on." in kept["text"][len(summary["text"]) :] or i + 3 == len(turns)
-    assert asked > 4
+    return asked
 
 
 BRANCHED = ("data.turns=3", "method=arpo", "objective={}", "sampling.max_new_tokens=80")
@@ -732,11 +757,6 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
             "talk",
             ["data.turns=2", "data.contexts=2", "sampling.max_new_tokens=90"],
             "data.contexts = 2: a summary of up to data.summary_tokens = 256 and what asks for it",
-        ),
-        (
-            "talk",
-            [*FOLDED, "method=arpo", "sampling.slots=8"],
-            "data.contexts = 4: episodes that branch have one context",
         ),
         (
             "talk",
