@@ -9,7 +9,7 @@ import inspect
 import json
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -96,7 +96,7 @@ def fit(
     *,
     method: str | Method | Callable[..., Method] | None = None,
     task: str | Task | Callable[..., Task] | None = None,
-    env: str | Callable[..., Env | HostEnv] | None = None,
+    env: str | Callable[..., Env | HostEnv | Coroutine[Any, Any, Any]] | None = None,
     eval_rows: Rows | str | None = None,
     config: Config | str | Path | Mapping[str, Any] | None = None,
     dir: str | Path | None = None,
@@ -124,7 +124,8 @@ def fit(
       task: a procedural task instead of rows: its name, itself, or a function that makes it.
       env: an environment to play instead, its name or a function that makes it of further keys of
         ``[data]``: a ``jrl.episodes.Env`` on the device, or with ``rows`` a
-        ``jrl.episodes.host.HostEnv`` that plays them.
+        ``jrl.episodes.host.HostEnv`` that plays them, or an episode itself,
+        ``async def episode(policy, prompt)``.
       eval_rows: held-out prompts, as ``rows``.
       config: everything else: a configuration, a TOML file, or its keys as a dict, nested or
         dotted ({"train.steps": 100}).

@@ -65,6 +65,9 @@ PYTHON = {  # page -> the test that runs each of its blocks, by the block's firs
         "# experience.py": "test_docs_blocks::test_the_agent_of_the_recipes_learns_from_its_notes",
     },
     "docs/environments.md": {
+        "# debate.py": (
+            "train/test_host_run::test_the_coroutine_of_the_guide_is_trained_and_evaluated"
+        ),
         "from jrl.zoo.envs.propositions import parse, provable": (
             "test_docs_blocks::test_what_a_block_prints_is_what_it_says"
         ),

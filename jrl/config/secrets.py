@@ -17,14 +17,35 @@ _WORDS = {
     *("key", "apikey", "token", "secret", "password", "passwd", "pwd", "passphrase", "pass"),
     *("credential", "cred", "auth", "authorization", "authentication", "bearer", "cookie", "jwt"),
 }
+"""Words of a name that make its value a secret."""
+_ENDINGS = ("token", "secret", "password", "passwd", "passphrase", "credential", "cookie")
+"""Ends of words written together that do so too, such as authtoken."""
+_KEYS = (
+    *("access", "account", "api", "app", "auth", "client", "deploy", "encryption", "license"),
+    *("master", "private", "secret", "server", "service", "session", "shared", "signing", "ssh"),
+    *("storage", "subscription", "user", "webhook"),
+)
+"""What "key" is written together with in such names, as monkey is not."""
+_PREFIXED = (
+    *("sk", "pk", "rk", "ghp", "gho", "ghs", "ghu", "github_pat", "glpat", "hf", "xox[abeprs]"),
+    *("gsk", "xai", "r8", "pplx", "nvapi", "tvly", "fw", "dop_v1", "npm", "pypi", "lsv2", "csk"),
+    *("shpat", "shpss", "sntrys", "dckr_pat", "atlasv1", "whsec", "tgp_v1", "jina", "pcsk", "SG"),
+)
+"""Beginnings of the keys of well-known services, before "-", "_" or "."."""
 _FORMS = re.compile(
     r"(?:Bearer|Basic|Token)\s+\S{6,}|"
-    r"(?:sk|pk|rk|ghp|gho|ghs|github_pat|glpat|hf|xox[abprs])[-_](?=.*\d)[\w-]{11,}|AKIA[A-Z0-9]{12,}|"
+    rf"(?:{'|'.join(_PREFIXED)})[-_.](?=.*\d)[\w.-]{{11,}}|"
+    r"(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{10,}|"
     r"eyJ[\w-]{8,}\.[\w-]{8,}.*|-----BEGIN.*|\w+://[^/\s:@]*:[^/\s@]+@.*",
     re.DOTALL,
 )
 """Texts that are secrets whatever their name: headers, keys of well-known services, addresses with
 a password in them."""
+_ASSIGNED = re.compile(r"(?:^|[?&;,\s])-{0,2}([\w.-]+)\s*=\s*([^\s&;,]+)|^([\w-]+):\s+(\S+)$")
+"""A name with its value inside a text: of a query, a connection string, an option, a header."""
+_FLAG = re.compile(r"(?:^|\s)--?([\w-]+)(?:\s+([^-\s]\S*))?")
+"""An option of a command, and what follows it."""
+_NUMBER = re.compile(r"[\d.]*")
 
 
 def hide_own(tree: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +74,8 @@ def hide(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Text looks like one where a word of its name, or of a table or list that it stands in, is key,
     token, secret, password, auth or the like, or where it has the form of one, such as "Bearer
-    ...". What names an environment variable, as "env:JUDGE_KEY", is no secret.
+    ...", or holds such a name with its value, as queries of addresses and options of commands do.
+    What names an environment variable, as "env:JUDGE_KEY", is no secret.
 
     >>> hide({"api_keys": ["sk-1"], "authToken": "env:TOKEN", "max_tokens": 5, "url": "a.b"})
     {'api_keys': ['(hidden)'], 'authToken': 'env:TOKEN', 'max_tokens': 5, 'url': 'a.b'}
@@ -66,7 +88,9 @@ def _hidden(value: Any, inside: bool) -> Any:
     if isinstance(value, Mapping):
         return {name: _hidden(each, inside or _names_one(name)) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_hidden(each, inside) for each in value]
+        flags = [False, *map(_is_secret_flag, value)]
+        pairs = zip(value, flags[:-1], strict=True)
+        return [_hidden(x, inside or (flag and not _is_number(x))) for x, flag in pairs]
     return HIDDEN if _is_secret(value, inside) and not value.startswith(_ENVIRONMENT) else value
 
 
@@ -113,9 +137,29 @@ def _value(key: str, value: str) -> str:
 
 
 def _names_one(name: object) -> bool:
-    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))
-    return any({w.lower(), w.lower().removesuffix("s")} & _WORDS for w in words)
+    """Whether a name is that of a secret."""
+    words = [w.lower().removesuffix("s") for w in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", str(name))]
+    together = {f"{before}key" for before in _KEYS}
+    return any(w in _WORDS or w in together or w.endswith(_ENDINGS) for w in words)
+
+
+def _is_secret_flag(value: object) -> bool:
+    """Whether a list's item is an option whose value is a secret, the next item."""
+    if not isinstance(value, str):
+        return False
+    match = _FLAG.fullmatch(value)
+    return match is not None and match[2] is None and _names_one(match[1])
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and _NUMBER.fullmatch(value) is not None
 
 
 def _is_secret(value: object, inside: bool) -> bool:
-    return isinstance(value, str) and (inside or _FORMS.fullmatch(value) is not None)
+    if not isinstance(value, str):
+        return False
+    if inside or _FORMS.fullmatch(value) is not None:
+        return True
+    pairs = [(m[1] or m[3], m[2] or m[4]) for m in _ASSIGNED.finditer(value)]
+    pairs += [(m[1], m[2]) for m in _FLAG.finditer(value) if m[2]]
+    return any(_names_one(name) and not _is_number(text) for name, text in pairs)

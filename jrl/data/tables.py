@@ -36,6 +36,10 @@ class Source(Protocol):
         ...
 
 
+_LONGEST_FIELD = 1 << 30
+"""Characters of a CSV field; Python's own limit is 131,072, which conversations exceed."""
+
+
 class CsvSource:
     """Rows of a CSV or TSV file whose first line names the columns; all is kept in memory.
 
@@ -50,6 +54,7 @@ class CsvSource:
         self.path = path
         self._rows: list[tuple[int, list[str]]] = []
         form, mark = ("TSV", "\t") if path.suffix == ".tsv" else ("CSV", ",")
+        usual = csv.field_size_limit(_LONGEST_FIELD)
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 reader = csv.reader(file, strict=True, delimiter=mark)
@@ -61,6 +66,8 @@ class CsvSource:
                     begin = reader.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a {form} file in UTF-8: {error}") from None
+        finally:
+            csv.field_size_limit(usual)
         if self._rows and len(set(self._names)) != len(self._names):
             raise UserError(f"{path}, line 1: two columns have one name: {', '.join(self._names)}")
 
@@ -129,6 +136,10 @@ class JsonSource:
         return f"{self.path}, row {index}"
 
 
+_LONGEST_LINE = 1 << 28
+"""Bytes of a line of a compressed file."""
+
+
 class GzipSource:
     """One JSON object on each line of a compressed file; all of it is kept in memory.
 
@@ -146,7 +157,12 @@ class GzipSource:
         size, checked = 0, 2**26
         try:
             with gzip.open(path, "rb") as file:
-                for number, line in enumerate(file, 1):
+                for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), 1):
+                    if len(line) == _LONGEST_LINE:  # which would be read whole before it is counted
+                        raise UserError(
+                            f"{path}, line {number}: longer than {_LONGEST_LINE} bytes,"
+                            " decompressed; write one record a line"
+                        )
                     size += len(line)
                     if size > checked:  # a small file may hold any number of bytes
                         check_fits(f"{path}, decompressed", 2 * size, "decompress it to a .jsonl")

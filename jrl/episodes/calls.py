@@ -21,7 +21,7 @@ from jrl.episodes.host import EnvError
 
 
 class Answer(NamedTuple):
-    """What came of a call.
+    """The answer to a call.
 
     Attributes:
       number: of the call.
@@ -103,8 +103,8 @@ class Calls:
         if not inner.done():
             inner.cancel()
             inner.add_done_callback(seen)
-            said = f"no answer within {seconds:g} seconds"
-            self.inbox.put(Answer(number, error=said, timeout=True, seconds=took))
+            reason = f"no answer within {seconds:g} seconds"
+            self.inbox.put(Answer(number, error=reason, timeout=True, seconds=took))
         elif inner.cancelled():
             self.inbox.put(Answer(number, error="the call cancelled itself", seconds=took))
         elif (error := inner.exception()) is not None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
@@ -13,6 +17,8 @@ OWN_IDS = (
     *("prompt", "ask", "stratum", "answer", "replayed"),
 )
 """Names in ``batch.ids`` that every environment's rows may have."""
+
+FORM = "async def episode(policy, prompt), perhaps with seed, the seed of the group"
 
 _RECORDS: dict[str, type] = {
     "limits": Limits,
@@ -133,3 +139,99 @@ def _check_labels(extras: EnvExtras, key: str) -> None:
                     f" and none of {', '.join(OWN_IDS)}"
                 )
             taken.add(name)
+
+
+# ---------------------------------------------------------------- coroutines
+
+
+def is_episode(function: Callable[..., Any]) -> bool:
+    """Whether a function is an episode, or was meant to be one, and no maker of an environment."""
+    if _is_async(function) or inspect.isasyncgenfunction(function):
+        return True
+    return _arguments(function)[:2] == ["policy", "prompt"]
+
+
+def check_episode(episode: Any, key: str, options: bool = False) -> None:
+    """Raises UserError for what cannot be played as an episode.
+
+    Args:
+      episode: the function.
+      key: that names it, for messages.
+      options: whether arguments beside policy, prompt and seed may need a value.
+    """
+    if not callable(episode):
+        raise UserError(f"{key} = {episode!r:.60}; give {FORM}")
+    names = _arguments(episode)
+    called = f"{getattr(episode, '__name__', 'the episode')}({', '.join(names)})"
+    if inspect.isasyncgenfunction(episode):
+        raise UserError(f"{key}: {called} yields; an episode awaits its turns and returns: {FORM}")
+    if not _is_async(episode):
+        raise UserError(f"{key}: {called} is not async; write {FORM}")
+    parameters = list(inspect.signature(episode).parameters.values())
+    by_place = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    swapped = by_place[:1] == ["prompt"] or by_place[1:2] == ["policy"]
+    if len(by_place) < 2 or swapped or "seed" in by_place[:2]:
+        raise UserError(f"{key}: {called} must take policy and prompt, in this order; write {FORM}")
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and p.name not in (*by_place[:2], "seed")
+    ]
+    if needed and not options:
+        raise UserError(f"{key}: {called} needs {needed[0]}, which no episode gets; write {FORM}")
+
+
+def check_roles(episode: Callable[..., Any], roles: tuple[str, ...], key: str) -> None:
+    """Raises UserError for roles that are invalid, or that the episode's source uses beside them.
+
+    Args:
+      episode: the function.
+      roles: its names.
+      key: that names the function, for messages.
+    """
+    if len(set(roles)) < len(roles) or not all(isinstance(name, str) for name in roles):
+        raise UserError(f"{key}: roles = {roles!r:.80}; give each role a name of its own")
+    for name in _roles_in_source(episode):
+        if name not in roles:
+            named = ", ".join(f'"{role}"' for role in (*roles, name))
+            raise UserError(
+                f"{key}: it awaits turns of {name!r}, and its roles are {', '.join(roles)}; name"
+                f" all of them above it, the first to speak first, such as @roles({named})"
+            )
+
+
+def _roles_in_source(episode: Callable[..., Any]) -> list[str]:
+    """The names in ``policy["NAME"]`` and ``policy.role("NAME", ...)``, where there is source."""
+    while isinstance(episode, functools.partial):
+        episode = episode.func
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(episode)))
+    except (OSError, TypeError, SyntaxError):
+        return []  # typed into a prompt, an object, or a part of a larger expression
+    policy, names = _arguments(episode)[0], []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id=str(owner)), slice=ast.Constant(value=str(name))):
+                names += [name] if owner == policy else []
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id=str(owner)), attr="role"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
+                names += [name] if owner == policy else []
+    return names
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    called = type(function).__call__  # of an object whose __call__ is async
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def _arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (ValueError, TypeError):
+        return []  # written in C

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.episodes.check_env import check_env
-from jrl.episodes.coroutine import check_episode, coroutine_env, is_episode
+from jrl.episodes.check_env import check_env, check_episode, check_roles, is_episode
+from jrl.episodes.coroutine import coroutine_env
 from jrl.episodes.host import ChatOptions, EnvExtras, HostEnv, Lifecycle, Limits
 from jrl.episodes.process import process_env
 from jrl.errors import UserError, unknown_choice
@@ -137,14 +137,15 @@ def _made(
     if is_episode(make):
         check_episode(make, where, options=True)
         # The engine gives the seed, and policy and prompt by position.
-        given = {"seed": 0} if "seed" in parameters_of(make, where) else {}
-        check_options(make, arguments | given, "data", first=2, others=shared)
-        roles = getattr(make, "roles", ())
+        seed = {"seed": 0} if "seed" in parameters_of(make, where) else {}
+        check_options(make, arguments | seed, "data", first=2, others=shared)
+        roles = getattr(make, "roles", ()) or ("policy",)
+        check_roles(make, roles, where)
         return check_env(coroutine_env(functools.partial(make, **arguments), roles=roles), where)
     check_options(make, arguments, "data", others=shared)
     if (limits := _limits_argument(make)) is not None:
-        own = {name: value for name, value in common.items() if name in LIMITS}
-        arguments["limits"] = limits._replace(**own).check("data")
+        changes = {name: value for name, value in common.items() if name in LIMITS}
+        arguments["limits"] = limits._replace(**changes).check("data")
     try:
         return check_env(made_by(make, where, **arguments), f"{where}: what it returns")
     except UserError as error:

@@ -148,8 +148,8 @@ def behind_endpoint(make: Callable[..., HostEnv], name: str) -> Callable[..., Ho
 
     keyword = inspect.Parameter.KEYWORD_ONLY
     added = {**_ENDPOINT, name: ""}
-    own = [p for n, p in inspect.signature(make).parameters.items() if n != name]
-    parameters = [p.replace(kind=keyword) for p in own]
+    others = [p for n, p in inspect.signature(make).parameters.items() if n != name]
+    parameters = [p.replace(kind=keyword) for p in others]
     parameters += [inspect.Parameter(n, keyword, default=value) for n, value in added.items()]
     functools.update_wrapper(configured, make)
     configured.__name__ = make.__name__.removesuffix("_env")

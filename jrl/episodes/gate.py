@@ -18,7 +18,7 @@ from typing import Any
 from jrl.episodes.host import EnvError
 
 QUEUE_SECONDS = 600.0
-"""How long a call waits in a queue in which nobody moves."""
+"""Queue timeout while no call finishes."""
 
 _POLL_SECONDS = 0.05
 
@@ -94,7 +94,7 @@ async def run_within(work: Coroutine[Any, Any, Any], seconds: float) -> asyncio.
 
 
 def seen(task: asyncio.Future[Any]) -> None:
-    """Reads a late error, or asyncio would write it to the log."""
+    """Retrieves a late error, or asyncio would log it."""
     if not task.cancelled():
         task.exception()
 
@@ -129,8 +129,8 @@ class Gate:
                 while not turn.done():
                     left = max(came, self._moved) + self._seconds - time.monotonic()
                     if left <= 0:
-                        said = f"waited {self._seconds:g} seconds in a queue that did not move"
-                        raise EnvError(f"{said}, for {self._what}")
+                        reason = f"waited {self._seconds:g} seconds in a queue that did not move"
+                        raise EnvError(f"{reason}, for {self._what}")
                     await asyncio.wait({turn}, timeout=left)
             except BaseException:
                 if turn.done() and not turn.cancelled():

@@ -328,10 +328,10 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
         value = Feedback(**value)
     if not isinstance(value, Feedback):
         raise EnvError(f"step returned {value!r:.60}, not (state, Feedback)")
-    reward = reward_parts(value.reward, parts)
+    last = reward_parts(value.reward, parts)
     if not isinstance(value.earlier, list | tuple):
-        raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of points")
-    earlier = tuple(reward_parts(points, parts) for points in value.earlier)
+        raise EnvError(f"earlier is {value.earlier!r:.60}, not a list of rewards")
+    earlier = tuple(reward_parts(reward, parts) for reward in value.earlier)
     if not isinstance(value.metrics, Mapping):
         raise EnvError(f"metrics are {value.metrics!r:.60}, not a dict")
     metrics = {str(name): _number(x, f"metric {name}") for name, x in value.metrics.items()}
@@ -344,7 +344,7 @@ def check_feedback(value: Any, limits: Limits, parts: int, players: int = 1) -> 
     labels = {str(name): _label(x, str(name)) for name, x in value.labels.items()}
     return Feedback(
         messages=messages,
-        reward=reward,
+        reward=last,
         done=done,
         success=bool(value.success),
         state_key=value.state_key,

@@ -27,7 +27,7 @@ _WORKER = Path(__file__).with_name("worker.py")
 
 
 class _Process:
-    """One process and whether it can be asked."""
+    """A process and whether it still answers."""
 
     def __init__(self, process: asyncio.subprocess.Process, most: int) -> None:
         self._process, self._most = process, most
@@ -124,13 +124,13 @@ def process_env(
         raise UserError(f"python = {python!r}: there is no such interpreter")
     if at_once < 0:
         raise UserError(f"at_once = {at_once}; must be at least 0")
-    told = dict(options)
-    if isinstance(told.get("limits"), Limits):
-        told["limits"] = told["limits"]._asdict()
-    given = {"env": env, "options": told, "memory_bytes": memory_bytes}
+    arguments = dict(options)
+    if isinstance(arguments.get("limits"), Limits):
+        arguments["limits"] = arguments["limits"]._asdict()
+    settings = {"env": env, "options": arguments, "memory_bytes": memory_bytes}
     # Bytes of the largest answer that can be taken: any character may be six of them in JSON.
     most = 1024 + 8 * limits.answer_chars
-    pool = _Pool([python, str(_WORKER), json.dumps(given)], most, at_once)
+    pool = _Pool([python, str(_WORKER), json.dumps(settings)], most, at_once)
     return HostEnv(
         init=pool.init,
         step=pool.step,
@@ -176,11 +176,12 @@ class _Pool:
         """See ``HostEnv``; the state is the process."""
         if self._gate is not None:
             await self._gate.enter()
-        told = {n: getattr(prompt, n) for n in ("id", "text", "answer")} | {"meta": {**prompt.meta}}
+        problem = {n: getattr(prompt, n) for n in ("id", "text", "answer")}
+        problem["meta"] = {**prompt.meta}
         process = None
         try:
             process = await self._take()
-            return process, await process.ask({"do": "init", "prompt": told, "seed": seed})
+            return process, await process.ask({"do": "init", "prompt": problem, "seed": seed})
         except BaseException:
             try:
                 if process is not None:
@@ -191,8 +192,8 @@ class _Pool:
 
     async def step(self, process: _Process, reply: Reply) -> tuple[_Process, Any]:
         """See ``HostEnv``."""
-        told = reply._replace(tokens=reply.tokens.tolist())._asdict()
-        return process, await process.ask({"do": "step", "reply": told})
+        turn = reply._replace(tokens=reply.tokens.tolist())._asdict()
+        return process, await process.ask({"do": "step", "reply": turn})
 
     async def close(self, process: _Process) -> None:
         """Ends an episode; its process may serve the next one."""

@@ -2,9 +2,9 @@
 
     env = tool_env([calculator_tool(), python_tool(sandbox)], get_parser("hermes"), reward, limits)
 
-What the policy gets wrong is told to it: an unknown tool, arguments that break the schema, a tool
-that raises ``ToolError`` or runs out of time. What nobody can read as a call ends the episode, by
-default. A tool that fails in any other way is no fault of the policy's and fails the member.
+The policy reads its mistakes: an unknown tool, arguments that break the schema, a tool that raises
+``ToolError`` or runs out of time. A call that cannot be parsed ends the episode, by default. A tool
+that fails in any other way is no fault of the policy's and fails the member.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MALFORMED = ("end", "tell")
 
 
 class ToolError(Exception):
-    """What went wrong in a tool, for the policy to read."""
+    """An error of a tool, for the policy to read."""
 
 
 class Tool(NamedTuple):
@@ -55,7 +55,7 @@ class Tool(NamedTuple):
 
 
 Reward = Callable[[Prompt, Reply], Any]
-"""(problem, the last turn) -> points; sync or async. It is not called for members that failed."""
+"""(problem, the last turn) -> reward; sync or async. It is not called for members that failed."""
 
 
 class _Session(NamedTuple):
@@ -77,7 +77,7 @@ def tool_env(
     Args:
       tools: with different names.
       parser: of the policy's family.
-      reward: judges the last turn; an answer worth 1 point or more is a success.
+      reward: judges the last turn; an answer worth 1 or more is a success.
       limits: of an episode; calls beyond ``tool_calls`` are refused in words.
       system: a system message, or None.
       malformed: "end" judges a turn whose call has no readable structure as the last one; "tell"
@@ -101,19 +101,19 @@ def tool_env(
         return _Session(prompt), [*messages, {"role": "user", "content": prompt.text}]
 
     async def step(state: _Session, reply: Reply) -> tuple[_Session, Feedback]:
-        found = parser.parse(reply.raw, schemas)
-        broken = [c for c in found if isinstance(c, Malformed)]
+        calls = parser.parse(reply.raw, schemas)
+        broken = [c for c in calls if isinstance(c, Malformed)]
         metrics = {"tool_structure_errors": float(len(broken))}
-        if not found or (broken and malformed == "end"):
+        if not calls or (broken and malformed == "end"):
             return state, await _judged(reward, state.prompt, reply, metrics)
-        left = limits.tool_calls - state.calls if limits.tool_calls else len(found)
+        left = limits.tool_calls - state.calls if limits.tool_calls else len(calls)
         answers = [
-            _answer(by_name, schemas, call, i < left, metrics) for i, call in enumerate(found)
+            _answer(by_name, schemas, call, i < left, metrics) for i, call in enumerate(calls)
         ]
         texts = await asyncio.gather(*answers)
-        metrics["tool_calls"] = float(min(len(found), max(left, 0)))
-        messages = _messages(parser, found, texts, state.calls)
-        return state._replace(calls=state.calls + len(found)), Feedback(messages, metrics=metrics)
+        metrics["tool_calls"] = float(min(len(calls), max(left, 0)))
+        messages = _messages(parser, calls, texts, state.calls)
+        return state._replace(calls=state.calls + len(calls)), Feedback(messages, metrics=metrics)
 
     return HostEnv(
         init=_async(init),
@@ -131,11 +131,11 @@ async def _judged(
     reward: Reward, prompt: Prompt, reply: Reply, metrics: Mapping[str, float]
 ) -> Feedback:
     """The end of an episode."""
-    points = await run_either(reward, prompt, reply)
-    won = isinstance(points, int | float) and points >= 1
+    judged = await run_either(reward, prompt, reply)
+    won = isinstance(judged, int | float) and judged >= 1
     # An answer that was cut before it was right is truncated, as a completion of one turn is.
     return Feedback(
-        reward=points, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
+        reward=judged, done=True, success=bool(won), metrics=metrics, cut=reply.cut and not won
     )
 
 
@@ -153,7 +153,7 @@ async def _answer(
     allowed: bool,
     metrics: dict[str, float],
 ) -> str:
-    """What the policy reads of one call."""
+    """The result of one call, as the policy reads it."""
     checked = check_call(call, schemas) if isinstance(call, Call) else call
     if isinstance(checked, Malformed):
         metrics["tool_errors"] = metrics.get("tool_errors", 0.0) + 1
@@ -218,22 +218,22 @@ def _call_id(call: Call | Malformed, number: int) -> str:
 
     Nine letters or digits, because Mistral's templates refuse other ids.
     """
-    given = call.id if isinstance(call, Call) else ""
-    return given if re.fullmatch(r"[A-Za-z0-9]{9}", given) else f"call{number % 100_000:05d}"
+    name = call.id if isinstance(call, Call) else ""
+    return name if re.fullmatch(r"[A-Za-z0-9]{9}", name) else f"call{number % 100_000:05d}"
 
 
-def check_tool(tool: Tool, said: str) -> None:
+def check_tool(tool: Tool, where: str) -> None:
     """Raises a UserError for a tool that cannot be called.
 
     Args:
       tool: it.
-      said: which one, for the message.
+      where: which one, for the message.
     """
     if not re.fullmatch(r"[A-Za-z][\w-]{0,63}", tool.name, re.ASCII):
-        raise UserError(f"{said}: a name is up to 64 letters, digits, _ and -, first a letter")
-    check_schema(tool.parameters, said)
+        raise UserError(f"{where}: a name is up to 64 letters, digits, _ and -, first a letter")
+    check_schema(tool.parameters, where)
     if not tool.seconds > 0:
-        raise UserError(f"{said}: seconds = {tool.seconds}; must be above 0")
+        raise UserError(f"{where}: seconds = {tool.seconds}; must be above 0")
 
 
 def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
@@ -241,8 +241,8 @@ def _checked(tools: Sequence[Tool]) -> dict[str, Tool]:
     if not tools:
         raise UserError("tools = []; give at least one tool")
     for i, tool in enumerate(tools):
-        said = f"tools[{i}], {tool.name!r}"
-        check_tool(tool, said)
+        where = f"tools[{i}], {tool.name!r}"
+        check_tool(tool, where)
         if any(other.name == tool.name for other in tools[:i]):
-            raise UserError(f"{said}: another tool has this name")
+            raise UserError(f"{where}: another tool has this name")
     return {tool.name: tool for tool in tools}

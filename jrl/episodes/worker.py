@@ -26,12 +26,12 @@ def load(spec: str) -> Any:
     """The function that ``FILE.py:function`` or ``module:function`` names."""
     place, _, name = spec.rpartition(":")
     if place.endswith(".py"):
-        found = importlib.util.spec_from_file_location("jrl_environment", place)
-        assert found is not None
-        assert found.loader is not None
-        module = importlib.util.module_from_spec(found)
+        spec_of_file = importlib.util.spec_from_file_location("jrl_environment", place)
+        assert spec_of_file is not None
+        assert spec_of_file.loader is not None
+        module = importlib.util.module_from_spec(spec_of_file)
         sys.modules["jrl_environment"] = module
-        found.loader.exec_module(module)
+        spec_of_file.loader.exec_module(module)
     else:
         module = importlib.import_module(place)
     return getattr(module, name)
@@ -55,7 +55,7 @@ def fields(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON does not know: numbers of other libraries, and sequences."""
+    """A value that JSON does not know, as one that it does: numbers and sequences."""
     if hasattr(value, "item"):
         return value.item()
     if hasattr(value, "tolist"):
@@ -96,7 +96,7 @@ class Session:
         return value
 
     def answer(self, request: dict) -> Any:
-        """What is sent back to a request."""
+        """The answer to a request."""
         if request["do"] == "init":
             prompt = types.SimpleNamespace(**request["prompt"])
             self.state, messages = self.call("init", prompt, request["seed"])
@@ -120,16 +120,16 @@ def main() -> None:
     # the file of that name beside this one.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
-    given = json.loads(sys.argv[1])
-    if given["memory_bytes"]:
-        resource.setrlimit(resource.RLIMIT_AS, (given["memory_bytes"], given["memory_bytes"]))
+    settings = json.loads(sys.argv[1])
+    if settings["memory_bytes"]:
+        resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"], settings["memory_bytes"]))
     # What the environment prints must not stand among the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     requests = sys.stdin.buffer
     session, failure = None, ""
     try:
-        session = Session(given["env"], given["options"])
+        session = Session(settings["env"], settings["options"])
     except BaseException as error:
         failure = words(error)
     while len(head := requests.read(8)) == 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import traceback
 from typing import Any, NamedTuple
 
@@ -39,12 +40,18 @@ def call(function: RewardFn, samples: list[Sample]) -> list[float] | Failure:
     Returns:
       One number for each sample, or a Failure; only KeyboardInterrupt passes.
     """
+    caller = os.getpid()
     try:
         return _checked(function(samples), len(samples))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too, which would end the process
         return Failure(f"raised {class_name(error)}: {error_text(error)}", _trace())
+    finally:
+        if os.getpid() != caller:
+            # The function forked, and this is the child, which should have ended itself. Were it to
+            # go on, it would answer the caller's calls a second time.
+            os._exit(1)
 
 
 def error_text(error: BaseException) -> str:

@@ -3,8 +3,10 @@
     def reward(samples, ...)                 # a list of ``Sample`` -> as many numbers
     def reward(completions, answer, ...)     # columns, the form of TRL's reward functions
 
-Columns are lists of one length: ``prompts``, ``completions`` (texts), ``completion_ids`` (lists of
-token ids), ``answer`` (the reference answer) and the further columns of the data by their names.
+A function is of columns when it takes ``completions``, ``completion_ids`` or ``prompts`` by name,
+or nothing but ``**columns``. Columns are lists of one length: ``prompts``, ``completions`` (texts),
+``completion_ids`` (lists of token ids), ``answer`` (the reference answer) and the further columns
+of the data by their names.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ def form_of(function: Callable[..., Any], key: str) -> Form:
         kind = "is async" if inspect.iscoroutinefunction(function) else "yields"
         raise UserError(f"{key}: the function {kind}; return a list of numbers from a plain def")
     parameters = _parameters(function)
-    if any(p.name == "completions" for p in parameters):
+    names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if names.intersection(OWN_COLUMNS) or (takes_all and not names):
         return "columns"
     first = next((p for p in parameters if p.kind is not p.KEYWORD_ONLY), None)
-    if first is None or first.kind is first.VAR_KEYWORD or first.name in _ONE_AT_A_TIME:
+    if first is None or first.name in _ONE_AT_A_TIME:
         signature = f"({', '.join(str(p) for p in parameters)})"
         raise UserError(f"{key}: the function takes {signature}; write {SIGNATURE}")
     return "samples"

@@ -32,6 +32,10 @@ _LARGEST_REPLY = 1 << 24
 """Bytes."""
 
 
+_NUMBER = struct.Struct("<q")
+"""Number of a call, before its pickle and in its answer."""
+
+
 class Lost(Exception):
     """The process is dead, or broke the protocol."""
 
@@ -69,6 +73,7 @@ class RewardWorker:
         self.pid: int = self._process.pid or 0
         self.ready, self.since = False, time.monotonic()
         self.call: Any = None
+        self._number = 0  # of the latest call; the answer to loading has number 0
         self._files = WrittenFiles()
         # Printing is read between other work; a blocking read would hold up every call.
         os.set_blocking(self.output.fileno(), False)
@@ -93,8 +98,9 @@ class RewardWorker:
 
     def send(self, call: Any, message: bytes) -> None:
         """Hands it a call; raises Lost."""
+        self._number += 1
         try:
-            self.connection.send_bytes(message)
+            self.connection.send_bytes(_NUMBER.pack(self._number) + message)
         except OSError as error:
             raise Lost from error
         self.call, self.since = call, time.monotonic()
@@ -106,9 +112,13 @@ class RewardWorker:
                 return None
             # Bounded: a length header may claim gigabytes.
             reply = json.loads(self.connection.recv_bytes(_LARGEST_REPLY))
-            if isinstance(reply, dict):
+            # One answer a call: a second one, or one to another call, would give every later
+            # completion the rewards of the one before it.
+            if reply["call"] != self._number or (self.ready and self.call is None):
+                raise Lost
+            if "reason" in reply:
                 return Failure(str(reply["reason"]), str(reply["trace"]))
-            return [float(point) for point in reply]
+            return [float(point) for point in reply["rewards"]]
         except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise Lost from error
 
@@ -160,22 +170,25 @@ def _serve(pipe: connection.Connection, printed: connection.Connection, pickled:
         os.dup2(printed.fileno(), standard)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a reward that uses JAX must not take the accelerator
     functions = _load(pickled)
-    _reply(pipe, [] if isinstance(functions, dict) else functions)
+    _reply(pipe, 0, [] if isinstance(functions, dict) else functions)
     while isinstance(functions, dict):
         try:
             message = pipe.recv_bytes()
         except (EOFError, OSError):
             return
-        _reply(pipe, _answer(functions, message))
+        (number,) = _NUMBER.unpack(message[: _NUMBER.size])
+        _reply(pipe, number, _answer(functions, message[_NUMBER.size :]))
 
 
-def _reply(pipe: connection.Connection, answer: list[float] | Failure) -> None:
+def _reply(pipe: connection.Connection, number: int, answer: list[float] | Failure) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the reward may have replaced it
             stream.flush()
-    message: Any = answer
+    message: dict[str, Any] = {"call": number}
     if isinstance(answer, Failure):
-        message = {"reason": answer.reason, "trace": answer.trace}
+        message |= {"reason": answer.reason, "trace": answer.trace}
+    else:
+        message["rewards"] = answer
     pipe.send_bytes(json.dumps(message).encode())
 
 

@@ -141,3 +141,42 @@ def _module(path):
     from jrl.user_code import _of_file
 
     return _of_file(pathlib.Path(path).resolve())
+
+
+SECRETS = {
+    "accesskey": "abcd1234",
+    "authtoken": "abcd1234",
+    "privateKey": "abcd1234",
+    "judge": "https://host/v1?api_key=abcd1234efgh",
+    "webhook": "https://host/x?page=2&token=abcd1234efgh",
+    "google": "AIzaSyA1234567890abcdefghijklmnopqrstu",
+    "groq": "gsk_abcdef1234567890abcdef",
+    "server": ["python", "server.py", "--token", "abcd1234"],
+    "line": "python server.py --api-key abcd1234 --port 80",
+    "option": ["serve", "--api-key=abcd1234"],
+    "header": "X-Api-Key: abcd1234",
+    "database": "Server=x;User=u;Password=abcd1234;",
+}
+HARMLESS = {
+    "max_tokens": 5,
+    "monkey": "bananas",
+    "keyboard": "qwerty",
+    "tokenizer": "bytes",
+    "url": "http://host:8000/v1?page=2&max_tokens=5",
+    "command": ["serve", "--max-tokens", "500", "--name", "x"],
+    "ask": "The key question: what is 2 + 2?",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_are_hidden_by_their_kind(name):
+    shown = hide({name: SECRETS[name]})[name]
+    assert "1234" not in str(shown)
+    if isinstance(shown, list):
+        assert shown[0] == SECRETS[name][0]  # the rest of a command stays
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_only_resembles_a_secret_is_written(name):
+    assert hide({name: HARMLESS[name]}) == {name: HARMLESS[name]}
+    assert reveal({name: HARMLESS[name]}, "data") == {name: HARMLESS[name]}

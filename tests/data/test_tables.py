@@ -1,6 +1,8 @@
 """CSV and JSON files, files in a row, mixtures by weight, and rows that cannot be used."""
 
 import collections
+import csv
+import gzip
 import json
 
 import pytest
@@ -140,3 +142,20 @@ def test_judged_rows_that_cannot_be_used():
     assert "1 of 3 rows skipped: row 2: chosen and rejected are equal" in str(counts)
     with pytest.raises(UserError, match=r"row 2: .*data.invalid = 'skip' leaves such rows out"):
         build_judged(MemoryRows(rows), char_tokenizer(), **options)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv"])
+def test_long_fields_are_read(tmp_path, suffix):
+    path, mark = tmp_path / f"long.{suffix}", "," if suffix == "csv" else "\t"
+    path.write_text(f"question{mark}answer\n{'x' * 200_000}{mark}4\n")
+    source = open_source(str(path))
+    assert (len(source[0]["question"]), source[0]["answer"]) == (200_000, "4")
+    assert csv.field_size_limit() == 131_072  # as other readers of this process have it
+
+
+def test_a_line_without_end_of_a_small_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("jrl.data.tables._LONGEST_LINE", 1000)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"question": "' + b"x" * 5000 + b'"}'))
+    with pytest.raises(UserError, match="rows.jsonl.gz, line 1: longer than 1000 bytes"):
+        open_source(str(path))

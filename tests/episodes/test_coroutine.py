@@ -14,7 +14,7 @@ from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
 from jrl.episodes.check_env import check_env
 from jrl.episodes.configured import configured_env
-from jrl.episodes.coroutine import Outcome, Policy, coroutine_env, roles
+from jrl.episodes.coroutine import Outcome, coroutine_env, roles
 from jrl.episodes.gate import Gate
 from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import EnvError, Feedback, HostEnv, Limits, Reply, check_feedback
@@ -541,6 +541,17 @@ async def yields(policy, prompt):
 
 async def seedless(policy, seed):
     return 0.0
+
+
+async def undeclared(policy, prompt):
+    await policy(prompt.text)
+    await policy.role("judge", "?")
+
+
+@roles("writer")
+async def one_more(policy, prompt):
+    await policy(prompt.text)
+    await policy["editor"]("?")
 """
 
 
@@ -587,6 +598,8 @@ def test_an_episode_is_played_in_a_process_of_its_own(own):
         ("swapped", {}, r"swapped\(prompt, policy\) must take policy and prompt, in this order"),
         ("seedless", {}, r"seedless\(policy, seed\) must take policy and prompt"),
         ("yields", {}, r"yields\(policy, prompt\) yields; an episode awaits its turns"),
+        ("undeclared", {}, r"of 'judge', and its roles are policy; .* @roles\(.policy., .judge.\)"),
+        ("one_more", {}, r"turns of 'editor', .* such as @roles\(.writer., .editor.\)"),
         ("needs", {}, r"data.word is missing: needs\(policy, prompt, word\) needs it"),
         ("episode", {"wrd": 1}, "data.wrd = 1: there is no such option; did you mean 'word'"),
         ("episode", {"tool_calls": 1}, "data.tool_calls = 1: there is no such option"),
@@ -620,10 +633,6 @@ def test_an_object_with_an_async_call_is_an_episode():
             await policy(self.question)
 
     assert play(coroutine_env(Asks("why?")))[0] == user("why?")
-
-
-def test_a_policy_knows_its_roles():
-    assert Policy(("a", "b"), 1).roles == ("a", "b")
 
 
 # ---------------------------------------------------------------- environments of functions

@@ -58,3 +58,22 @@ def rank(samples):
     """Each sample's place in its group, by length."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].completion))
     return [float(order.index(i)) for i in range(len(samples))]
+
+
+def forks(samples):
+    """The number in the text; where it says so a child is left behind that returns or raises."""
+    text = samples[0].completion
+    if text in ("fork", "fork and raise"):
+        if os.fork() == 0:
+            if text == "fork":
+                return [5.0]
+            raise ValueError("in the child")
+        return [1.0]
+    if text == "answer twice":
+        for number in range(3, 100):  # whatever file the pipe is
+            try:
+                body = b'{"call": 1, "rewards": [9.0]}'
+                os.write(number, len(body).to_bytes(4, "big") + body)
+            except OSError:
+                continue
+    return [float(text) if text.isdigit() else 0.0]

@@ -60,10 +60,27 @@ def test_columns_are_what_the_samples_hold():
     assert pickle.loads(pickle.dumps(adapted(of_trl)))(SAMPLES) == [1.0, 0.0]
 
 
+def of_ids(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
+def by_prompt(prompts, level=None, **kwargs):
+    return [float(len(prompt)) for prompt in prompts]
+
+
+def of_anything(**kwargs):
+    return [float(len(text)) for text in kwargs["completions"]]
+
+
+def test_columns_need_not_be_completions():
+    assert adapted(of_ids)(SAMPLES) == [float(len(s.tokens)) for s in SAMPLES]
+    assert adapted(by_prompt)(SAMPLES) == [float(len(s.prompt.text)) for s in SAMPLES]
+    assert adapted(of_anything)(SAMPLES) == [float(len(s.completion)) for s in SAMPLES]
+
+
 WRONG = {
     "nothing": (lambda: [0.0], r"the function takes \(\)"),
     "one completion": (lambda completion, answer: 0.0, r"takes \(completion, answer\)"),
-    "keywords": (lambda **columns: [0.0], r"takes \(\*\*columns\)"),
     "one sample": (lambda sample: 0.0, r"takes \(sample\)"),
 }
 

@@ -247,3 +247,27 @@ def test_an_interrupted_or_killed_trainer_leaves_no_process(tmp_path, checkout, 
     finally:
         trainer.kill()
         trainer.communicate()
+
+
+@pytest.mark.parametrize("act", ["fork", "fork and raise"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_child_that_a_reward_leaves_behind_answers_nothing(act, workers):
+    limits = {"timeout_seconds": 20.0, "on_error": "zero"}
+    with RewardPool({"forks": judge("forks")}, workers=workers, **limits) as pool:
+        first, _ = pool.scores(samples_of("10", act, "30", "40"))
+        second, counts = pool.scores(samples_of("50", "60"))
+    assert first[:, 0].tolist() == [10, 1, 30, 40]
+    assert second[:, 0].tolist() == [50, 60]
+    assert counts["reward_errors"] == 0
+
+
+def test_a_worker_that_answers_twice_is_ended_and_counted():
+    limits = {"timeout_seconds": 20.0, "on_error": "zero"}
+    with RewardPool({"forks": judge("forks")}, workers=1, **limits) as pool:
+        first, before = pool.scores(samples_of("10", "answer twice", "30"))
+        second, after = pool.scores(samples_of("40", "50"))
+    assert before["reward_errors"] + after["reward_errors"] >= 1
+    right = [10, 0, 30], [40, 50]
+    for values, expected in zip((first, second), right, strict=True):
+        # A call that was lost with its worker counts nothing; no call gets another one's reward.
+        assert all(x in (0, y) for x, y in zip(values[:, 0], expected, strict=True))

@@ -41,7 +41,9 @@ def test_where_nothing_is_to_be_saved_it_interrupts_at_once(number):
 
 def ends(script, seconds=60):
     """The exit code of a process that sends itself signals, and what it said."""
-    lines = f"import hashlib, signal, time\nfrom jrl.system import signals\n{textwrap.dedent(script)}"
+    lines = (
+        f"import hashlib, signal, time\nfrom jrl.system import signals\n{textwrap.dedent(script)}"
+    )
     done = subprocess.run(
         [sys.executable, "-c", lines], capture_output=True, text=True, timeout=seconds
     )

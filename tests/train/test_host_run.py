@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jrl.config import load_config
+from jrl.entry import fit
 from jrl.episodes.play import BY_TIMING
 from jrl.episodes.search import by_likelihood, by_path
 from jrl.episodes.transcript import rows_of_players, to_rollout
@@ -641,6 +642,63 @@ def test_each_player_is_a_row_and_may_be_a_policy_of_its_own(place, tmp_path, en
     # Both players are paid for both answers.
     paid = [r["env/pioneer_reward"] + r["env/observer_reward"] for r in records]
     assert [r["reward"] * 8 for r in records] == pytest.approx(paid)
+
+
+def debate(place):
+    """The episode of the guide, in a file of its own."""
+    page = Path(__file__).parents[2] / "docs" / "environments.md"
+    (code,) = re.findall(r"^```python\n(# debate.py\n.*?)^```", page.read_text(), re.M | re.S)
+    assert len(code.splitlines()) < 30
+    (place / "debate.py").write_text(code)
+    return f"{place}/debate.py:episode"
+
+
+def test_the_coroutine_of_the_guide_is_trained_and_evaluated(place, tmp_path):
+    named = f"data.env={json.dumps(debate(place))}"
+    more = ("data.turn_tokens=8", "sampling.max_new_tokens=300")
+    config = settings(place, tmp_path / "run", "talk", named, *more)
+    assert train(config, echo=lambda line: None)["steps"] == 2
+    records = records_of(tmp_path / "run")
+    assert all(r["logprob_diff"] < 1e-4 for r in records)
+    assert all(r["env_errors"] == r["env_timeouts"] == 0 for r in records)
+    assert all(r["episodes"] == 8 and "env/improved" in r for r in records)
+    # The solver takes two turns and the critic one, in groups of their own; evaluation has all.
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert {sum(t["by"] == "policy" for t in s["turns"]) for s in samples} == {1, 2, 3}
+    found = evaluate_run(config)
+    assert (found["turns"], found["failed"]) == (3, 0)
+
+
+def test_an_episode_is_passed_in_python(place, tmp_path):
+    async def episode(policy, prompt, *, word="more"):
+        letters = 0
+        for messages in (prompt.text, word):
+            reply = await policy(messages)
+            letters += sum(c.isalpha() for c in reply.text)
+            policy.reward(letters / 10)
+
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(8)]
+    sizes = {"train.steps": 1, "train.prompts": 2, "train.microbatches": 1, "sampling.group": 4}
+    sizes |= {"sampling.max_new_tokens": 40, "data.turn_tokens": 5, "data.word": "again"}
+    sizes |= {"model.dtype": "float32", "data.max_prompt_tokens": 48, "mesh.fsdp": 1}
+    result = fit(
+        rows,
+        env=episode,
+        model=place / "model",
+        config=sizes,
+        dir=tmp_path / "run",
+        echo=lambda line: None,
+    )
+    assert result.metrics[-1]["turns"] == 16
+
+    async def alone(prompt):
+        return 0.0
+
+    with pytest.raises(UserError, match=r"alone\(prompt\) must take policy and prompt"):
+        fit(rows, env=alone, model=place / "model", config=sizes, dir=tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(UserError, match="is an episode, which is played on the host about prompts"):
+        fit(env=episode, model=place / "model", dir=tmp_path / "none")
 
 
 def test_a_run_is_evaluated_in_its_environment(place, tmp_path):

@@ -63,12 +63,12 @@ def from_gymnasium(
             messages = [{"role": "user", "content": unreadable}]
             return episode, Feedback(messages, metrics={"unreadable": 1.0})
         observation, reward, terminated, truncated, _ = episode.env.step(action)
-        seen = show(observation)
+        text = show(observation)
         done = bool(terminated or truncated)
-        messages = [{"role": "user", "content": seen}]
+        messages = [{"role": "user", "content": text}]
         reward = float(reward)
         won = done and reward > 0
-        return episode, Feedback(messages, reward, done=done, success=won, state_key=seen)
+        return episode, Feedback(messages, reward, done=done, success=won, state_key=text)
 
     def close(episode: _Episode) -> None:
         episode.env.close()

@@ -91,11 +91,11 @@ class McpServer:
         self._connect = lambda: server
         if not isinstance(server, str):
             stdio = need("mcp.client.stdio", "mcp", "an MCP server")
-            told = mcp.StdioServerParameters(
+            parameters = mcp.StdioServerParameters(
                 command=server[0], args=list(server[1:]), env=dict(variables or {}) or None
             )
             # What it writes to its standard error is not the run's.
-            self._connect = lambda: stdio.stdio_client(told, errlog=subprocess.DEVNULL)
+            self._connect = lambda: stdio.stdio_client(parameters, errlog=subprocess.DEVNULL)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="jrl-mcp", daemon=True)
         self._thread.start()
@@ -123,8 +123,8 @@ class McpServer:
         offered = {tool.name: tool for tool in self._listed}
         for name in names:
             if name not in offered:
-                said = ", ".join(sorted(offered))
-                raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {said}")
+                choice = ", ".join(sorted(offered))
+                raise UserError(f"MCP server {self._name!r} has no tool {name!r}; it has {choice}")
         made: dict[str, Tool] = {}
         for name in names or offered:
             tool = self._tool(offered[name], plain_name(name, made), seconds)
@@ -143,8 +143,8 @@ class McpServer:
     def _tool(self, offered: Any, name: str, seconds: float) -> Tool:
         async def call(**arguments: Any) -> str:
             try:
-                asked = self._ask("call_tool", offered.name, arguments)
-                result = await asyncio.wrap_future(asked)
+                answer = self._ask("call_tool", offered.name, arguments)
+                result = await asyncio.wrap_future(answer)
             except Exception as error:
                 raise EnvError(f"MCP server: {_words(error)}") from None
             text = "\n".join(_text(part) for part in result.content)
@@ -206,8 +206,8 @@ class McpServer:
             async with self._client(self._connect()) as client:
                 while (request := await requests.get()) is not None:
                     method, arguments, answer = request
-                    asked = self._answer(client, method, arguments, answer, requests)
-                    task = asyncio.create_task(asked)
+                    work = self._answer(client, method, arguments, answer, requests)
+                    task = asyncio.create_task(work)
                     waiting.add(task)
                     task.add_done_callback(waiting.discard)
         except BaseException as error:
@@ -256,15 +256,15 @@ def plain_name(name: str, taken: Container[str] = ()) -> str:
     plain = re.sub(r"[^\w-]", "_", name, flags=re.ASCII)[:64]
     if not re.match("[A-Za-z]", plain):
         plain = f"tool_{plain.lstrip('_-')}"[:64]
-    found, number = plain, 1
-    while found in taken:
+    unique, number = plain, 1
+    while unique in taken:
         number += 1
-        found = f"{plain[: 63 - len(str(number))]}_{number}"
-    return found
+        unique = f"{plain[: 63 - len(str(number))]}_{number}"
+    return unique
 
 
 def _refuse(requests: asyncio.Queue[Any], error: BaseException) -> None:
-    """Fails what nobody will answer any more."""
+    """Fails the requests of a connection that has ended."""
     while not requests.empty():
         request = requests.get_nowait()
         if request is not None and not request[2].done():

@@ -27,7 +27,7 @@ def from_openenv(
 
     Every episode has a connection of its own, and with it an environment of its own on the server.
     It is reset with the group's seed, so that members start alike where the environment reads
-    seeds. Points are the environment's; an episode that ends with points above 0 is a success.
+    seeds. Rewards are the environment's; an episode that ends with one above 0 is a success.
 
     Args:
       url: of the server, such as "http://localhost:8000".
@@ -46,8 +46,8 @@ def from_openenv(
         if not observation:
             return json.dumps(seen, ensure_ascii=False, default=str)
         if observation not in seen:
-            said = ", ".join(map(str, seen)) or "none"
-            raise EnvError(f"an observation without {observation!r}; it has {said}")
+            fields = ", ".join(map(str, seen)) or "none"
+            raise EnvError(f"an observation without {observation!r}; it has {fields}")
         return str(seen[observation])
 
     async def init(prompt: Prompt, seed: int) -> tuple[_Session, list[dict[str, str]]]:
@@ -64,11 +64,11 @@ def from_openenv(
 
     async def step(session: _Session, reply: Reply) -> tuple[_Session, Feedback]:
         result = await session.client.step({**fixed, action: reply.text})
-        points, done = float(result.reward or 0.0), bool(result.done)
+        reward, done = float(result.reward or 0.0), bool(result.done)
         text = shown(result.observation)
         messages = [{"role": "user", "content": text or "..."}]
-        won = done and points > 0
-        return session, Feedback(messages, points, done=done, success=won, state_key=text)
+        won = done and reward > 0
+        return session, Feedback(messages, reward, done=done, success=won, state_key=text)
 
     async def close(session: _Session) -> None:
         await session.client.close()

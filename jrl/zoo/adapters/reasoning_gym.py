@@ -29,8 +29,8 @@ def from_reasoning_gym(
     """A task as an environment; needs the extra ``reasoning_gym``.
 
     The seed of a group names its problem, of ``problems`` that the task makes from ``seed``; the
-    prompt's text, if any, stands before the question. Points are the task's own score of the last
-    answer; a score of 1 is a success and ends the episode.
+    prompt's text, if any, stands before the question. The reward is the task's own score of the
+    last answer; a score of 1 is a success and ends the episode.
 
     Args:
       task: a data set that ``reasoning_gym.create_dataset`` knows, such as "leg_counting".
@@ -53,8 +53,8 @@ def from_reasoning_gym(
         return _Problem(entry), [{"role": "user", "content": content}]
 
     def step(problem: _Problem, reply: Reply) -> tuple[_Problem, Feedback]:
-        found = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
-        score = float(data.score_answer(answer=found, entry=problem.entry))
+        answer = gym.utils.extract_answer(reply.text) if "<answer>" in reply.text else reply.text
+        score = float(data.score_answer(answer=answer, entry=problem.entry))
         taken = problem.attempts + 1
         if score >= 1 or taken >= attempts:
             metrics = {"attempts": float(taken)}

@@ -29,8 +29,8 @@ def from_textarena(
 
     Games keep their random numbers where all of a process share them, so each episode has a process
     of its own (``process_env``). It is reset with the group's seed: the members of a group play the
-    same game. The points are the game's for the policy's player, at the last turn; a game is won
-    with 1 point. A move that the game calls invalid is counted as "invalid_moves".
+    same game. The rewards are the game's for the policy's player, at the last turn; a game is won
+    with a reward of 1. A move that the game calls invalid is counted as "invalid_moves".
 
     Args:
       game: a name that ``textarena.make`` knows, such as "GuessTheNumber-v0".
@@ -54,11 +54,11 @@ def from_textarena(
     place, _, name = opponent.rpartition(":")
     if opponent and not Path(place).is_file():
         raise UserError(f"opponent = {opponent!r}: there is no file {place!r}")
-    given = {
+    arguments = {
         "game": game,
         "options": dict(options),
         "players": players,
         "opponent": f"{Path(place).resolve()}:{name}" if opponent else "",
     }
     limits = Limits(turns=20)
-    return process_env(f"{_CHILD}:Game", given, python=python, limits=limits, at_once=processes)
+    return process_env(f"{_CHILD}:Game", arguments, python=python, limits=limits, at_once=processes)

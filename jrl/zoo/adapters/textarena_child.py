@@ -35,9 +35,9 @@ class TextGame:
         if not done:
             done, _ = self._others(env)
         if done:
-            rewards, told = env.close()
+            rewards, game_info = env.close()
             points = float((rewards or {}).get(0, 0.0))
-            invalid = float(bool(((told or {}).get(0) or {}).get("invalid_move", False)))
+            invalid = float(bool(((game_info or {}).get(0) or {}).get("invalid_move", False)))
             metrics = {"invalid_moves": invalid}
             return state, {
                 "reward": points,
@@ -64,7 +64,7 @@ class TextGame:
         return False, None
 
     def _new(self, state: Any, said: str = "") -> str:
-        """What the policy has not read yet, without its own last move."""
+        """The part of the observation that is new to the policy, without its last move."""
         _, observation = state["env"].get_observation()
         if not isinstance(observation, str):  # messages not read before, as (sender, text, kind)
             shown = "\n".join(str(item[1]) for item in observation if item[0] != 0)
@@ -87,9 +87,9 @@ def _as_text(observation: Any) -> str:
 
 def _load(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
-    found = importlib.util.spec_from_file_location(pathlib.Path(place).stem, place)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module_spec = importlib.util.spec_from_file_location(pathlib.Path(place).stem, place)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
     return getattr(module, name)

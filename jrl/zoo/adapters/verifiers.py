@@ -45,10 +45,10 @@ def from_verifiers(
     """An environment of verifiers; needs the extra ``verifiers``.
 
     The seed of a group names its problem, of the environment's own data set (for evaluations its
-    evaluation set); the prompt's text, if any, stands before the question. Points are the rubric's,
-    at the last turn, and its metrics are counted. Every question must continue the one before: an
-    environment that rewrites what was said fails the episode. Reward functions of a whole group
-    cannot be used, since episodes end one by one.
+    evaluation set); the prompt's text, if any, stands before the question. The reward is the
+    rubric's, at the last turn, and its metrics are counted. Every question must continue the one
+    before: an environment that rewrites what was said fails the episode. Reward functions of a
+    whole group cannot be used, since episodes end one by one.
 
     Args:
       id: that ``verifiers.load_environment`` knows, or ``FILE.py:function`` that returns one.
@@ -56,7 +56,7 @@ def from_verifiers(
       parser: of the policy's family, by name, where the environment has tools.
       turns: the most of an episode, after which it is scored; 0 for the environment's own, or 16
         where it has none.
-      success: points from which on an episode has ended well.
+      success: reward from which on an episode is a success.
 
     Returns:
       The environment. Its functions are async and share an event loop, so that it cannot be played
@@ -92,10 +92,10 @@ def from_verifiers(
         messages = await episode.say(reply)
         if messages is not None:
             return episode, Feedback(messages)
-        points, metrics = await episode.score()
-        won = points >= success
+        reward, metrics = await episode.score()
+        won = reward >= success
         return episode, Feedback(
-            reward=points, done=True, success=won, metrics=metrics, cut=reply.cut and not won
+            reward=reward, done=True, success=won, metrics=metrics, cut=reply.cut and not won
         )
 
     async def close(episode: _Episode) -> None:
@@ -121,16 +121,16 @@ def _made(vf: Any, id: str, arguments: Mapping[str, Any]) -> Any:
         try:
             made = vf.load_environment(id, **arguments)
         except Exception as error:
-            said = str(error).strip().partition("\n")[0]
-            raise UserError(f"data.id = {id!r}: verifiers cannot load it: {said:.300}") from None
+            reason = str(error).strip().partition("\n")[0]
+            raise UserError(f"data.id = {id!r}: verifiers cannot load it: {reason:.300}") from None
     if not isinstance(made, vf.MultiTurnEnv):
         raise UserError(f"data.id = {id!r} is a {type(made).__name__}, not a MultiTurnEnv")
     return made
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    given = {"name": tool.name, "description": tool.description}
-    return {"type": "function", "function": {**given, "parameters": dict(tool.parameters)}}
+    described = {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": {**described, "parameters": dict(tool.parameters)}}
 
 
 def _client_class(vf: Any) -> Any:
@@ -139,12 +139,12 @@ def _client_class(vf: Any) -> Any:
     class Policy(vf.Client):
         def __init__(self) -> None:
             super().__init__(None)
-            self.asked: asyncio.Queue[list[Any]] = asyncio.Queue()
-            self.said: asyncio.Queue[Any] = asyncio.Queue()
+            self.questions: asyncio.Queue[list[Any]] = asyncio.Queue()
+            self.responses: asyncio.Queue[Any] = asyncio.Queue()
 
         async def get_response(self, prompt: Any, *given: Any, **named: Any) -> Any:
-            self.asked.put_nowait(copy.deepcopy(list(prompt)))  # environments change theirs
-            return await self.said.get()
+            self.questions.put_nowait(copy.deepcopy(list(prompt)))  # environments change theirs
+            return await self.responses.get()
 
         def setup_client(self, config: Any) -> Any:
             return None
@@ -198,24 +198,24 @@ class _Episode:
         return [self._message(message) for message in first]
 
     async def say(self, reply: Reply) -> list[Message] | None:
-        """What the environment answers to a turn; None where the episode has ended."""
-        said = self._response(reply)
-        self._client.said.put_nowait(said)
-        asked = await self._question()
-        if asked is None:
+        """The environment's answer to a turn; None where the episode has ended."""
+        self._client.responses.put_nowait(self._response(reply))
+        question = await self._question()
+        if question is None:
             return None
-        kept = len(self._past)
-        if len(asked) < kept + 2 or asked[:kept] != self._past or asked[kept].role != "assistant":
+        past = len(self._past)
+        continues = question[:past] == self._past and len(question) >= past + 2
+        if not continues or question[past].role != "assistant":
             raise EnvError("the environment rewrites what was said before, which a row cannot")
-        self._past = asked
-        messages = [self._message(message) for message in asked[kept + 1 :]]
+        self._past = question
+        messages = [self._message(message) for message in question[past + 1 :]]
         if self._parser.role == "tool" or not self._tools:
             return list(messages)
         joined = "\n".join(m["content"] for m in messages)  # a role that must alternate
         return [{"role": self._parser.role, "content": joined}]
 
     async def score(self) -> tuple[float, dict[str, float]]:
-        """Points and metrics of an episode that has ended."""
+        """Reward and metrics of an episode that has ended."""
         state = await self._result()
         await self._env.rubric.score_rollout(state)
         metrics = {k: float(v) for k, v in (state["metrics"] or {}).items() if v is not None}
@@ -238,23 +238,23 @@ class _Episode:
     async def _question(self) -> list[Any] | None:
         """The messages that the environment asks the policy with; None once it asks no more."""
         assert self._task is not None
-        asked = asyncio.ensure_future(self._client.asked.get())
+        question = asyncio.ensure_future(self._client.questions.get())
         try:
-            await asyncio.wait({asked, self._task}, return_when=asyncio.FIRST_COMPLETED)
-            return asked.result() if asked.done() else None
+            await asyncio.wait({question, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            return question.result() if question.done() else None
         finally:
-            asked.cancel()
+            question.cancel()
 
     def _response(self, reply: Reply) -> Any:
         """The policy's turn as the model's response, its tool calls read by the family's parser."""
         from verifiers.types import Response, ResponseMessage, ToolCall
 
         schemas = {name: tool["function"]["parameters"] for name, tool in self._tools.items()}
-        found: Sequence[Call | Malformed] = ()
+        parsed: Sequence[Call | Malformed] = ()
         if self._tools:
-            found = self._parser.parse(reply.raw, schemas)
+            parsed = self._parser.parse(reply.raw, schemas)
         calls = []
-        for i, call in enumerate(found):
+        for i, call in enumerate(parsed):
             # What cannot be read as arguments is told by the environment, as its own errors are.
             text = json.dumps(call.arguments) if isinstance(call, Call) else call.reason
             number = f"call{(reply.turn * 100 + i) % 100_000:05d}"
@@ -283,10 +283,10 @@ class _Episode:
         if message.role != "tool":
             return {"role": message.role, "content": content}
         number = message.tool_call_id
-        given = {"name": self._names.get(number, "unknown"), "tool_call_id": number}
+        called = {"name": self._names.get(number, "unknown"), "tool_call_id": number}
         if self._parser.role != "tool":
             return {"role": self._parser.role, "content": self._parser.result(content)}
-        return {"role": "tool", "content": content, **given}
+        return {"role": "tool", "content": content, **called}
 
 
 def _with_text(prompt: Any, text: str) -> Any:

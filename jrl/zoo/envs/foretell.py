@@ -37,8 +37,8 @@ def foretell(reward: str | Judge = EXACT, *, passes: int = 8, ask: str = FORETEL
     async def episode(policy: Policy, prompt: Prompt) -> Outcome:
         if not prompt.meta.get("ask"):
             reply = await policy(prompt.text)
-            points = float(await run_either(judge, prompt, reply.text))
-            return Outcome(points, success=points >= 1, cut=reply.cut)
+            score = float(await run_either(judge, prompt, reply.text))
+            return Outcome(score, success=score >= 1, cut=reply.cut)
         reply = await policy(ask.format(question=prompt.text, passes=passes))
         right = _number("passes", reply.text)
         labels = {

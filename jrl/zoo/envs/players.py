@@ -65,19 +65,19 @@ def guided_env(
             messages.append({"role": "system", "content": system})
         messages.append(user_message(prompt.text))
         conversation: list[Message] = []
-        points = 0.0
+        score = 0.0
         for _ in range(turns):
             guidance = (await policy(messages)).text
             first = hint.format(question=prompt.text, guidance=guidance)
             conversation.append(user_message(guidance if conversation else first))
             answer = await reply_of(other, conversation)
-            points = float(await run_either(judge, prompt, answer))
-            policy.reward(points)
-            if points >= 1:
+            score = float(await run_either(judge, prompt, answer))
+            policy.reward(score)
+            if score >= 1:
                 break
             conversation.append(assistant_message(answer))
             messages = [user_message(answer or "...")]
-        return Outcome(success=points >= 1)
+        return Outcome(success=score >= 1)
 
     return coroutine_env(episode, limits=Limits(turns=turns))
 
@@ -101,10 +101,10 @@ def dialogue_env(
         while True:
             conversation.append(user_message((await policy(answer)).text))
             judged = await run_either(judged_by, prompt, tuple(conversation))
-            points, done = judged if isinstance(judged, tuple) else (judged, False)
-            policy.reward(points)
+            score, done = judged if isinstance(judged, tuple) else (judged, False)
+            policy.reward(score)
             if done or policy.turns >= turns:
-                return Outcome(success=float(points) > 0)
+                return Outcome(success=float(score) > 0)
             answer = await reply_of(user, conversation)
             conversation.append(assistant_message(answer))
 
@@ -160,17 +160,17 @@ def discussion_env() -> HostEnv:
         await policy["solver"](prompt.text)
         await policy["evaluator"](_EVALUATE)
         score = await policy["scorer"](_SCORE)
-        rewards = dict(zip(policy.roles, discussion_points(score.text), strict=True))
+        rewards = dict(zip(policy.roles, discussion_rewards(score.text), strict=True))
         return Outcome(rewards, success=rewards["solver"] > 0.5)
 
     roles = ("solver", "evaluator", "scorer")
     return coroutine_env(episode, roles=roles, limits=Limits(turns=3))
 
 
-def discussion_points(text: str) -> tuple[float, float, float]:
+def discussion_rewards(text: str) -> tuple[float, float, float]:
     """Rewards of solution, evaluation and score, from the text of the score.
 
-    >>> discussion_points("<score>3</score>"), discussion_points("good")
+    >>> discussion_rewards("<score>3</score>"), discussion_rewards("good")
     ((1.0, 0.0, 0.0), (0.0, 0.0, -1.0))
     """
     scores = re.findall(r"<score>\s*([123])\s*</score>", text)
@@ -259,21 +259,21 @@ def consultation_env(
             text = (await policy(message)).text
             kind, _, words = (part.strip() for part in text.strip().partition(":"))
             if kind.lower() == "diagnosis":
-                points = float(await run_either(examine, prompt, words))
-                return Outcome(points, success=points >= 5)
+                score = float(await run_either(examine, prompt, words))
+                return Outcome(score, success=score >= 5)
             if policy.turns >= allowed:
                 return Outcome(-5.0, success=False)
             if kind.lower() != "question" or not words:
-                points, answer = -2.0, "Write Question: ... or Diagnosis: ..."
+                score, answer = -2.0, "Write Question: ... or Diagnosis: ..."
             elif words.lower() in asked:
-                points, answer = -2.0, "You have asked that."
+                score, answer = -2.0, "You have asked that."
             else:
                 conversation.append(user_message(words))
                 answer = await reply_of(patient, conversation)
                 conversation.append(assistant_message(answer))
                 asked.add(words.lower())
-                points = -1.0 if answer.strip() == UNKNOWN else 1.0
-            policy.reward(points)
+                score = -1.0 if answer.strip() == UNKNOWN else 1.0
+            policy.reward(score)
             message = f"{answer}\nTurn {policy.turns} of {allowed}."
 
     return coroutine_env(episode, limits=Limits(turns=most))

@@ -27,7 +27,7 @@ INSTRUCTION = (
 
 
 def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None = None) -> HostEnv:
-    """Statements to prove, a tactic a turn and 24 turns at most; a proof is worth 1 point.
+    """Statements to prove, a tactic a turn and 24 turns at most; the reward of a proof is 1.
 
     The environment of step provers such as "Scaling up Multi-Turn Off-Policy RL and Multi-Agent
     Tree Search for LLM Step-Provers" (arXiv:2509.06493, the method ``bfs_prover``), with
@@ -38,7 +38,7 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
 
     Args:
       errors_end: whether a tactic that fails ends the episode.
-      penalty: points that a tactic that fails costs. Points of an episode add up, so that a proof
+      penalty: reward that a failing tactic costs. Rewards of an episode add up, so that a proof
         after such a tactic is worth less than 1.
       system: a system message, or None.
 
@@ -46,12 +46,12 @@ def prover(*, errors_end: bool = True, penalty: float = 0.0, system: str | None 
       UserError: a penalty below 0.
     """
     if not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
-        raise UserError(f"penalty = {penalty!r:.40}; give points of at least 0")
+        raise UserError(f"penalty = {penalty!r:.40}; give a number of at least 0")
 
     async def init(prompt: Prompt, seed: int) -> tuple[Goals, list[Message]]:
         goals = read_statement(prompt.text)
-        told = [] if system is None else [{"role": "system", "content": system}]
-        return goals, [*told, _user(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return goals, [*opening, _user(f"{INSTRUCTION}\n\n{show_goals(goals)}")]
 
     async def step(goals: Goals, reply: Reply) -> tuple[Goals, Feedback]:
         try:

@@ -26,7 +26,7 @@ Prove = Callable[[Sequence[str]], Sequence[bool]]
 
 
 class Stuck(NamedTuple):
-    """What a planner is told.
+    """A statement that was not proved, as the planner reads it.
 
     Attributes:
       statement: that was not proved.
@@ -44,7 +44,7 @@ Planner = Callable[[Stuck], Sequence[str]]
 
 
 class PlannedProof(NamedTuple):
-    """What became of a statement.
+    """The outcome of a statement.
 
     Attributes:
       proved: whether it was.
@@ -60,7 +60,7 @@ class PlannedProof(NamedTuple):
 def prove_by_parts(
     statements: Sequence[str], prove: Prove, planner: Planner, *, plans: int = 3
 ) -> list[PlannedProof]:
-    """Proves statements, those that resist by subgoals.
+    """Proves statements, with planned subgoals where direct search fails.
 
     Args:
       statements: formulas in text.
@@ -114,7 +114,7 @@ def _read(statement: str) -> Formula:
 
 
 def _subgoal(text: str) -> Formula | None:
-    """What a planner wrote; None where it is no formula."""
+    """A planned subgoal; None where the text is no formula."""
     try:
         return parse(text)
     except FormulaError:
@@ -131,10 +131,10 @@ def _implied(premises: Sequence[Formula], goal: Formula) -> Formula:
 # ---------------------------------------------------------------- a model as the planner
 
 _PLAN = (
-    "A prover of intuitionistic propositional logic could not prove\n{statement}\n{told}Name lemmas"
-    " that lead to it, in an order in which each follows from those before it by a short proof."
-    " Write each as a formula, with ->, /\\, \\/, ~, True and False, on a line of its own between"
-    " backticks, and write nothing else."
+    "A prover of intuitionistic propositional logic could not prove\n{statement}\n{failure}Name"
+    " lemmas that lead to it, in an order in which each follows from those before it by a short"
+    " proof. Write each as a formula, with ->, /\\, \\/, ~, True and False, on a line of its own"
+    " between backticks, and write nothing else."
 )
 
 
@@ -149,16 +149,18 @@ def model_planner(speaker: Speaker) -> Planner:
     """
 
     def plan(stuck: Stuck) -> list[str]:
-        told = ""
+        failure = ""
         if stuck.plan:
             tried, failed = (
                 "\n".join(f"`{x}`" for x in some) for some in (stuck.plan, stuck.failed)
             )
-            told = f"These lemmas were tried:\n{tried}\nand this could not be proved:\n{failed}\n"
-        asked = _PLAN.format(statement=stuck.statement, told=told)
-        said = speaker([{"role": "user", "content": asked}])
-        if not isinstance(said, str):
-            raise EnvError(f"the planner said {said!r:.60}, not text")
-        return re.findall(r"`([^`\n]+)`", said)
+            failure = (
+                f"These lemmas were tried:\n{tried}\nand this could not be proved:\n{failed}\n"
+            )
+        request = _PLAN.format(statement=stuck.statement, failure=failure)
+        text = speaker([{"role": "user", "content": request}])
+        if not isinstance(text, str):
+            raise EnvError(f"the planner said {text!r:.60}, not text")
+        return re.findall(r"`([^`\n]+)`", text)
 
     return plan

@@ -1,6 +1,7 @@
-"""Problems that another model writes, after those that the policy fails.
+"""Problems that another model writes, like those that the policy fails.
 
-    env = HostEnv(init, step, write=task_writer(endpoint("http://localhost:8000/v1", "some-model")))
+    write = task_writer(endpoint("http://localhost:8000/v1", "some-model"))
+    env = HostEnv(init, step, extras=EnvExtras(write=write))
 
 In a configuration ``data.writer`` names the model, or a function of one's own.
 """
@@ -18,7 +19,7 @@ from jrl.errors import UserError
 from jrl.user_code import load
 
 EXAMPLES, ASKS = 10, 4
-"""Failed problems that the model is shown at a time, and how often it is asked at most."""
+"""Failed problems that one request shows, and requests at most."""
 
 _WRITE = (
     "You write tasks for an assistant.{about} It has failed at these:\n{examples}\n\n"
@@ -33,15 +34,15 @@ _CHECK = (
 
 
 def tasks_in(text: str) -> list[str]:
-    r"""What a model wrote as tasks: what stands between backticks, else behind list marks.
+    r"""The tasks in a model's answer: text between backticks, or else after list marks.
 
     >>> tasks_in("Sure:\n`Find a red hat`\n`Find  a cap`"), tasks_in("1. Go home\n- Stay\nBye")
     (['Find a red hat', 'Find a cap'], ['Go home', 'Stay'])
     """
     text = re.sub(r"```\w*", "", text)
-    found = re.findall(r"`([^`]+)`", text)
-    found = found or re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(.+)$", text, re.MULTILINE)
-    return [task for each in found if (task := " ".join(each.split()))]
+    tasks = re.findall(r"`([^`]+)`", text)
+    tasks = tasks or re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(.+)$", text, re.MULTILINE)
+    return [task for each in tasks if (task := " ".join(each.split()))]
 
 
 def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Writer:
@@ -63,20 +64,20 @@ def task_writer(speaker: Speaker, *, about: str = "", check: bool = True) -> Wri
         return await reply_of(speaker, [user_message(text)])
 
     async def write(failed: Sequence[str], count: int, seed: int) -> list[str]:
-        rng, known, found = random.Random(seed), set(failed), list[str]()
+        rng, known, tasks = random.Random(seed), set(failed), list[str]()
         for _ in range(ASKS):
             some = rng.sample(sorted(set(failed)), min(EXAMPLES, len(set(failed))))
             examples = "\n".join(f"`{task}`" for task in some)
-            asked = _WRITE.format(about=place, examples=examples, count=count - len(found))
-            for task in tasks_in(await say(asked)):
-                if task in known or len(found) >= count:
+            request = _WRITE.format(about=place, examples=examples, count=count - len(tasks))
+            for task in tasks_in(await say(request)):
+                if task in known or len(tasks) >= count:
                     continue
                 known.add(task)
                 answer = await say(_CHECK.format(about=place, task=task)) if check else "[YES]"
-                found += [task] if answer.rstrip(" .*\n").upper().endswith("[YES]") else []
-            if len(found) >= count:
+                tasks += [task] if answer.rstrip(" .*\n").upper().endswith("[YES]") else []
+            if len(tasks) >= count:
                 break
-        return found
+        return tasks
 
     return write
 
@@ -100,19 +101,19 @@ def configured_writer(value: Any) -> Writer:
         raise UserError(f"data.writer = {value!r:.60}; name a FILE.py:function, or a table")
     if unknown := sorted(value.keys() - set(_KEYS)):
         raise UserError(f"data.writer.{unknown[0]} is not known; choose from {', '.join(_KEYS)}")
-    given = dict(value)
+    options = dict(value)
     for name in ("url", "model"):
-        if not isinstance(given.get(name), str) or not given[name]:
+        if not isinstance(options.get(name), str) or not options[name]:
             raise UserError(f"data.writer.{name} is missing; give the url and the model's name")
     for name in ("about", "key_variable"):
-        if not isinstance(given.get(name, ""), str):
-            raise UserError(f"data.writer.{name} = {given[name]!r:.40}; write a text")
+        if not isinstance(options.get(name, ""), str):
+            raise UserError(f"data.writer.{name} = {options[name]!r:.40}; write a text")
     for name in ("max_tokens", "temperature"):
-        number = given.get(name, 1)
+        number = options.get(name, 1)
         if isinstance(number, bool) or not isinstance(number, int | float) or number < 0:
             raise UserError(f"data.writer.{name} = {number!r:.40}; write a number of at least 0")
-    if not isinstance(given.get("check", True), bool):
-        raise UserError(f"data.writer.check = {given['check']!r:.20}; must be true or false")
-    own = {name: given.pop(name) for name in ("about", "check") if name in given}
-    speaker = keyed_endpoint(**given, key="data.writer.key_variable")
-    return task_writer(speaker, **own)
+    if not isinstance(options.get("check", True), bool):
+        raise UserError(f"data.writer.check = {options['check']!r:.20}; must be true or false")
+    writer_options = {name: options.pop(name) for name in ("about", "check") if name in options}
+    speaker = keyed_endpoint(**options, key="data.writer.key_variable")
+    return task_writer(speaker, **writer_options)

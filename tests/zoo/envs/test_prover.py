@@ -158,7 +158,7 @@ def test_any_text_is_answered(turns, errors_end):
 
 @pytest.mark.parametrize("penalty", [-1.0, float("nan"), "1"])
 def test_a_penalty_is_a_cost(penalty):
-    with pytest.raises(UserError, match=r"penalty = .*; give points of at least 0"):
+    with pytest.raises(UserError, match=r"penalty = .*; give a number of at least 0"):
         prover(penalty=penalty)
 
 
