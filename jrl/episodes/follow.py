@@ -80,6 +80,7 @@ class Rules(NamedTuple):
         # A turn that was cut by the room itself left none to be answered in.
         if cut and self._last_context(episode) and self._full(episode):
             return StopReason.LENGTH
+        # Before the answer is looked at: behind the last turn nothing is said any more.
         if at.turn + 1 >= self.limits.turns:
             return StopReason.TURNS
         player = (at.player + 1) % self.players if feedback.next is None else feedback.next
@@ -90,6 +91,7 @@ class Rules(NamedTuple):
         if self._last_context(episode):
             return StopReason.LENGTH
         assert self.chat is not None
+        # The answer waits in the host's memory: it opens the next context, behind the summary.
         request = summary_request(self.chat, self.summary, closed=not cut, first=at.turn == 0)
         episode.ask_summary(request, Pending(feedback.messages, state_id, player))
         return Continue(episode.at.length + self.limits.summary_tokens, summary=True)
@@ -100,6 +102,7 @@ class Rules(NamedTuple):
         assert pending is not None
         assert self.chat is not None
         episode.end_summary()
+        # The answer is framed anew: in this row it follows the summary, not the turn.
         ids = self.chat.following(pending.messages, closed=closed)
         if self._full(episode, ids):
             return StopReason.LENGTH
@@ -110,11 +113,13 @@ class Rules(NamedTuple):
 
     def turn_limit(self, episode: Episode) -> int:
         """Tokens behind the opening at which the turn ends that is about to be sampled."""
+        # 0 for what is left: a turn may then fill the context.
         most, room = self.limits.turn_tokens, self.usable(episode)
         return min(room, episode.at.length + most) if most else room
 
     def usable(self, episode: Episode) -> int:
         """Tokens of a context, less those that its summary needs."""
+        # The last context is followed by none, and may be filled to its end.
         return episode.room - (0 if self._last_context(episode) else self.reserve)
 
     def _full(self, episode: Episode, ids: Sequence[int] = ()) -> bool:

@@ -136,6 +136,7 @@ class Groups:
             and opening + scheduler.slots.new < rows.slots
             and opening + opened < most
         ):
+            # A group opens together: what its openings share is known once all are there.
             for episode in self._roots(self._next_group):
                 scheduler.open(episode)
                 opening += 1
@@ -162,6 +163,7 @@ class Groups:
             self._queue(scheduler, each, self._starts[index])
 
     def _queue(self, scheduler: Scheduler, episode: Episode, start: np.ndarray) -> None:
+        # Rows of a group share their prompt in training, so that what is not common takes room.
         most = scheduler.rows.max_new_tokens
         episode.room = most - (len(episode.opening) - len(start))
         if not len(start) or not np.array_equal(episode.opening[: len(start)], start):
@@ -180,6 +182,7 @@ class Groups:
         if self._branches is None or not self._branches.leaves(episode):
             scheduler.ask(episode)
             return
+        # Decided by what the two have sampled alone; neither slots nor clocks choose who leaves.
         branch = self._branches.take(episode, self.members(episode.problem.group))
         scheduler.counts["branches"] += 1
         # Of the row and of the environment: both are now as they were when the turn began.
@@ -201,6 +204,7 @@ class Groups:
                 source.branch.spare = (*source.branch.spare, *branch.branch.spare)
                 branch.branch.spare = ()
             scheduler.end(branch, StopReason.FAILED, uncopied(answer))
+        # Only now may the source's environment move on: the copy is of its state before the turn.
         if source.ending is None:
             scheduler.ask(source)
 
@@ -211,6 +215,7 @@ class Groups:
     def ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """Lets those begin that nobody left it for."""
         self.left -= 1
+        # A group must be full: baselines compare its members.
         for number in episode.branch.spare:
             scheduler.open(self.members(episode.problem.group)[number])
         episode.branch.spare = ()

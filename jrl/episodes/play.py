@@ -138,7 +138,10 @@ class Scheduler:
         """Plays until the strategy has nothing left and every call is answered."""
         seconds = self.world.rules.limits.call_seconds
         with waiting("environments", self._progress, seconds=seconds):
+            # Closes at the end are waited for too: the environment may end behind this play.
             while self._strategy.advance(self) or self._calls:
+                # Slots first, then a chunk, then answers: what arrives while the device decodes
+                # has its slot before the next chunk begins.
                 self.slots.fill()
                 running = self.slots.running
                 if running:
@@ -184,6 +187,7 @@ class Scheduler:
     def resume(self, episode: Episode, following: Continue) -> None:
         """Lets the policy sample behind what was appended."""
         episode.clock.turn_began = time.monotonic()
+        # The row holds the old context, which the policy must not see any more.
         if following.new_context:
             self.slots.restart(episode, following.limit)
         else:
@@ -192,6 +196,7 @@ class Scheduler:
     def end(self, episode: Episode, stop: StopReason, reason: str = "") -> None:
         """Ends an episode, frees its slot and closes its environment."""
         episode.ending = Ending(stop, reason)
+        # The slot first: what the strategy begins now may have it in the next chunk.
         self.slots.remove(episode)
         self.close(episode)
         self._strategy.ended(self, episode)
@@ -211,6 +216,7 @@ class Scheduler:
         # Where fewer episodes are left than slots, the others are not in use.
         wanted = min(rows.slots, self._strategy.left)
         policies = None
+        # By player, not by row: a slot passes from one player's turn to another's.
         if device.policy_of is not None:
             policies = [0 if e is None else device.policy_of(e.at.player) for e in self.slots.slots]
         out = rows.decode(wanted, policies)
@@ -218,6 +224,7 @@ class Scheduler:
         for row, episode in enumerate(list(self.slots.slots)):
             if episode is None or episode.call is not None:
                 continue
+            # The output is on the host already: one transfer a chunk, however many rows.
             if count := int(out.counts[row]):
                 self.counts["slot_tokens"] += count
                 tokens, logprobs = np.asarray(out.tokens), np.asarray(out.logprobs)
@@ -234,6 +241,7 @@ class Scheduler:
             self.counts["summaries"] += 1
             self._follow(episode, self.world.rules.follow_summary(episode))
             return
+        # A turn becomes a segment before anybody is asked, so that a fork has it, too.
         episode.end_turn()
         self.counts["turns"] += 1
         self._strategy.turn_ended(self, episode)
@@ -253,6 +261,7 @@ class Scheduler:
     ) -> Call:
         now, number = time.monotonic(), self._next_call
         until = now + self.world.rules.limits.call_seconds
+        # Numbers are never used again, so that a late answer finds nobody and harms nobody.
         call = Call(number, kind, now, until, episode, copy_for)
         self._next_call, self._calls[number] = number + 1, call
         if episode is not None:
@@ -266,6 +275,7 @@ class Scheduler:
     def _arrived(self, *, wait: bool) -> Iterator[Answer]:
         """The answers in the inbox; waits a little for the first where nothing else is to do."""
         inbox = self.world.inbox
+        # With rows that run the inbox is looked at in passing: waiting would idle the device.
         if wait and self._calls:
             began, first = time.monotonic(), None
             with contextlib.suppress(queue.Empty):
@@ -289,6 +299,7 @@ class Scheduler:
             self.counts["env_close_errors"] += bool(answer.error)
             return
         episode.call = None
+        # A copy is there for somebody else, whatever has become of the episode that waited.
         if call.kind is CallKind.FORK:
             self._strategy.copied(self, call, answer)
         elif episode.ending is not None:
@@ -313,6 +324,7 @@ class Scheduler:
             self.fail(episode, answer.error, timeout=answer.timeout)
             return
         episode.state, feedback, ids, state_id = answer.value
+        # Feedback that cannot be paid is a fault of this environment, and ends this member alone.
         try:
             following = self.world.rules.follow_turn(episode, feedback, ids, state_id)
         except EnvError as error:
@@ -335,6 +347,7 @@ class Scheduler:
                 if episode.call is not None:
                     self.world.cancel(episode.call.number)
                 self.fail(episode, late, timeout=True)
+        # ``Calls`` answers a call that is late by itself, unless its loop is held by another one.
         overdue = any(now > call.until + GRACE_SECONDS for call in self._calls.values())
         if overdue and self.world.blocked(GRACE_SECONDS):
             # All that the loop was to answer is lost with it.

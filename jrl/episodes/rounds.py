@@ -66,6 +66,7 @@ def search_rounds(
       plan: how.
       rounds: of each tree, at most; None for ``plan.rounds`` each.
     """
+    # A tree of fewer rounds waits for nobody: the others go on without it.
     costs = [SearchCost(0, 0, 0)] * len(trees)
     limits = [plan.rounds] * len(trees) if rounds is None else list(rounds)
 
@@ -81,9 +82,11 @@ def search_rounds(
             if number < limits[i] and goes_on(i)
             for node in plan.select(tree)
         ]
+        # A beam whose paths have all ended selects nothing, whatever rounds are left.
         if not chosen:
             break
         _grow(trees, chosen, (yield chosen), plan.backup, costs)
+    # Groups have a fixed number of members, found by the search or not.
     paths = [Expansion(i, *node) for i, tree in enumerate(trees) for node in _missing(tree, plan)]
     while paths:
         new = _grow(trees, paths, (yield paths), plan.backup, costs)
@@ -116,6 +119,7 @@ def _grow(
 
 def _missing(tree: Tree, plan: SearchPlan) -> list[tuple[int, int]]:
     """Nodes from which a tree is completed, and how often: open ones, the likeliest first."""
+    # The likeliest first, since an unlikely prefix would fill the group with unlikely members.
     missing = max(plan.leaves - len(tree.leaves()), 0)
     nodes = best_first(len(tree.nodes))(tree) or [0]
     times = [len(range(i, missing, len(nodes))) for i in range(len(nodes))]

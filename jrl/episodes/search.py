@@ -69,6 +69,7 @@ def path_of(episode: Episode) -> Path:
     """The path to an episode's last turn, without what that was answered."""
     segments, turns = episode.segments, turns_of(episode.segments)
     last = turns[-1]
+    # Only what the policy saw: a value network reads a context as it was sampled in.
     context = segments[last].context
     indices = [i for i in range(last + 1) if segments[i].context == context]
     sizes = np.cumsum([len(segments[i].tokens) for i in indices]).tolist()
@@ -108,11 +109,13 @@ def step_of(episode: Episode, begin: int, points: float | None) -> Step:
       begin: segments that it has from its node.
       points: what the path is worth; not read of one that failed.
     """
+    # A node holds what follows its parent, so that a path is the nodes' contents and answers.
     own = episode.segments[begin:]
     last = turns_of(own)[-1] + 1
     sampled = [s for s in own if s.drawn]
     context, restart = own[last - 1].context, None
     answer = [s.tokens for s in own[last:]] if episode.at.context == context else []
+    # Behind a summary the policy no longer sees the path, and neither may a row of siblings.
     if episode.ending is None and episode.at.context != context:
         restart = episode.past()
     empty, measured = np.zeros(0, np.int32), episode.turn.measured
@@ -172,6 +175,7 @@ class Searched(NamedTuple):
 
     def successes(self) -> list[bool]:
         """Of each tree whether its best path ended well, or any, where that is verified."""
+        # Ranked by the score alone: how the others ended is not known when one is to be chosen.
         best = [(tree, best_node(tree)) for tree in self.trees]
         if self.verified:
             return [won(tree) for tree in self.trees]
@@ -203,6 +207,7 @@ def play_search(
       rounds: [N], at most; None for the plan's.
     """
     strategy = Searching(prompts, seeds, plan, score, rounds, stops=world.verified)
+    # Whether a row is dropped would depend on the clock, and with it the rounding of its values.
     scheduler = Scheduler(device._replace(choose=suspended_or_held), world, strategy)
     scheduler.run()
     names = ("slot_tokens", "slot_steps", "read_tokens", "reread_tokens", "turns")
@@ -267,6 +272,7 @@ class Searching:
 
     def advance(self, scheduler: Scheduler) -> bool:
         """Begins the next round once the last one has been answered."""
+        # All roots open before the first round, so that no tree runs ahead by the clock.
         if not self._begun:
             self._begun, self.left = True, len(self.roots)
             for root in self.roots:
@@ -279,6 +285,7 @@ class Searching:
             self._over = True
             for i, cost in zip(self._open, end.value, strict=True):
                 self.costs[i] = cost
+                # Only those that nobody has continued have an environment left.
                 nodes = range(1, len(self.trees[i].nodes))
                 for episode in (self.roots[i], *(episode_at(self.trees[i], n) for n in nodes)):
                     scheduler.close(episode)
@@ -289,6 +296,7 @@ class Searching:
     def _next(self) -> list[Expansion]:
         if self._search is not None:
             return self._search.send(self._steps())
+        # Trees that did not open are left out: their groups fail as a whole.
         self._open = [i for i, root in enumerate(self.roots) if root.ending is None]
         limits = None if self._limits is None else [self._limits[i] for i in self._open]
         self._search = search_rounds([self.trees[i] for i in self._open], self._plan, limits)
@@ -296,6 +304,7 @@ class Searching:
 
     def _steps(self) -> list[list[Step]]:
         """The steps of the round that has been played, judged together."""
+        # One call for all trees: a reward model or a judge reads the paths as one batch.
         points = iter(self._score([child for _, children in self._round for child in children]))
         return [
             [step_of(child, len(node.segments), next(points)) for child in children]
@@ -311,6 +320,7 @@ class Searching:
         for place, number, count in chosen:
             i = self._open[place]
             node = episode_at(self.trees[i], number) if number else self.roots[i]
+            # The number that the node will have in its tree keys its tokens, as a member's does.
             children = [node.continued(self._numbers[i] + k) for k in range(count)]
             self._numbers[i] += count
             self._round.append((node, children))
@@ -329,6 +339,7 @@ class Searching:
 
     def turn_ended(self, scheduler: Scheduler, episode: Episode) -> None:
         """Copies the node's environment for the turn, unless the episode has it already."""
+        # Copied when the turn is over, not when it begins: fewer copies live at a time.
         if episode.state is ABSENT:
             scheduler.copy(self._parents[episode].state, waits=episode, copy_for=episode)
         else:
@@ -350,6 +361,7 @@ class Searching:
 
     def continues(self, scheduler: Scheduler, episode: Episode, following: Continue) -> None:
         """Pauses it as a node; where a step is a whole episode it continues instead."""
+        # Best of N is a search of one level: its steps end with their episodes.
         if self._plan.whole:
             scheduler.resume(episode, following)
             return

@@ -116,6 +116,7 @@ class DecodeSlots:
         """Forgets the row of an episode that has ended, or of a node that nobody continues."""
         seat = episode.seat
         if seat.row is not None:
+            # Else it would be decoded until somebody takes the slot.
             self._rows.halt(seat.row)
             self.slots[seat.row], seat.row = None, None
         if episode in self._ready and seat.parent is not None:
@@ -158,6 +159,7 @@ class DecodeSlots:
         seat, clock = episode.seat, episode.clock
         assert seat.ready is not None
         self.slots[row], seat.row = episode, row
+        # Deadlines are those of policy and environment, not of the batch that an episode is in.
         # The time in which it could have used a slot and had none is no time of the episode.
         clock.began = clock.began + now - seat.ready if clock.began else now
         clock.turn_began, seat.ready = now, None
@@ -174,6 +176,7 @@ class DecodeSlots:
             row, suspended, parent = seat.row, seat.suspended, seat.parent
             assert row is not None
             if parent is not None:
+                # Rekeyed by the child's number: siblings sample different tokens from one copy.
                 assert parent.seat.suspended is not None
                 self._rows.resume(row, parent.seat.suspended, start)
                 self._begun(episode, parent)
@@ -199,6 +202,7 @@ class DecodeSlots:
             self._rows.resume(row, self._rows.suspend(row), episode.row_start(limit))
 
     def _read(self, starts: dict[int, RowStart], answers: dict[int, More]) -> None:
+        # Prompts before texts: an answer goes behind a prompt that is there.
         if starts:
             self._counts["read_tokens"] += self._rows.admit(starts)
         if answers:
@@ -217,6 +221,7 @@ class DecodeSlots:
         starts: dict[int, RowStart] = {}
         answers: dict[int, More] = {}
         changed: list[tuple[int, Episode]] = []
+        # There are at least as many slots here as nodes, since each of these has such a child.
         for child, node in zip(children, nodes, strict=False):
             row, unread, seat = child.seat.row, node.unread(), node.seat
             assert row is not None
@@ -224,7 +229,7 @@ class DecodeSlots:
                 continue
             if seat.suspended is not None:
                 self._rows.resume(row, seat.suspended)
-            else:
+            else:  # evicted, or a root: read from its first token on
                 starts[row], unread = node.row_start(node.room), node.past().tolist()
                 self._counts["reread_tokens"] += seat.computed
             if unread:

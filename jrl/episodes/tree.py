@@ -136,6 +136,7 @@ def uct(c: float = 2.0) -> Score:
 
     def score(tree: Tree, i: int) -> float:
         node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
+        # Every sibling once before any twice: a mean of nothing compares with nothing.
         if not node.visits:
             return math.inf
         return node.value + c * math.sqrt(math.log(max(above.visits, 1)) / node.visits)
@@ -153,6 +154,7 @@ def puct(c: float = 1.0) -> Score:
     def score(tree: Tree, i: int) -> float:
         node, above = tree.nodes[i], tree.nodes[tree.nodes[i].parent]
         assert node.step is not None
+        # By token: else long steps would hardly ever be chosen.
         prior = math.exp(node.step.logprob / max(node.step.tokens, 1))
         return node.value + c * prior * math.sqrt(above.visits) / (1 + node.visits)
 
@@ -163,6 +165,7 @@ def descend(score: Score) -> Select:
     """From the root to the child of the best score, until a node that can be expanded."""
 
     def select(tree: Tree) -> list[int]:
+        # Subtrees in which all has ended are left out, or a descent would stop at a leaf.
         alive = _alive(tree)
         node = 0
         while tree.nodes[node].expanded:
@@ -235,6 +238,7 @@ def beam(width: int, score: Score = promise) -> Select:
     """The ``width`` best open nodes of the deepest level; the others are never looked at again."""
 
     def select(tree: Tree) -> list[int]:
+        # What was not kept in its own level stays open, and is never looked at again.
         last = max((n.depth for n in tree.nodes if n.expanded), default=-1)
         level = [i for i in tree.open() if tree.nodes[i].depth > last]
         return sorted(level, key=lambda i: -score(tree, i))[:width]
@@ -259,6 +263,7 @@ def dvts(score: Score = promise) -> Select:
             key = lambda j: (tree.nodes[j].depth, score(tree, j))  # noqa: E731
             if rival is None or key(i) > key(rival):
                 best[top] = i
+        # A subtree is done with its first leaf; its budget goes to no other one.
         ended = {tree.path(i)[0] for i in tree.leaves()}
         return [i for top, i in sorted(best.items()) if top not in ended]
 

@@ -303,16 +303,16 @@ def test_branches_branch_and_states_are_closed_once_each():
 
 def test_branches_continue_behind_summaries():
     """A member leaves another one in any context, and is sampled behind that context alone."""
-    limits = Limits(turns=12, turn_tokens=4, contexts=3, summary_tokens=4)
+    limits = Limits(turns=9, turn_tokens=4, contexts=4, summary_tokens=24)
     played = play(
-        counting_env(turns=12, limits=limits, chat=ChatOptions(summary="sum")),
+        counting_env(limits=limits, chat=ChatOptions(summary="sum")),
         Branching("even", 1),
         count=2,
         group=8,
     )
     assert played.counts["branches"] == 2 * 7
     assert played.counts["summaries"] > 0
-    found = to_rollout(played.groups, RowShape(8, P, T, contexts=3))
+    found = to_rollout(played.groups, RowShape(8, P, T, contexts=4))
     node, mask = found.ids["node"], np.asarray(found.rollout.mask)
     assert mask.sum() == played.counts["slot_tokens"]
     drawn = {
