@@ -323,12 +323,14 @@ def test_branches_continue_behind_summaries():
         next(s for s in row.segments if s.drawn) for group in played.groups for row in group[1:]
     ]
     assert {s.context for s in first} >= {0, 1}
+    score = jit(NETWORK.hidden)
     for row in (row for group in played.groups for row in group):
         for context in range(row.segments[-1].context + 1):
             parts = [s for s in row.segments if s.context == context]
             ids = np.concatenate([row.opening, *(s.tokens for s in parts)])
-            at = np.arange(len(ids))[None]
-            hidden, _ = NETWORK.hidden(params(), ids[None], at, np.ones_like(at))
+            at, tokens = np.arange(P + T)[None], np.zeros((1, P + T), np.int32)
+            tokens[0, : len(ids)] = ids
+            hidden, _ = score(params(), tokens, at, np.ones_like(at))
             chances = np.asarray(jax.nn.log_softmax(NETWORK.logits(params(), hidden[0])))
             end = len(row.opening)
             for part in parts:
