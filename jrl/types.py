@@ -375,7 +375,7 @@ class Statistic(NamedTuple):
         [] float32, where ``distributions`` maps the name of each policy in ``policies`` to the [V]
         float32 log-probabilities of its distribution before the token, temperature and truncation
         included (a token that a truncation removed has -inf), and "logits" to the [V] raw logits of
-        the policy, with what ``NetworkExtras.shown`` gives. With ``over`` "attention", a function
+        the policy, with the network's view of the vocabulary. With ``over`` "attention", a function
         of ONE sequence: (weights [H, T, L], lags [T, L], mask [T]) -> [T], where row t holds how
         completion token t weighs the columns of the sequence, the last T of which are the
         completion, and ``lags`` says how many tokens back each column lies, below 0 for what the
@@ -478,15 +478,12 @@ class Objective(NamedTuple):
       surrogate: from advantages to per-token losses.
       aggregate: from per-token losses to (sum, count).
       regularizers: terms added to the loss.
-      keeps: names of frozen policies that no part reads: copies of the policy that draw
-        completions, or that it begins again from.
     """
 
     advantage: Transform
     surrogate: Surrogate
     aggregate: Aggregate
     regularizers: tuple[Regularizer, ...] = ()
-    keeps: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -506,8 +503,7 @@ class Objective(NamedTuple):
         own = {"sampler", "proximal"}
         ending = "_logprobs"
         names = {n.removesuffix(ending) for n in self.needs if n.endswith(ending)} - own
-        read = frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
-        return read | self.keeps
+        return frozenset(names).union(*(s.policies for s in self.statistics)) - {"policy"}
 
     @property
     def _parts(self) -> tuple[Transform | Surrogate | Regularizer, ...]:
@@ -605,10 +601,9 @@ class Split(NamedTuple):
       split: (params) -> (trained part, base); the trained part is {} for a base alone. Works on any
         tree shaped like the parameters, such as logical axes.
       join: (trained part, base) -> params, the same arrays.
-      freeze: (whole parameters of ``plain``) -> base, as it is kept; on the host or the device.
-      thaw: (base) -> whole parameters of ``plain``.
-      merge: (params) -> whole parameters of ``plain`` that compute the same.
-      plain: the network all of whose weights are trained.
+      freeze: (whole parameters of the network that this one was derived from) -> base, as it is
+        kept; on the host or the device.
+      thaw: (base) -> such whole parameters.
     """
 
     init: Callable[[Array], Params]
@@ -616,33 +611,60 @@ class Split(NamedTuple):
     join: Callable[[Any, Any], Any]
     freeze: Callable[[Params], Params]
     thaw: Callable[[Params], Params]
-    merge: Callable[[Params], Params]
-    plain: Network
 
 
-class Several(NamedTuple):
-    """How parameters are those of several policies that are trained together, by ``together``.
+class Stack(NamedTuple):
+    """Policies trained side by side: every array of the parameters has a leading axis of them.
 
     Attributes:
-      policies: how many; every array of the parameters has a leading axis of them.
-      swap_every: training steps after which each policy becomes the next player; 0 for never.
-      copy_every: training steps after which the others become copies of the first policy, which is
-        then the one that is trained; 0 to train all of them.
-      each: the network that every one of them is.
+      policies: how many.
+      policy: (player, training step) -> the number of the policy that plays it; of arrays, too.
       speaking: (policies [S] int32) -> the network in whose cache all policies read every row, and
         where row s is continued by policy ``policies[s]``. Its ``prepare`` takes the parameters.
+      step: (training step of one policy) -> that of all: ``TrainState.params``, ``opt_state``,
+        ``frozen`` and ``method`` have the leading axis, and each policy is trained on the groups of
+        its players.
     """
 
     policies: int
-    swap_every: int
-    copy_every: int
-    each: Network
+    policy: Callable[..., Any]
     speaking: Callable[[Array], Network]
+    step: Callable[[Callable[..., Any]], Callable[..., Any]]
 
-    def policy(self, player: Any, step: Any) -> Any:
-        """The number of the policy that is this player in a training step; of arrays, too."""
-        swaps = step // self.swap_every if self.swap_every else 0
-        return (player + swaps) % self.policies
+
+class Derived(NamedTuple):
+    """How a network's parameters are made of those of another one, and those of them.
+
+    Attributes:
+      network: the other one, all of whose weights are trained.
+      start: (key, its parameters) -> parameters, which begin with the same policy.
+      plain: (parameters, number of the policy) -> its parameters; of a ``stack`` those of one.
+      exact: whether they hold the same policy, so that a checkpoint of them is one of it.
+      split: where a part of the parameters is frozen, which. Then the functions of the network take
+        its parameters alone, too, in the form that ``Split.freeze`` gives.
+      stack: where several policies are trained, how.
+    """
+
+    network: Network
+    start: Callable[[Array, Params], Params]
+    plain: Callable[[Params, int], Params]
+    exact: bool = True
+    split: Split | None = None
+    stack: Stack | None = None
+
+
+class Views(NamedTuple):
+    """What statistics may read of a network besides its logits; see ``Statistic.over``.
+
+    Attributes:
+      vocabulary: (params, hidden [..., D]) -> arrays [...], [..., V] or [..., n, V] by name.
+      attention: (params, tokens [B, L], positions [B, L], segments [B, L]) -> [B, H, L, L] float32,
+        how each token weighs the ones before it, by the heads of five layers spread over the
+        middle third; 0 for what it does not see. Large: for the few methods that read it.
+    """
+
+    vocabulary: Callable[[Params, Array], dict[str, Array]] | None = None
+    attention: Callable[[Params, Array, Array, Array], Array] | None = None
 
 
 class NetworkExtras(NamedTuple):
@@ -656,34 +678,35 @@ class NetworkExtras(NamedTuple):
         Without it the prompt is repeated for each of its rows.
       head: (params) -> ``Head``: ``logits`` are its scores. Without it they are made for a few
         tokens at a time, over all of the vocabulary at once.
-      attention: (params, tokens [B, L], positions [B, L], segments [B, L]) -> [B, H, L, L] float32,
-        how each token weighs the ones before it, by the heads of five layers spread over the
-        middle third; 0 for what it does not see. Large: for the few methods that read it.
-      split: where a part of the parameters is frozen, which; None where all of them are trained.
+      views: what statistics may read besides the logits.
       recorded: (a cache's own or prefix arrays) -> [S, C, n, k], the experts that the token in each
         column was sent to in the n sparse layers, -1 where there is none; see ``RoutingRecord``.
       gathered: whether what ``prepare`` returns is whole on all devices along the mesh's fsdp axis.
-      several: where the parameters are those of several policies, which; all other functions are
-        those of the first policy.
-      shown: (params, hidden [..., D]) -> arrays [...], [..., V] or [..., n, V] by name, which
-        statistics over the vocabulary may read beside the policy's own logits.
-      start: (key, params of the network that this one was made of) -> params; where checkpoints
-        hold a part of them alone, "base".
-      moved: (params before an update, params after it) -> params, for what follows others and is
-        not trained itself.
+      derived: where the parameters were made of another network's, how.
     """
 
     fill: Callable[..., Cache] | None = None
     hidden_shared: Callable[[Params, SharedRows], tuple[Array, dict[str, Array]]] | None = None
     head: Callable[[Params], Head] | None = None
-    attention: Callable[[Params, Array, Array, Array], Array] | None = None
-    split: Split | None = None
+    views: Views = Views()
     recorded: Callable[[Any], Array] | None = None
     gathered: bool = False
-    several: Several | None = None
-    shown: Callable[[Any, Array], dict[str, Array]] | None = None
-    start: Callable[[Array, Params], Params] | None = None
-    moved: Callable[[Params, Params], Params] | None = None
+    derived: Derived | None = None
+
+    @property
+    def split(self) -> Split | None:
+        """Where a part of the parameters is frozen, which."""
+        return None if self.derived is None else self.derived.split
+
+    @property
+    def stack(self) -> Stack | None:
+        """Where several policies are trained, how; all other functions are the first one's."""
+        return None if self.derived is None else self.derived.stack
+
+    @property
+    def own_layout(self) -> bool:
+        """Whether the functions of the network take other parameters than a checkpoint's."""
+        return self.derived is not None and self.derived.split is None
 
 
 class Network(NamedTuple):

@@ -26,6 +26,7 @@ from jrl.config.unions import Optimizer
 from jrl.data.tasks import get_task
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
+from jrl.methods.schedule import Schedule
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.rewards import make_reward
@@ -519,7 +520,7 @@ def off_policy_loss(params, reference, inputs, batch, advantages, low, high, coe
 def test_8_off_policy_step_equals_a_hand_written_loop():
     low, high, coef, rate, parts = 0.1, 0.3, 0.1, 0.5, 2
     method = get_method("grpo", clip_low=low, clip_high=high, kl_coef=coef)
-    w = world(method=method, learning_rate=rate, epochs=2, minibatches=parts)
+    w = world(method=method, learning_rate=rate, schedule=Schedule(epochs=2), minibatches=parts)
     noise = np.random.default_rng(1).uniform(-0.3, 0.3, some_batch().tokens.shape)
     sampler = some_batch().stats["sampler_logprobs"] + noise.astype(np.float32)
     batch = some_batch().replace(stats={"sampler_logprobs": sampler})

@@ -35,7 +35,7 @@ NUMBER = 3
 def plain(scale=2.0):
     """A method without checks, made of another."""
     method = get_method("reinforce")
-    return method._replace(min_group=int(scale))
+    return method.with_(group=int(scale))
 
 
 def needy(scale):
@@ -153,12 +153,12 @@ def test_options_are_those_of_the_function():
 
 def test_a_method_of_ones_own_takes_its_coefficients_and_those_of_every_method(mine):
     spec = f"{mine}:plain"
-    assert get_method(spec, scale=4.0).min_group == 4
+    assert get_method(spec, scale=4.0).least_group == 4
     assert find_method(spec).coefficients.keys() == {"scale"}
     overrides = ["data.task=sorting", f"method={spec}", "objective.scale=3.0"]
     config = load_config(None, [*overrides, "objective.epochs=2", "sampling.int8=cache"])
     method = method_of(config, None)
-    assert (method.min_group, method.schedule.epochs) == (3, 2)
+    assert (method.least_group, method.schedule.epochs) == (3, 2)
     assert "sampler_logprobs" in method.objective.surrogate.needs  # corrected, as all are
     with pytest.raises(UserError, match=r"objective.scael = 1: .*did you mean 'scale'"):
         get_method(spec, scael=1)

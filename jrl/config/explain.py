@@ -38,6 +38,17 @@ RENAMED: Mapping[str, str] = {
     "sampling.gather_weights": "remove it: weights are gathered for sampling if a device has"
     " memory for them beside the training state and the cache",
     "sampling.weights": 'set sampling.int8 = "weights"',
+    "objective.tree": 'set tree.kind = "branch" with tree.at, tree.kind = "search" with tree.by, or'
+    ' tree.kind = "none"',
+    **{
+        f"objective.tree_{name}": f'set tree.{name}, beside tree.kind = "branch"'
+        for name in ("roots", "above")
+    },
+    **{
+        f"objective.tree_{name}": f'set tree.{name}, beside tree.kind = "search"'
+        for name in ("width", "tokens", "exploration")
+    },
+    "objective.tree_rounds": "set tree.rounds, beside tree.kind",
     "train.epochs": "set objective.epochs",
     "train.replay_routing": "set objective.router_replay",
     "train.packing": 'set train.mode = "packed"',
@@ -72,6 +83,7 @@ _SAYS = {
     "bool_type": "must be true or false",
     "dict_type": "must be a table",
     "model_type": "must be a table",
+    "union_tag_not_found": "must be a table",
     "tuple_type": "must be text or a list",
     "too_short": "must not be empty",
     "greater_than_equal": "must be at least {ge}",
@@ -90,6 +102,11 @@ def explain(item: Mapping[str, Any]) -> str:
     context = item.get("ctx", {})
     if kind == "extra_forbidden":
         return _unknown_key(key, value, kind_name)
+    if kind == "union_tag_not_found" and isinstance(value, dict):
+        return f"{key}.kind is missing: {_text_of(f'{key}.kind')}"
+    if kind == "union_tag_invalid":
+        choices = [re.findall("'([^']*)'", tag)[0] for tag in kinds]
+        return str(unknown_choice(f"{key}.kind", value["kind"], choices))
     if kind == "missing":
         return f"{key} is missing: {_text_of(key)}"
     if kind == "value_error":

@@ -57,7 +57,10 @@ def table_note(name: str) -> str:
     table = Config.model_fields[name].annotation
     if kinds := variants(name):
         first = [kind for kind in kinds if " and " not in kind and kind not in GIVEN_KINDS]
-        return f"  one of: {', '.join(first)}; keys of only some of them say so"
+        prefix = f"{name}.kind = "
+        label = "kind" if all(kind.startswith(prefix) for kind in first) else "one of"
+        first = [kind.removeprefix(prefix) for kind in first]
+        return f"  {label}: {', '.join(first)}; keys of only some of them say so"
     return "  optional" if type(None) in get_args(table) else ""
 
 

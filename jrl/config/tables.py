@@ -23,6 +23,7 @@ from jrl.config.unions import (
     EnvData,
     EpisodeData,
     FileTable,
+    MethodTree,
     Optimizer,
     PairData,
     PromptData,
@@ -31,6 +32,7 @@ from jrl.config.unions import (
     TaskData,
     TaskPairs,
     TextTable,
+    Tree,
     key,
 )
 
@@ -439,11 +441,9 @@ class Config(Table):
         "coefficients of the loss: the method's (`jrl methods NAME`), and with every method"
         " correction (for the sampler's distribution), epochs (passes over a batch) and, for models"
         " with experts, router_balance and router_z (weights of losses on routers), router_replay"
-        " (true: each token goes to the experts that the sampler chose); tree, with tree_roots,"
-        " tree_rounds and tree_above (the members of a group branch off one another) or tree_width,"
-        " tree_rounds, tree_tokens and tree_exploration (they are leaves of a search):"
-        " docs/recipes.md",
+        " (true: each token goes to the experts that the sampler chose): docs/recipes.md",
     )
+    tree: Tree = key(MethodTree(), "")
     rewards: dict[str, RewardTable] = key(
         {},
         "reward parts by name: math, exact, format, model, or your own function as"

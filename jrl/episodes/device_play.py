@@ -1,4 +1,4 @@
-"""Episodes of a whole batch in one program: the twin of ``sampling.generate``.
+"""Episodes of a whole batch in one program: rows of several turns in ``sampling.device_loop``.
 
     decode a few tokens -> where a turn ended: step the environment, append its reply -> again
 
@@ -19,21 +19,12 @@ from flax import struct
 
 from jrl.episodes.device import Env, Start, TurnLog, empty_log, paid_points
 from jrl.errors import UserError
-from jrl.mesh import divided
 from jrl.sampling.cache import pick
-from jrl.sampling.generate import (
-    SlotSizes,
-    each_by_itself,
-    fill_slots,
-    independent_axes,
-    shrinking_pays,
-    slot_sizes,
-    with_routing,
-)
+from jrl.sampling.device_loop import Prompts, Turns, as_rollout, sample_rows, turn_ended
 from jrl.sampling.params import SamplingParams
-from jrl.sampling.queue import CHUNK, Queue, Results, finish
-from jrl.sampling.slots import decode, extend, sequences_of
-from jrl.types import Array, Network, Params, Rollout, Several, StopReason
+from jrl.sampling.queue import CHUNK, Queue
+from jrl.sampling.slots import Sequences, extend
+from jrl.types import Array, Network, Params, Rollout, Stack, StopReason
 
 
 class Episodes(NamedTuple):
@@ -120,47 +111,36 @@ def play(
     """
     n, g, width = ids.shape[0], group + baseline_members, env.completion_tokens
     check_room(env, network)
-    several = network.extras.several if step is not None else None
+    several = network.extras.stack if step is not None else None
     if several is not None:
         network = several.speaking(jnp.zeros(1, jnp.int32))  # replaced wherever rows are continued
-    weights = network.prepare(params)
-    axes, parts = independent_axes(network, n)
-    if shrink is None:
-        shrink = shrinking_pays(width, (env.stop_id,), alone=parts > 1 or not divided())
-    sizes = slot_sizes(n // parts * g, g, slots, block, shrink=shrink)
-    run = partial(
-        _play,
-        env=env,
+    prompts = Prompts(starts.tokens, starts.length, starts.state)
+    sampled = sample_rows(
+        key,
+        params,
+        prompts,
+        sampling_params,
+        version,
+        ids,
+        step,
         network=network,
-        sizes=sizes,
         members=(group, baseline_members),
+        width=width,
+        stop_tokens=(env.stop_id,),
+        slots=slots,
+        block=block,
         chunk=chunk,
-        several=several,
+        shrink=shrink,
+        turns=_turns(env, network, several),
     )
-    own = (False, False, True, False, False, True, False)
-    results, log, steps, of_prompts = each_by_itself(run, axes, own)(
-        key, weights, starts, sampling_params, version, ids, jnp.int32(0) if step is None else step
-    )
+    log: TurnLog = sampled.log
     tokens = {name: x.reshape(n, g, width) for name, x in log.by_token(width).items()}
-    lengths = results.lengths.reshape(n, g)
-    mask = tokens["drawn"] & (jnp.arange(width)[None, None] < lengths[:, :, None])
-    rollout = Rollout(
-        prompt_tokens=starts.tokens,
-        prompt_lengths=starts.length,
-        tokens=results.tokens.reshape(n, g, width),
-        lengths=lengths,
-        mask=mask,
-        sampler_logprobs=jnp.where(mask, results.logprobs.reshape(n, g, width), 0.0),
-        versions=jnp.where(mask, version, -1).astype(jnp.int32),
-        stop=results.stop.reshape(n, g),
-        baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
-    ).check()
-    if of_prompts is not None and results.experts is not None:
-        rollout = with_routing(rollout, of_prompts, results.experts)
+    results, routing = sampled.results, sampled.routing
+    rollout = as_rollout(results, prompts, version, group, drawn=tokens["drawn"], routing=routing)
     success, turns = log.success.reshape(n, g, *log.success.shape[1:]), log.count.reshape(n, g)
-    paid = jnp.where(mask, tokens["paid"], 0.0)
+    paid = jnp.where(rollout.mask, tokens["paid"], 0.0)
     labels = tokens["turn"], tokens["state"], tokens["role"]
-    return Episodes(rollout, *labels, paid, success, turns), steps.sum()
+    return Episodes(rollout, *labels, paid, success, turns), sampled.slot_steps
 
 
 def check_room(env: Env, network: Network) -> None:
@@ -175,94 +155,43 @@ def check_room(env: Env, network: Network) -> None:
         )
 
 
-def _play(
-    key: Array,
-    weights: Any,
-    starts: Start,
-    sampling_params: SamplingParams,
-    version: Array,
-    ids: Array,
-    step: Array,
-    *,
-    env: Env,
-    network: Network,
-    sizes: SlotSizes,
-    members: tuple[int, int],
-    chunk: int,
-    several: Several | None,
-) -> tuple[Results, TurnLog, Array, Array | None]:
-    """Episodes through the queue: results, turns, slot-steps [1], the prompts' routing."""
-    width, recorded = env.completion_tokens, network.extras.recorded
-    sequences = sequences_of(
-        key, weights, starts.tokens, starts.length, sampling_params, ids, members, network
-    )
-    rows = sequences.keys.shape[0]
-    queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
-    table = EpisodeTable(
-        state=pick(starts.state, jnp.arange(rows) // sum(members)),
-        keys=sequences.keys,
-        begin=jnp.zeros(rows, jnp.int32),
-        log=empty_log(env, rows),
-    )
-    # Rows reach their own columns at their own time, once replies differ in length.
-    queue = queue.replace(extra=table, slots=queue.slots.replace(aligned=env.turns == 1))
-    answer = partial(_answer, weights, env=env, network=network)
+def _turns(env: Env, network: Network, several: Stack | None) -> Turns:
+    """The turns of an environment's episodes, in the form that the device loop takes.
 
-    def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
-        """As ``decode``, ``chunk`` steps at a time, with every turn that ends answered."""
+    Args:
+      env: the environment.
+      network: the policy; with several of them any one, which has the shapes of all.
+      several: the policies, where each player is drawn by one of them.
+    """
 
-        def more(carry: tuple[Array, Queue]) -> Array:
-            taken, queue = carry
-            running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
-            return (taken < steps) & (running > until)
+    def begin(queue: Queue, sequences: Sequences, state: Any) -> Queue:
+        rows = sequences.keys.shape[0]
+        table = EpisodeTable(
+            state=pick(state, jnp.arange(rows) // (rows // sequences.last.shape[0])),
+            keys=sequences.keys,
+            begin=jnp.zeros(rows, jnp.int32),
+            log=empty_log(env, rows),
+        )
+        # Rows reach their own columns at their own time, once replies differ in length.
+        return queue.replace(extra=table, slots=queue.slots.replace(aligned=env.turns == 1))
 
-        def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
-            taken, queue = carry
-            limits = queue.extra.begin[queue.index] + env.turn_tokens
-            speaks = network
-            if several is not None:
-                movers = jax.vmap(env.mover)(pick(queue.extra.state, queue.index))
-                speaks = several.speaking(several.policy(movers, step))
-            slots, count = decode(
-                weights,
-                queue.slots.replace(limits=limits),
-                version,
-                network=speaks,
-                steps=chunk,
-                stop_tokens=(env.stop_id,),
-            )
-            queue = queue.replace(slots=slots, steps=queue.steps + count * limits.shape[0])
-            # A loop of one turn or none: it writes in place, where a branch would copy the cache.
-            with jax.named_scope("answers"):
-                queue = jax.lax.while_loop(lambda q: jnp.any(_ended(q)), answer, queue)
-            return taken + count, queue
+    def limits(queue: Queue) -> Array:
+        return queue.extra.begin[queue.index] + env.turn_tokens
 
-        with jax.named_scope("turns"):
-            return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+    def speaker(queue: Queue, step: Array | None) -> Network:
+        if several is None:
+            return network
+        movers = jax.vmap(env.mover)(pick(queue.extra.state, queue.index))
+        return several.speaking(several.policy(movers, step))
 
-    queue = finish(
-        queue,
-        sequences,
-        advance,
-        recorded,
-        block=sizes.block,
-        smaller=sizes.smaller,
-        chunk=chunk,
-    )
-    of_prompts = None if recorded is None else recorded(sequences.prompts.own)
-    return queue.results, queue.extra.log, queue.steps[None], of_prompts
-
-
-def _ended(queue: Queue) -> Array:
-    """[S] bool: rows whose turn is over and not answered yet."""
-    stop = queue.slots.stop
-    return (stop == StopReason.STOP_TOKEN) | (stop == StopReason.LENGTH)
+    answer = partial(_answer, env=env, network=network)
+    return Turns(begin, limits, speaker, answer, lambda queue: queue.extra.log)
 
 
 @jax.named_scope("environment")
 def _answer(weights: Any, queue: Queue, *, env: Env, network: Network) -> Queue:
     """The queue with the environment's reply to every turn that ended."""
-    slots, table, ended = queue.slots, queue.extra, _ended(queue)
+    slots, table, ended = queue.slots, queue.extra, turn_ended(queue)
     mine: EpisodeTable = pick(table, queue.index)
     turn, width = mine.log.count, slots.tokens.shape[1]
     size = slots.lengths - mine.begin

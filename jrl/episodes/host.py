@@ -232,7 +232,7 @@ class HostEnv(NamedTuple):
       step: (state, ``Reply``) -> (state, ``Feedback``, or a dict with its fields).
       close: (state) -> None; called once for every state that init returned.
       fork: (state) -> a copy that is played and closed independently; sync or async. Called
-        between an answer and the next ``step``, where episodes branch (``objective.tree``). One
+        between an answer and the next ``step``, where episodes branch (``[tree]``). One
         that raises ends the branch and nothing else. None for a state that cannot be copied, such
         as a connection; then episodes do not branch.
       parts: names of the reward parts.

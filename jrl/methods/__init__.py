@@ -1,7 +1,7 @@
 """Published methods by name: ``jrl.methods.grpo(clip_high=0.28)`` is a ``Method``.
 
 >>> import jrl
->>> jrl.methods.grpo(clip_high=0.28).min_group
+>>> jrl.methods.grpo(clip_high=0.28).least_group
 2
 >>> jrl.methods.grpo is all_methods()["grpo"]
 True

@@ -27,6 +27,8 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.networks import named_network
+from jrl.methods.schedule import refreshed
 from jrl.objectives import (
     aggregates,
     normalizers,
@@ -324,8 +326,8 @@ def nlpo(
     return base.with_(
         advantage=against_policy(base.objective.advantage, "teacher"),
         surrogate=on_nucleus(base.objective.surrogate, statistics),
-        schedule=base.schedule._replace(refresh_ref=sync_steps),
-        unsupported="a sampler that draws within the nucleus of another policy",
+        schedule=base.schedule._replace(after=refreshed(sync_steps)),
+        lacks="a sampler that draws within the nucleus of another policy",
     ).before(keep_nucleus(statistics))
 
 
@@ -402,4 +404,6 @@ def cory(base: Method, policies: Count = 2, swap_every: Whole = 5) -> Method:
     over the whole vocabulary, and moments are forgotten at a swap. With ``policies`` 1 one policy
     plays both players.
     """
-    return base.with_(policies=policies, swap_every=swap_every)
+    if policies == 1:
+        return base
+    return named_network("policies")(base, policies, swap_every)

@@ -1,4 +1,4 @@
-"""What a published method is: at most seven seams filled, the rest at defaults that do nothing.
+"""What a published method is: at most eight seams filled, the rest at defaults that do nothing.
 
     prompts    which problems a step uses, and a round of steps
     draw       how a group's samples are drawn, and what beside them
@@ -6,7 +6,8 @@
     groups     which groups are trained on, and whether others are drawn in their place
     replay     which completions are kept, and where they are trained on again
     objective  advantage, surrogate, aggregate, regularizers
-    schedule   how often a batch is gone through
+    schedule   how often a batch is gone through, and what changes the state beside the updates
+    network    what is trained, of the policy's network
 
 A method is a function that returns a ``Method``; ``methods.published`` adds its paper, its
 coefficients and what it inherits.
@@ -21,11 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jrl.methods.domains import is_zero
+from jrl.methods.schedule import Schedule
 from jrl.objectives import advantages, aggregates, ratios, regularizers, transforms
 from jrl.types import (
     Aggregate,
     Array,
     Branching,
+    Network,
     Objective,
     Regularizer,
     Rollout,
@@ -217,20 +220,6 @@ class WrittenProblems(NamedTuple):
     high: float
 
 
-class TokenValues(NamedTuple):
-    """Values of tokens that lean the policy; see ``models.token_values``, which has the arguments.
-
-    Attributes:
-      beta: nats a point.
-      follow: which part of the way targets go after each update.
-      heads: estimates of each value.
-    """
-
-    beta: float
-    follow: float
-    heads: int
-
-
 def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
     """Keeps successes; in every group they take the places of the first members, as far as kept.
 
@@ -253,34 +242,6 @@ def replay_share(above: float, share: float, each: int, prompts: int) -> Replay:
     return replay_successes(above, each, prompts)._replace(replace=replace)
 
 
-class Schedule(NamedTuple):
-    """How a batch is used.
-
-    Attributes:
-      epochs: passes over a batch before the next one is drawn.
-      refresh_ref: steps after which the reference becomes a copy of the policy (iterated DPO,
-        self-play, mirror descent); 0 for never.
-      ref_decay: after every step the reference is this much of itself and the rest the policy, an
-        exponential moving average; 1 leaves it as it is.
-      reset_optimizer: True to start the optimiser's moments anew whenever the reference is renewed.
-      round_steps: training steps of a round, whose completions are drawn by the policy as the round
-        began (the frozen policy "expert"); 0 to draw with the policy as it is.
-      restart_rounds: rounds after which the policy begins anew from its first weights (the frozen
-        policy "first"), with fresh moments; 0 for never.
-    """
-
-    epochs: int = 1
-    refresh_ref: int = 0
-    ref_decay: float = 1.0
-    reset_optimizer: bool = False
-    round_steps: int = 0
-    restart_rounds: int = 0
-
-    def drawn_by(self, step: Any) -> Any:
-        """The version of the policy that draws for a training step: how many steps it has had."""
-        return step - step % self.round_steps if self.round_steps else step
-
-
 def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:
     """The positions [N] int64 in the data source that the run's own order proposes for a step."""
     return positions
@@ -289,6 +250,25 @@ def same_prompts(step: int, positions: np.ndarray) -> np.ndarray:
 def same_rewards(rewards: np.ndarray, rollout: Rollout) -> np.ndarray:
     """The reward parts [N, G, R] float32 as the reward functions gave them."""
     return rewards
+
+
+_GROUP, _LACKING = "group of at least ", "lacking "
+
+
+def requires(group: int = 1, lacks: str = "") -> frozenset[str]:
+    """What a run must have for a method: ``Method.needs``.
+
+    Args:
+      group: the least group size with which the advantage says anything.
+      lacks: what no run has yet, such as images. The objective trains all the same.
+    """
+    size = {f"{_GROUP}{group}"} if group > 1 else set()
+    return frozenset(size | ({f"{_LACKING}{lacks}"} if lacks else set()))
+
+
+def unchanged(network: Network) -> Network:
+    """The policy's network as it is."""
+    return network
 
 
 class Method(NamedTuple):
@@ -303,14 +283,9 @@ class Method(NamedTuple):
       schedule: how a batch is used.
       replay: which completions are kept and trained on again; None for none.
       curriculum: which problems of the data a round of steps draws from; None for all.
-      token_values: heads that the policy gets for the values of tokens; None for none.
-      policies: how many policies are trained, each a player of its own; 1 plays all players.
-      swap_every: training steps after which policies swap players; 0 for never.
-      copy_every: training steps after which the others become copies of the first policy, which
-        alone is trained then; 0 to train all of them.
-      min_group: the least group size with which the advantage says anything.
-      unsupported: what a run of the whole method still lacks, such as tool environments; "" when
-        nothing. The objective trains all the same.
+      network: (the policy's network) -> the network that is trained, such as one with further
+        heads, or several policies.
+      needs: what a run must have for the method; see ``requires``.
     """
 
     objective: Objective
@@ -321,25 +296,24 @@ class Method(NamedTuple):
     schedule: Schedule = Schedule()
     replay: Replay | None = None
     curriculum: HardProblems | WrittenProblems | None = None
-    token_values: TokenValues | None = None
-    policies: int = 1
-    swap_every: int = 0
-    copy_every: int = 0
-    min_group: int = 1
-    unsupported: str = ""
+    network: Callable[[Network], Network] = unchanged
+    needs: frozenset[str] = frozenset()
 
     def with_(self, **changes: Any) -> Method:
         """The method with other parts, by name.
 
         Args:
           **changes: fields of ``Method`` or of its ``Objective``; ``ratio``, ``rule`` and
-            ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made; and
-            ``epochs`` changes the schedule.
+            ``correction`` change one part of a surrogate that ``ratios.ratio_loss`` made;
+            ``epochs`` changes the schedule; ``group`` and ``lacks`` change what ``needs`` says.
         """
         parts = {n: changes.pop(n) for n in ratios.RatioParts._fields if n in changes}
         own = {n: changes.pop(n) for n in Objective._fields if n in changes}
         if parts:
             own["surrogate"] = ratios.with_parts(self.objective.surrogate, **parts)
+        if "group" in changes or "lacks" in changes:
+            group = changes.pop("group", self.least_group)
+            changes["needs"] = requires(group, changes.pop("lacks", self.lacks))
         if "epochs" in changes:
             changes["schedule"] = self.schedule._replace(epochs=changes.pop("epochs"))
         return self._replace(objective=self.objective._replace(**own), **changes)
@@ -357,6 +331,18 @@ class Method(NamedTuple):
         return self.with_(regularizers=(*self.objective.regularizers, *terms))
 
     @property
+    def least_group(self) -> int:
+        """The least group size with which the advantage says anything."""
+        sizes = [int(need.removeprefix(_GROUP)) for need in self.needs if need.startswith(_GROUP)]
+        return max(sizes, default=1)
+
+    @property
+    def lacks(self) -> str:
+        """What no run has yet that the whole method needs; "" where it is complete."""
+        texts = sorted(need for need in self.needs if need.startswith(_LACKING))
+        return "; ".join(text.removeprefix(_LACKING) for text in texts)
+
+    @property
     def value(self) -> bool:
         """True when the method needs a value network."""
         return bool(self.objective.needs & {"values", "rollout_values"})
@@ -364,7 +350,7 @@ class Method(NamedTuple):
     @property
     def seams(self) -> tuple[str, ...]:
         """The names of the seams that the method fills."""
-        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "token_values")
+        names = ("prompts", "draw", "rewards", "groups", "schedule", "replay", "network")
         fields, defaults = self._asdict(), self._field_defaults
         filled = {name for name in fields if fields[name] != defaults.get(name)}
         if "curriculum" in filled:
@@ -407,5 +393,5 @@ def against_others(
         Objective(advantage, surrogate, aggregate, regularizers),
         groups=GroupEditor() if groups is None else groups,
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

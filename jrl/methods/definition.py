@@ -160,9 +160,9 @@ class Published:
             "summary": self.summary,
             "seams": list(method.seams),
             "needs": sorted(method.objective.needs),
-            "min_group": method.min_group,
+            "min_group": method.least_group,
             "state": state_kept(method.objective),
-            "unsupported": method.unsupported,
+            "unsupported": method.lacks,
             "coefficients": [
                 {
                     "name": c.name,

@@ -81,9 +81,8 @@ def minillm(base: Method, normalise: Flag = True) -> Method:
     return base.plus(reverse).with_(
         advantage=distill.teacher_reward_to_go(normalise),
         aggregate=aggregates.token_mean,
-        min_group=1,
-        unsupported="sampling from a mixture of student and teacher; the loss on a pre-training "
-        "corpus",
+        group=1,
+        lacks="sampling from a mixture of student and teacher; the loss on a pre-training corpus",
     )
 
 
@@ -103,7 +102,7 @@ def on_policy_distillation(base: Method, cap: Positive = 4.0) -> Method:
         rule=ratios.bounded(0.0, 1 + cap),
         advantage=distill.teacher_reward(),
         aggregate=aggregates.token_mean,
-        min_group=1,
+        group=1,
     )
 
 

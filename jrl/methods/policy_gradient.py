@@ -27,6 +27,7 @@ from jrl.methods.domains import (
     Whole,
 )
 from jrl.methods.group_relative import grpo
+from jrl.methods.networks import named_network
 from jrl.methods.ratios import CLIPS
 from jrl.objectives import advantages, aggregates, normalizers, segments, transforms
 from jrl.objectives.corrections import named_correction
@@ -67,7 +68,7 @@ def rloo(base: Method, kl_coef: NonNegative = 0.0, kl_kind: KlInReward = "k1") -
     """
     charged = kl_penalty(kl_kind, kl_coef, "sequence")
     advantage = transforms.chain(*charged, transforms.per_group(advantages.leave_one_out))
-    return base.with_(advantage=advantage, min_group=2)
+    return base.with_(advantage=advantage, group=2)
 
 
 def _members_and_baseline(batch: Batch) -> tuple[Array, ...]:
@@ -318,11 +319,10 @@ def comas(base: Method, policies: Count = 3, swap_every: Whole = 1) -> Method:
     deals out the roles. Departure: no penalty for the divergence. With ``policies`` 1 one plays all
     roles.
     """
-    return base.with_(
-        advantage=transforms.chain(own_steps(), transforms.whiten("tokens")),
-        policies=policies,
-        swap_every=swap_every,
-    )
+    method = base.with_(advantage=transforms.chain(own_steps(), transforms.whiten("tokens")))
+    if policies == 1:
+        return method
+    return named_network("policies")(method, policies, swap_every)
 
 
 # ---------------------------------------------------------------- weighted REINFORCE

@@ -19,9 +19,10 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Flag, NonNegative, Positive, Range
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs
 from jrl.objectives.comparisons import START, extremes, start_log_ratio, sums, write
 from jrl.objectives.members import GroupLoss, over_group
@@ -98,11 +99,11 @@ def pair_method(
       reward: the implicit reward of a side, for the metrics.
       needs: names of statistics.
       min_gap: points, as in ``comparisons.best_and_worst``.
-      refresh_ref: steps, as in ``Schedule``.
+      refresh_ref: steps, as in ``schedule.refreshed``.
     """
     chosen, surrogate = comparisons.best_and_worst(min_gap), pairs.pair(loss, reward, needs)
     objective = Objective(chosen, surrogate, aggregates.sequence_sum)
-    return Method(objective, schedule=Schedule(refresh_ref=refresh_ref), min_group=2)
+    return Method(objective, schedule=Schedule(after=refreshed(refresh_ref)), needs=requires(2))
 
 
 @published
@@ -386,7 +387,7 @@ def reward_augmented_dpo(base: Method) -> Method:
     are turned into R here. At inference the prompt names the greatest score.
     """
     return base.before(nearest_to_goal()).with_(
-        unsupported="recorded goals; it is dpo unless goal_conditioned rewrote the data"
+        lacks="recorded goals; it is dpo unless goal_conditioned rewrote the data"
     )
 
 
@@ -485,7 +486,7 @@ def step_q(base: Method) -> Method:
     return base
 
 
-def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), unsupported: str = "") -> Method:
+def list_method(loss: GroupLoss, needs: tuple[str, ...] = (), lacks: str = "") -> Method:
     """A method from a loss of groups whose scores differ: the mean over them."""
     objective = Objective(comparisons.with_gap(), over_group(loss, needs), aggregates.sequence_sum)
-    return Method(objective, min_group=2, unsupported=unsupported)
+    return Method(objective, needs=requires(2, lacks))

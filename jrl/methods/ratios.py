@@ -507,5 +507,5 @@ def stable_reinforce(
         advantage=transforms.chain(*kl_penalty(kl_kind, kl_coef, "sequence"), *steps),
         ratio=ratios.held(ratio_limit),
         rewards=consistent_rewards if composed else same_rewards,
-        min_group=1,
+        group=1,
     )

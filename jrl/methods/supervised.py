@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrl.errors import UserError
-from jrl.methods.base import Draw, Method, Schedule, refill, replay_share
+from jrl.methods.base import Draw, Method, Schedule, refill, replay_share, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -25,6 +25,7 @@ from jrl.methods.domains import (
     Whole,
     is_zero,
 )
+from jrl.methods.schedule import copies, every, restart
 from jrl.objectives import aggregates, distill, ratios, segments, transforms
 from jrl.objectives.branches import by_branch, of_members
 from jrl.objectives.kl import bounded_exp
@@ -207,8 +208,8 @@ def bfs_prover(
 
     Steps are ``ids["step"]``, in episodes the turns, perplexities those of the policy that drew
     them. A group is the leaves of a best-first search (``episodes.tree.best_first``), 4 steps wide
-    unless ``objective.tree_width`` says otherwise. ``zoo.envs.prover`` has theorems to prove, each
-    step a tactic.
+    unless ``tree.width`` says otherwise. ``zoo.envs.prover`` has theorems to prove, each step
+    a tactic.
 
     With ``round_steps`` above 0 training goes in rounds of that length, whose proofs are found by
     the policy as the round began, the expert; every ``restart_rounds`` rounds, where that is above
@@ -223,18 +224,19 @@ def bfs_prover(
     if not is_zero(replayed):
         below = float(np.nextafter(np.float32(success), np.float32(0)))  # points are float32
         rule = replay_share(below, replayed, each, kept_prompts)
-    keeps = ("expert", "first")[: (round_steps > 0) + (restart_rounds > 0)]
     if restart_rounds and not round_steps:
         raise UserError(
             f"objective.restart_rounds = {restart_rounds}: rounds have no steps; set"
             " objective.round_steps above 0"
         )
+    after = (copies("expert", every(round_steps)),) if round_steps else ()
+    if restart_rounds:
+        after = (restart("first", every(round_steps * restart_rounds)), *after)
     return base.with_(
         draw=Draw(search=Search("best_first"), lines=True),
         advantage=middle_steps(low, high, success),
         surrogate=ratios.reinforce(),
-        schedule=Schedule(round_steps=round_steps, restart_rounds=restart_rounds),
-        keeps=frozenset(keeps),
+        schedule=Schedule(after=after, round_steps=round_steps),
         replay=rule,
     )
 
@@ -278,8 +280,8 @@ def alphamath(base: Method, beta: Positive = 0.01, correct: Positive = 0.5) -> M
 
     Q is 2 z - 1 of the steps' labels z in ``data.pairs``, which ``jrl eval --search puct --out``
     writes; or of the statistic "node_value", the mean reward, 0 or 1, of a node's leaves, which a
-    search in the run records (``objective.tree = "puct"``); without either the mean outcome of the
-    members that go through a token, where these branch off one another (``objective.tree``), else
+    search in the run records (``tree.by``); without either the mean outcome of the
+    members that go through a token, where these branch off one another (``[tree]``), else
     the path's own outcome. The paper's search selects by ``episodes.tree.puct``, and at inference
     takes the best of a step-level beam. beta is the paper's (0.0005 for Llama 3). Departures: every
     token of a step is fitted, where the paper fits its end. A search in the run backs up V, as (1 +
@@ -383,7 +385,7 @@ def nft(
         Objective(nft_labels(prompt_weight, negative_weight, above), nft_loss(level, floor), mean),
         groups=refill(),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )
 
 
@@ -452,5 +454,5 @@ def pacs(
     return Method(
         Objective(labels, surrogate, aggregates.sequence_sum),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

@@ -36,7 +36,7 @@ from jrl.models.quant import (
     quantise_layers,
 )
 from jrl.models.weights import Factored, WeightSpec, weights
-from jrl.types import Array, Network, Params, Split
+from jrl.types import Array, Derived, Network, Params, Split
 
 ATTENTION, FEED_FORWARD = ("q", "k", "v", "o"), ("gate", "up", "down")
 TARGETS = (*ATTENTION, *FEED_FORWARD)
@@ -294,14 +294,17 @@ def with_adapters(
         axes=axes,
         prepare=prepare,
         extras=network.extras._replace(
-            split=Split(
-                init=adapters,
-                split=split,
-                join=join_adapters,
-                freeze=freeze,
-                thaw=partial(dequantise, dtype=dtype),
-                merge=partial(merge, config=config),
-                plain=network,
+            derived=Derived(
+                network=network,
+                start=lambda key, base: join_adapters(adapters(jax.random.fold_in(key, 1)), base),
+                plain=lambda params, policy: merge(params, config=config),
+                split=Split(
+                    init=adapters,
+                    split=split,
+                    join=join_adapters,
+                    freeze=freeze,
+                    thaw=partial(dequantise, dtype=dtype),
+                ),
             )
         ),
     )

@@ -32,7 +32,7 @@ from jrl.models.layers import (
 from jrl.models.weights import abstract as abstract
 from jrl.models.weights import axes, init
 from jrl.models.weights import count_params as count_params
-from jrl.types import Array, Network, NetworkExtras, Params
+from jrl.types import Array, Network, NetworkExtras, Params, Views
 
 
 def attention_of(
@@ -116,7 +116,7 @@ def transformer(
             fill=bind(fill, config=config, options=sampling),
             hidden_shared=bind(hidden_shared, config=config, remat=remat, options=options),
             head=bind(head, config=config),
-            attention=bind(attention_of, config=config),
+            views=Views(attention=bind(attention_of, config=config)),
             gathered=gather,
         ),
     )

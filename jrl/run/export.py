@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,10 +12,10 @@ from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
 from jrl.models.hf.peft import save_adapters
-from jrl.models.several import one_of
 from jrl.models.tokenizer import CharTokenizer
 from jrl.train import build
 from jrl.train.adapters import lora_of
+from jrl.train.state import plain_policy
 
 
 def export_run(
@@ -53,20 +54,21 @@ def export_run(
             f"model.network = {config.model.network!r}: a Hugging Face checkpoint holds the"
             " library's own decoder; a network of your own stays in its run directory"
         )
-    several = run.network.extras.several
-    if run.method.token_values is not None:
+    derived, stack = run.network.extras.derived, run.network.extras.stack
+    if derived is not None and not derived.exact:
         raise UserError(
-            f"method = {config.method!r}: values of tokens lean the policy, and a Hugging Face"
+            f"method = {config.method!r}: its policy has further parameters, and a Hugging Face"
             " checkpoint has no place for them; serve the run itself with jrl serve"
         )
-    if policy not in range(policies := several.policies if several else 1):
+    if policy not in range(policies := stack.policies if stack else 1):
         raise UserError(f"--policy {policy}: the run trained {policies}, numbered from 0")
     with jax.set_mesh(run.mesh):
         _, params, _ = load_policy(run, checkpoint)
-        split = run.network.extras.split
-        if split is not None:
-            params = split.split(params)[0] if adapters else jax.jit(split.merge)(params)
-        params = jax.device_get(params if several is None else one_of(params, policy))
+        if adapters and (split := run.network.extras.split) is not None:
+            params = split.split(params)[0]
+        elif derived is not None:
+            params = jax.jit(partial(plain_policy, network=run.network, policy=policy))(params)
+        params = jax.device_get(params)
     if adapters and lora is not None:
         save_adapters(directory, run.model, params, lora=lora, base=config.model.path)
         return directory

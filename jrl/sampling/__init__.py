@@ -7,6 +7,7 @@ In one program, for a whole batch:
 - ``slots``: the state of sequences being decoded
 - ``queue``: sequences that take turns in slots
 - ``generate``: all completions of a batch
+- ``device_loop``, ``slot_sizes``: rows of a batch through the slots, of one turn or several
 - ``tree``, ``places``: groups whose members branch off one another
 - ``report``: log-probabilities that a reply reports
 

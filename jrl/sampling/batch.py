@@ -17,7 +17,7 @@ from jrl.sampling.params import SamplingParams
 from jrl.sampling.report import TokenReport
 from jrl.sampling.slots import IdleLimit, Measure, Slots, decode, pieces_of, prefill, refresh
 from jrl.sampling.suspend import extend_rows, fork_row, put_rows, take_rows
-from jrl.types import Array, Cache, Network, Several, StopReason
+from jrl.types import Array, Cache, Network, Stack, StopReason
 
 
 class DecodeBatch(struct.PyTreeNode):
@@ -152,7 +152,7 @@ def decode_chunk(
     width: int,
     top: int = 0,
     measure: Measure | None = None,
-    several: Several | None = None,
+    stack: Stack | None = None,
 ) -> tuple[DecodeBatch, ChunkOutput]:
     """The batch after up to ``steps`` more tokens in every running row, and those tokens.
 
@@ -165,15 +165,15 @@ def decode_chunk(
       idle: the chunk ends before more slot-steps than this would sample nothing.
       reports: [S] int32, alternatives reported with each token of a row; -1 for no report. None
         where no row may ask for one, which costs nothing.
-      policies: [S] int32, the policy that samples each row, of ``several``; None for the network.
+      policies: [S] int32, the policy that samples each row, of ``stack``; None for the network.
       network: the policy.
       width: W, columns of the output.
       top: K, the most alternatives reported.
       measure: of the distribution that each token is sampled from, if the batch has room for it.
-      several: the network's policies, where rows are sampled by different ones.
+      stack: the network's policies, where rows are sampled by different ones.
     """
-    if several is not None and policies is not None:
-        network = several.speaking(policies)
+    if stack is not None and policies is not None:
+        network = stack.speaking(policies)
     stop = jnp.where(halted == StopReason.RUNNING, batch.slots.stop, halted)
     slots = batch.slots.replace(stop=stop.astype(jnp.int32))
     before, sampling_params = slots.lengths, slots.sampling_params

@@ -115,9 +115,9 @@ class Rows:
         check_length(network, total - max_new_tokens, max_new_tokens)
         # The network is bound when a chunk is traced; until then any policy of several gives the
         # shapes.
-        several = network.extras.several if row_policies else None
-        if several is not None:
-            network = several.speaking(jnp.zeros(1, jnp.int32))
+        stack = network.extras.stack if row_policies else None
+        if stack is not None:
+            network = stack.speaking(jnp.zeros(1, jnp.int32))
         self.slots, self.prompt_tokens, self.max_new_tokens = slots, prompt_tokens, max_new_tokens
         self.version, self.costs = 0, RowCosts(slots)
         self._block, self._chunk, self._suspended = block, chunk, suspended
@@ -161,7 +161,7 @@ class Rows:
                 width=chunk,
                 top=top_logprobs or 0,
                 measure=measure,
-                several=several,
+                stack=stack,
             ),
             donate_argnums=1,
         )

@@ -8,7 +8,7 @@ draw itself, its shared past, lies outside its mask. So each token drawn is trai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from jrl.errors import UserError, unknown_choice
 from jrl.sampling.cache import share
-from jrl.sampling.generate import by_row, each_by_itself, independent_axes
+from jrl.sampling.device_loop import Prompts, as_rollout, by_row, on_own_prompts
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.places import PLACES, branches
+from jrl.sampling.queue import Results
 from jrl.sampling.slots import (
     Slots,
     check_length,
@@ -57,16 +58,16 @@ def check_branching(branching: Branching, group: int, slots: int = 0) -> Branchi
       UserError: names what does not fit, and what would.
     """
     if branching.at not in PLACES:
-        raise unknown_choice("objective.tree", branching.at, PLACES)
+        raise unknown_choice("tree.at", branching.at, PLACES)
     roots = branching.roots or -(-group // 2)
     if roots >= group:
         raise UserError(
-            f"objective.tree_roots = {roots}: sampling.group = {group} leaves no member to branch"
-            " off; lower tree_roots or raise sampling.group"
+            f"tree.roots = {roots}: sampling.group = {group} leaves no member to branch"
+            " off; lower tree.roots or raise sampling.group"
         )
     if (group - roots) % branching.rounds:
         raise UserError(
-            f"objective.tree_rounds = {branching.rounds} does not divide the {group - roots} of"
+            f"tree.rounds = {branching.rounds} does not divide the {group - roots} of"
             f" sampling.group = {group} members that {roots} roots leave; choose a number that does"
         )
     if 0 < slots < group:
@@ -122,32 +123,22 @@ def generate_tree(
     n, p = prompt_tokens.shape
     check_length(network, p, max_new_tokens)
     branching = check_branching(branching, group, slots)
-    weights = network.prepare(params)
-    axes, parts = independent_axes(network, n)
-    grow = partial(
-        _grow_in_turn,
-        network=network,
-        branching=branching,
-        group=group,
-        width=max_new_tokens,
-        stop_tokens=stop_tokens,
-        at_once=_trees_at_once(n // parts, group, slots),
-    )
-    own = (False, False, True, True, False, False, True)
-    members, owner, steps = each_by_itself(grow, axes, own)(
-        key, weights, prompt_tokens, prompt_lengths, sampling_params, version, ids
-    )
-    rollout = Rollout(
-        prompt_tokens=prompt_tokens,
-        prompt_lengths=prompt_lengths,
-        tokens=members["tokens"],
-        lengths=members["lengths"],
-        mask=members["mask"],
-        sampler_logprobs=members["logprobs"],
-        versions=members["versions"],
-        stop=members["stop"],
-        baseline=jnp.zeros((n, group), bool),
-    ).check()
+    prompts = Prompts(prompt_tokens, prompt_lengths)
+
+    def grow(parts: int) -> Callable[..., Any]:
+        return partial(
+            _grow_in_turn,
+            network=network,
+            branching=branching,
+            group=group,
+            width=max_new_tokens,
+            stop_tokens=stop_tokens,
+            at_once=_trees_at_once(n // parts, group, slots),
+        )
+
+    args = key, params, prompts, sampling_params, version, ids
+    results, mask, owner, steps = on_own_prompts(grow, *args, network=network)
+    rollout = as_rollout(results, prompts, version, group, drawn=mask)
     node = jax.vmap(nodes_of)(owner, rollout.lengths)
     return Drawn(rollout, steps.sum(), node)
 
@@ -188,33 +179,37 @@ def _trees_at_once(prompts: int, group: int, slots: int) -> int:
     return next(count for count in range(min(most, prompts), 0, -1) if prompts % count == 0)
 
 
+_Trees = tuple[Results, Array, Array, Array]
+"""The n * G members, which tokens each drew [n, G, T], who drew each [n, G, T], and slot-steps."""
+
+
 def _grow_in_turn(
     key: Array,
     weights: Any,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
+    prompts: Prompts,
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
+    _: Any,
     *,
     at_once: int,
     **how: Any,
-) -> tuple[dict[str, Array], Array, Array]:
-    """The trees of n prompts, some at a time: members by field, owners [n, G, T], steps [1]."""
+) -> _Trees:
+    """The trees of n prompts, some at a time; steps are [1]."""
 
-    def some(prompts: tuple[Array, Array, Array]) -> tuple[dict[str, Array], Array, Array]:
-        tokens, lengths, ids = prompts
-        return _grow(key, weights, tokens, lengths, sampling_params, version, ids, **how)
+    def some(part: tuple[Prompts, Array]) -> _Trees:
+        return _grow(key, weights, part[0], sampling_params, version, part[1], **how)
 
     n = ids.shape[0]
-    prompts = (prompt_tokens, prompt_lengths, ids)
     if at_once == n:
-        members, owner, steps = some(prompts)
-        return members, owner, steps[None]
-    parts = jax.tree.map(lambda x: x.reshape(n // at_once, at_once, *x.shape[1:]), prompts)
-    members, owner, steps = jax.lax.map(some, parts)
-    members, owner = jax.tree.map(lambda x: x.reshape(n, *x.shape[2:]), (members, owner))
-    return members, owner, steps.sum()[None]
+        results, drawn, owner, steps = some((prompts, ids))
+        return results, drawn, owner, steps[None]
+    # A loop over parts instead of a queue: the members of a tree leave one another in rounds, so
+    # that none can give up its slot before the others have ended.
+    split = lambda x: x.reshape(n // at_once, at_once, *x.shape[1:])  # noqa: E731
+    *trees, steps = jax.lax.map(some, jax.tree.map(split, (prompts, ids)))
+    results, drawn, owner = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trees)
+    return results, drawn, owner, steps.sum()[None]
 
 
 class _Roots(NamedTuple):
@@ -238,8 +233,7 @@ class _Roots(NamedTuple):
 def _grow(
     key: Array,
     weights: Any,
-    prompt_tokens: Array,
-    prompt_lengths: Array,
+    prompts: Prompts,
     sampling_params: SamplingParams,
     version: Array,
     ids: Array,
@@ -249,8 +243,9 @@ def _grow(
     group: int,
     width: int,
     stop_tokens: Sequence[int],
-) -> tuple[dict[str, Array], Array, Array]:
-    """The trees of n prompts side by side; see ``_grow_in_turn``."""
+) -> _Trees:
+    """The trees of n prompts side by side; steps are []."""
+    prompt_tokens, prompt_lengths, _ = prompts
     n, roots = prompt_tokens.shape[0], branching.roots
     each, measure = (group - roots) // branching.rounds, PLACES[branching.at]
     root = _Roots(
@@ -287,9 +282,8 @@ def _grow(
     owner = jnp.broadcast_to(jnp.arange(group, dtype=jnp.int32)[None, :, None], (n, group, width))
     carry = (tree, owner, jnp.zeros((n, group), jnp.int32), count * (n * roots))
     tree, owner, _, steps = jax.lax.fori_loop(0, branching.rounds, one_round, carry)
-    names = ("tokens", "lengths", "mask", "logprobs", "versions", "stop")
-    members = {x: getattr(tree, x).reshape(n, group, *getattr(tree, x).shape[1:]) for x in names}
-    return members, owner, steps
+    results = Results(tree.tokens, tree.logprobs, tree.lengths, tree.stop, experts=None)
+    return results, tree.mask.reshape(n, group, width), owner, steps
 
 
 def _begin(

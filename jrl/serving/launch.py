@@ -27,7 +27,6 @@ from jrl.serving.worker import EngineWorker
 from jrl.train.adapters import put_policy, restore_policy, start_params, trained_network
 from jrl.train.frozen import run_shape, run_task
 from jrl.train.memory_check import check_slots
-from jrl.train.method_network import network_of, own_layout
 from jrl.train.objective import method_of
 from jrl.types import Network, Params
 
@@ -104,7 +103,7 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     check_vocab(tokenizer, shape.vocab_size)
     network, directory = trained_network(config, shape, transformer(shape)), config.run.dir
     if directory is not None and (checkpoint is not None or _is_run(directory)):
-        network = network_of(network, method_of(config, task))
+        network = method_of(config, task).network(network)
     mesh = make_mesh(config.sampling.mesh_axes if config.sampling.mesh else config.mesh_axes)
     new_tokens = config.sampling.max_new_tokens if task is None else task.completion_tokens
     prompt_tokens = config.max_prompt_tokens if task is None else task.prompt_tokens
@@ -118,7 +117,7 @@ def served_policy(config: Config, *, checkpoint: int | None, slots: int = 1) -> 
     check_slots("--slots", slots, tokens, shape)
     with jax.set_mesh(mesh):
         params, version = _params(config, shape, network, mesh, checkpoint)
-    if not own_layout(network):
+    if not network.extras.own_layout:
         network = sampler(network, shape, **config.sampling.formats)
     return ServedPolicy(
         network, params, tokenizer, mesh, min(prompt_tokens, longest_prompt), new_tokens, version

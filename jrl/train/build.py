@@ -41,15 +41,16 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.train.adapters import lora_of, start_params, trained_network
 from jrl.train.episodes import EPISODE_REWARDS, check_lengths, default_parts, eval_parts
+from jrl.train.features import Features, check_features, features_of
 from jrl.train.frozen import frozen_shape, run_shape, run_task
 from jrl.train.gather import gathers
 from jrl.train.memory_check import check_training
-from jrl.train.method_network import check_network, network_of, own_layout
-from jrl.train.objective import max_new_tokens, method_of, router_losses
+from jrl.train.objective import max_new_tokens, method_of
 from jrl.train.optimizer import make_optimizer
 from jrl.train.placement import check_model_on_mesh, check_sampler_mesh, make_meshes
 from jrl.train.recorded import RECORDED_REWARD, KeptCounts, recorded_groups
 from jrl.train.reward_model import NAME, ModelReward, load_reward_model, make_value, trains_reward
+from jrl.train.state import frozen_names
 from jrl.train.step import check_vocabularies
 from jrl.types import NOTHING, Network, Params, Prompt, ValueNetwork
 from jrl.user_code import FORMS, check_options, check_takes, load, made_by
@@ -163,6 +164,7 @@ def setup(config: Config, *, trains: bool = True) -> Run:
         tokenizer=tokenizer,
         width=task.prompt_tokens if task else _width(config, data),
         networks=_frozen_networks(config, method),
+        trains=trains,
     )
     _check_tokens(data, run.network.vocab_size)
     if trains:
@@ -188,6 +190,7 @@ def bare_run(
     tokenizer: Any,
     width: int,
     networks: Mapping[str, Network] = NOTHING,
+    trains: bool = True,
 ) -> Run:
     """A run without data and weights: what its two programs are made of, and what a plan compiles.
 
@@ -199,20 +202,20 @@ def bare_run(
       tokenizer: only its ``stop_ids`` are read, and its size for a network of one's own.
       width: P, tokens.
       networks: frozen policies that are not like the policy, by name.
+      trains: False for a run that is evaluated or exported alone.
 
     Raises:
       UserError: what does not fit together, or does not divide over the mesh.
     """
     method = method_of(config, task)
     check_batch(config, batch_shards(mesh))
-    check_experts(config, model, method)
     if model is None:
         network = own_network(config, task, tokenizer)
     else:
         network = trained_network(config, model, policy_network(config, model, mesh))
-    one, network = network, network_of(network, method)
-    if network is not one:
-        check_network(config, mesh, method)
+    one, network = network, method.network(network)
+    if trains:
+        check_features(features_of(config, method, network=network, model=model, task=task))
     check_vocabularies(network, networks)
     new_tokens = max_new_tokens(config, task)
     for each in (network, *networks.values()):
@@ -246,10 +249,15 @@ def bare_run(
     )
 
 
+def run_features(run: Run) -> Features:
+    """What ``check_features`` compares."""
+    return features_of(run.config, run.method, network=run.network, model=run.model, task=run.task)
+
+
 def sampler_of(run: Run, network: Network | None = None) -> Network:
     """The policy as completions to train on are drawn from it; ``network`` is it elsewhere."""
     network = network or run.network
-    if run.model is None or own_layout(network):
+    if run.model is None or network.extras.own_layout:
         return network
     network = sampler(network, run.model, **run.config.sampling.formats)
     return recording(network, run.model) if run.config.replays_routing else network
@@ -267,7 +275,7 @@ def policy_network(config: Config, model: ModelConfig, mesh: Mesh) -> Network:
 
 def _frozen_networks(config: Config, method: Method) -> dict[str, Network]:
     """The frozen policies that are named and read, each of its own size."""
-    needed = method.objective.frozen
+    needed = frozen_names(method.objective, method.schedule)
     names = [name for name in config.frozen if name in needed]
     how = config.model.attention
     return {name: transformer(frozen_shape(config, name), attention=how) for name in names}
@@ -548,22 +556,3 @@ def reward_pool(config: Config) -> RewardPool:
         on_timeout=pool.on_timeout,
         on_error=pool.on_error,
     )
-
-
-def check_experts(config: Config, model: ModelConfig | None, method: Method) -> None:
-    """Raises UserError for keys about routed experts that this run does not read."""
-    losses = router_losses(config)
-    asked = {
-        "objective.router_replay": config.replays_routing,
-        "objective.router_balance": losses.balance,
-        "objective.router_z": losses.z,
-    }
-    for key, value in asked.items():
-        if value and (model is None or not any(model.sparse)):
-            shown = str(value).lower()
-            raise UserError(f"{key} = {shown}: the model has no routed experts; remove it")
-    if config.replays_routing and (not method.draw.own or config.given_completions):
-        raise UserError(
-            f"objective.router_replay = true: nothing is sampled with method = {config.method!r}, "
-            "so there is no routing to replay; remove it"
-        )

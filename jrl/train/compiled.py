@@ -22,14 +22,13 @@ import optax
 
 from jrl.data.tasks import Task
 from jrl.episodes import Env
-from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.methods.base import Method
-from jrl.models.several import one_of, stacked
 from jrl.sampling.params import SamplingParams, make_sampling_params
 from jrl.sampling.tree import check_branching
 from jrl.train.collect import Groups, to_batch
 from jrl.train.episodes import eval_parts, rollout_of, scripted_batch
+from jrl.train.features import check_features, method_features
 from jrl.train.hyperparameters import Hyperparameters, choose_hyperparameters, method_with
 from jrl.train.score import drawing_policy, policy_of
 from jrl.train.state import init_state
@@ -81,22 +80,11 @@ def make_iteration(
     Raises:
       UserError: the method draws groups anew until they are good, which takes a host.
     """
-    if on_host := {"prompts", "rewards", "groups", "replay"} & set(method.seams):
-        raise UserError(
-            f"train.mode = 'compiled': the method edits {', '.join(sorted(on_host))} on the host, "
-            "between the two programs; set train.mode to 'host'"
-        )
-    if method.draw.search is not None:
-        raise UserError(
-            "train.mode = 'compiled': objective.tree searches, which takes a host; set train.mode"
-            " to 'host', or objective.tree to 'none'"
-        )
+    features = method_features(method) | {"compiled": "train.mode = 'compiled'"}
+    if isinstance(task, Env):
+        features["device environment"] = f"the environment {task.name!r}"
+    check_features(features)
     if method.draw.tree is not None:
-        if isinstance(task, Env):
-            raise UserError(
-                "objective.tree: completions branch, and episodes in an environment on the device"
-                " do not; use a task, or a method that draws members apart"
-            )
         tree = check_branching(method.draw.tree, group, slots)
         method = method._replace(draw=method.draw._replace(tree=tree))
     part_weights = jnp.array(list(weights.values()), jnp.float32)
@@ -182,29 +170,30 @@ def warm_start(
     Returns:
       (params, losses [steps] float32, nats a token).
     """
-    if (several := network.extras.several) is not None:
+    derived = network.extras.derived
+    if derived is not None and derived.stack is not None:
         whole, losses = warm_start(
             key,
-            one_of(params, 0),
+            derived.plain(params, 0),
             task=task,
-            network=several.each,
+            network=derived.network,
             steps=steps,
             batch=batch,
             learning_rate=learning_rate,
         )
-        return stacked(whole, several.policies), losses
-    if network.extras.split is not None:
-        trained, base = network.extras.split.split(params)
+        return derived.start(key, whole), losses
+    if derived is not None and derived.split is not None:
+        trained, base = derived.split.split(params)
         whole, losses = warm_start(
             key,
-            network.extras.split.thaw(base),
+            derived.split.thaw(base),
             task=task,
-            network=network.extras.split.plain,
+            network=derived.network,
             steps=steps,
             batch=batch,
             learning_rate=learning_rate,
         )
-        return network.extras.split.join(trained, network.extras.split.freeze(whole)), losses
+        return derived.split.join(trained, derived.split.freeze(whole)), losses
     objective = get_method("sft").objective
     optimizer = optax.adam(learning_rate)
     step = make_step(network=network, objective=objective, optimizer=optimizer)
@@ -266,7 +255,7 @@ def make_run(
     value: ValueNetwork | None = None,
     frozen: Mapping[str, Params] = NOTHING,
     networks: Mapping[str, Network] = NOTHING,
-    splits: Mapping[str, int] | None = None,
+    splits: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
     eval_problems: int = 512,
 ) -> Callable[[Array, Hyperparameters], tuple[TrainState, Metrics]]:
@@ -286,7 +275,7 @@ def make_run(
       value: the value network, for methods that need one.
       frozen: policies that the method reads and does not train, by name, such as "teacher".
       networks: those of them that are not like the policy.
-      splits: epochs, minibatches, microbatches of ``make_step``.
+      splits: minibatches and microbatches of ``make_step``.
       warmup: steps, batch and learning_rate of ``warm_start``; None for none.
       eval_problems: held-out problems of the two evaluations.
 
@@ -307,8 +296,15 @@ def make_run(
     )
 
     def begin(key: Array, used: Method, rate: optax.GradientTransformation) -> TrainState:
-        common = {"network": network, "objective": used.objective, "optimizer": rate}
-        state = init_state(key, **common, value=value, frozen=frozen)
+        state = init_state(
+            key,
+            network=network,
+            objective=used.objective,
+            optimizer=rate,
+            value=value,
+            frozen=frozen,
+            schedule=used.schedule,
+        )
         if warmup is None:
             return state
         policy = policy_of(state, network)
@@ -322,7 +318,8 @@ def make_run(
             optimizer=rate,
             value=value,
             networks=networks,
-            **(used.schedule._asdict() | dict(splits or {})),
+            schedule=used.schedule,
+            **(splits or {}),
         )
 
     def run(key: Array, hyperparameters: Hyperparameters) -> tuple[TrainState, Metrics]:
@@ -369,8 +366,8 @@ def with_policy(
         policy, base = network.extras.split.split(policy)
         frozen = frozen | {"base": base}
     params, init = state.params | {"policy": policy}, optimizer.init
-    if network is not None and network.extras.several is not None:
+    if network is not None and network.extras.stack is not None:
         init = jax.vmap(init)
-    for name in {"ref", "expert", "first"} & frozen.keys() - set(given):
+    for name in frozen.keys() - {"base", *given}:
         frozen = frozen | {name: jax.tree.map(jnp.copy, policy)}
     return state.replace(params=params, opt_state=init(params), frozen=frozen)

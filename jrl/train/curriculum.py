@@ -17,10 +17,8 @@ from typing import Any, overload
 import jax
 import numpy as np
 
-from jrl.config.secrets import reveal
 from jrl.data.prompts import build_prompts
 from jrl.data.sources import MemoryRows
-from jrl.episodes.configured import configured_env
 from jrl.episodes.host import EnvError
 from jrl.errors import UserError
 from jrl.methods.base import HardProblems, WrittenProblems
@@ -346,41 +344,3 @@ def hard_rounds(
     rounds = HardRounds(rule, prompts, attempts, points, at_once=at_once, notes=notes)
     data = run.data._replace(prompts={**run.data.prompts, "train": rounds.prompts})
     return rounds, rounds.around(search_source(run._replace(data=data), search, pool, rows).draw)
-
-
-def check_curriculum(run: Run) -> None:
-    """Raises UserError where a run cannot choose its problems in rounds."""
-    if run.method.curriculum is None:
-        return
-    said = f"method = {run.config.method!r} chooses its problems in rounds, "
-    if isinstance(run.method.curriculum, WrittenProblems):
-        _check_written(run)
-        return
-    if run.task is not None:
-        raise UserError(
-            f"{said}and those of a procedural task are never the same; give data.train, or set"
-            " objective.round_steps to 0"
-        )
-    if run.config.episodes is not None or run.method.draw.search is None:
-        raise UserError(
-            f"{said}which are searched as text; set objective.round_steps to 0, or remove"
-            " data.env and objective.tree = 'none'"
-        )
-
-
-def _check_written(run: Run) -> None:
-    said = f"method = {run.config.method!r} with objective.written above 0: "
-    rest = "; or set objective.written to 0"
-    if run.config.episodes is None:
-        raise UserError(
-            f"{said}problems are written for an environment on the host; give data.train and"
-            f" data.env = FILE.py:function{rest}"
-        )
-    if run.rollout_mesh is not None:
-        raise UserError(f"{said}it does not go together with [placement]; remove it{rest}")
-    data = run.config.episodes
-    if configured_env(data.env, reveal(data.options, "data")).extras.write is None:
-        raise UserError(
-            f"{said}nobody writes them; set data.writer to FILE.py:function, or to a table with the"
-            f" url and the model of an endpoint{rest}"
-        )

@@ -16,7 +16,6 @@ from jrl.episodes import Env, Start
 from jrl.episodes.device_play import Episodes, check_room, play, scripted
 from jrl.episodes.device_self_play import rows_of_players
 from jrl.errors import UserError, unknown_choice
-from jrl.methods.base import GroupEditor, keep_all
 from jrl.sampling.params import SamplingParams
 from jrl.sampling.slots import check_length
 from jrl.train.collect import Groups, task_rollout
@@ -105,7 +104,7 @@ def episode_rollout(
         baseline_members=baseline_members,
         slots=slots,
         chunk=chunk,
-        step=step if split == "train" and network.extras.several is not None else None,
+        step=step if split == "train" and network.extras.stack is not None else None,
     )
     if task.players > 1:
         played, starts, ids = _by_role(played, starts, ids, task, split)
@@ -146,15 +145,6 @@ def check_members(env: Env, group: int, demonstrations: int) -> None:
         raise UserError(
             f"data.env: the method learns from demonstrations, and the environment {env.name!r} has"
             " none; choose a method that draws its own completions, or a procedural task"
-        )
-
-
-def check_players(env: Env, editor: GroupEditor) -> None:
-    """Raises UserError where groups are dropped or redrawn that hold one player of an episode."""
-    if env.players > 1 and editor.keep is not keep_all:
-        raise UserError(
-            f"data.env: the method keeps some groups and drops others, and of {env.name!r} each "
-            f"start makes {env.players}, one for a player; choose a method that keeps every group"
         )
 
 

@@ -23,13 +23,12 @@ from jrl.errors import UserError
 from jrl.hub import model_directory
 from jrl.models import hf
 from jrl.models.config import ModelConfig
-from jrl.models.several import one_of
 from jrl.models.soup import average
 from jrl.models.tokenizer import check_vocab
 from jrl.models.transformer import transformer
 from jrl.train.adapters import restore_policy, trained_network
-from jrl.train.method_network import network_of
 from jrl.train.objective import method_of
+from jrl.train.state import plain_policy
 from jrl.types import Params
 
 
@@ -111,8 +110,8 @@ def _shape(directory: str, name: str) -> ModelConfig:
 def frozen_params(config: Config, name: str) -> Params:
     """The weights of a frozen policy, on the host or in their files, in the run's own type.
 
-    A run directory gives its newest checkpoint: the first policy where it trained several, and the
-    policy without its values of tokens. Of several directories it is the mean.
+    A run directory gives its newest checkpoint: the first policy where it trained several, and
+    without what its method adds to the network. Of several directories it is the mean.
     """
     dtype = config.model.param_dtype
     found = [_params(directory, name, dtype) for directory in config.frozen[name]]
@@ -126,16 +125,11 @@ def _params(directory: str, name: str, dtype: str) -> Params:
     theirs = load_config(path / "config.toml", [f"run.dir={json.dumps(str(path))}"])
     shape = run_shape(theirs, run_task(theirs))
     network = trained_network(theirs, shape, transformer(shape))
-    method = method_of(theirs, run_task(theirs))
-    network = network_of(network, method)
+    network = method_of(theirs, run_task(theirs)).network(network)
     shapes = jax.eval_shape(network.init, jax.random.key(0))
     host = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     policy, _ = restore_policy(theirs, network, host)
-    if network.extras.split is not None:
-        policy = jax.device_get(network.extras.split.merge(policy))
-    if method.policies > 1:
-        policy = one_of(policy, 0)
-    policy = policy["base"] if method.token_values is not None else policy
+    policy = jax.device_get(plain_policy(policy, network))
     return jax.tree.map(lambda x: x.astype(dtype), policy)
 
 

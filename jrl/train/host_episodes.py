@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 import numpy as np
 
 from jrl.config.secrets import reveal
@@ -32,15 +31,15 @@ from jrl.episodes.transcript import RowShape, Transcript, rows_of_players, to_ro
 from jrl.episodes.tree import SearchPlan
 from jrl.episodes.world import HostWorld, gather, host_world
 from jrl.errors import UserError
-from jrl.methods.base import keep_all
 from jrl.models.tokenizer import Tokenizer
 from jrl.sampling.places import entropy
 from jrl.sampling.slots import Measure
-from jrl.train.build import Run
+from jrl.train.build import Run, run_features
 from jrl.train.collect import Groups, answer_number, source_rows
+from jrl.train.features import check_features, host_features
 from jrl.train.prompt_seeds import prompt_seeds
 from jrl.train.run_rows import RunRows, run_rows
-from jrl.train.several import check_division
+from jrl.train.state import check_division
 from jrl.train.tree_search import Estimate, estimates, plan_of, run_estimate
 from jrl.types import Params, Prompt, Search
 
@@ -99,7 +98,7 @@ class HostEpisodes:
         _check_parts(env, weights)
         _check_group(env, group)
         if branches is not None or search is not None:
-            _check_fork(env)
+            check_features(host_features(env, {"tree": "[tree]"}))
         self._branches, self._estimate = branches, estimate
         self._plan = None if search is None else plan_of(search, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
@@ -160,7 +159,9 @@ class HostEpisodes:
         Raises:
           UserError: the environment's state cannot be copied.
         """
-        _check_fork(self._env, "--search")
+        features = host_features(self._env)
+        kept = {"fork": features["fork"]} if "fork" in features else {}
+        check_features({"host tree": "--search"} | kept)
         self._env.lifecycle.begin(step, split)
         with self._rows.loaded(key, params, step):
             device = Device(self._rows.rows, policy_of=self._rows.policy_of(step))
@@ -308,25 +309,12 @@ class HostEpisodes:
 
 def check_host(run: Run) -> None:
     """Raises UserError for an environment, a template or a method that episodes cannot use."""
-    if (
-        run.method.draw.demonstrations
-        or run.method.draw.baseline_members
-        or not run.method.draw.own
-    ):
-        raise UserError(
-            f"data.env: method = {run.config.method!r} trains on demonstrations or greedy members,"
-            " which episodes on the host do not have; choose another method"
-        )
-    if jax.process_count() > 1:
-        raise UserError("data.env with data.train runs in one process; use one host")
     env = _env(run)
     try:
         _check_parts(env, run.rewards.weights)
         _check_group(env, run.config.sampling.group)
-        if run.method.draw.shares:
-            _check_fork(env)
-        check_division(env.players, run.method.policies)
-        _check_players(run, env)
+        check_features(host_features(env, run_features(run)))
+        check_division(env.players, run.network)
         chat = format_of(env, run.tokenizer)
         _check_contexts(run, env, chat)
         for note in chat.notes:
@@ -355,7 +343,7 @@ def _check_group(env: HostEnv, group: int) -> None:
 
 
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
-    """Raises UserError for contexts that leave no room to speak, or cannot be trained."""
+    """Raises UserError for contexts that leave no room to speak."""
     contexts, room = env.limits.contexts, run.config.sampling.max_new_tokens
     if contexts == 1:
         return
@@ -365,43 +353,6 @@ def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
             f"{said}: a summary of up to data.summary_tokens = {env.limits.summary_tokens} and what"
             f" asks for it take {needed} tokens of sampling.max_new_tokens = {room}; raise that, or"
             " lower data.summary_tokens"
-        )
-    if run.network.extras.hidden_shared is None:
-        raise UserError(
-            f"{said}: contexts are trained as rows that share their prompt, which this network does"
-            " not take; set data.contexts to 1, or use a network of jrl.models.transformer"
-        )
-    if any(statistic.over == "attention" for statistic in run.method.objective.statistics):
-        raise UserError(
-            f"{said}: method = {run.config.method!r} reads attention over whole rows, which"
-            " contexts divide; set data.contexts to 1"
-        )
-
-
-def _check_players(run: Run, env: HostEnv) -> None:
-    """Raises UserError where groups that belong together would not stay together."""
-    groups = env.players * env.extras.asks
-    if groups == 1:
-        return
-    if run.method.draw.shares and env.players > 1:
-        raise UserError(
-            f"data.env: episodes of {env.players} players do not branch; set objective.tree to"
-            " 'none'"
-        )
-    if run.method.groups.keep is not keep_all:
-        raise UserError(
-            f"data.env: method = {run.config.method!r} keeps some groups and drops others, and"
-            f" each problem makes {groups}; choose a method that keeps every group"
-        )
-
-
-def _check_fork(env: HostEnv, key: str = "objective.tree") -> None:
-    """Raises UserError where no episode could branch."""
-    if env.fork is None:
-        raise UserError(
-            f"{key}: episodes branch with a copy of the environment's state, and this"
-            " environment has none (HostEnv.fork is None: a process, a connection, a coroutine);"
-            " use another environment, or a method that draws members apart"
         )
 
 

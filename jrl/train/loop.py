@@ -213,8 +213,8 @@ def _set_up(
     programs.check_trainable(run)
     check_reward_columns(run.config, run.data.prompts.get("train") or ())
     check_metric_names(run)
-    if run.method.unsupported:
-        echo(f"{config.method}: the objective alone is trained; {run.method.unsupported}")
+    if run.method.lacks:
+        echo(f"{config.method}: the objective alone is trained; {run.method.lacks}")
     for split, counts in run.data.counts.items():
         echo(f"data.{split}: {counts}")
     if said := reward_text(run):

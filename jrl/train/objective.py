@@ -8,6 +8,7 @@ from typing import Any
 
 from jrl.config import Config
 from jrl.config.secrets import reveal
+from jrl.config.unions import BranchTree, MethodTree, SearchTree
 from jrl.data.tasks import Task
 from jrl.episodes import Env
 from jrl.episodes.tree import SEARCHES
@@ -15,13 +16,13 @@ from jrl.errors import Mistakes, UserError
 from jrl.methods import OwnMethod, Published, find_method
 from jrl.methods.base import Draw, Method
 from jrl.methods.domains import Choice, Coefficient, Range, Switch
+from jrl.methods.networks import named_network
 from jrl.objectives.corrections import CORRECTIONS, named_correction
 from jrl.objectives.ratios import weighted
 from jrl.objectives.regularizers import entropy_bonus
 from jrl.objectives.transforms import over_branches
-from jrl.sampling.places import PLACES
 from jrl.sampling.tree import check_branching
-from jrl.train.router import RouterLosses
+from jrl.train.router import RouterTraining
 from jrl.types import Branching, Search
 
 COMMON: Mapping[str, Coefficient] = {
@@ -34,13 +35,6 @@ COMMON: Mapping[str, Coefficient] = {
     "router_replay": Coefficient("router_replay", Switch(), False),
     "router_z": Coefficient("router_z", Range(0.0), 0.0),
     "swap_every": Coefficient("swap_every", Range(0, whole=True), 0),
-    "tree": Coefficient("tree", Choice(("none", *PLACES, *SEARCHES)), "none"),
-    "tree_above": Coefficient("tree_above", Range(0.0), 0.0),
-    "tree_exploration": Coefficient("tree_exploration", Range(0.0), Search().exploration),
-    "tree_roots": Coefficient("tree_roots", Range(0, whole=True), 0),
-    "tree_rounds": Coefficient("tree_rounds", Range(1, whole=True), 1),
-    "tree_tokens": Coefficient("tree_tokens", Range(1, whole=True), Search().tokens),
-    "tree_width": Coefficient("tree_width", Range(1, whole=True), Search().width),
 }
 """Coefficients that the run reads where the method has none of that name."""
 
@@ -64,14 +58,9 @@ def method_of(config: Config, task: Task | Env | None) -> Method:
     if "epochs" in common:
         method = method._replace(schedule=method.schedule._replace(epochs=common["epochs"]))
     if (coef := common.get("entropy_coef", 0.0)) > 0:
-        if config.given_completions or not method.draw.own:
-            raise UserError(
-                f"objective.entropy_coef = {coef}: method = {config.method!r} trains on what the"
-                " policy did not draw; remove it"
-            )
         method = method.plus(entropy_bonus(coef))
     method = _of_players(method, common)
-    return _in_trees(config, task, method, common)
+    return _in_trees(config, method)
 
 
 def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
@@ -81,145 +70,82 @@ def _of_players(method: Method, common: Mapping[str, Any]) -> Method:
       UserError: what several policies do, asked of one.
     """
     names = ("policies", "swap_every", "copy_every")
-    method = method._replace(**{name: common[name] for name in names if name in common})
-    for name in names[1:]:
-        if method.policies == 1 and common.get(name):
-            raise UserError(
-                f"objective.{name} = {common[name]}: one policy plays all players; set"
-                " objective.policies to their number, or leave it out"
-            )
-    return method
+    asked = {name: common[name] for name in names if name in common}
+    return named_network("policies")(method, **asked) if asked else method
 
 
-def _in_trees(
-    config: Config, task: Task | Env | None, method: Method, common: Mapping[str, Any]
-) -> Method:
-    """The method with groups whose members branch off one another, where that is asked for.
+def _in_trees(config: Config, method: Method) -> Method:
+    """The method with groups that are trees, where ``[tree]`` or the method asks for them.
 
     Raises:
       UserError: a tree that no run of this kind grows, or that does not fit.
     """
-    draw = _asked_draw(config, method.draw, common)
-    method = method._replace(draw=draw)
-    if draw.search is not None:
-        return _searched(config, task, method, draw.search, common)
-    tree = draw.tree
-    if tree is None:
+    method = method._replace(draw=_with_tree(config, method.draw))
+    search, tree = method.draw.search, method.draw.tree
+    if search is not None:
+        _check_search(config, search)
+    if tree is not None:
+        _check_branching(config, tree)
+    if search is None and tree is None:
         return method
-    named = f"objective.tree = {tree.at!r}"
-    if config.episodes is not None and tree.rounds > 1:
-        raise UserError(
-            f"objective.tree_rounds = {tree.rounds} is not read in episodes, which branch as they"
-            " are played; remove it"
-        )
-    if tree.at == "even" and tree.above:
-        raise UserError(f"objective.tree_above = {tree.above} is not read with {named}; remove it")
-    if (reason := _without_trees(config, task, method)) is not None:
-        raise UserError(f"{named}: {reason}")
-    tree = check_branching(tree, config.sampling.group, config.sampling.slots)
-    return method._replace(draw=draw._replace(tree=tree)).after(over_branches())
-
-
-def _asked_draw(config: Config, draw: Draw, common: Mapping[str, Any]) -> Draw:
-    """The method's draw with the tree that ``objective`` asks for, or with its own.
-
-    Raises:
-      UserError: a number that no tree reads, or not this one.
-    """
-    asked = {name: common[name] for name in COMMON if name.startswith("tree") and name in common}
-    at = asked.pop("tree", None)
-    numbers = {name.removeprefix("tree_"): value for name, value in asked.items()}
-    if at is None and draw.search is not None and config.given_completions and not asked:
-        return draw._replace(search=None)  # the method's own, for groups that are drawn
-    if at is None and draw.search is not None:
-        _check_read(numbers, Search, draw.search.by)
-        return draw._replace(search=draw.search._replace(**numbers))
-    if at in SEARCHES:
-        _check_read(numbers, Search, at)
-        return draw._replace(tree=None, search=Search(at, **numbers))
-    if at in PLACES:
-        _check_read(numbers, Branching, at)
-        return draw._replace(tree=Branching(at, **numbers), search=None)
-    if asked:
-        name = next(iter(asked))
-        raise UserError(
-            f"objective.{name} = {asked[name]}: members branch with objective.tree alone; set it to"
-            f" one of {', '.join((*PLACES, *SEARCHES))}"
-        )
-    return draw if at is None else draw._replace(tree=None, search=None)
-
-
-def _check_read(numbers: Mapping[str, Any], kind: Any, at: str) -> None:
-    """Raises UserError for a number that a tree of this kind does not have."""
-    for name in numbers:
-        if name not in kind._fields:
-            raise UserError(
-                f"objective.tree_{name} = {numbers[name]} is not read with objective.tree = {at!r};"
-                " remove it"
-            )
-
-
-def _searched(
-    config: Config,
-    task: Task | Env | None,
-    method: Method,
-    search: Search,
-    common: Mapping[str, Any],
-) -> Method:
-    """The method with groups that are the leaves of a search tree.
-
-    Raises:
-      UserError: a search that no run of this kind makes, or that does not fit.
-    """
-    named = f"objective.tree = {search.by!r}"
-    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
-        raise UserError(
-            f"objective.tree_exploration = {search.exploration} is not read with {named}; remove it"
-        )
-    if config.episodes is not None and "tree_tokens" in common:
-        raise UserError(
-            f"objective.tree_tokens = {search.tokens}: a search of episodes goes by turns; remove"
-            " it, or set data.turn_tokens"
-        )
-    if (reason := _without_trees(config, task, method)) is not None:
-        raise UserError(f"{named}: {reason}; or set objective.tree to 'none'")
-    if 0 < config.sampling.slots < search.width:
-        raise UserError(
-            f"sampling.slots = {config.sampling.slots}: a search of objective.tree_width ="
-            f" {search.width} needs a slot for each step; raise one or lower the other"
-        )
+    if tree is not None:
+        tree = check_branching(tree, config.sampling.group, config.sampling.slots)
+        method = method._replace(draw=method.draw._replace(tree=tree))
     return method.after(over_branches())
 
 
-def _without_trees(config: Config, task: Task | Env | None, method: Method) -> str | None:
-    """Why a run's completions cannot branch off one another; None where they can."""
-    if given := config.given_completions:
-        return f"{given} holds the completions, and none is drawn; remove it"
-    if isinstance(task, Env):
-        return (
-            "completions and episodes on the host branch, those in an environment on the device do"
-            " not; use a task, data.train, or data.env = FILE.py:function"
-        )
-    if config.replays_routing:
-        return "a branch has no record of its past's experts; set objective.router_replay to false"
-    if method.objective.surrogate.over == "group":
-        return (
-            f"method = {config.method!r} compares whole completions, and what members share is in"
-            " one of them alone; choose another method"
-        )
-    draw = method.draw
-    if draw.baseline_members or draw.demonstrations or not draw.own:
-        return (
-            f"method = {config.method!r} draws greedy baselines, or reads demonstrations, which are"
-            " on no branch; choose another method"
-        )
-    return None
+def _with_tree(config: Config, draw: Draw) -> Draw:
+    """A method's draw with the tree of the configuration, whose keys come before its own."""
+    table = config.tree
+    if isinstance(table, MethodTree):
+        # A search of the method's own is for groups that are drawn.
+        return draw._replace(search=None) if config.given_completions else draw
+    keys = {k: v for k, v in table.model_dump(exclude={"kind"}).items() if v is not None}
+    if isinstance(table, BranchTree):
+        return draw._replace(tree=(draw.tree or Branching())._replace(**keys), search=None)
+    if isinstance(table, SearchTree):
+        return draw._replace(tree=None, search=(draw.search or Search())._replace(**keys))
+    return draw._replace(tree=None, search=None)
 
 
-def router_losses(config: Config) -> RouterLosses:
-    """What is added to the loss for the routers of a model with experts."""
+def _check_branching(config: Config, tree: Branching) -> None:
+    """Raises UserError for a key of ``[tree]`` that members which branch like this do not read."""
+    if config.episodes is not None and tree.rounds > 1:
+        raise UserError(
+            f"tree.rounds = {tree.rounds} is not read in episodes, which branch as they are played;"
+            " remove it"
+        )
+    if tree.at == "even" and tree.above:
+        raise UserError(
+            f"tree.above = {tree.above} is not read with tree.at = {tree.at!r}; remove it"
+        )
+
+
+def _check_search(config: Config, search: Search) -> None:
+    """Raises UserError for a key of ``[tree]`` that this search does not read, or cannot have."""
+    if search.exploration != Search().exploration and not SEARCHES[search.by].explores:
+        raise UserError(
+            f"tree.exploration = {search.exploration} is not read with tree.by = {search.by!r};"
+            " remove it"
+        )
+    asked = config.tree.tokens if isinstance(config.tree, SearchTree) else None
+    if config.episodes is not None and asked is not None:
+        raise UserError(
+            f"tree.tokens = {asked}: a search of episodes goes by turns; remove it, or set"
+            " data.turn_tokens"
+        )
+    if 0 < config.sampling.slots < search.width:
+        raise UserError(
+            f"sampling.slots = {config.sampling.slots}: a search of tree.width = {search.width}"
+            " needs a slot for each step; raise one or lower the other"
+        )
+
+
+def router_training(config: Config) -> RouterTraining:
+    """How the routers of a model with experts are trained."""
     common, _ = _divided(config, find_method(config.method))
-    return RouterLosses(common.get("router_balance", 0.0), common.get("router_z", 0.0))
+    coefficients = common.get("router_balance", 0.0), common.get("router_z", 0.0)
+    return RouterTraining(*coefficients, replay=config.replays_routing)
 
 
 def max_new_tokens(config: Config, task: Task | Env | None) -> int:

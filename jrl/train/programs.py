@@ -23,21 +23,19 @@ from jrl.rewards.pool import RewardPool
 from jrl.sampling.generate import generate
 from jrl.sampling.tree import generate_tree
 from jrl.train.adapters import put_policy, trained_network
-from jrl.train.build import Run, policy_network, sampler_of
+from jrl.train.build import Run, policy_network, run_features, sampler_of
 from jrl.train.collect import GroupSource, TextSource
 from jrl.train.compiled import Iterate, make_iteration
 from jrl.train.compiler import compiler_options
-from jrl.train.curriculum import check_curriculum
-from jrl.train.episodes import check_members, check_players, eval_parts, rollout_of
+from jrl.train.episodes import eval_parts, rollout_of
+from jrl.train.features import check_features
 from jrl.train.frozen import check_named, frozen_params
 from jrl.train.gather import GIB, device_memory, prepared_bytes
 from jrl.train.host_episodes import check_host, host_source
-from jrl.train.method_network import network_of, own_layout
-from jrl.train.objective import router_losses
+from jrl.train.objective import router_training
 from jrl.train.packing import Packer
 from jrl.train.placement import sampler_mesh
-from jrl.train.recorded import RECORDED_REWARD, RecordedSource, check_recorded
-from jrl.train.replay import check_replay
+from jrl.train.recorded import RECORDED_REWARD, RecordedSource
 from jrl.train.resharding import (
     ReshardedSampler,
     drawn_from_prepared,
@@ -46,12 +44,17 @@ from jrl.train.resharding import (
 )
 from jrl.train.reward_model import NAME, with_model_points
 from jrl.train.run_rows import line_ends
-from jrl.train.score import policy_of
-from jrl.train.several import check_division, unstacked
-from jrl.train.state import check_frozen, init_policy, init_state, state_shardings
+from jrl.train.state import (
+    check_division,
+    check_frozen,
+    frozen_names,
+    init_policy,
+    init_state,
+    state_shardings,
+)
 from jrl.train.step import Step, compile_step, make_step
-from jrl.train.task_rewards import device_parts, is_own, with_own_points
-from jrl.train.tree_search import check_search, search_source
+from jrl.train.task_rewards import device_parts, with_own_points
+from jrl.train.tree_search import search_source
 from jrl.train.watch import skip_rule
 from jrl.types import Branching, Network, Params, TrainState
 
@@ -59,19 +62,17 @@ from jrl.types import Branching, Network, Params, TrainState
 def check_trainable(run: Run) -> None:
     """Raises UserError when a run can be sampled from and evaluated, but not trained."""
     config = run.config
+    check_features(run_features(run))
     if run.data.judged:
         _check_judged(run)
     else:
         _check_group(config.method, run.method, config.sampling.group)
     if not config.episodes:
         players = run.task.players if isinstance(run.task, Env) else 1
-        check_division(players, run.method.policies)
-    if isinstance(run.task, Env):
-        draw = run.method.draw
-        check_members(run.task, draw.own * config.sampling.group, draw.demonstrations)
-        check_players(run.task, run.method.groups)
-    check_frozen(run.method.objective, run.networks, config.method)
-    check_named(config, run.method.objective.frozen)
+        check_division(players, run.network)
+    given = {*run.networks, *run.method.schedule.frozen}
+    check_frozen(run.method.objective, given, config.method)
+    check_named(config, frozen_names(run.method.objective, run.method.schedule))
     if config.sampling.temperature == 0:
         raise UserError(
             "sampling.temperature = 0 draws the same completion for every member of a group; "
@@ -79,13 +80,6 @@ def check_trainable(run: Run) -> None:
         )
     if config.episodes:
         check_host(run)
-    if config.recorded is not None:
-        check_recorded(run.method, config)
-    _check_rounds(run)
-    check_curriculum(run)
-    check_replay(run)
-    if run.method.draw.search is not None:
-        check_search(run)
     state_layout(run)
     check_resharding(run)
     sampler_of(run)
@@ -99,7 +93,7 @@ def _check_group(name: str, method: Method, group: int) -> None:
     """Raises UserError when a method that compares members is given groups too small for it."""
     draw = method.draw
     members = (group if draw.own else 0) + draw.demonstrations
-    needed = max(method.min_group, 2 if method.objective.surrogate.over == "group" else 1)
+    needed = max(method.least_group, 2 if method.objective.surrogate.over == "group" else 1)
     if members < needed:
         raise UserError(
             f"sampling.group = {group}: method {name!r} compares the samples of one prompt "
@@ -108,35 +102,11 @@ def _check_group(name: str, method: Method, group: int) -> None:
         )
 
 
-def _check_rounds(run: Run) -> None:
-    """Raises UserError where a run cannot draw with the policy as its round began."""
-    if not run.method.schedule.round_steps:
-        return
-    for key, given in {
-        "[placement]": run.rollout_mesh is not None,
-        "objective.policies": run.method.policies > 1,
-        "lora.rank": run.network.extras.split is not None,
-        "train.mode = 'in_flight'": run.config.train.mode == "in_flight",
-    }.items():
-        if given:
-            raise UserError(
-                f"objective.round_steps = {run.method.schedule.round_steps}: completions are drawn"
-                f" by the policy as its round began, which does not go together with {key}; remove"
-                " one of them"
-            )
-
-
 def _check_judged(run: Run) -> None:
     """Raises UserError when a method cannot learn from the judged completions of a run."""
     config, method = run.config, run.method
-    if "sampler_logprobs" in method.objective.needs or method.draw.demonstrations:
-        raise UserError(
-            f"method = {config.method!r} does not learn from data.pairs: it reads what the policy "
-            "drew, or demonstrations; choose a preference method such as dpo, a reward model such "
-            "as bradley_terry, or give data.train instead"
-        )
     compares = method.objective.surrogate.over == "group"
-    needed = max(method.min_group, 2 if compares else 1)
+    needed = max(method.least_group, 2 if compares else 1)
     largest = max(len(j.completions) for j in run.data.judged["pairs"])
     if largest < needed:
         raise UserError(
@@ -147,11 +117,6 @@ def _check_judged(run: Run) -> None:
 
 def _check_disjoint(run: Run, mesh: Mesh) -> None:
     """Raises UserError when a run cannot draw on devices of its own."""
-    if not run.method.draw.own:
-        raise UserError(
-            f"[placement] needs a rollout, and method = {run.config.method!r} draws nothing; remove"
-            " [placement]"
-        )
     try:
         policy_layout(run, mesh)
     except UserError as error:
@@ -180,6 +145,7 @@ def _layout(run: Run) -> tuple[Callable[..., TrainState], TrainState, TrainState
             optimizer=run.optimizer,
             value=run.value,
             frozen=frozen,
+            schedule=run.method.schedule,
         )
         if params is None or run.value is None or run.config.value.kind != "network":
             return state
@@ -202,10 +168,10 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make, shardings = state_layout(run)
     params = run.params
     if params is not None:
-        params = put_policy(run.network, params, _as_given(run, policy_of(shardings, run.network)))
+        params = put_policy(run.network, params, _checkpoint_shardings(run, run.network))
     frozen = {
-        name: hf.place(frozen_params(run.config, name), _as_given(run, shardings.frozen[name]))
-        for name in run.networks
+        name: hf.place(frozen_params(run.config, name), _checkpoint_shardings(run, network))
+        for name, network in run.networks.items()
     }
 
     def seeded(seed: Any, params: Params, frozen: dict[str, Params]) -> TrainState:
@@ -215,16 +181,17 @@ def new_state(run: Run) -> tuple[TrainState, TrainState]:
     make_placed = jax.jit(
         seeded,
         out_shardings=shardings,
-        donate_argnums=() if own_layout(run.network) else (1, 2),
+        donate_argnums=() if run.network.extras.own_layout else (1, 2),
     )
     return make_placed(np.uint32(run.config.seed), params, frozen), shardings
 
 
-def _as_given(run: Run, shardings: Any) -> Any:
-    """Where weights from a checkpoint lie: of several policies each begins with a copy of them."""
-    if run.network.extras.several is not None:
-        shardings = unstacked(shardings)
-    return shardings["base"] if run.method.token_values is not None else shardings
+def _checkpoint_shardings(run: Run, network: Network) -> Any:
+    """Where the weights of a checkpoint lie that a network's parameters are made of."""
+    while (derived := network.extras.derived) is not None and derived.split is None:
+        network = derived.network
+    shapes = jax.eval_shape(network.init, jax.random.key(0))
+    return tree_shardings(run.mesh, network.axes(), shapes)
 
 
 def held_bytes(tree: Any) -> float:
@@ -289,7 +256,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     """The root key and the policy of ``new_state``, without the rest of a state."""
     where, params = policy_shardings(run), run.params
     if params is not None:
-        params = put_policy(run.network, params, _as_given(run, where))
+        params = put_policy(run.network, params, _checkpoint_shardings(run, run.network))
 
     def make(seed: Any, params: Params) -> Any:
         return init_policy(jax.random.key(seed), params, network=run.network)
@@ -297,7 +264,7 @@ def new_policy(run: Run) -> tuple[jax.Array, Params]:
     made = jax.jit(
         make,
         out_shardings=(replicated(run.mesh), where),
-        donate_argnums=() if own_layout(run.network) else 1,
+        donate_argnums=() if run.network.extras.own_layout else 1,
     )
     return made(np.uint32(run.config.seed), params)
 
@@ -449,7 +416,7 @@ def as_evaluated(run: Run) -> Run:
         return run
     model = dataclasses.replace(model, dtype=dtype)
     network = trained_network(run.config, model, policy_network(run.config, model, run.mesh))
-    return run._replace(model=model, network=network_of(network, run.method))
+    return run._replace(model=model, network=run.method.network(network))
 
 
 def evaluated(run: Run) -> Network:
@@ -495,11 +462,10 @@ def make_train_step(run: Run, shown: int = 0) -> Step:
         networks=run.networks,
         minibatches=train.minibatches,
         microbatches=train.microbatches,
-        router=router_losses(run.config),
-        replay_routing=run.config.replays_routing,
+        router=router_training(run.config),
         skip=skip_rule(run.config.watch),
         shown=shown,
-        **run.method.schedule._asdict(),
+        schedule=run.method.schedule,
     )
 
 
@@ -510,16 +476,6 @@ def make_train_iteration(run: Run) -> Iterate:
       UserError: the method has work for the host between the two programs.
     """
     assert run.task is not None
-    if own := [name for name in run.rewards.weights if is_own(name)]:
-        raise UserError(
-            f"train.mode = 'compiled' and rewards.{own[0]} are both given: a function of your own"
-            " judges on the host, between the two programs; set train.mode to 'host'"
-        )
-    if run.rewards.model is not None:
-        raise UserError(
-            "train.mode = 'compiled' and rewards.model are both given: a reward model scores "
-            "between the two programs; set train.mode to 'host'"
-        )
     return make_iteration(
         make_train_step(run),
         method=run.method,

@@ -208,27 +208,3 @@ class RecordedSource(NamedTuple):
             },
             stats={"paid": rows.paid},
         )
-
-
-def check_recorded(method: Method, config: Config) -> None:
-    """Raises UserError for a method that needs what the run's data do not have.
-
-    That is members that nobody records; with dialogues also log-probabilities of the policy that
-    drew, which a method needs that compares with them, and one without such a ratio that is right
-    for what the policy itself drew alone.
-    """
-    data, draw = config.recorded, method.draw
-    assert data is not None
-    said = f"{data.kind}: method = {config.method!r}"
-    if draw.baseline_members or (draw.own and draw.demonstrations):
-        raise UserError(
-            f"{said} trains on greedy members, or demonstrations beside what the policy drew, which"
-            " no server records; choose another method"
-        )
-    needs = "sampler_logprobs" in method.objective.needs or method.objective.surrogate.on_policy
-    if needs and isinstance(data, DialogueData):
-        raise UserError(
-            f"{said} learns from what a policy drew, by its log-probabilities, and dialogues were"
-            " drawn by nobody: there are none; choose one that learns from any data, such as sft,"
-            " filtered_bc, ilql or mc_returns"
-        )

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.errors import UserError
 from jrl.methods.base import Replay
 from jrl.train.build import Run
 from jrl.train.collect import Groups, GroupSource, counted, to_host
@@ -280,29 +279,3 @@ def unpacked(notes: Mapping[str, Any]) -> Memory:
         row = {name: x[i] for name, x in (rows | numbers).items()}
         memory[prompt] = (*memory.get(prompt, ()), Kept(openings[i], row))
     return memory
-
-
-# ---------------------------------------------------------------- what cannot be replayed
-
-
-def check_replay(run: Run) -> None:
-    """Raises UserError where a run cannot replay what its method keeps."""
-    if run.method.replay is None:
-        return
-    config, said = run.config, f"method = {run.config.method!r} keeps completions by prompt, "
-    if run.task is not None:
-        raise UserError(
-            f"{said}and no problem of a procedural task or an environment on the device comes "
-            "again; give data.train, with data.env = FILE.py:function for episodes"
-        )
-    if config.recorded is not None:
-        raise UserError(f"{said}and recorded sessions are there already; choose another method")
-    for key, given in {
-        "[placement]": run.rollout_mesh is not None,
-        "objective.router_replay": config.replays_routing,
-        "objective.tree": run.method.draw.tree is not None,
-    }.items():
-        if given:
-            raise UserError(f"{said}which does not go together with {key}; remove it")
-    if jax.process_count() > 1:
-        raise UserError(f"{said}which takes one process; use one host")

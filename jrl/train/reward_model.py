@@ -44,8 +44,10 @@ def trains_reward(config: Config) -> bool:
 
 def make_value(config: Config, network: Network) -> ValueNetwork:
     """The value network that a configuration asks for; one of its own is trained as a whole."""
-    own = config.value.kind == "network" and network.extras.split is not None
-    return VALUES[config.value.kind](network.extras.split.plain if own else network)  # type: ignore[union-attr]
+    derived = network.extras.derived
+    if derived is not None and config.value.kind == "network":
+        network = derived.network
+    return VALUES[config.value.kind](network)
 
 
 def load_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:

@@ -11,20 +11,23 @@ from jrl.models.moe import balance_loss, z_loss
 from jrl.types import Array, Batch, Stats
 
 
-class RouterLosses(NamedTuple):
-    """What is added to the loss for the routers of the policy.
+class RouterTraining(NamedTuple):
+    """How the routers of a policy with experts are trained.
 
     Attributes:
       balance: what ``moe.balance_loss`` is multiplied by; its shares of visits are those of a
         microbatch, as in the papers.
       z: what ``moe.z_loss`` is multiplied by.
+      replay: whether tokens go to the experts that the sampler sent them to.
     """
 
     balance: float = 0.0
     z: float = 0.0
+    replay: bool = False
 
 
-NO_LOSSES = RouterLosses()
+ROUTER = RouterTraining()
+"""Routers without losses of their own."""
 
 
 def routed_tokens(batch: Batch) -> Array:
@@ -35,7 +38,7 @@ def routed_tokens(batch: Batch) -> Array:
     return (prompts + batch.lengths.sum()).astype(jnp.float32)
 
 
-def router_loss(losses: RouterLosses, sums: Stats, tokens: Array) -> tuple[Array, Stats]:
+def router_loss(losses: RouterTraining, sums: Stats, tokens: Array) -> tuple[Array, Stats]:
     """The losses of a microbatch, as its share of the whole batch, and the sums to report.
 
     Args:

@@ -22,7 +22,7 @@ from jrl.sampling.slots import Measure
 from jrl.train.build import Run, sampler_of
 from jrl.train.placement import sampler_mesh
 from jrl.train.resharding import drawn_from_prepared, network_on, weights_program
-from jrl.types import Array, Params, Several
+from jrl.types import Array, Params, Stack
 
 _SLOTS, _CHUNK = 64, 16
 """Slots where the configuration names none, and the most decode steps between two looks at the
@@ -40,7 +40,7 @@ class RunRows(NamedTuple):
     """
 
     rows: Rows
-    several: Several | None = None
+    several: Stack | None = None
     mesh: Mesh | None = None
     weights: Callable[[Params], Any] | None = None
 
@@ -96,7 +96,7 @@ def run_rows(
     sampling, mesh = run.config.sampling, sampler_mesh(run.config, run.mesh)
     network = network_on(run, mesh)
     network = sampler_of(run, network) if split == "train" else network
-    several = network.extras.several if split == "train" else None
+    several = network.extras.stack if split == "train" else None
     rows = Rows(
         network if mesh is None else drawn_from_prepared(network),
         slots=min(sampling.slots or _SLOTS, widest),

@@ -36,7 +36,7 @@ from jrl.types import (
 _LOGITS_AT_ONCE = 2**24
 """Maximum logits of a device at a time, in numbers (64 MiB of float32)."""
 _SHOWN = 4
-"""Arrays of the size of logits that a network shows besides (``NetworkExtras.shown``)."""
+"""Arrays of the size of logits in a network's view of the vocabulary."""
 
 
 class SequenceRows(NamedTuple):
@@ -232,7 +232,7 @@ def head_statistics(
         statistics=statistics,
     )
     # A chunk holds the distributions of all policies at once, so they share the limit.
-    shows = sum(networks[policy].extras.shown is not None for policy in hidden)
+    shows = sum(networks[policy].extras.views.vocabulary is not None for policy in hidden)
     size = max(networks[policy].vocab_size for policy in hidden) * (len(hidden) + _SHOWN * shows)
     return fused | _in_chunks(run, hidden, tokens, _LOGITS_AT_ONCE // size)
 
@@ -266,7 +266,9 @@ def _of_logits(
         if policy in policies:
             by_policy[policy] = sampling_logprobs(logits, distributions[1])
             by_policy |= {"logits": logits} if is_policy else {}
-        if is_policy and policy in policies and (more := networks[policy].extras.shown) is not None:
+        reads = is_policy and policy in policies
+        more = networks[policy].extras.views.vocabulary if reads else None
+        if more is not None:
             axes, outputs = tokens.ndim, more(params[policy], states)
             besides = {n: x.reshape(-1, *x.shape[axes:]) for n, x in outputs.items()}
     for statistic in statistics:
@@ -491,7 +493,7 @@ def _of_sequences(
 
 def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: Network) -> Array:
     """[B, T]: a statistic of attention weights, one sequence at a time because they are large."""
-    if network.extras.attention is None:
+    if network.extras.views.attention is None:
         raise UserError(
             f"{statistic.name} is read from the network's attention, which this network does not "
             "give; use one of jrl.models.transformer, or a method that does not need it"
@@ -502,7 +504,7 @@ def _of_attention(statistic: Statistic, params: Params, batch: Batch, network: N
             "divides them; set it to 1"
         )
     n, g, t = batch.tokens.shape
-    sequences, attention = rows(batch), network.extras.attention
+    sequences, attention = rows(batch), network.extras.views.attention
 
     def one(row: tuple[Array, ...]) -> Array:
         tokens, positions, segments, mask = row

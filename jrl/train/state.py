@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,12 @@ from jax.sharding import Mesh
 
 from jrl.errors import UserError
 from jrl.mesh import replicated, tree_shardings
-from jrl.models.several import stacked
-from jrl.train.several import stack_state, with_stacked_axes
+from jrl.methods.schedule import ONCE, Schedule, is_rate_schedule
 from jrl.types import NOTHING, Array, Network, Objective, Params, TrainState, ValueNetwork
+
+STACKED = ("params", "opt_state", "frozen", "method")
+"""Fields of a state that have a leading axis of policies, where several are trained."""
+N = TypeVar("N", Network, ValueNetwork)
 
 
 def init_state(
@@ -26,6 +29,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
     frozen: Mapping[str, Params] = NOTHING,
+    schedule: Schedule = ONCE,
 ) -> TrainState:
     """A state at step 0.
 
@@ -35,13 +39,13 @@ def init_state(
         ``split`` the base alone will do; its trained part is then drawn. Several policies all
         begin with it.
       network: the policy.
-      objective: says whether a reference policy is kept, and what state of its own.
+      objective: says whether a reference policy is held, and what state of its own.
       optimizer: any optax transformation.
       value: the value network, for objectives that need values.
-      frozen: policies to be read and not trained, by name; those that the objective does not need
-        are left out. "ref" and what the objective ``keeps``, where they are not given, start as
-        copies of the policy; "ref" of a network with a ``split`` is the base, which is there
-        anyway.
+      frozen: policies to be read and not trained, by name; those that nothing reads are left out.
+        "ref" and the copies of the schedule, where they are not given, start as copies of the
+        policy; "ref" of a network with a ``split`` is the base, which is there anyway.
+      schedule: says which copies of the policy are held besides.
 
     Returns:
       The state.
@@ -49,12 +53,15 @@ def init_state(
     Raises:
       UserError: the objective needs a frozen policy that is not given.
     """
-    check_frozen(objective, frozen)
-    if (several := network.extras.several) is not None:
-        given = {"objective": objective, "optimizer": optimizer, "value": value, "frozen": frozen}
-        return stack_state(init_state(key, params, network=several.each, **given), several.policies)
+    check_frozen(objective, {*frozen, *schedule.frozen})
+    derived, stack = network.extras.derived, network.extras.stack
+    if derived is not None and stack is not None:
+        given: dict[str, Any] = {"objective": objective, "optimizer": optimizer, "value": value}
+        given |= {"frozen": frozen, "schedule": schedule}
+        each = init_state(key, params, network=derived.network, **given)
+        return each.replace(**{n: stacked(getattr(each, n), stack.policies) for n in STACKED})
     root, policy = init_policy(key, params, network=network)
-    kept, needed = {}, objective.frozen
+    kept, needed = {}, frozen_names(objective, schedule)
     if network.extras.split is not None:
         policy, kept["base"] = network.extras.split.split(policy)
         needed = needed - ({"ref"} - set(frozen))
@@ -79,30 +86,50 @@ def init_policy(key: Array, params: Params | None = None, *, network: Network) -
     policy_key, _, root = jax.random.split(key, 3)
     # A copy: the state is donated, and the caller's arrays must outlive it.
     policy = network.init(policy_key) if params is None else jax.tree.map(jnp.copy, params)
-    if params is not None and (several := network.extras.several) is not None:
-        _, policy = init_policy(key, params, network=several.each)
-        policy = stacked(policy, several.policies)
-    if params is not None and network.extras.start is not None:
-        policy = network.extras.start(policy_key, policy)
-    if (
-        params is not None
-        and network.extras.split is not None
-        and not network.extras.split.split(params)[0]
-    ):
-        trained = network.extras.split.init(jax.random.fold_in(policy_key, 1))
-        policy = network.extras.split.join(trained, policy)
+    if params is not None:
+        policy = _started(policy_key, policy, network)
     return jax.random.key_data(root), policy
 
 
-def check_frozen(objective: Objective, given: Mapping[str, Any], method: str = "") -> None:
+def _started(key: Array, params: Params, network: Network) -> Params:
+    """A network's parameters from those of a checkpoint, through all that it was derived from."""
+    derived = network.extras.derived
+    if derived is None or (derived.split is not None and derived.split.split(params)[0]):
+        return params
+    return derived.start(key, _started(key, params, derived.network))
+
+
+def plain_policy(params: Params, network: Network, policy: int = 0) -> Params:
+    """Parameters as a checkpoint has them: of one policy, adapters merged, nothing besides."""
+    while (derived := network.extras.derived) is not None:
+        params, network = derived.plain(params, policy), derived.network
+    return params
+
+
+def stacked(tree: Any, count: int) -> Any:
+    """Every array ``count`` times, along a new first axis."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
+
+
+def stacked_axes(axes: Any) -> Any:
+    """The logical axes of ``stacked`` parameters."""
+    return jax.tree.map(lambda names: (None, *names), axes, is_leaf=lambda x: type(x) is tuple)
+
+
+def frozen_names(objective: Objective, schedule: Schedule) -> frozenset[str]:
+    """Names of the policies that a state holds beside the one that is trained."""
+    return objective.frozen | (schedule.frozen - {"ref"})
+
+
+def check_frozen(objective: Objective, given: Collection[str], method: str = "") -> None:
     """Raises UserError when an objective reads a frozen policy that nobody gives.
 
     Args:
       objective: what to train with.
-      given: by name; the reference need not be among them.
+      given: names of those that are there; the reference need not be among them.
       method: the method's name, for the message.
     """
-    for name in sorted(objective.frozen - {"ref", *objective.keeps, *given}):
+    for name in sorted(objective.frozen - {"ref", *given}):
         reader = f"method = {method!r}" if method else "the objective"
         key = f"frozen.{name}"
         raise UserError(
@@ -135,9 +162,9 @@ def state_shardings(
       UserError: a weight that the mesh does not divide.
     """
     axes, kept = {"policy": network.axes()}, {}
-    if network.extras.several is not None:
-        networks = {name: with_stacked_axes(other) for name, other in networks.items()}
-        value = None if value is None else with_stacked_axes(value)
+    if network.extras.stack is not None:
+        networks = {name: _with_stacked_axes(other) for name, other in networks.items()}
+        value = None if value is None else _with_stacked_axes(value)
     if network.extras.split is not None:
         axes["policy"], base = network.extras.split.split(network.axes())
         kept["base"] = tree_shardings(mesh, base, state.frozen["base"])
@@ -158,6 +185,10 @@ def state_shardings(
     )
 
 
+def _with_stacked_axes(network: N) -> N:
+    return network._replace(axes=lambda: stacked_axes(network.axes()))
+
+
 def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any) -> Any:
     """Shardings of an optimiser state: a subtree shaped like the parameters lies like them."""
     shapes = [x.shape for x in jax.tree.leaves(params)]
@@ -175,104 +206,32 @@ def _like_params(opt_state: Any, params: Params, shardings: Any, otherwise: Any)
     )
 
 
-# ---------------------------------------------------------------- rounds
-
-
-def begin_anew(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    round_steps: int,
-    restart_rounds: int,
-) -> TrainState:
-    """The state before a step; where it begins a round that restarts, with its first weights."""
-    every = round_steps * restart_rounds
-    due = (state.step > 0) & (state.step % every == 0)
-    first = state.frozen["first"]
-    policy = jax.tree.map(lambda a, b: jnp.where(due, b, a), state.params["policy"], first)
-    state = state.replace(params=state.params | {"policy": policy})
-    return state.replace(opt_state=_reset(optimizer, state, due))
-
-
-def renew_expert(state: TrainState, round_steps: int) -> TrainState:
-    """The state after a step; where it ended a round, with the policy as the next one's expert."""
-    due, policy = state.step % round_steps == 0, state.params["policy"]
-    renewed = lambda old, new: jnp.where(due, new, old)  # noqa: E731
-    expert = jax.tree.map(renewed, state.frozen["expert"], policy)
-    return state.replace(frozen=state.frozen | {"expert": expert})
-
-
-# ---------------------------------------------------------------- the reference after a step
-
-
-def renew_reference(
-    state: TrainState,
-    optimizer: optax.GradientTransformation,
-    refresh_ref: int,
-    ref_decay: float,
-    reset_optimizer: bool,
-) -> TrainState:
-    """The state after a step, its reference drawn towards the policy or replaced by it."""
-    policy, ref = state.params["policy"], state.frozen["ref"]
-    renewed = refresh_ref or ref_decay != 1
-    if renewed and jax.tree.map(jnp.shape, policy) != jax.tree.map(jnp.shape, ref):
+def check_division(players: int, network: Network) -> None:
+    """Raises UserError where players cannot be shared out among the policies of a network."""
+    if (stack := network.extras.stack) is not None and players % stack.policies:
         raise UserError(
-            "the method renews the reference from the policy, and the reference that is given is "
-            "of another shape; leave frozen.ref out"
-        )
-    if ref_decay != 1:
-
-        def mix(old: Array, new: Array) -> Array:
-            old32, new32 = old.astype(jnp.float32), new.astype(jnp.float32)
-            return (ref_decay * old32 + (1 - ref_decay) * new32).astype(old.dtype)
-
-        ref = jax.tree.map(mix, ref, policy)
-    if refresh_ref:
-        due = state.step % refresh_ref == 0
-        ref = jax.tree.map(lambda old, new: jnp.where(due, new, old), ref, policy)
-        if reset_optimizer:
-            state = state.replace(opt_state=_reset(optimizer, state, due))
-    return state.replace(frozen=state.frozen | {"ref": ref})
-
-
-def check_renewable(refresh_ref: int, ref_decay: float) -> None:
-    """Raises UserError for a method that renews a reference that is the base of adapters."""
-    if refresh_ref or ref_decay != 1:
-        raise UserError(
-            "the method renews the reference from the policy, and with lora the reference is the "
-            "policy with its adapters off, which never changes; leave lora.rank out, or choose a "
-            "method whose reference stays"
+            f"objective.policies = {stack.policies}: each policy plays as many players as the"
+            f" others, and the environment has {players} for the policy; choose an environment of"
+            " several players, such as data.env = 'nim' with data.opponent = 'self', or set"
+            " objective.policies to 1"
         )
 
 
 def rolled_back(good: TrainState, state: TrainState) -> TrainState:
     """An earlier state that continues where a later one stands: its step and its schedule."""
-    schedules = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule)
-    kept = iter([node for node in schedules if _is_schedule(node)])
+    schedules = jax.tree.leaves(state.opt_state, is_leaf=is_rate_schedule)
+    kept = iter([node for node in schedules if is_rate_schedule(node)])
     opt_state = jax.tree.map(
-        lambda node: next(kept) if _is_schedule(node) else node,
+        lambda node: next(kept) if is_rate_schedule(node) else node,
         good.opt_state,
-        is_leaf=_is_schedule,
+        is_leaf=is_rate_schedule,
     )
     return good.replace(step=state.step, opt_state=opt_state)
 
 
 def free_memory(state: TrainState) -> None:
     """Gives back what a state holds on the devices, all but what ``rolled_back`` reads and keys."""
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=_is_schedule)
-    moments = [node for node in nodes if not _is_schedule(node)]
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=is_rate_schedule)
+    moments = [node for node in nodes if not is_rate_schedule(node)]
     for leaf in jax.tree.leaves((state.params, state.frozen, state.method, moments)):
         leaf.delete()
-
-
-def _is_schedule(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByScheduleState)
-
-
-def _reset(optimizer: optax.GradientTransformation, state: TrainState, due: Array) -> Any:
-    """The optimiser's state, fresh where ``due``; where its schedule stands is not forgotten."""
-
-    def choose(fresh: Any, old: Any) -> Any:
-        return old if _is_schedule(old) else jnp.where(due, fresh, old)
-
-    fresh = optimizer.init(state.params)
-    return jax.tree.map(choose, fresh, state.opt_state, is_leaf=_is_schedule)

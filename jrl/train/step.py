@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jrl.errors import UserError
 from jrl.mesh import batch_sharding, replicated, spec
+from jrl.methods.schedule import ONCE, AfterView, Schedule, run_due
 from jrl.objectives.kl import k3
 from jrl.objectives.policy import (
     Pairs,
@@ -31,10 +32,9 @@ from jrl.objectives.policy import (
 )
 from jrl.sampling.params import SamplingParams
 from jrl.train.compiler import compiler_options
-from jrl.train.router import NO_LOSSES, RouterLosses, routed_tokens, router_loss, router_pairs
+from jrl.train.features import check_features, schedule_features
+from jrl.train.router import ROUTER, RouterTraining, routed_tokens, router_loss, router_pairs
 from jrl.train.score import in_parts, policies_of, score, split, undivided
-from jrl.train.several import step_of_each
-from jrl.train.state import begin_anew, check_renewable, renew_expert, renew_reference
 from jrl.types import (
     NOTHING,
     Array,
@@ -62,7 +62,9 @@ class Parts(NamedTuple):
     networks: Mapping[str, Network]
     minibatches: int
     microbatches: int
-    router: RouterLosses = NO_LOSSES
+    schedule: Schedule = ONCE
+    router: RouterTraining = ROUTER
+    skip: Callable[[Metrics], Array] | None = None
 
 
 def make_step(
@@ -72,16 +74,10 @@ def make_step(
     optimizer: optax.GradientTransformation,
     value: ValueNetwork | None = None,
     networks: Mapping[str, Network] = NOTHING,
-    epochs: int = 1,
+    schedule: Schedule = ONCE,
     minibatches: int = 1,
     microbatches: int = 1,
-    refresh_ref: int = 0,
-    ref_decay: float = 1.0,
-    reset_optimizer: bool = False,
-    round_steps: int = 0,
-    restart_rounds: int = 0,
-    router: RouterLosses = NO_LOSSES,
-    replay_routing: bool = False,
+    router: RouterTraining = ROUTER,
     skip: Callable[[Metrics], Array] | None = None,
     shown: int = 0,
 ) -> Step:
@@ -93,20 +89,12 @@ def make_step(
       optimizer: any optax transformation; sees the gradient of the mean loss.
       value: the value network, when the objective needs values.
       networks: those of frozen policies that are not like the policy, by name.
-      epochs: passes over the batch.
+      schedule: passes over the batch, and what changes the state beside the updates.
       minibatches: optimiser updates an epoch; prompts are dealt to them at random each epoch.
       microbatches: parts that a minibatch's gradient is summed over, to bound memory. The result
         does not depend on it: sums and counts are added up and divided once, in float32.
-      refresh_ref: steps between copies of the policy into the reference; 0 for never.
-      ref_decay: share of the reference that is kept after every step; the rest is the policy.
-      reset_optimizer: the optimiser's moments start anew whenever the reference is refreshed; the
-        learning rate's schedule continues.
-      round_steps: steps between copies of the policy into the frozen "expert"; 0 for never.
-      restart_rounds: such rounds after which the policy begins anew from the frozen "first"; 0 for
-        never.
-      router: losses on the routers of a policy with experts.
-      replay_routing: whether batches must say where the sampler sent each token; those that do send
-        the policy's tokens there in training, too.
+      router: losses on the routers of a policy with experts, and whether batches must say where
+        the sampler sent each token; those that do send the policy's tokens there, too.
       skip: the step's metrics -> [] bool, whether to leave the whole update out, such as
         ``watch.skip_rule``; counted in ``skipped_steps``.
       shown: first groups whose advantages are returned too, for people: "advantages" [shown, G, T]
@@ -122,51 +110,27 @@ def make_step(
         another vocabulary; when called, a batch that minibatches and microbatches do not divide, or
         one without the routing to replay.
     """
-    several = network.extras.several
-    network = network if several is None else several.each
+    derived, every = network.extras.derived, optimizer
+    stack = network.extras.stack
+    if derived is not None and stack is not None:
+        network = derived.network
+        every = optax.GradientTransformation(jax.vmap(optimizer.init), jax.vmap(optimizer.update))
     check_value(objective, value)
     check_vocabularies(network, networks)
-    if network.extras.split is not None and "ref" in objective.frozen - {*networks}:
-        check_renewable(refresh_ref, ref_decay)
-    if network.extras.split is not None and objective.keeps:
-        raise UserError(
-            "the method trains in rounds, between which the whole policy is copied, and with lora"
-            " the base is no part of it; leave lora.rank out, or set objective.round_steps to 0"
-        )
+    features = schedule_features(schedule, objective, networks)
+    check_features(features | ({} if network.extras.split is None else {"lora": "lora.rank"}))
     splits = minibatches, microbatches
-    parts = Parts(network, objective, optimizer, value, networks, *splits, router)
+    parts = Parts(network, objective, optimizer, value, networks, *splits, schedule, router, skip)
 
     def step(
         state: TrainState, batch: Batch, sampling_params: SamplingParams
     ) -> tuple[TrainState, Metrics]:
-        batch = batch.check()
-        check_split(batch.tokens.shape[0], minibatches, microbatches)
-        if replay_routing and batch.routing is None:
-            raise UserError(
-                "objective.router_replay = true: the batch does not say where its tokens were "
-                "sent; sample with models.routing.recording(network, config)"
-            )
-        if minibatches > 1:  # their prompts are dealt out here, and were packed before
-            batch = batch.replace(packing=None)
-        if restart_rounds:
-            state = begin_anew(state, optimizer, round_steps, restart_rounds)
         # What stays fixed during the step (start log-probabilities, advantages) is computed once,
         # before the first update changes the policy.
         batch = complete(parts, state, batch, sampling_params)
         advantages, batch, method, sums = compute_advantages(objective, batch, state.method)
-        key = stream(state.key, "train", state.step)
-
-        def update(carry: Any, index: Array) -> tuple[Any, Pairs]:
-            rows = _minibatch_rows(key, index, batch.tokens.shape[0], minibatches)
-            part = _take_rows(batch, rows), advantages[rows]
-            grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
-            return _apply_gradient(parts, carry, grads, sums)
-
-        # A scan, so that epochs and minibatches share one copy of the update in the program.
-        carry = (state.params, state.opt_state)
-        (params, opt_state), updates = jax.lax.scan(update, carry, jnp.arange(epochs * minibatches))
-        if "logprob_diff" in updates:  # before the first update, when it is rounding alone
-            updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
+        fixed = batch, advantages, method
+        (params, opt_state), updates = _updates(parts, state, fixed, sampling_params)
         metrics = batch_metrics(batch) | summarise(sums) | summarise(updates)
         # A tracker must not swallow the NaN that an update was left out for.
         method = update_state(objective, method, metrics)
@@ -183,13 +147,73 @@ def make_step(
             opt_state=opt_state,
             method=_choose(sound, method, state.method),
         )
-        if "ref" in state.frozen:
-            state = renew_reference(state, optimizer, refresh_ref, ref_decay, reset_optimizer)
-        if round_steps:
-            state = renew_expert(state, round_steps)
         return state, metrics | ({"advantages": advantages[:shown]} if shown else {})
 
-    return step if several is None else step_of_each(step, several)
+    trained = step if stack is None else stack.step(step)
+
+    def scheduled(
+        state: TrainState, batch: Batch, sampling_params: SamplingParams
+    ) -> tuple[TrainState, Metrics]:
+        batch = _checked(parts, batch)
+        view = AfterView(every, network, state, batch)
+        state = run_due(schedule.after, "before", state, state.step, view)
+        state, metrics = trained(state, batch, sampling_params)
+        return run_due(schedule.after, "step", state, state.step, view), metrics
+
+    return scheduled
+
+
+def _checked(parts: Parts, batch: Batch) -> Batch:
+    """The batch of a step, of the right shapes.
+
+    Raises:
+      UserError: minibatches and microbatches do not divide it, or the routing to replay is missing.
+    """
+    batch = batch.check()
+    check_split(batch.tokens.shape[0], parts.minibatches, parts.microbatches)
+    if parts.router.replay and batch.routing is None:
+        raise UserError(
+            "objective.router_replay = true: the batch does not say where its tokens were "
+            "sent; sample with models.routing.recording(network, config)"
+        )
+    if parts.minibatches > 1:  # their prompts are dealt out here, and were packed before
+        batch = batch.replace(packing=None)
+    return batch
+
+
+def _updates(
+    parts: Parts,
+    state: TrainState,
+    fixed: tuple[Batch, Array, Any],
+    sampling_params: SamplingParams,
+) -> tuple[tuple[Params, Any], Pairs]:
+    """All optimiser updates of a step.
+
+    Args:
+      parts: of the step.
+      state: before them.
+      fixed: what they share: the batch, its advantages, the state of the objective.
+      sampling_params: the distribution that is trained.
+
+    Returns:
+      Parameters and the optimiser's state, and the sums behind the metrics, stacked over updates.
+    """
+    batch, advantages, method = fixed
+    key, count = stream(state.key, "train", state.step), parts.schedule.epochs * parts.minibatches
+
+    def update(carry: tuple[Params, Any], index: Array) -> tuple[tuple[Params, Any], Pairs]:
+        rows = _minibatch_rows(key, index, batch.tokens.shape[0], parts.minibatches)
+        part = _take_rows(batch, rows), advantages[rows]
+        grads, sums = _gradient(parts, carry[0], state.frozen, part, method, sampling_params)
+        before = state.replace(params=carry[0], opt_state=carry[1])
+        view = AfterView(parts.optimizer, parts.network, before, part[0])
+        return _apply_gradient(parts, view, grads, sums, state.step * count + index + 1)
+
+    # A scan, so that epochs and minibatches share one copy of the update in the program.
+    carry, updates = jax.lax.scan(update, (state.params, state.opt_state), jnp.arange(count))
+    if "logprob_diff" in updates:  # before the first update, when it is rounding alone
+        updates["logprob_diff"] = jax.tree.map(lambda x: x[:1], updates["logprob_diff"])
+    return carry, updates
 
 
 def complete(
@@ -316,22 +340,18 @@ def _gradient(
 
 
 def _apply_gradient(
-    parts: Parts,
-    carry: tuple[Params, Any],
-    grads: Params,
-    sums: Pairs,
+    parts: Parts, view: AfterView, grads: Params, sums: Pairs, done: Array
 ) -> tuple[tuple[Params, Any], Pairs]:
-    """One optimiser update, left out when the gradient is not finite."""
-    params, opt_state = carry
+    """One optimiser update, left out when the gradient is not finite; ``done`` counts it."""
+    params, opt_state = view.before.params, view.before.opt_state
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
     changes, moments = parts.optimizer.update(grads, opt_state, params)
-    after = optax.apply_updates(params, changes)
-    if (moved := parts.network.extras.moved) is not None:
-        after = after | {"policy": moved(params["policy"], after["policy"])}
-    new = (after, moments)
+    state = view.before.replace(params=optax.apply_updates(params, changes), opt_state=moments)
+    state = run_due(parts.schedule.after, "update", state, done, view)
     # Selected, not branched: the step stays one program, and no host has to look at the norm.
-    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, carry)
+    new, old = (state.params, state.opt_state), (params, opt_state)
+    kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     return kept, sums | {
         "grad_norm": (norm, jnp.float32(1)),
         "skipped_updates": ((~finite).astype(jnp.float32), jnp.float32(0)),

@@ -23,7 +23,6 @@ from jrl.episodes.search import Searched, episode_at, leaf_rows, play_search
 from jrl.episodes.transcript import RowShape, to_rollout
 from jrl.episodes.tree import SEARCHES, SearchPlan, Tree, search_plan
 from jrl.episodes.world import TextWorld
-from jrl.errors import UserError
 from jrl.methods.base import WrittenProblems
 from jrl.rewards.pool import RewardPool
 from jrl.sampling.places import entropy
@@ -263,29 +262,6 @@ class Leaves:
 
 
 # ---------------------------------------------------------------- of a run
-
-
-def check_search(run: Run) -> None:
-    """Raises UserError where a run cannot search."""
-    named = "objective.tree"
-    if jax.process_count() > 1:
-        raise UserError(f"{named}: a search runs in one process; use one host")
-    if run.config.sampling.mesh and run_estimate(run) is not None:
-        raise UserError(
-            "sampling.mesh: a value network that guides a search is read on the mesh of training;"
-            " remove it"
-        )
-    if run.rollout_mesh is not None:
-        raise UserError(f"{named}: a search draws on the mesh of training; remove [placement]")
-    if run.rewards.model is not None:
-        raise UserError(
-            f"{named}: a search goes by rewards of functions, and [rewards.model] is none; remove"
-            " it, or draw members apart"
-        )
-    if run.task is not None and (own := [n for n in run.rewards.weights if ":" in n]):
-        raise UserError(
-            f"{named}: a search on a task goes by verify and partial; remove rewards.{own[0]}"
-        )
 
 
 def search_rows(run: Run, search: Search) -> RunRows:

@@ -41,7 +41,7 @@ def training_passes(run: Run) -> float:
     trained = 2.0 if run.config.lora is not None else 3.0
     objective = run.method.objective
     start = {"proximal_logprobs", "rollout_values", "rollout_entropy"} & objective.needs
-    scored = len(objective.frozen - objective.keeps) + bool(start)
+    scored = len(objective.frozen) + bool(start)
     return trained * run.method.schedule.epochs + scored
 
 

@@ -126,7 +126,7 @@ def rollout_of(method, step, table, parts=1):
     sampled, logprobs = jax.device_get(sampler()(jax.random.key(step), table, prompts))
     members, greedy, demonstrations = draws(method)
     given = solutions(rng, demonstrations)
-    if method.unsupported.startswith("answers of the weaker model"):
+    if method.lacks.startswith("answers of the weaker model"):
         given[..., 0] = rng.choice(BAD, given.shape[:2])
     counts = (members - greedy - demonstrations, greedy, demonstrations)
     assert counts[0] <= G
@@ -264,9 +264,13 @@ def train(name):
             slopes = {k: x.reshape(B, *x.shape[2:]) for k, x in out["gradients"].items()}
             params, moments, norm = updater(live)(params, moments, others, bare, slopes)
         state = out["state"]
-        if schedule.refresh_ref and (i + 1) % schedule.refresh_ref == 0:
-            others["ref"] = params["policy"]
-            moments = OPTIMIZER.init(params) if schedule.reset_optimizer else moments
+        for after in schedule.after:
+            if not after.due(i + 1):
+                continue
+            if after.frozen:
+                others["ref"] = params["policy"]
+            elif after.on == "step":
+                moments = OPTIMIZER.init(params)
         noted = out["metrics"] | {"loss": out["loss"], "nonfinite": out["nonfinite"]}
         metrics.append({k: x.mean(0) for k, x in noted.items()} | {"grad_norm": float(norm)})
     return expected_reward(start()), expected_reward(params["policy"]["table"]), metrics

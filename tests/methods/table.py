@@ -23,6 +23,7 @@ from jrl.objectives import (
     update_state,
 )
 from jrl.types import Batch
+from jrl.zoo.networks.token_values import TokenValues
 
 LANES, N, G, T = 6, 8, 4, 5
 NAMES = list(all_methods())
@@ -50,7 +51,7 @@ def out_of_reach(name):
     """Whether a method reads what the tables' network does not give: such a run is refused."""
     method = example(name)
     reads_attention = any(s.over == "attention" for s in method.objective.statistics)
-    return reads_attention or method.token_values is not None
+    return reads_attention or isinstance(method.network, TokenValues)
 
 
 def one_of_each_family():
@@ -70,7 +71,11 @@ def draws(method):
     if not method.draw.own:
         return method.draw.demonstrations, 0, method.draw.demonstrations
     more = method.draw.baseline_members + method.draw.demonstrations
-    return max(G, more + method.min_group), method.draw.baseline_members, method.draw.demonstrations
+    return (
+        max(G, more + method.least_group),
+        method.draw.baseline_members,
+        method.draw.demonstrations,
+    )
 
 
 def numbers(name, seed=0, spread=0.3, reward=1.0):

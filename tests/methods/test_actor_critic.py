@@ -20,6 +20,7 @@ from harness import (
 from jrl.methods import get_method
 from jrl.methods.actor_critic import in_nucleus, nucleus_statistics
 from jrl.objectives import compute_advantages
+from jrl.zoo.networks.policies import Policies
 
 
 def live_tokens(d):
@@ -344,7 +345,7 @@ def cory_loss(d, frozen):
 
 def test_cory_is_the_papers():
     method = get_method("cory", gae_lambda=0.9, whiten=False, value_clip=None)
-    assert (method.schedule.epochs, method.policies, method.swap_every) == (4, 2, 5)
+    assert (method.schedule.epochs, method.network) == (4, Policies(2, swap_every=5))
     check(method, cory_loss, wrt=("logprobs", "values"))
 
 

@@ -216,9 +216,9 @@ def of_regularizers(terms):
 def parts_of(method):
     """(what describes it, the part) of all parts of a method."""
     objective = method.objective
-    yield of_values, (method.draw, method.schedule, method.min_group, method.unsupported)
-    yield of_values, (method.curriculum, method.token_values, objective.keeps)
-    yield of_values, (method.policies, method.swap_every, method.copy_every)
+    yield of_values, (method.draw, method.needs)
+    yield fingerprint, method.schedule
+    yield of_values, (method.curriculum, method.network)
     yield of_groups, method.groups
     yield of_replay, method.replay
     yield of_prompts, method.prompts

@@ -96,7 +96,7 @@ def test_a_new_file_adds_its_methods(tmp_path, monkeypatch):
     monkeypatch.setattr(jrl.methods, "__path__", [*jrl.methods.__path__, str(tmp_path)])
     all_methods.cache_clear()
     try:
-        assert get_method("my_method", strength=0.5).min_group == 2
+        assert get_method("my_method", strength=0.5).least_group == 2
         assert all_methods()["grpo"].__module__ == "jrl.methods.group_relative"
     finally:
         monkeypatch.undo()

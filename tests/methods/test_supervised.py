@@ -83,7 +83,7 @@ def test_supervised_methods_draw_nothing_and_need_nothing_recorded(name):
     assert (method.draw.own, method.draw.demonstrations) == (False, 1)
     assert method.objective.frozen == frozenset()
     assert not method.objective.needs & {"sampler_logprobs", "ref_logprobs", "values"}
-    assert method.min_group == 1
+    assert method.least_group == 1
 
 
 def test_sft_on_nothing_is_zero():

@@ -47,7 +47,7 @@ def train(name):
     }
     given = {key: frozen(key) for key in objective.frozen}
     state = init_state(jax.random.key(0), {"table": start()}, **common, frozen=given)
-    step = jax.jit(make_step(**common, **schedule._asdict()))
+    step = jax.jit(make_step(**common, schedule=schedule))
     metrics = []
     for i in range(STEPS):
         batch = batch_of(method, i, state.params["policy"]["table"])
@@ -108,7 +108,7 @@ def test_a_whole_run_of_one_method_of_each_family(name):
         optimizer=optax.adam,
         steps=STEPS,
         prompts=8,
-        group=max(4, method.min_group),
+        group=max(4, method.least_group),
         weights={"verify": 1.0, "partial": 1.0},
         value=value_head(network) if method.value else None,
         warmup={"steps": 20, "batch": 32, "learning_rate": 3e-3},

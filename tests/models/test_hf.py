@@ -216,7 +216,7 @@ def test_attention_weights_equal_the_reference(tmp_path):
     with torch.no_grad():
         given = model(torch.tensor(tokens), output_attentions=True).attentions
     positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
-    attention = jax.jit(transformer(config).extras.attention)
+    attention = jax.jit(transformer(config).extras.views.attention)
     got = attention(params, jnp.asarray(tokens), positions, jnp.ones_like(positions))
     first, last = config.layers // 3, 2 * config.layers // 3  # five layers, or as many as there are
     chosen = sorted({round(first + part * (last - first) / 4) for part in range(5)})

@@ -18,6 +18,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.sampler_difference import rollout_difference
+from jrl.train.state import plain_policy
 
 SIZES = {
     **{"vocab_size": 48, "layers": 2, "embed_dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8},
@@ -59,7 +60,7 @@ def test_merged_is_unmerged_and_off_is_the_base(base):
     held = params["layers"]["mlp"]["down"].base
     assert isinstance(held, Int8) == (base == "int8")
     out = logits(params)
-    np.testing.assert_allclose(logits(network.extras.split.merge(params)), out, atol=2e-5)
+    np.testing.assert_allclose(logits(plain_policy(params, network)), out, atol=2e-5)
 
     trained, below = network.extras.split.split(params)
     fresh = network.extras.split.join(network.extras.split.init(jax.random.key(1)), below)
@@ -82,7 +83,7 @@ def test_the_gradient_is_that_of_the_merged_weights(base):
     def gradients(trained):
         through = lambda t, f: (logits(f(network.extras.split.join(t, below))) * given).sum()  # noqa: E731
         separate = jax.grad(through)(trained, lambda params: params)
-        return separate, jax.grad(through)(trained, network.extras.split.merge)
+        return separate, jax.grad(through)(trained, lambda p: plain_policy(p, network))
 
     separate, merged = gradients(trained)
     assert set(separate["layers"]["attention"]) == {"q", "o"}
@@ -159,7 +160,7 @@ def test_the_merged_export_is_the_policy_for_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     network = with_adapters(NETWORK, CONFIG, Lora(4, 8.0))
     params = noisy(network)
-    hf.save(tmp_path / "whole", CONFIG, jax.device_get(network.extras.split.merge(params)))
+    hf.save(tmp_path / "whole", CONFIG, jax.device_get(plain_policy(params, network)))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "whole", attn_implementation="eager"
     )
@@ -188,7 +189,7 @@ def test_the_adapter_files_hold_what_is_added_to_each_matrix(tmp_path):
 
     before, after = (
         checkpoint("base", base),
-        checkpoint("merged", network.extras.split.merge(params)),
+        checkpoint("merged", plain_policy(params, network)),
     )
     for name, matrix in before.items():
         prefix = f"base_model.model.{name.removesuffix('.weight')}"

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.methods.schedule import AfterView, towards
 from jrl.models.config import ModelConfig
-from jrl.models.several import one_of
-from jrl.models.token_values import with_token_values
 from jrl.models.transformer import transformer
+from jrl.types import TrainState
+from jrl.zoo.networks.policies import one_of
+from jrl.zoo.networks.token_values import TokenValues
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -21,7 +23,8 @@ CONFIG = ModelConfig(
     max_length=16,
 )
 PLAIN = transformer(CONFIG)
-NETWORK = with_token_values(PLAIN, beta=3.0, follow=0.25)
+KEY = jax.random.key(0)
+NETWORK = TokenValues(beta=3.0)(PLAIN)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +51,7 @@ def test_the_lower_target_leans_the_policy(params):
     least = np.minimum(*q_target)
     plain = np.float64(PLAIN.logits(params["base"], hidden))
     np.testing.assert_allclose(NETWORK.logits(params, hidden), plain + 3 * least, atol=1e-5)
-    shown = NETWORK.extras.shown(params, hidden)
+    shown = NETWORK.extras.views.vocabulary(params, hidden)
     np.testing.assert_allclose(shown["q"], np.stack(q, 1), atol=1e-5)
     np.testing.assert_allclose(shown["q_target"], least, atol=1e-5)
     np.testing.assert_allclose(shown["v"], by_hand(params["v"], wide)[:, 0], atol=1e-5)
@@ -62,7 +65,10 @@ def test_no_loss_moves_the_targets_which_follow_the_heads(params):
     assert not any(x.any() for x in jax.tree.leaves(gradient["q_target"]))
     assert any(x.any() for x in jax.tree.leaves(gradient["base"]))
     after = jax.tree.map(lambda x: x + 1.0, params)
-    moved = NETWORK.extras.moved(params, after)
+    state = TrainState(jnp.int32(0), {"policy": params}, (), {}, (), jax.random.key_data(KEY))
+    view = AfterView(None, NETWORK, state, None)
+    follow = towards("q_target", "q", 0.25)
+    moved = follow.apply(state.replace(params={"policy": after}), view).params["policy"]
     jax.tree.map(
         lambda got, old, new: np.testing.assert_allclose(got, 0.75 * old + 0.25 * new, atol=1e-6),
         moved["q_target"],
@@ -86,7 +92,7 @@ def test_decoding_gives_the_distribution_that_is_scored(params):
 
 def test_a_checkpoint_is_the_base_and_its_policy_is_unchanged():
     base = jax.jit(PLAIN.init)(jax.random.key(4))
-    started = NETWORK.extras.start(jax.random.key(5), base)
+    started = NETWORK.extras.derived.start(jax.random.key(5), base)
     assert jax.tree.structure(started) == jax.tree.structure(NETWORK.axes(), is_leaf=is_names)
     hidden = jax.random.normal(jax.random.key(1), (2, CONFIG.embed_dim))
     np.testing.assert_array_equal(NETWORK.logits(started, hidden), PLAIN.logits(base, hidden))

@@ -211,7 +211,7 @@ def test_attention_is_that_of_five_layers_over_the_middle_third():
     segments = (positions < 5).astype(jnp.int32)
     for layers, count in ((12, 5), (2, 2), (1, 1)):
         network, params = make(layers=layers)
-        weights = jax.jit(network.extras.attention)(params, tokens, positions, segments)
+        weights = jax.jit(network.extras.views.attention)(params, tokens, positions, segments)
         assert weights.shape == (1, count * TINY.heads, 6, 6)
         np.testing.assert_allclose(weights.sum(3)[:, :, :5], 1, rtol=1e-5)
         assert not np.triu(np.asarray(weights)[0, 0], 1).any()

@@ -11,8 +11,9 @@ from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
-from jrl.sampling.generate import SHRINK_TOKENS, generate, shrinking_pays, slot_use, smaller_sizes
+from jrl.sampling.generate import generate, slot_use
 from jrl.sampling.params import make_sampling_params
+from jrl.sampling.slot_sizes import SHRINK_TOKENS, shrinking_pays, smaller_sizes
 from jrl.types import StopReason
 
 CONFIG = ModelConfig(

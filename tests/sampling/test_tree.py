@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl.config.unions import BranchTree
 from jrl.errors import UserError
 from jrl.mesh import make_mesh, tree_shardings
-from jrl.methods.domains import BranchPlace
 from jrl.models.config import ModelConfig
 from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
@@ -241,17 +241,18 @@ def test_what_is_measured_of_a_distribution():
     np.testing.assert_allclose(closeness(logprobs), [0.75, 0], atol=1e-6)
 
 
-def test_methods_offer_the_places_that_there_are():
-    assert get_args(BranchPlace)[1].words == tuple(PLACES)
+def test_the_configuration_offers_the_places_that_there_are():
+    words, _ = get_args(BranchTree.model_fields["at"].annotation)
+    assert get_args(words) == tuple(PLACES)
 
 
 def test_trees_that_do_not_fit_are_named():
     assert check_branching(Branching(), 8).roots == 4
-    with pytest.raises(UserError, match="tree = 'entropi'; did you mean 'entropy'"):
+    with pytest.raises(UserError, match="tree.at = 'entropi'; did you mean 'entropy'"):
         check_branching(Branching("entropi"), 8)
-    with pytest.raises(UserError, match=r"tree_roots = 8: sampling.group = 8 leaves no member"):
+    with pytest.raises(UserError, match=r"tree.roots = 8: sampling.group = 8 leaves no member"):
         check_branching(Branching(roots=8), 8)
-    with pytest.raises(UserError, match=r"tree_rounds = 4 does not divide the 6 of"):
+    with pytest.raises(UserError, match=r"tree.rounds = 4 does not divide the 6 of"):
         check_branching(Branching(roots=2, rounds=4), 8)
     with pytest.raises(UserError, match=r"slots = 7: a tree of sampling.group = 8 members needs"):
         check_branching(Branching(), 8, 7)

@@ -14,6 +14,7 @@ from jrl.errors import UserError
 from jrl.evaluate import evaluate_run, load_policy
 from jrl.mesh import make_mesh, replicated
 from jrl.methods import get_method
+from jrl.methods.schedule import Schedule, average, copies, every
 from jrl.models import hf
 from jrl.models.config import ModelConfig
 from jrl.models.hf.peft import load_adapters, save_adapters
@@ -173,9 +174,9 @@ def test_on_eight_devices_it_is_the_same(int8, quick_jit):
 
 def test_a_reference_that_is_renewed_is_refused():
     parts, _ = make("float")
-    for schedule in ({"refresh_ref": 2}, {"ref_decay": 0.9}):
+    for after in (copies("ref", every(2)), average("ref", 0.9)):
         with pytest.raises(UserError, match="adapters off, which never changes"):
-            make_step(**parts, **schedule)
+            make_step(**parts, schedule=Schedule(after=(after,)))
 
 
 # ---------------------------------------------------------------- the importance correction

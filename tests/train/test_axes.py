@@ -18,7 +18,7 @@ from jrl.models.transformer import transformer
 from jrl.sampling.generate import generate
 from jrl.sampling.params import make_sampling_params
 from jrl.train.placement import check_model_on_mesh
-from jrl.train.router import RouterLosses
+from jrl.train.router import RouterTraining
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, place_batch
 from jrl.types import Batch
@@ -87,7 +87,7 @@ def trained(name):
     shardings = state_shardings(shapes, mesh, network=common["network"])
     with jax.set_mesh(mesh):
         state = jax.jit(make, out_shardings=shardings)(jax.random.key(0))
-        losses = RouterLosses(balance=0.1, z=0.01)
+        losses = RouterTraining(balance=0.1, z=0.01)
         step = compile_step(make_step(**common, router=losses), shardings, mesh)
         sampling_params = jax.device_put(make_sampling_params(), replicated(mesh))
         state, metrics = step(state, place_batch(ragged_batch(), mesh), sampling_params)

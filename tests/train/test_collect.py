@@ -295,4 +295,4 @@ def test_lines_of_a_text_are_steps_where_a_method_wants_it(lines):
 def test_which_methods_have_lines_for_steps():
     assert [get_method("oreo", level=level).draw.lines for level in ("token", "step")] == [0, 1]
     assert get_method("bfs_prover").draw.lines
-    assert not get_method("oreo", level="step").unsupported
+    assert not get_method("oreo", level="step").lacks

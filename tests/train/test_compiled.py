@@ -12,6 +12,7 @@ from jrl.config.unions import Optimizer
 from jrl.errors import UserError
 from jrl.mesh import make_mesh
 from jrl.methods import Draw, GroupEditor, find_method, get_method
+from jrl.methods.schedule import Schedule, copies, every, restart
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import collect, task_rollout
 from jrl.train.compiled import (
@@ -270,8 +271,8 @@ def test_with_policy_starts_afresh(network):
         policy["embed"].unsafe_buffer_pointer()
     )
     assert_close(out.opt_state, state.opt_state, 0)
-    keeps = frozenset({"expert", "first"})
-    common = {"objective": method.objective._replace(keeps=keeps), "optimizer": optimizer}
+    held = Schedule(after=(copies("expert", every(2)), restart("first", every(4))))
+    common = {"objective": method.objective, "optimizer": optimizer, "schedule": held}
     state = init_state(KEY, network=network, **common)
     warm = with_policy(state, policy, optimizer, given=("expert",)).frozen
     assert_close(warm["first"], policy, 0)

@@ -218,6 +218,11 @@ def evaluated_in(config):
     return [str(x.dtype) for x in jax.tree.leaves(network.init_cache(1, 8))]
 
 
+def drawn(config):
+    """How the method draws its groups."""
+    return (build.setup(config).method.draw,)
+
+
 def judge(config):
     """The reward part that accuracy is measured by."""
     return (build.setup(config).rewards.judge,)
@@ -258,6 +263,15 @@ ON_TASK = {
     "model.attention": (programs, "model.attention=blockwise"),
     "model.remat": (programs, "model.remat=full"),
     "model.network": (shaped, "model.network=PLACE/own.py:bag"),
+    "tree.kind": (programs, "tree.kind=branch"),
+    "tree.at": (programs, "tree.at=gap", "tree.kind=branch"),
+    "tree.above": (programs, "tree.above=0.5", "tree.kind=branch"),
+    "tree.roots": (programs, "tree.roots=1", "tree.kind=branch"),
+    "tree.rounds": (programs, "tree.rounds=2", "tree.kind=branch"),
+    "tree.by": (drawn, "tree.by=uct", "tree.kind=search"),
+    "tree.width": (drawn, "tree.width=2", "tree.kind=search"),
+    "tree.tokens": (drawn, "tree.tokens=2", "tree.kind=search"),
+    "tree.exploration": (drawn, "tree.exploration=2.0", "tree.kind=search"),
     "value.kind": (programs, "value.kind=network", "method=ppo"),
     "lora.rank": (programs, "lora.rank=2"),
     "lora.alpha": (programs, "lora.alpha=4.0", "lora.rank=2"),
@@ -312,10 +326,6 @@ MORE_ON_TASK = {
     ),
     "objective.router_balance": (programs, "objective.router_balance=0.1", SPARSE),
     "objective.router_z": (programs, "objective.router_z=0.1", SPARSE),
-    "objective.tree": (programs, "objective.tree=even"),
-    "objective.tree_above": (programs, "objective.tree_above=0.5", "objective.tree=gap"),
-    "objective.tree_roots": (programs, "objective.tree_roots=1", "objective.tree=gap"),
-    "objective.tree_rounds": (programs, "objective.tree_rounds=2", "objective.tree=gap"),
     "packed": (padding, "train.mode=packed"),
     "both in 8 bits": (programs, "sampling.int8=['weights', 'cache']", "sampling.int8=cache"),
 }

@@ -225,7 +225,8 @@ def settings(tmp_path, model, run, *more):
             *(f"model.path={json.dumps(str(model))}", "data.template=plain"),
             *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=deepsearch"),
             *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=6"),
-            "objective={tree_width=3, tree_tokens=4, round_steps=3, attempts=2, hard=0.5, each=2}",
+            "objective={round_steps=3, attempts=2, hard=0.5, each=2}",
+            "tree={kind='search', width=3, tokens=4}",
             *("log.samples_every=1", f"rewards={{{reward}={{judge=true}}}}"),
             *("reward_pool.workers=0", "checkpoint.every=2", "optimizer.learning_rate=0.01"),
             f"run.dir={json.dumps(str(tmp_path / run))}",
@@ -265,21 +266,27 @@ def test_a_run_searches_hard_problems_and_trains_on_what_it_found(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("data.task=chain",), "those of a procedural task are never the same; give data.train"),
-        (("data.env=guess_number",), "those of a procedural task are never the same; give"),
+        (("data.task=chain",), "needs data.train: those of a procedural task are never"),
+        (
+            ("data.env=guess_number",),
+            "needs data.train: those of a procedural task are never",
+        ),
     ],
 )
 def test_runs_whose_problems_cannot_be_chosen_are_refused(more, said):
     small = "model.config={layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-    rounds = ("method=deepsearch", "objective={round_steps=3, tree='none'}", "run.dir=unused")
+    rounds = ("method=deepsearch", "objective.round_steps=3", "tree.kind=none", "run.dir=unused")
     with pytest.raises(UserError, match=said):
         check_trainable(setup(load_config(None, [small, *more, *rounds])))
 
 
 def test_text_without_a_search_has_no_rounds(tmp_path, letters_model):
-    rounds = "objective={tree='none', round_steps=3}"
-    config = settings(tmp_path, letters_model, "run", rounds)
-    with pytest.raises(UserError, match="round_steps to 0, or remove data.env and objective.tree"):
+    rounds = "objective.round_steps=3"
+    config = settings(tmp_path, letters_model, "run", rounds, "tree={kind='none'}")
+    with pytest.raises(
+        UserError,
+        match="needs a search: .*; set tree.kind to 'search', or set objective.round_steps to 0",
+    ):
         check_trainable(setup(config))
 
 

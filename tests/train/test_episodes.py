@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from jrl.config import load_config
 from jrl.episodes import get_env
 from jrl.errors import UserError
 from jrl.evaluate import episode_metrics
@@ -18,7 +19,9 @@ from jrl.objectives.transforms import completion_tokens, overlong_penalty, paid
 from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import collect, to_batch
 from jrl.train.compiled import held_out, iterate, make_iteration, make_run, solution_batch
-from jrl.train.episodes import check_players, episode_rollout
+from jrl.train.episodes import episode_rollout
+from jrl.train.features import check_features, features_of
+from jrl.train.frozen import run_task
 from jrl.train.state import init_state, state_shardings
 from jrl.train.step import compile_step, make_step, with_slot_use
 
@@ -242,15 +245,21 @@ def test_methods_with_demonstrations_are_refused(network):
         )
 
 
-def test_a_method_that_drops_groups_cannot_have_players_in_them():
-    dapo, grpo = get_method("dapo", max_tokens=9).groups, get_method("grpo").groups
-    both = get_env("nim", opponent="self")
-    with pytest.raises(
-        UserError, match="data.env: the method keeps some groups.*'nim' each start m"
-    ):
-        check_players(both, dapo)
-    check_players(both, grpo)
-    check_players(get_env("nim"), dapo)
+def test_a_method_that_drops_groups_cannot_have_players_in_them(network):
+    dapo, grpo = get_method("dapo", max_tokens=9), get_method("grpo")
+    one, both = (
+        load_config(None, [f"data={{env='nim', opponent='{opponent}'}}"])
+        for opponent in ("random", "self")
+    )
+
+    def check(config, method):
+        given = {"network": network, "model": None, "task": run_task(config)}
+        check_features(features_of(config, method, **given))
+
+    with pytest.raises(UserError, match="'nim', of 2 players, does .* keeps some groups and drops"):
+        check(both, dapo)
+    check(both, grpo)
+    check(one, dapo)
 
 
 def test_samples_are_transcripts_by_turn(groups):

@@ -313,7 +313,12 @@ def test_weights_change_between_the_turns_of_a_run(place, tmp_path, monkeypatch,
 )
 def test_episodes_branch_in_a_run(place, tmp_path, more):
     run = tmp_path / "run"
-    tree = ("method=arpo", "objective={tree='even',tree_roots=2}", "log.samples_every=1")
+    tree = (
+        "method=arpo",
+        "objective={}",
+        "tree={kind='branch',at='even',roots=2}",
+        "log.samples_every=1",
+    )
     sizes = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80")
     config = settings(place, run, "talk", *sizes, *tree, *more)
     assert train(config, echo=lambda line: None)["steps"] == 2
@@ -351,8 +356,8 @@ def test_episodes_continue_from_their_summaries(place, tmp_path, mode):
 @pytest.mark.parametrize(
     "tree",
     [
-        ("method=arpo", "objective={tree='even', tree_roots=2}", "sampling.slots=8"),
-        ("method=deepsearch", "objective={tree='puct', tree_width=2, tree_rounds=20}"),
+        ("method=arpo", "tree={kind='branch', at='even', roots=2}", "sampling.slots=8"),
+        ("method=deepsearch", "tree={kind='search', by='puct', width=2, rounds=20}"),
     ],
     ids=["branches", "search"],
 )
@@ -420,7 +425,9 @@ def test_tasks_are_written_at_the_start_of_a_phase(place, tmp_path, monkeypatch)
 
 def test_written_tasks_need_a_writer(place, tmp_path):
     config = settings(place, tmp_path / "run", "lucky", *WRITTEN)
-    with pytest.raises(UserError, match="nobody writes them; set data.writer to FILE.py:function"):
+    with pytest.raises(
+        UserError, match="needs data.writer: nobody writes them; set it to FILE.py:function"
+    ):
         train(config, echo=lambda line: None)
     assert not (tmp_path / "run").exists()
 
@@ -452,8 +459,11 @@ SEARCHED = ("data.turns=3", "data.eval=", "sampling.max_new_tokens=80", "log.sam
 @pytest.mark.parametrize(
     "tree",
     [
-        pytest.param(("method=deepsearch", "objective={tree_width=3}"), marks=pytest.mark.slow),
-        ("method=alphamath", "objective={tree='puct'}", "train.mode=packed"),
+        pytest.param(
+            ("method=deepsearch", "objective={}", "tree={kind='search',width=3}"),
+            marks=pytest.mark.slow,
+        ),
+        ("method=alphamath", "objective={}", "tree.kind=search", "train.mode=packed"),
     ],
     ids=["frontier", "value"],
 )
@@ -532,7 +542,7 @@ def test_a_search_of_turns_leaves_preferences_to_train_on(place, tmp_path):
 SAMPLED = (
     *("data.eval=", "method=deepsearch", "sampling.temperature=0.8", "eval.temperature=0.8"),
     *("sampling.top_k=30", "sampling.top_p=0.9", "sampling.min_p=0.01"),
-    "objective={tree='best_first', tree_width=2, tree_rounds=3}",
+    "tree={kind='search', by='best_first', width=2, rounds=3}",
 )
 
 
@@ -804,12 +814,12 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "data.isolate=true", "method=arpo", "objective={}"],
-            "HostEnv.fork is None",
+            "needs HostEnv.fork: episodes branch with a copy of the environment's state",
         ),
         (
             "talk",
-            ["data.turns=2", "method=arpo", "objective={tree_rounds=2}"],
-            "objective.tree_rounds = 2 is not read in episodes",
+            ["data.turns=2", "method=arpo", "objective={}", "tree={kind='branch',rounds=2}"],
+            "tree.rounds = 2 is not read in episodes",
         ),
         (
             "talk",
@@ -819,7 +829,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             [*FOLDED, "method=preplan_anchor"],
-            "data.contexts = 4: method = 'preplan_anchor' reads attention over whole rows",
+            "data.contexts = 4 does not go with method = 'preplan_anchor', which reads attention",
         ),
         ("tlak", [], "has no function 'tlak'; did you mean 'talk'"),
         (
@@ -830,7 +840,7 @@ def test_a_run_with_tools_on_several_devices(place, tmp_path):
         (
             "talk",
             ["data.turns=2", "method=sft", "objective={}"],
-            "method = 'sft' trains on demonstrat",
+            "does not go with method = 'sft', which reads demonstrations",
         ),
         ("talk", ["data.turns=2", "rewards={math={}}"], "rewards.math: the environment"),
     ],

@@ -19,7 +19,6 @@ from jrl.train import build
 from jrl.train.collect import to_batch
 from jrl.train.compiled import held_out
 from jrl.train.episodes import episode_rollout
-from jrl.train.method_network import network_of
 from jrl.train.state import init_state
 from jrl.train.step import make_step
 
@@ -42,7 +41,7 @@ STARTS, GROUP, ROWS, STEPS = 192, 8, 32, 400
 @pytest.mark.parametrize(("name", "more"), [("ilql", {"follow": 0.05}), ("mc_returns", {})])
 def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name, more):
     method, law = get_method(name, beta=16.0, **more), make_sampling_params()
-    network = network_of(PLAIN, method)
+    network = method.network(PLAIN)
     parts = {"network": network, "objective": method.objective, "optimizer": optax.adam(3e-3)}
     state, key = init_state(jax.random.key(0), **parts), jax.random.key(1)
     made = {"task": ENV, "network": network, "parts": {"reward": 1.0}, "group": GROUP}
@@ -51,7 +50,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     groups = jax.jit(draw)(key, state.params["policy"], jnp.int32(0), ids)
     rows = groups.rollout, groups.rewards, jnp.ones(1), groups.ids, groups.stats
     given = to_batch(*rows, own=True)
-    step = make_step(**parts)
+    step = make_step(**parts, schedule=method.schedule)
 
     def one(state, number):
         chosen = jax.random.randint(jax.random.fold_in(key, number), (ROWS,), 0, STARTS)
@@ -64,7 +63,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
     ask = {"sampling_params": law, "task": ENV, "problems": 256}
 
     def solved(beta):
-        leaning = network_of(PLAIN, get_method(name, beta=beta, **more))
+        leaning = get_method(name, beta=beta, **more).network(PLAIN)
         played = jax.jit(functools.partial(held_out, network=leaning, **ask))
         return float(played(key, state.params["policy"]).rewards[..., 0].mean())
 
@@ -77,7 +76,7 @@ def test_values_learned_from_random_episodes_lean_the_policy_to_better_ones(name
 
 def test_what_a_policy_with_values_cannot_have_is_said(tmp_path):
     lines = ["method=ilql", "train.mode=host", f'run.dir="{tmp_path}"']
-    with pytest.raises(UserError, match="has values of tokens, does not go with .lora"):
+    with pytest.raises(UserError, match="has further parameters, does not go with .lora"):
         build.setup(load_config("configs/gridworld.toml", [*lines, "lora.rank=2"]))
     config = load_config("configs/gridworld.toml", lines)
     with pytest.raises(UserError, match="a Hugging Face checkpoint has no place for them"):

@@ -304,7 +304,10 @@ def test_what_does_not_go_together_is_said(place, rewarder, tmp_path):
     assert "such as kto" in say(*one)
     kto = settings(place, tmp_path / "run", "dpo.toml", *one, "method=kto", "objective={}")
     programs.check_trainable(build.setup(kto))
-    assert "method = 'grpo' does not learn from data.pairs" in say("method=grpo", "objective={}")
+    assert (
+        "data.pairs does not go with method = 'grpo', which learns from what a policy drew"
+        in say("method=grpo", "objective={}")
+    )
     assert "a.jsonl' and data.pairs are both given; remove one" in say("data.train=a.jsonl")
     assert "samples from data.task or data.env alone; set it" in say("train.mode=compiled")
     assert "data.pairs holds its own scores; remove rewards.math" in say("rewards.math={}")

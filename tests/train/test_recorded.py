@@ -148,7 +148,7 @@ def test_the_batch_is_what_is_on_disk(model, sessions):
         (["sampling.max_new_tokens=4"], "behind its prompt, and sampling.max_new_tokens is 4"),
         (["sampling.max_new_tokens=4", "data.overlong=drop"], "no row is left of 6: 1 have no"),
         (["rewards.math.weight=1"], "rewards = 'math'; choose from reward"),
-        (["method=remax"], "'recorded:DIR': method = 'remax' trains on greedy members"),
+        (["method=remax"], "'recorded:DIR' does not go with method = 'remax', which draws greedy"),
         (
             ["placement={}"],
             r"\[placement\] needs a rollout, and data.train = 'recorded:DIR' has no",

@@ -1,7 +1,6 @@
 """Completions kept by prompt and trained on again, on groups written by hand."""
 
 import math
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ from jrl.methods.base import replay_successes
 from jrl.objectives import combine_terms, compute_advantages, policy_loss
 from jrl.train import build, programs
 from jrl.train.collect import Groups, to_batch
-from jrl.train.replay import Recall, check_replay, packed, recalled, unpacked
-from jrl.types import Branching, Rollout, StopReason
+from jrl.train.features import check_features, method_features
+from jrl.train.replay import Recall, packed, recalled, unpacked
+from jrl.types import Rollout, StopReason
 
 G, P, T = 3, 2, 4
 RULE = replay_successes(0.1, each=2, prompts=2)
@@ -221,8 +221,11 @@ def test_points_are_those_of_the_part_that_says_what_is_right():
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("data.task=chain",), "no problem of a procedural task or an environment on the device"),
-        (("data.env=guess_number",), "comes again; give data.train, with data.env"),
+        (("data.task=chain",), "needs data.train: no problem of a task or of an environment"),
+        (
+            ("data.env=guess_number",),
+            "returns; give it, with data.env = FILE.py:function for",
+        ),
     ],
 )
 def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
@@ -233,32 +236,13 @@ def test_runs_in_which_no_prompt_comes_again_are_refused(more, said):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rollout_mesh": "a mesh"}, r"which does not go together with \[placement\]; remove it"),
-        ({"replays_routing": True}, "together with objective.router_replay"),
-        ({"tree": Branching()}, "together with objective.tree"),
-        ({"recorded": "sessions"}, "and recorded sessions are there already"),
-        ({}, None),
-    ],
+    "other", ["placement", "router replay", "branches", "recorded", "several processes"]
 )
-def test_what_does_not_go_together_with_a_replay_is_named(changes, said):
-    method = get_method("arpo_replay")
-    run = SimpleNamespace(
-        method=method._replace(draw=method.draw._replace(tree=changes.get("tree"))),
-        config=SimpleNamespace(
-            method="arpo_replay",
-            recorded=changes.get("recorded"),
-            replays_routing=changes.get("replays_routing", False),
-        ),
-        task=None,
-        rollout_mesh=changes.get("rollout_mesh"),
-    )
-    if said is None:
-        check_replay(run)
-        return
-    with pytest.raises(UserError, match=said):
-        check_replay(run)
+def test_what_does_not_go_together_with_a_replay_is_named(other):
+    features = method_features(get_method("arpo_replay")) | {"records": "data.train"}
+    check_features(features)
+    with pytest.raises(UserError, match="keeps completions by prompt, does not go with X: "):
+        check_features(features | {other: "X"})
 
 
 def test_coefficients_reach_the_rule():

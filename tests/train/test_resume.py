@@ -36,7 +36,7 @@ KINDS = {
     ),
     "trees in packed rows": (
         *("data.task=chain", "data.difficulty=8", "rewards={partial={}}", "train.mode=packed"),
-        *("objective.tree=entropy", "objective.tree_rounds=2", "train.steps=4"),
+        *("tree={kind='branch',rounds=2}", "train.steps=4"),
     ),
 }
 

@@ -12,12 +12,14 @@ from jrl.errors import UserError
 from jrl.methods import get_method
 from jrl.storage.metrics import CLOCKS, read_jsonl
 from jrl.train import loop, programs
-from jrl.train.build import setup
+from jrl.train.build import run_features, setup
 from jrl.train.collect import collect
+from jrl.train.features import check_features
 from jrl.train.loop import run_config, train
+from jrl.train.state import frozen_names
 
 SIZES = "{layers=1, embed_dim=16, heads=2, kv_heads=2, head_dim=8, mlp_dim=32}"
-ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1, tree='none'}"
+ROUNDS = "objective={round_steps=2, restart_rounds=2, success=0.1}"
 STEPS = 6
 
 
@@ -26,7 +28,13 @@ def settings(directory, *more):
         None,
         [
             *(f"model.config={SIZES}", "data.task=sequence", "data.difficulty=1", "mesh.fsdp=1"),
-            *("method=bfs_prover", ROUNDS, "rewards={partial={}}", "sampling.group=4"),
+            *(
+                "method=bfs_prover",
+                ROUNDS,
+                "tree.kind=none",
+                "rewards={partial={}}",
+                "sampling.group=4",
+            ),
             *("train.prompts=4", f"train.steps={STEPS}", "optimizer.learning_rate=0.03"),
             *("warmup={steps=40, batch=32, learning_rate=0.02}", "checkpoint.every=3"),
             f"run.dir={json.dumps(str(directory))}",
@@ -106,7 +114,7 @@ def test_completions_are_the_experts(place, on_host):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("lora.rank=2",), "round_steps = 2: .* does not go together with lora.rank; remove one"),
+        (("lora.rank=2",), r"round_steps = 2 does not go with \[lora\]: .*; remove \[lora\]"),
         (("objective.round_steps=0",), "restart_rounds = 2: rounds have no steps"),
     ],
 )
@@ -116,18 +124,19 @@ def test_what_does_not_go_together_is_named(tmp_path, more, said):
 
 
 def test_an_expert_cannot_draw_ahead(on_host):
-    run = on_host.run._replace(rollout_mesh="a mesh")
-    with pytest.raises(UserError, match=r"round_steps = 2: .* together with \[placement\]"):
-        programs.check_trainable(run)
+    features = run_features(on_host.run)
+    check_features(features)
+    with pytest.raises(UserError, match=r"round_steps = 2 does not go with \[placement\]"):
+        check_features(features | {"placement": "[placement]"})
 
 
 def test_only_what_a_schedule_uses_is_kept():
-    assert get_method("bfs_prover").objective.keeps == frozenset()
+    assert get_method("bfs_prover").schedule.frozen == frozenset()
     once = get_method("bfs_prover", round_steps=3)
-    assert once.objective.keeps == once.objective.frozen == {"expert"}
+    assert frozen_names(once.objective, once.schedule) == once.schedule.frozen == {"expert"}
     assert [once.schedule.drawn_by(step) for step in (0, 2, 3, 7)] == [0, 0, 3, 6]
     both = get_method("bfs_prover", round_steps=3, restart_rounds=2)
-    assert both.objective.keeps == {"expert", "first"}
+    assert both.schedule.frozen == {"expert", "first"}
     assert "schedule" in both.seams
     points = np.array([[1.0, 0.99, 0.0]], np.float32)
     rule = get_method("bfs_prover", replayed=0.7).replay

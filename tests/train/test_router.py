@@ -21,7 +21,7 @@ from jrl.sampling.params import make_sampling_params
 from jrl.train.collect import to_batch
 from jrl.train.demonstrations import demonstration_rollout, join_members
 from jrl.train.packing import Packer
-from jrl.train.router import RouterLosses
+from jrl.train.router import RouterTraining
 from jrl.train.score import score, shared_rows, undivided
 from jrl.train.state import init_state
 from jrl.train.step import make_step
@@ -260,12 +260,12 @@ def stepped(rows, microbatches=1, **options):
 @pytest.mark.slow
 def test_a_step_reports_its_routers_and_adds_their_losses():
     rows = batch()
-    plain, metrics = stepped(rows, replay_routing=True)
+    plain, metrics = stepped(rows, router=RouterTraining(replay=True))
     assert metrics["router_dropped"] == metrics["router_moved"] == 0
     assert 0 < metrics["router_entropy"] < np.log(E)
     assert 1 <= metrics["router_max_load"] <= E
     assert metrics["router_balance"] > 0.8
-    losses = RouterLosses(z=0.5)
+    losses = RouterTraining(z=0.5)
     full, with_z = stepped(rows, router=losses)
     parts, _ = stepped(rows, microbatches=2, router=losses)
     np.testing.assert_allclose(
@@ -282,4 +282,4 @@ def test_a_step_reports_its_routers_and_adds_their_losses():
 
 def test_a_batch_without_the_routing_to_replay_is_refused():
     with pytest.raises(UserError, match="objective.router_replay = true: the batch does not say"):
-        stepped(batch().replace(routing=None), replay_routing=True)
+        stepped(batch().replace(routing=None), router=RouterTraining(replay=True))

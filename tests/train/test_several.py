@@ -12,7 +12,6 @@ from jrl.config import load_config
 from jrl.errors import UserError
 from jrl.evaluate import load_policy
 from jrl.models import hf
-from jrl.models.several import one_of
 from jrl.run.export import export_run
 from jrl.serving.launch import served_policy
 from jrl.storage.metrics import CLOCKS, read_jsonl
@@ -21,8 +20,8 @@ from jrl.train.collect import to_batch
 from jrl.train.episodes import episode_rollout
 from jrl.train.frozen import frozen_params
 from jrl.train.loop import train
-from jrl.train.several import SUMMED, divided_batch
 from jrl.train.step import make_step
+from jrl.zoo.networks.policies import SUMMED, Policies, divided_batch, one_of
 
 NIM = 'data={env="nim",heaps=2,most=3,opponent="self",illegal=-0.2}'
 LINES = (
@@ -57,7 +56,7 @@ def far_apart(params):
 
 def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups():
     run = build.setup(settings("unused", "train.mode=host"))
-    several, schedule = run.network.extras.several, run.method.schedule._asdict()
+    policies, schedule = run.method.network, run.method.schedule
     make, _ = programs.state_layout(run)
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
@@ -65,7 +64,9 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
     draw = jax.jit(functools.partial(episode_rollout, split="train", group=6, slots=8, **made))
     step = jax.jit(programs.make_train_step(run))
     parts = {"objective": run.method.objective, "optimizer": run.optimizer}
-    alone = jax.jit(make_step(network=several.each, **parts, **schedule))
+    alone = jax.jit(
+        make_step(network=run.network.extras.derived.network, **parts, schedule=schedule)
+    )
     ids, weights, law = jnp.arange(6, dtype=jnp.int32), jnp.ones(1), run.sampling_params
     for number in (0, 2):  # policies have swapped players at the second
         state = state.replace(step=jnp.int32(number))
@@ -74,7 +75,7 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
         batch = to_batch(*rows, own=True)
         after, metrics = step(state, batch, law)
         assert metrics["logprob_diff"] < 1e-5
-        divided, found = divided_batch(batch, several, number), []
+        divided, found = divided_batch(batch, policies, number), []
         for policy in range(2):
             part, player = one_of(divided, policy), (policy - number // 2) % 2
             # Of a start's two groups the one of this player.
@@ -101,7 +102,6 @@ def test_each_policy_draws_for_its_player_and_is_trained_on_that_players_groups(
 def test_a_frozen_copy_plays_and_is_renewed_in_time():
     lines = ("objective.copy_every=2", "objective.swap_every=0", "method=reinforce")
     run = build.setup(settings("unused", "train.mode=host", *lines))
-    several = run.network.extras.several
     make, _ = programs.state_layout(run)
     state = jax.jit(make)(jax.random.key(0), None, {})
     state = state.replace(params=far_apart(state.params))
@@ -130,7 +130,7 @@ def test_a_frozen_copy_plays_and_is_renewed_in_time():
         changed = jax.tree.map(lambda a, b: (a != b).any(), first, one_of(before.params, 0))
         assert any(jax.tree.leaves(changed))
         equal(other, first if number == 1 else one_of(before.params, 1))
-    assert several.copy_every == 2
+    assert run.method.network == Policies(2, trained=1)
 
 
 def numbers(directory):
@@ -184,13 +184,16 @@ def set_up(config):
     [
         ((NIM.replace("self", "perfect"),), "objective.policies = 2: each policy plays as many"),
         (("objective.policies=3",), "the environment has 2 for the policy"),
-        (("sampling.int8=['weights']",), "sampling.int8 = ['weights']; set it to []"),
-        (("train.mode=packed",), "train.mode = 'packed'; set it to 'host' or 'compiled'"),
+        (("sampling.int8=['weights']",), "does not go with sampling.int8 = ['weights']"),
+        (("train.mode=packed",), "does not go with train.mode = 'packed'"),
         (
             ("objective.policies=1", "objective.swap_every=0", "objective.copy_every=2"),
             "objective.copy_every = 2: one policy plays all players",
         ),
-        (("lora.rank=2",), "[lora], since all weights are trained"),
+        (
+            ("lora.rank=2",),
+            "objective.policies = 2 does not go with [lora]: all weights are trained; remove",
+        ),
     ],
 )
 def test_what_several_policies_cannot_have_is_said_first(tmp_path, more, said):

@@ -11,6 +11,7 @@ import pytest
 
 from jrl.errors import UserError
 from jrl.methods import get_method
+from jrl.methods.schedule import Schedule, average, copies, every, refreshed, restart
 from jrl.objectives import aggregates, ratios, transforms
 from jrl.sampling.params import make_sampling_params, sampling_logprobs
 from jrl.train import score as module
@@ -280,13 +281,13 @@ def test_external_is_zero_where_nothing_is_given(bag, bag_params, batch):
 # ---------------------------------------------------------------- the reference in time
 
 
-def steps_of(bag, bag_params, batch, quick_jit, count, **schedule):
+def steps_of(bag, bag_params, batch, quick_jit, count, *after):
     """The states after each of ``count`` steps with Adam and a falling rate."""
     objective = get_method("grpo", kl_coef=0.1).objective
     rate = optax.linear_schedule(0.05, 0.0, 10)
     common = {"network": bag, "objective": objective, "optimizer": optax.adam(rate)}
     states = [init_state(KEY, bag_params, **common)]
-    step = quick_jit(make_step(**common, **schedule))
+    step = quick_jit(make_step(**common, schedule=Schedule(after=after)))
     for _ in range(count):
         states.append(step(states[-1], batch, DISTRIBUTIONS["plain"])[0])
     return states
@@ -298,7 +299,7 @@ def same(a, b):
 
 def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
     run = partial(steps_of, bag, bag_params, batch, quick_jit)
-    states = run(3, refresh_ref=2, reset_optimizer=True)
+    states = run(3, *refreshed(2, moments=True))
     policies, refs = (
         [t[n] for t in trees]
         for n, trees in (
@@ -314,17 +315,18 @@ def test_the_reference_is_refreshed(bag, bag_params, batch, quick_jit):
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(moments))
     assert int(schedule.count) == 2  # the rate keeps falling
     assert int(states[3].opt_state[0].count) == 1
-    kept = run(2, refresh_ref=2)[2]
+    kept = run(2, *refreshed(2))[2]
     assert same(kept.frozen["ref"], kept.params["policy"])
     assert int(kept.opt_state[0].count) == 2
 
 
 def test_rounds_have_an_expert_and_may_begin_anew(bag, bag_params, batch, quick_jit):
     """Rounds of 2 steps, of which the third begins from the first weights, with fresh moments."""
-    objective = get_method("grpo").objective._replace(keeps=frozenset({"expert", "first"}))
+    after = (restart("first", every(4)), copies("expert", every(2)))
     rate = optax.linear_schedule(0.05, 0.0, 10)
-    common = {"network": bag, "objective": objective, "optimizer": optax.adam(rate)}
-    step = quick_jit(make_step(**common, round_steps=2, restart_rounds=2))
+    common = {"network": bag, "optimizer": optax.adam(rate)}
+    common |= {"objective": get_method("grpo").objective, "schedule": Schedule(after=after)}
+    step = quick_jit(make_step(**common))
     states = [init_state(KEY, bag_params, **common)]
     for _ in range(6):
         states.append(step(states[-1], batch, DISTRIBUTIONS["plain"])[0])
@@ -334,7 +336,7 @@ def test_rounds_have_an_expert_and_may_begin_anew(bag, bag_params, batch, quick_
         assert same(experts[i], policies[round_began])
         assert same(states[i].frozen["first"], policies[0])
     assert not same(policies[2], policies[0])
-    plain = quick_jit(make_step(**common))
+    plain = quick_jit(make_step(**common | {"schedule": Schedule()}))
     moments, schedule = states[4].opt_state
     fresh = states[4].replace(
         params=states[0].params, opt_state=(jax.tree.map(jnp.zeros_like, moments), schedule)
@@ -347,7 +349,7 @@ def test_rounds_have_an_expert_and_may_begin_anew(bag, bag_params, batch, quick_
 
 
 def test_the_reference_follows_slowly(bag, bag_params, batch, quick_jit):
-    states = steps_of(bag, bag_params, batch, quick_jit, 2, ref_decay=0.75)
+    states = steps_of(bag, bag_params, batch, quick_jit, 2, average("ref", 0.75))
     for before, after in itertools.pairwise(states):
         old, new = before.frozen["ref"], after.params["policy"]
         expected = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, old, new)
@@ -363,7 +365,8 @@ def test_a_reference_of_another_shape_cannot_be_renewed(bag, bag_params, make_ba
     common = {"network": bag, "optimizer": optax.sgd(0.1)}
     common["objective"] = get_method("grpo", kl_coef=0.1).objective
     state = init_state(KEY, bag_params, **common, frozen={"ref": other.init(KEY)})
-    step = make_step(**common, networks={"ref": other}, ref_decay=0.5)
+    common["schedule"] = Schedule(after=(average("ref", 0.5),))
+    step = make_step(**common, networks={"ref": other})
     with pytest.raises(UserError, match="the reference that is given is of another shape"):
         jax.eval_shape(step, state, batch, DISTRIBUTIONS["plain"])
 
@@ -396,7 +399,7 @@ def test_a_statistic_of_attention_sees_each_completion_alone(network, params, ba
         partial(score, sampling_params=make_sampling_params(), statistics=(previous,), **common)
     )
     got = np.asarray(run({"policy": params}, batch)["previous"])
-    attention = quick_jit(network.extras.attention)
+    attention = quick_jit(network.extras.views.attention)
     n, g, t = batch.tokens.shape
     for i, j in itertools.product(range(n), range(g)):
         start, length = int(batch.prompt_lengths[i]), int(batch.lengths[i, j])

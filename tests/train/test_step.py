@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from jrl.methods import get_method
+from jrl.methods.schedule import Schedule
 from jrl.models.heads import value_head, value_network
 from jrl.objectives import aggregates, regularizers, transforms
 from jrl.objectives.kl import AdaptiveCoef
@@ -93,7 +94,8 @@ def rich(world):
 
 def test_epochs_and_minibatches_against_a_loop_by_hand(world, network, params, batch):
     rate = 0.3
-    step, state = world(get_method("grpo").objective, optax.sgd(rate), epochs=2, minibatches=2)
+    twice = {"schedule": Schedule(epochs=2), "minibatches": 2}
+    step, state = world(get_method("grpo").objective, optax.sgd(rate), **twice)
     after, metrics = step(state, batch, SAMPLING)
 
     members = np.asarray(batch.members)
@@ -270,7 +272,7 @@ def test_logprob_diff_is_of_the_first_update(world, batch, network, params):
     exact = batch.replace(
         stats={"sampler_logprobs": jax.jit(of)({"policy": params}, batch, SAMPLING)["logprobs"]}
     )
-    step, state = world(get_method("grpo").objective, optax.sgd(0.3), epochs=3)
+    step, state = world(get_method("grpo").objective, optax.sgd(0.3), schedule=Schedule(epochs=3))
     _, metrics = step(state, exact, SAMPLING)
     assert metrics["logprob_diff"] < 1e-5
     assert metrics["approx_kl"] > 1e-4  # later updates have moved away

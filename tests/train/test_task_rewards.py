@@ -81,7 +81,10 @@ def test_alone_they_are_the_whole_reward(place):
 
 def test_what_cannot_be_is_said(place):
     compiled = load_config(None, [*RUN, rewards(place, "right"), "train.mode=compiled"])
-    with pytest.raises(UserError, match=r"mine.py:right are both given.*set train.mode to 'host'"):
+    with pytest.raises(
+        UserError,
+        match=r"go with rewards.*mine.py:right: it judges on the host.*set train.mode to 'host'",
+    ):
         programs.check_trainable(build.setup(compiled))
     with pytest.raises(UserError, match=r"rewards = 'verfy'; did you mean 'verify'.*FILE.py"):
         build.setup(load_config(None, [*RUN, "rewards={verfy={}}"]))

@@ -21,6 +21,7 @@ from jrl.storage.metrics import read_jsonl
 from jrl.train import loop
 from jrl.train.collect import task_rollout, to_batch
 from jrl.train.compiled import iterate, make_iteration
+from jrl.train.features import check_features, features_of
 from jrl.train.frozen import run_task
 from jrl.train.loop import train
 from jrl.train.objective import method_of
@@ -42,7 +43,7 @@ def network(make_bag, first_letter):
 
 
 def on_trees(name):
-    """The method as ``objective.tree`` makes it."""
+    """The method as ``[tree]`` makes it."""
     method = get_method(name)
     return method.with_(draw=method.draw._replace(tree=TREE, search=None)).after(over_branches())
 
@@ -131,7 +132,7 @@ def test_a_run_on_text_shares_the_past(tmp_path, monkeypatch):
             *(f"model.path={json.dumps(str(tmp_path / 'model'))}", "data.template=plain"),
             *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=treerl"),
             *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=3"),
-            *("objective.tree_roots=2", "objective.tree_rounds=2", "log.samples_every=1"),
+            *("tree={kind='branch',roots=2,rounds=2}", "log.samples_every=1"),
             *(f"rewards={{{reward}={{}}}}", "reward_pool.workers=0", "checkpoint.every=0"),
             f"run.dir={json.dumps(str(tmp_path / 'run'))}",
         ],
@@ -173,52 +174,52 @@ TASK = (
     *("data.task=sequence", "data.difficulty=1", "sampling.group=8"),
     f"model.config={json.dumps(SIZES).replace(':', ' =')}",
 )
+GAP = "tree={kind='branch', at='gap'}"
 BAD = {
-    "objective.tree = 'entropie'; give one of none, entropy, gap": ["objective.tree=entropie"],
-    "objective.tree_roots = 2: members branch with objective.tree alone": [
-        "objective.tree_roots=2"
-    ],
-    "objective.tree_roots = 8: sampling.group = 8 leaves no member": [
-        *("objective.tree=gap", "objective.tree_roots=8")
-    ],
-    "objective.tree_rounds = 3 does not divide the 4 of": [
-        *("objective.tree=gap", "objective.tree_rounds=3")
-    ],
+    "tree.roots = 8: sampling.group = 8 leaves no member": [GAP, "tree.roots=8"],
+    "tree.rounds = 3 does not divide the 4 of": [GAP, "tree.rounds=3"],
     "sampling.slots = 4: a tree of sampling.group = 8 members needs a slot for each": [
-        *("objective.tree=gap", "sampling.slots=4")
+        *(GAP, "sampling.slots=4")
     ],
-    "objective.tree_above = 0.5 is not read with objective.tree = 'even'": [
-        *("objective.tree=even", "objective.tree_above=0.5")
+    "tree.above = 0.5 is not read with tree.at = 'even'": [
+        "tree={kind='branch', at='even', above=0.5}"
     ],
-    "objective.tree = 'gap': completions and episodes on the host branch, those in an env": [
-        *("objective.tree=gap", "data={env='guess_number', numbers=4, turns=3}")
+    "tree.at = 'gap' does not go with data.env = 'guess_number': completions and episodes on": [
+        *(GAP, "data={env='guess_number', numbers=4, turns=3}")
     ],
-    "objective.tree = 'gap': data.pairs holds the completions": [
-        *("objective.tree=gap", "data={pairs='x.jsonl'}", "method=dpo")
+    "tree.at = 'gap' does not go with data.pairs: it holds the completions": [
+        *(GAP, "data={pairs='x.jsonl'}", "method=dpo")
     ],
-    "objective.tree = 'gap': method = 'remax' draws greedy baselines": [
-        *("objective.tree=gap", "method=remax")
+    "tree.at = 'gap' does not go with method = 'remax', which draws greedy baselines": [
+        GAP,
+        "method=remax",
     ],
-    "objective.tree = 'gap': method = 'online_dpo' compares whole completions": [
-        *("objective.tree=gap", "method=online_dpo")
+    "tree.at = 'gap' does not go with method = 'online_dpo', which compares whole completions": [
+        *(GAP, "method=online_dpo")
     ],
-    "objective.tree = 'gap': method = 'sft' draws": ["objective.tree=gap", "method=sft"],
-    "objective.tree = 'entropy': a branch has no record of its past's experts": [
+    "tree.at = 'gap' does not go with method = 'sft', which draws nothing": [GAP, "method=sft"],
+    "go with objective.router_replay = true: a branch has no record of its past's experts": [
         *("method=arpo", "objective.router_replay=true")
     ],
 }
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_what_grows_no_tree_is_named_before_anything_compiles(said):
+def test_what_grows_no_tree_is_named_before_anything_compiles(said, network):
     config = load_config(None, [*TASK, *BAD[said]])
+    task = run_task(config)
+
+    def check():
+        more = {"network": network, "model": None, "task": task}
+        check_features(features_of(config, method_of(config, task), **more))
+
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        check()
     assert said in str(caught.value)
 
 
 def test_any_method_takes_a_tree():
-    config = load_config(None, [*TASK, "method=rloo", "objective.tree=gap"])
+    config = load_config(None, [*TASK, "method=rloo", GAP])
     assert method_of(config, run_task(config)).draw.tree == Branching("gap", 4, 1, 0.0)
-    config = load_config(None, [*TASK, "method=arpo", "objective.tree_roots=2"])
+    config = load_config(None, [*TASK, "method=arpo", "tree={kind='branch',roots=2}"])
     assert method_of(config, run_task(config)).draw.tree == Branching("entropy", 2, 1, 0.0)

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jrl.config import load_config
+from jrl.config.unions import SearchTree
 from jrl.episodes.search import by_likelihood, by_path
 from jrl.episodes.tree import SEARCHES, Step, Tree
 from jrl.errors import UserError
@@ -406,11 +408,11 @@ TASK = (
 @pytest.mark.parametrize("method", ["deepsearch", "alphamath"])
 def test_a_run_on_a_task_searches(method, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "write_report", lambda directory: directory)
-    tree = "{tree_tokens=2,tree_width=3}" if method == "deepsearch" else "{tree='puct'}"
+    tree = "{kind='search',tokens=2,width=3}" if method == "deepsearch" else "{kind='search'}"
     config = load_config(
         None,
         [
-            *(*TASK, f"method={method}", f"objective={tree}", "train.prompts=16", "train.steps=2"),
+            *(*TASK, f"method={method}", f"tree={tree}", "train.prompts=16", "train.steps=2"),
             *("rewards={verify={},partial={}}", "optimizer.warmup_steps=0"),
             *("checkpoint.every=0", "eval.problems=4", "log.samples_every=1"),
             f"run.dir={json.dumps(str(tmp_path / 'run'))}",
@@ -427,7 +429,7 @@ def test_a_run_on_a_task_searches(method, tmp_path, monkeypatch):
 
 
 def test_a_path_is_worth_what_the_value_head_says_behind_its_last_token():
-    config = load_config(None, [*TASK, "method=alphamath", "objective.tree=puct"])
+    config = load_config(None, [*TASK, "method=alphamath", "tree.kind=search"])
     run = setup(config)
     policy = jit(run.network.init)(jax.random.key(1))
     head = jax.tree.map(
@@ -452,7 +454,7 @@ def test_a_search_at_evaluation_samples_what_training_samples():
         None,
         [
             *(*TASK, "method=deepsearch", "train.prompts=4", "mesh.fsdp=1", "eval.problems=4"),
-            "objective={tree='best_first', tree_width=3, tree_rounds=4, tree_tokens=2}",
+            "tree={kind='search', by='best_first', width=3, rounds=4, tokens=2}",
             *("sampling.temperature=0.7", "eval.temperature=0.7", "sampling.top_k=5"),
             *("sampling.top_p=0.9", "sampling.min_p=0.02", "model.dtype=float32"),
         ],
@@ -484,7 +486,7 @@ def test_a_search_resumes_bit_for_bit(tmp_path, monkeypatch):
         config = load_config(
             None,
             [
-                *(*TASK, "method=deepsearch", "objective={tree_tokens=2,tree_width=3}"),
+                *(*TASK, "method=deepsearch", "tree={kind='search',tokens=2,width=3}"),
                 *("train.prompts=8", f"train.steps={steps}", "rewards={partial={}}"),
                 *("checkpoint.every=1", "eval.problems=4"),
                 f"run.dir={json.dumps(str(tmp_path / name))}",
@@ -513,7 +515,7 @@ def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_mo
             *(f"model.path={json.dumps(str(letters_model))}", "data.template=plain"),
             *(f"data.train={json.dumps(str(tmp_path / 'rows.jsonl'))}", "method=deepsearch"),
             *("sampling.group=6", "sampling.max_new_tokens=9", "train.prompts=2", "train.steps=2"),
-            *("objective.tree_width=3", "objective.tree_tokens=4", "log.samples_every=1"),
+            *("tree={kind='search',width=3,tokens=4}", "log.samples_every=1"),
             *(f"rewards={{{reward}={{}}}}", "reward_pool.workers=0", "checkpoint.every=0"),
             f"run.dir={json.dumps(str(tmp_path / 'run'))}",
         ],
@@ -529,26 +531,17 @@ def test_a_run_on_text_searches_by_its_rewards(tmp_path, monkeypatch, letters_mo
 # ---------------------------------------------------------------- what is refused
 
 BAD = {
-    "objective.tree_roots = 2 is not read with objective.tree = 'puct'": [
-        *("objective.tree=puct", "objective.tree_roots=2")
+    "tree.exploration = 2.0 is not read with tree.by = 'best_first'": [
+        "tree={kind='search', by='best_first', exploration=2.0}"
     ],
-    "objective.tree_width = 2 is not read with objective.tree = 'gap'": [
-        *("objective.tree=gap", "objective.tree_width=2")
+    "sampling.slots = 3: a search of tree.width = 5 needs a slot for each step": [
+        *("tree={kind='search', by='uct', width=5}", "sampling.slots=3")
     ],
-    "objective.tree_exploration = 2.0 is not read with objective.tree = 'best_first'": [
-        *("objective.tree=best_first", "objective.tree_exploration=2.0")
+    "tree.by = 'puct' does not go with method = 'online_dpo', which compares whole completions": [
+        *("tree.kind=search", "method=online_dpo")
     ],
-    "sampling.slots = 3: a search of objective.tree_width = 5 needs a slot for each step": [
-        *("objective.tree=uct", "objective.tree_width=5", "sampling.slots=3")
-    ],
-    "objective.tree = 'puct': method = 'online_dpo' compares whole completions": [
-        *("objective.tree=puct", "method=online_dpo")
-    ],
-    "objective.tree = 'frontier': completions and episodes on the host branch, those in": [
+    "tree.by = 'frontier' does not go with data.env = 'guess_number': completions and episodes": [
         *("method=deepsearch", "data={env='guess_number', numbers=4, turns=3}")
-    ],
-    "objective.tree_above = 1.0 is not read with objective.tree = 'frontier'": [
-        *("method=deepsearch", "objective.tree_above=1.0")
     ],
 }
 
@@ -557,13 +550,15 @@ BAD = {
 def test_what_cannot_be_searched_is_named_before_anything_compiles(said):
     config = load_config(None, [*TASK, *BAD[said]])
     with pytest.raises(UserError) as caught:
-        method_of(config, run_task(config))
+        setup(config)
     assert said in str(caught.value)
 
 
 def test_a_compiled_run_does_not_search(tmp_path):
     run = ("train.mode=compiled", f"run.dir={json.dumps(str(tmp_path / 'run'))}")
-    with pytest.raises(UserError, match=r"objective\.tree searches, which takes a host"):
+    with pytest.raises(
+        UserError, match="'compiled' does not go with tree.by = 'frontier': a search takes a host"
+    ):
         train(load_config(None, [*TASK, "method=deepsearch", *run]), echo=lambda line: None)
 
 
@@ -576,13 +571,20 @@ def test_a_search_on_a_task_goes_by_the_tasks_own_rewards(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_the_configuration_offers_the_searches_that_there_are():
+    words, _ = get_args(SearchTree.model_fields["by"].annotation)
+    assert get_args(words) == tuple(SEARCHES)
+
+
 def test_the_methods_own_search_gives_way():
     def draw(*more):
         config = load_config(None, [*TASK, "method=deepsearch", *more])
         return method_of(config, run_task(config)).draw
 
     assert draw().search == Search("frontier", 8, 64, 256)
-    assert draw("objective.tree_width=2").search == Search("frontier", 2, 64, 256)
-    assert draw("objective.tree=puct").search == Search("puct")
-    assert draw("objective.tree=none")[3:5] == (None, None)
-    assert draw("objective.tree=gap")[3:5] == (Branching("gap", 2), None)
+    search = "tree={kind='search', %s}"
+    assert draw(search % "width=2").search == Search("frontier", 2, 64, 256)
+    assert draw(search % "by='puct'").search == Search("puct", 8, 64, 256)
+    assert draw("method=rloo", "tree.kind=search").search == Search("puct")
+    assert draw("tree.kind=none")[3:5] == (None, None)
+    assert draw("tree={kind='branch', at='gap'}")[3:5] == (Branching("gap", 2), None)

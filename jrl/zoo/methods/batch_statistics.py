@@ -100,8 +100,8 @@ def spo(
     return base.with_(
         advantage=transforms.chain(*steps),
         aggregate=token_mean,
-        min_group=1,
-        unsupported="a sampler of prompts by the tracker's uncertainty, sqrt(v (1 - v)) + 0.05, "
+        group=1,
+        lacks="a sampler of prompts by the tracker's uncertainty, sqrt(v (1 - v)) + 0.05, "
         "and the policy's movement on a prompt since its last visit",
     )
 
@@ -210,7 +210,7 @@ def scale_rl(
         ),
         surrogate=by_prompt(base.objective.surrogate),
         aggregate=sequence_mean,
-        unsupported="asynchronous sampling up to eight steps ahead, and interruption of "
+        lacks="asynchronous sampling up to eight steps ahead, and interruption of "
         "completions that think too long",
     )
 
@@ -262,8 +262,8 @@ def brpo(base: Method, most_skew: Fraction = 0.6, max_rounds: Count = 10) -> Met
     return base.with_(
         advantage=against_a_member(most_skew),
         groups=refill(max_rounds=max_rounds),
-        min_group=3,
-        unsupported="a pairwise generative reward model; until then scores are compared",
+        group=3,
+        lacks="a pairwise generative reward model; until then scores are compared",
     )
 
 
@@ -478,4 +478,4 @@ def riskpo(
     advantage = bundled_risk(
         bundle, levels, tail_weight, quantile_rate, quantiles, credit, shifted, eps
     )
-    return base.with_(advantage=advantage, aggregate=token_mean, min_group=1)
+    return base.with_(advantage=advantage, aggregate=token_mean, group=1)

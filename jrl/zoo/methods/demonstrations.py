@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrl.methods.base import Draw, Method, Schedule, normalised
+from jrl.methods.base import Draw, Method, Schedule, normalised, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     Choice,
@@ -30,6 +30,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import dr_grpo, grpo
 from jrl.methods.preference import dpo, pair_method
 from jrl.methods.ratios import CLIPS
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, regularizers
 from jrl.objectives.kl import bounded_exp
 from jrl.objectives.transforms import stateless, trained
@@ -252,7 +253,7 @@ def amft(
         advantage=balanced(base.objective.advantage, controller),
         surrogate=beside(base.objective.surrogate, imitated),
         draw=Draw(demonstrations=1),
-        unsupported="a meta-gradient through the optimiser step on held-out problems",
+        lacks="a meta-gradient through the optimiser step on held-out problems",
     )
 
 
@@ -384,7 +385,7 @@ def critique_grpo(
     base = free.with_(
         surrogate=beside(free.objective.surrogate, shaped),
         draw=Draw(demonstrations=refinements),
-        unsupported="a critique of each answer and a second pass that refines it",
+        lacks="a critique of each answer and a second pass that refines it",
     )
     return with_entropy(base, entropy_coef)
 
@@ -459,9 +460,12 @@ def auto_cei(
     return Method(
         Objective(expert_weights(temperature), ratios.reinforce(), aggregates.sequence_mean),
         rewards=_refusals(depth, slope),
-        unsupported="a reward function that finds refusals and counts reasoning steps; the search "
-        "over depth, an outer loop that moves it while precision and refusal rate on held-out "
-        "problems improve",
+        needs=requires(
+            1,
+            "a reward function that finds refusals and counts reasoning steps; the search "
+            "over depth, an outer loop that moves it while precision and refusal rate on held-out "
+            "problems improve",
+        ),
     )
 
 
@@ -504,8 +508,8 @@ def spin(base: Method, iteration: Count = 100) -> Method:
     """
     return base.before(comparisons.demonstrations_first()).with_(
         draw=Draw(demonstrations=1),
-        schedule=Schedule(refresh_ref=iteration, reset_optimizer=True),
-        min_group=1,
+        schedule=Schedule(after=refreshed(iteration, moments=True)),
+        group=1,
     )
 
 
@@ -548,8 +552,8 @@ def self_reinforcement(base: Method, filtered: Flag = True, iteration: Count = 1
     """
     return base.before(stronger_first(filtered)).with_(
         draw=Draw(demonstrations=1),
-        schedule=Schedule(refresh_ref=iteration),
-        min_group=1,
-        unsupported="answers of the weaker model drawn in the run itself; a reward function in "
+        schedule=Schedule(after=refreshed(iteration)),
+        group=1,
+        lacks="answers of the weaker model drawn in the run itself; a reward function in "
         "which the policy judges its own answers",
     )

@@ -111,12 +111,12 @@ def confucius3_math(
     """
     lacking = "a prompt scheduler that brings groups left over back (Recent Sample Recovery)"
     if stage == "entropy":
-        return base.plus(entropy_target(target, entropy_coef)).with_(unsupported=lacking)
+        return base.plus(entropy_target(target, entropy_coef)).with_(lacks=lacking)
     return base.with_(
         advantage=hardness_weighted(correct, hardness),
         aggregate=sequence_sum,
         groups=refill(max_rounds=max_rounds),
-        unsupported=lacking,
+        lacks=lacking,
     )
 
 
@@ -201,7 +201,7 @@ def aepo(
             compare, target=target, hot=hot, cold=cold, rows=rows, threshold=threshold
         ),
         aggregate=token_mean,
-        unsupported="a second sampling pass, at the temperature that the state holds",
+        lacks="a second sampling pass, at the temperature that the state holds",
     )
 
 

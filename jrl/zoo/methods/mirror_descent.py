@@ -13,9 +13,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import CENTRED, Draw, Method, Schedule
+from jrl.methods.base import CENTRED, Draw, Method, Schedule, requires
 from jrl.methods.definition import published
 from jrl.methods.domains import Choice, Count, NonNegative, Positive, Tokens, is_zero
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, segments, transforms
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.kl import LOG_RATIO_LIMIT
@@ -73,9 +74,10 @@ def kimi_k1_5(
         Objective(
             transforms.chain(*length, CENTRED), squared_log_ratio(tau), aggregates.sequence_sum
         ),
-        schedule=Schedule(epochs, refresh_ref=iteration_steps, reset_optimizer=True),
-        min_group=2,
-        unsupported="sampling of prompts by curriculum and by failure rate; partial rollouts",
+        schedule=Schedule(epochs, refreshed(iteration_steps, moments=True)),
+        needs=requires(
+            2, "sampling of prompts by curriculum and by failure rate; partial rollouts"
+        ),
     )
 
 
@@ -111,7 +113,7 @@ def copg(beta: Positive = 0.1) -> Method:
     from task to task; the default is ours.
     """
     objective = Objective(transforms.identity(), contrastive(beta), aggregates.sequence_sum)
-    return Method(objective, min_group=2)
+    return Method(objective, needs=requires(2))
 
 
 def log_variance() -> Surrogate:
@@ -146,8 +148,9 @@ def for_flow(beta: Positive = 1.0, floor: Positive = 1e-3) -> Method:
     )
     return Method(
         Objective(log_reward, log_variance(), aggregates.sequence_sum),
-        min_group=2,
-        unsupported="replay by priority, tempered draws and local search over reasoning trees",
+        needs=requires(
+            2, "replay by priority, tempered draws and local search over reasoning trees"
+        ),
     )
 
 
@@ -328,5 +331,5 @@ def rover(scale: Positive = 1.0, epochs: Count = 1) -> Method:
     return Method(
         Objective(CENTRED, uniform_policy_error(scale), aggregates.token_mean),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

@@ -32,6 +32,7 @@ from jrl.methods.domains import (
 from jrl.methods.group_relative import grpo
 from jrl.methods.policy_gradient import reinforce
 from jrl.methods.ratios import CLIPS
+from jrl.methods.schedule import refreshed
 from jrl.objectives import aggregates, ratios
 from jrl.objectives.kl import bounded_exp, estimator
 from jrl.objectives.members import first_token
@@ -297,8 +298,8 @@ def remix(
     return base.with_(
         rule=ratios.recentred_clip(clip_low, clip_high),
         regularizers=() if is_zero(kl_coef) else convex_kl(kl_kind, kl_coef),
-        schedule=base.schedule._replace(refresh_ref=reincarnation_steps),
-        unsupported="a replay of the last two policies' completions (two fifths of a batch in the "
+        schedule=base.schedule._replace(after=refreshed(reincarnation_steps)),
+        lacks="a replay of the last two policies' completions (two fifths of a batch in the "
         "paper); until then every completion is fresh",
     )
 

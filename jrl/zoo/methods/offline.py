@@ -1,6 +1,6 @@
 """Learning from episodes that anybody drew: imitation, values of tokens, critics of steps.
 
-The heads of values are those of ``models.token_values``; "base" is the policy without them.
+The heads of values are those of ``zoo.networks.token_values``; "base" is the policy without them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Draw, Method, Schedule, TokenValues, WrittenProblems, replay_share
+from jrl.methods.base import Draw, Method, Schedule, WrittenProblems, replay_share
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole, is_zero
+from jrl.methods.schedule import refreshed, towards
 from jrl.methods.supervised import best_of_batch, sft
 from jrl.objectives import advantages, aggregates, ratios, segments, transforms
 from jrl.types import (
@@ -28,6 +29,7 @@ from jrl.types import (
     Surrogate,
     Transform,
 )
+from jrl.zoo.networks.token_values import TokenValues
 
 # What a network with token values shows of ONE token, by name, and the token -> a number.
 
@@ -62,7 +64,8 @@ def _values_learner(
     loss: Callable[[Stats, Array, Array], tuple[Array, Stats]],
     points: Callable[[Array, Array], Array],
     statistics: tuple[Statistic, ...],
-    values: TokenValues,
+    network: TokenValues,
+    follow: float,
     epochs: int,
 ) -> Method:
     """A method whose loss reads rewards by token, ``points`` of (rewards [T], mask [T])."""
@@ -75,8 +78,8 @@ def _values_learner(
     surrogate = Surrogate(loss, frozenset(each.name for each in statistics), statistics=statistics)
     return Method(
         Objective(advantage, surrogate, aggregates.token_mean),
-        schedule=Schedule(epochs),
-        token_values=values,
+        schedule=Schedule(epochs, (towards("q_target", "q", follow),)),
+        network=network,
     )
 
 
@@ -142,7 +145,7 @@ def ilql(
 
     statistics = (*_read(2), Statistic("q_target", _target), Statistic("state_value", _state))
     points = lambda rewards, mask: rewards  # noqa: E731
-    return _values_learner(loss, points, statistics, TokenValues(beta, follow, heads=2), epochs)
+    return _values_learner(loss, points, statistics, TokenValues(beta, heads=2), follow, epochs)
 
 
 @published
@@ -171,7 +174,7 @@ def mc_returns(
         return of_q + rest, jax.lax.stop_gradient({"q_loss": of_q})
 
     points = partial(advantages.reward_to_go, discount=discount)
-    return _values_learner(loss, points, _read(1), TokenValues(beta, 1.0, heads=1), epochs)
+    return _values_learner(loss, points, _read(1), TokenValues(beta, heads=1), 1.0, epochs)
 
 
 # ---------------------------------------------------------------- critics of steps
@@ -360,7 +363,7 @@ def webrl(
             aggregates.sequence_sum,
             (success_loss(value_coef)._replace(aggregate=aggregates.token_mean),),
         ),
-        schedule=Schedule(refresh_ref=phase_steps),
+        schedule=Schedule(after=refreshed(phase_steps)),
         replay=rule,
         curriculum=WrittenProblems(phase_steps, written, low, high) if written else None,
     )

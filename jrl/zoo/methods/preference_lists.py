@@ -13,7 +13,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import (
     AtLeastOne,
@@ -286,7 +286,7 @@ def ddpo(
 
     of_pair = every_pair(reward, reward_loss(loss, beta, label_smoothing))
     return base.after(changed_token_weights(gamma)).with_(
-        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight")), unsupported="images"
+        surrogate=over_group(of_pair, ("ref_logprobs", "token_weight")), lacks="images"
     )
 
 
@@ -340,7 +340,7 @@ def rrhf(sft_coef: NonNegative = 1.0) -> Method:
         value = rank - sft_coef * mean_over_best(group.total("logprobs"), group)
         return spoilt(value, group), ranking_metrics(means, ordered)
 
-    return list_method(loss, unsupported="running code for its speed")
+    return list_method(loss, lacks="running code for its speed")
 
 
 @variant(dpo, without=("min_gap",))
@@ -410,7 +410,7 @@ def with_rationale(base: Method, gamma: float, form: str) -> Method:
     return base.with_(
         advantage=base.objective.advantage._replace(apply=choose_two),
         surrogate=pair._replace(apply=apply, needs=pair.needs | rationales.needs),
-        unsupported="pairs that come with a rationale",
+        lacks="pairs that come with a rationale",
     )
 
 
@@ -525,5 +525,5 @@ def trpa(
     return Method(
         Objective(pair_share(), surrogate, aggregates.sequence_sum, regularizers),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )

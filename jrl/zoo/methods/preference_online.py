@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.scipy.special import xlogy
 
-from jrl.methods.base import Draw, Method, Schedule, kl_penalty
+from jrl.methods.base import Draw, Method, Schedule, kl_penalty, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import AtLeastOne, Choice, Count, Fraction, NonNegative, Positive, is_zero
 from jrl.methods.preference import (
@@ -26,6 +26,7 @@ from jrl.methods.preference import (
     implicit,
     trusted,
 )
+from jrl.methods.schedule import average, refreshed
 from jrl.objectives import aggregates, comparisons, pairs, ratios, transforms
 from jrl.objectives.comparisons import START, comparable, extremes, sums, write
 from jrl.objectives.kl import bounded_exp
@@ -129,8 +130,8 @@ def sppo(
             over_sequence(regression, ("ref_logprobs",)),
             aggregates.sequence_sum,
         ),
-        schedule=Schedule(refresh_ref=refresh_ref),
-        min_group=2,
+        schedule=Schedule(after=refreshed(refresh_ref)),
+        needs=requires(2),
     )
 
 
@@ -150,14 +151,17 @@ def nash_md(
     pairwise preference model; log(pi / mu) is that of the sampler's distribution. With
     ``ref_decay`` below 1 mu is a moving average of the policy, the direction of Nash-EMA.
     """
+    after = () if is_zero(1 - ref_decay) else (average("ref", ref_decay),)
     steps = (win_rates(model, less=0.5), *kl_penalty("k1", tau, "sequence"))
     surrogate = ratios.reinforce()._replace(on_policy=True)
     return Method(
         Objective(transforms.chain(*steps), surrogate, aggregates.sequence_sum),
-        schedule=Schedule(ref_decay=ref_decay),
-        min_group=2,
-        unsupported="opponents drawn from the geometric mixture of policy and reference; the "
-        "group's other completions stand for them",
+        schedule=Schedule(after=after),
+        needs=requires(
+            2,
+            "opponents drawn from the geometric mixture of policy and reference; the "
+            "group's other completions stand for them",
+        ),
     )
 
 
@@ -190,8 +194,7 @@ def xpo(
     return base.with_(
         surrogate=pairs.pair(optimistic, implicit(beta), ("ref_logprobs", "external")),
         draw=Draw(demonstrations=1),
-        unsupported="completions drawn from the reference policy; the data's own solution stands "
-        "for one",
+        lacks="completions drawn from the reference policy; the data's own solution stands for one",
     )
 
 
@@ -258,7 +261,7 @@ def p3o(
     return Method(
         Objective(transforms.identity(), over_group(loss, needs), aggregates.sequence_sum),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )
 
 
@@ -390,7 +393,7 @@ def rlaif_v(base: Method) -> Method:
     of a prompt's ten answers whose scores differ, and then drops pairs whose winner is much the
     shorter, until mean lengths agree; here the extremes are the pair, of whatever lengths.
     """
-    return base.with_(unsupported="a judge of single claims, and images")
+    return base.with_(lacks="a judge of single claims, and images")
 
 
 def self_feedback(logprobs: Array, ref_logprobs: Array, mask: Array) -> Array:
@@ -472,6 +475,6 @@ def upo(base: Method, share: Fraction = 0.5, min_certainty: Fraction = 0.0) -> M
     known; the released trainer's does not.
     """
     return base.after(easy_pairs(share, min_certainty)).with_(
-        unsupported="an estimator with dropout at inference; several reward functions stand for "
+        lacks="an estimator with dropout at inference; several reward functions stand for "
         "its passes"
     )

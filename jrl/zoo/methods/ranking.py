@@ -8,7 +8,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from jrl.methods.base import Method, Schedule
+from jrl.methods.base import Method, Schedule, requires
 from jrl.methods.definition import published, variant
 from jrl.methods.domains import Choice, Count, Ddof, Flag, NonNegative, Positive, Range
 from jrl.methods.group_relative import grpo
@@ -161,7 +161,7 @@ def pg_rank(
             aggregate=aggregates.sequence_sum,
         ),
         schedule=Schedule(epochs),
-        min_group=2,
+        needs=requires(2),
     )
 
 

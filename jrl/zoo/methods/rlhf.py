@@ -85,9 +85,7 @@ def fact_rlhf(
     holds the divergence of a token above 0 and multiplies all rewards by 10.
     """
     costs = length_cost(length_penalty), stop_cost(stop_penalty)
-    return base.before(*costs).with_(
-        unsupported="a reward model that is shown the facts, and images"
-    )
+    return base.before(*costs).with_(lacks="a reward model that is shown the facts, and images")
 
 
 @variant(ppo, kl_coef=0.05)
@@ -172,7 +170,7 @@ def safe_rlhf(
     model's extra loss, the sign of the cost, is not here.
     """
     step = lagrangian(budget, dual_rate, initial_lambda, max_lambda)
-    return base.before(step).with_(unsupported="images")
+    return base.before(step).with_(lacks="images")
 
 
 # ---------------------------------------------------------------- GEPO
@@ -258,5 +256,5 @@ def gepo(
         aggregate=aggregates.sequence_sum,
         regularizers=tuple(regularizers),
         draw=Draw(demonstrations=demonstrations),
-        unsupported="running code, and programs with equivalent intermediate representations",
+        lacks="running code, and programs with equivalent intermediate representations",
     )

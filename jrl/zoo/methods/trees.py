@@ -3,7 +3,7 @@
 Each function says its paper's formula with r the reward of a completion. All else is as in
 ``grpo``. Where a group's members branch off one another (``Draw.tree``) a token that several go
 through is drawn once and trained once, in the member that drew it; ``ids["node"]`` says who goes
-through what. Any other method draws so with ``objective.tree``.
+through what. Any other method draws so with ``[tree]``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jrl.methods.base import Draw, HardProblems, Method, replay_rare
 from jrl.methods.definition import variant
-from jrl.methods.domains import BranchPlace, Count, Fraction, NonNegative, Positive, Whole
+from jrl.methods.domains import Count, Fraction, NonNegative, Positive, Whole
 from jrl.methods.group_relative import grpo
 from jrl.objectives.advantages import mean_centred
 from jrl.objectives.aggregates import token_mean
@@ -104,37 +104,30 @@ def tempo(base: Method, td_coef: NonNegative = 1.0) -> Method:
 
 
 @variant(grpo)
-def arpo(
-    base: Method,
-    tree: BranchPlace = "entropy",
-    tree_roots: Whole = 0,
-    tree_rounds: Count = 1,
-    tree_above: NonNegative = 0.0,
-) -> Method:
-    """GRPO on episodes that branch after a tool's answers where the policy grows uncertain.
+def arpo(base: Method) -> Method:
+    """GRPO on episodes that branch behind a tool's answers where the policy grows uncertain.
 
     ARPO of "Agentic Reinforced Policy Optimization" (arXiv:2507.19849), with its hard attribution
     of advantages, where d members go through a token:
 
         A_t = 1/d sum over these members of (r_i - mean(r)) / std(r)
 
-    ``tree_roots`` members begin with the prompt (0: half of the group, as in the paper's 8 of 16).
+    Half of the group begins with the prompt, as in the paper's 8 of 16 (``tree.roots``).
     Of episodes with an environment on the host one of the others branches off, with a copy of the
     environment's state, behind each answer after which
 
         alpha + beta (H_t - H_initial) > tau,   or   H_t - H_initial > (tau - alpha) / beta
 
     H being the mean entropy of the first 20 tokens of the turn, nats, and of the episode's first;
-    the right side is ``tree_above``, 0 as with the released alpha and tau of 0.5. Members for whom
+    the right side is ``tree.above``, 0 as with the released alpha and tau of 0.5. Members for whom
     no place is found begin with the prompt. Departures: the released code compares a random number
     with the left side; each of the first members has the same number of branches to give, so that a
     tree does not depend on which tool answers first; the paper trains a shared token once for each
     of the d members, here it is trained once. Its default attribution is the soft one, GRPO's own.
     Not known: the number of tokens. Completions of one turn are left at a token of their own whose
-    distribution has the greatest entropy, if that is above ``tree_above``, in ``tree_rounds``.
+    distribution has the greatest entropy, if that is above ``tree.above``, in ``tree.rounds``.
     """
-    branching = Branching(tree, tree_roots, tree_rounds, tree_above)
-    return base.after(over_branches()).with_(draw=Draw(tree=branching))
+    return base.after(over_branches()).with_(draw=Draw(tree=Branching("entropy")))
 
 
 def node_gains(scores: Array, node: Array, members: Array) -> Array:
@@ -164,13 +157,7 @@ def node_gains(scores: Array, node: Array, members: Array) -> Array:
 
 
 @variant(grpo, without=("eps", "ddof"))
-def treerl(
-    base: Method,
-    tree: BranchPlace = "surprise",
-    tree_roots: Whole = 0,
-    tree_rounds: Count = 1,
-    tree_above: NonNegative = 0.0,
-) -> Method:
+def treerl(base: Method) -> Method:
     """Each node of a tree of completions is rewarded for what it adds to the chance of success.
 
     "TreeRL: LLM Reinforcement Learning with On-Policy Tree Search" (arXiv:2506.11902), V(s) being
@@ -195,7 +182,7 @@ def treerl(
     return base.with_(
         advantage=stateless(apply),
         aggregate=token_mean,
-        draw=Draw(tree=Branching(tree, tree_roots, tree_rounds, tree_above)),
+        draw=Draw(tree=Branching("surprise")),
     )
 
 
@@ -286,7 +273,7 @@ def deepsearch(
     nodes are ``ids["node"]``, their values the statistic "node_value" (points, as
     ``episodes.tree.constrained`` backs them up). In each of at most 64 rounds the open node that
     ``episodes.tree.frontier`` wants most is followed by 8 steps of up to 256 tokens, until there is
-    a leaf for each member; ``objective.tree`` and its numbers change that. With "none" members are
+    a leaf for each member; ``[tree]`` changes that. With kind "none" members are
     drawn apart, and a reward stands at all tokens; where they branch off one another, values are
     backed up from their own rewards. The paper's rewards are 1 and -1. eps_q (``width``) and q_max
     (``bound``) are 1 in the released code; the clip, the token mean and the advantage without a

@@ -251,7 +251,8 @@ def test_spin_is_dpo_on_the_demonstration_and_an_own_sample():
 
 def test_spin_renews_its_reference():
     schedule = get_method("spin", iteration=7).schedule
-    assert (schedule.refresh_ref, schedule.reset_optimizer) == (7, True)
+    assert [each.frozen for each in schedule.after] == [{"ref"}, frozenset()]
+    assert all([s for s in range(15) if each.due(s)] == [7, 14] for each in schedule.after)
     assert get_method("spin").objective.frozen == {"ref"}
 
 

@@ -104,8 +104,11 @@ def test_kimis_length_reward_starts_when_it_is_told_and_the_reference_is_renewed
         centred = r - r.mean(axis=1, keepdims=True)
         expected = np.where(d.live, centred[..., None], 0)
         np.testing.assert_allclose(got, expected, atol=1e-5)
-    assert kimi_k1_5(iteration_steps=3).schedule.refresh_ref == 3
-    assert kimi_k1_5().schedule.reset_optimizer
+    copy, moments = kimi_k1_5(iteration_steps=3).schedule.after
+    assert copy.frozen == {"ref"}
+    assert moments.frozen == frozenset()
+    for each in (copy, moments):
+        assert [step for step in range(10) if each.due(step)] == [3, 6, 9]
 
 
 # ---------------------------------------------------------------- CoPG
@@ -302,7 +305,7 @@ def test_oreo_holds_the_policy_with_the_papers_coefficient_of_its_level():
     for level, alpha in PAPERS_ALPHA.items():
         method = get_method("oreo", level=level)
         assert method.objective.regularizers[-1].coef(()) == alpha
-        assert not method.unsupported
+        assert not method.lacks
 
 
 # ---------------------------------------------------------------- ROVER

@@ -5,7 +5,6 @@ import pytest
 from harness import advantages_of, check, members_of, ragged, ratio, run, sequences, standard_score
 
 from jrl.methods import get_method
-from jrl.methods.base import Schedule
 from jrl.objectives import ratios
 from jrl.zoo.methods.off_policy import RATIOS, convex_kl
 
@@ -208,7 +207,10 @@ def test_remix_moves_the_divergence_from_the_base_to_the_previous_policy():
     np.testing.assert_allclose([x + y for x, y in seen], 0.5, rtol=1e-6)
     assert [seen[s][0] for s in (0, 50)] == [0.5, 0.5]
     np.testing.assert_allclose([seen[s][0] for s in (51, 60, 61, 100)], [0.45, 0.45, 0.4, 0.25])
-    assert get_method("remix").schedule == Schedule(epochs=2, refresh_ref=50)
+    schedule = get_method("remix").schedule
+    (copy,) = schedule.after
+    assert (schedule.epochs, copy.frozen) == (2, {"ref"})
+    assert [step for step in range(101) if copy.due(step)] == [50, 100]
 
 
 def topr_loss(d, frozen, c=0.25):

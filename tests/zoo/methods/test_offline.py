@@ -192,5 +192,5 @@ def test_webrls_tasks_are_written_once_a_phase():
     assert get_method("webrl").curriculum is None
     method = get_method("webrl", written=30, phase_steps=7, high=0.6)
     assert method.curriculum == WrittenProblems(steps=7, problems=30, low=0.05, high=0.6)
-    assert method.schedule.refresh_ref == 7
+    assert [s for s in range(15) if method.schedule.after[0].due(s)] == [7, 14]
     assert "prompts" in method.seams

@@ -71,7 +71,7 @@ def test_matryoshka_smooths_the_label_as_the_released_script_does():
 
     method = get_method("matryoshka")
     check(method, mean_of_pairs(loss))
-    assert method.schedule.refresh_ref > 0
+    assert [each.frozen for each in method.schedule.after] == [{"ref"}]
 
 
 def test_xpo_adds_the_likelihood_of_the_references_completion():

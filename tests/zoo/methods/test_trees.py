@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from harness import (
     advantages_of,
     as_batch,
@@ -269,21 +268,15 @@ def test_methods_that_draw_trees_say_so():
     drawn = {n for n, m in all_methods().items() if m.example().draw.tree is not None}
     assert drawn == {"arpo", "treerl"}
     assert "draw" in treerl().seams
-    assert arpo(tree="gap", tree_roots=3, tree_rounds=2).draw.tree == ("gap", 3, 2, 0.0)
-    assert not treerl().unsupported
-    assert not tempo().unsupported
+    assert arpo().draw.tree == ("entropy", 0, 1, 0.0)
+    assert treerl().draw.tree == ("surprise", 0, 1, 0.0)
+    assert not treerl().lacks
+    assert not tempo().lacks
 
 
 def test_gains_are_0_where_all_earn_the_same():
     node = jnp.asarray(toy([0.1] * 4).ids["node"][0])
     assert not jax.jit(node_gains)(jnp.full(4, 0.1), node, jnp.ones(4, bool)).any()
-
-
-@pytest.mark.parametrize("bad", [{"tree": "none"}, {"tree_roots": -1}, {"tree_rounds": 0}])
-def test_numbers_outside_their_domain_are_named(bad):
-    (name,) = bad
-    with pytest.raises(ValueError, match=f"arpo.{name} = "):
-        arpo(**bad)
 
 
 # ---------------------------------------------------------------- nodes of a search

@@ -1,9 +1,10 @@
 """A policy with token Q-values that shift its distribution towards higher-valued tokens.
 
-    guided = with_token_values(network, beta=8.0)
+    guided = TokenValues(beta=8.0)(network)
 
-Heads on the last layer's states give two estimates of Q of every possible next token, and V of the
-state. Target heads follow the Q heads slowly. The policy samples from
+Heads on the last layer's states give Q of every token that could come next, two estimates of it,
+and V of the state. Targets of the two follow them slowly (``schedule.towards``). The policy draws
+from
 
     pi(a | s) ~ pi_base(a | s) exp(beta min(Q'_1(s, a), Q'_2(s, a)))
 
@@ -15,29 +16,43 @@ the policy without values, "q" [2, V], "q_target" [V], "v" [].
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jrl.types import Array, Network, NetworkExtras, Params, SharedRows
+from jrl.types import Array, Derived, Network, NetworkExtras, Params, SharedRows, Views
 
 _WIDER = 2
 """Hidden units of a head for each of the network's."""
 
 
-def with_token_values(network: Network, beta: float, follow: float, heads: int = 2) -> Network:
-    """The network with heads for token values, initialised to 0.
+@dataclasses.dataclass(frozen=True)
+class TokenValues:
+    """Token Q-values that shift the policy: ``Method.network`` of methods that learn them.
 
-    Args:
-      network: all of whose weights are trained.
-      beta: weight of the values in the policy's logits, nats per unit of reward.
-      follow: step size of the targets towards the heads after each update; 1 makes them equal.
-      heads: number of Q estimates; their minimum is used.
-
-    Returns:
-      A network whose parameters are {"base", "q" and "q_target" of all heads, "v"}.
+    Attributes:
+      beta: how much values count in the policy, nats a point.
+      heads: estimates of Q, the lowest of which counts.
     """
+
+    beta: float
+    heads: int = 2
+
+    def __call__(self, network: Network) -> Network:
+        """The network with heads for the values of tokens, which start at 0.
+
+        Args:
+          network: all of whose weights are trained.
+
+        Returns:
+          A network whose parameters are {"base", "q" and "q_target" of all heads, "v"}.
+        """
+        return _with_token_values(network, self.beta, self.heads)
+
+
+def _with_token_values(network: Network, beta: float, heads: int) -> Network:
     extras = network.extras
 
     def init(key: Array) -> Params:
@@ -67,13 +82,6 @@ def with_token_values(network: Network, beta: float, follow: float, heads: int =
     def logits(params: Any, hidden: Array) -> Array:
         return network.logits(params["base"], hidden) + beta * _least(params["q_target"], hidden)
 
-    def moved(before: Params, after: Params) -> Params:
-        def towards(old: Array, new: Array) -> Array:
-            return (old + follow * (new - old)).astype(old.dtype)
-
-        target = jax.tree.map(towards, before["q_target"], after["q"])
-        return after | {"q_target": target}
-
     def hidden_shared(params: Params, rows: SharedRows) -> tuple[Array, dict[str, Array]]:
         assert extras.hidden_shared is not None
         return extras.hidden_shared(params["base"], rows)
@@ -98,9 +106,13 @@ def with_token_values(network: Network, beta: float, follow: float, heads: int =
             fill=None if extras.fill is None else fill,
             hidden_shared=None if extras.hidden_shared is None else hidden_shared,
             gathered=extras.gathered,
-            shown=shown,
-            start=start,
-            moved=moved,
+            views=Views(vocabulary=shown),
+            derived=Derived(
+                network=network,
+                start=start,
+                plain=lambda params, policy: params["base"],
+                exact=False,
+            ),
         ),
     )
 

@@ -1,0 +1,408 @@
+"""The device loop: rows of a whole batch, of one turn or several, in one program.
+
+Where rows outnumber slots, or the last ones move into smaller states, they go through
+``sampling.queue``; else one loop decodes all of them. Completions are rows of one turn
+(``sampling.generate``), episodes rows of several (``episodes.device_play``), and the members of a
+tree (``sampling.tree``) share what is here of devices and records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jrl.mesh import constrain, divided, free_axes, lone_axes
+from jrl.sampling.cache import rows_of
+from jrl.sampling.params import SamplingParams
+from jrl.sampling.queue import Queue, Results, finish
+from jrl.sampling.slot_sizes import SlotSizes, shrinking_pays, slot_sizes
+from jrl.sampling.slots import Sequences, Slots, decode, fresh_rows, pieces_of, sequences_of, start
+from jrl.types import (
+    Array,
+    Cache,
+    Network,
+    Params,
+    Rollout,
+    RoutingRecord,
+    StopReason,
+)
+
+
+class Prompts(NamedTuple):
+    """N prompts, and what belongs to each.
+
+    Attributes:
+      tokens: [N, P] int32, from column 0.
+      lengths: [N] int32, 1 to P.
+      state: of an environment, any pytree of arrays with N rows; None without one.
+    """
+
+    tokens: Array
+    lengths: Array
+    state: Any = None
+
+
+class Turns(NamedTuple):
+    """Rows that take several turns, each of which is answered.
+
+    Attributes:
+      begin: (queue, sequences, state of the prompts) -> the queue with ``extra`` for all rows.
+      limits: (queue) -> [S] int32, completion tokens at which each row's turn ends.
+      network: (queue, ``shared``) -> the network that samples the rows.
+      answer: (weights, queue) -> the queue with every turn that ended answered, or its row over.
+      log: (queue) -> what is returned of ``extra``, arrays with a row for each.
+    """
+
+    begin: Callable[[Queue, Sequences, Any], Queue]
+    limits: Callable[[Queue], Array]
+    network: Callable[[Queue, Any], Network]
+    answer: Callable[[Any, Queue], Queue]
+    log: Callable[[Queue], Any]
+
+
+class Sampled(NamedTuple):
+    """What came of N * G rows.
+
+    Attributes:
+      results: of the rows.
+      slot_steps: [] int32, slots in use, summed over decode steps.
+      routing: of the prompts, [N, P, n, k]; None where the cache keeps no record of it.
+      log: of the turns; None without ``Turns``.
+    """
+
+    results: Results
+    slot_steps: Array
+    routing: Array | None
+    log: Any
+
+
+def sample_rows(
+    key: Array,
+    params: Params,
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    shared: Any = None,
+    *,
+    network: Network,
+    members: tuple[int, int],
+    width: int,
+    stop_tokens: Sequence[int],
+    slots: int,
+    block: int,
+    chunk: int,
+    shrink: bool | None,
+    turns: Turns | None = None,
+) -> Sampled:
+    """The device loop: rows of all prompts through the slots, each with one turn or several.
+
+    Arguments that are not named here are those of ``generate``.
+
+    Args:
+      key: consumed.
+      params: the policy's.
+      prompts: N of them.
+      sampling_params: scalars.
+      version: [] int32.
+      ids: [N] int32.
+      shared: given to ``turns.network``, a pytree of arrays.
+      network: the policy.
+      members: of a group, sampled and greedy ones.
+      width: T.
+      stop_tokens: ids that end a turn.
+      slots: S.
+      block: of slots.
+      chunk: decode steps between refills, and after which turns that ended are answered.
+      shrink: into smaller states.
+      turns: None for rows that end with their first turn.
+    """
+    n = ids.shape[0]
+
+    def run(parts: int) -> Callable[..., Any]:
+        # Devices that draw by themselves have their own slots: sizes are those of one's part.
+        pays = shrinking_pays(width, stop_tokens, alone=parts > 1 or not divided())
+        sizes = slot_sizes(
+            n // parts * sum(members),
+            sum(members),
+            slots,
+            block,
+            shrink=pays if shrink is None else shrink,
+        )
+        return partial(
+            _sample_rows,
+            network=network,
+            sizes=sizes,
+            members=members,
+            width=width,
+            stop_tokens=stop_tokens,
+            chunk=chunk,
+            turns=turns,
+        )
+
+    args = key, params, prompts, sampling_params, version, ids, shared
+    results, steps, routing, log = on_own_prompts(run, *args, network=network)
+    return Sampled(results, steps.sum(), routing, log)
+
+
+def _sample_rows(
+    key: Array,
+    weights: Any,
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    shared: Any,
+    *,
+    network: Network,
+    sizes: SlotSizes,
+    members: tuple[int, int],
+    width: int,
+    stop_tokens: Sequence[int],
+    chunk: int,
+    turns: Turns | None,
+) -> tuple[Results, Array, Array | None, Any]:
+    """``sample_rows`` of one device's prompts.
+
+    Returns:
+      The results, the slot-steps [1], the record of the prompts' routing, and the turns' log.
+    """
+    tokens, lengths, state = prompts
+    sequences = sequences_of(key, weights, tokens, lengths, sampling_params, ids, members, network)
+    queue = fill_slots(sequences, sizes, network=network, weights=weights, width=width)
+    draw = partial(decode, weights, version=version, stop_tokens=stop_tokens)
+    recorded = network.extras.recorded
+    routing = None if recorded is None else recorded(sequences.prompts.own)
+
+    def advance(queue: Queue, steps: Array | int, until: Array | int) -> Queue:
+        if turns is not None:
+            return _advance_turns(queue, steps, until, turns, weights, shared, draw, chunk)
+        slots, count = draw(queue.slots, network=network, steps=steps, until=until)
+        return queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
+
+    if turns is None and sizes.slots == sequences.keys.shape[0] and not sizes.smaller:
+        # A slot for each sequence, to the end. What a queue needs is not compiled then: results
+        # apart from the slots, and one more decode loop for each smaller state.
+        rows, count = draw(queue.slots, network=network, steps=width)
+        experts = None if recorded is None else recorded(rows.cache.own)
+        results = Results(rows.tokens, rows.logprobs, rows.lengths, rows.stop, experts)
+        return results, (count * sizes.slots)[None], routing, None
+    if turns is not None:
+        queue = turns.begin(queue, sequences, state)
+    # Prompts were computed for all sequences before: a prompt whose members wait is not read twice.
+    queue = finish(
+        queue,
+        sequences,
+        advance,
+        recorded,
+        block=sizes.block,
+        smaller=sizes.smaller,
+        chunk=chunk,
+    )
+    log = None if turns is None else turns.log(queue)
+    return queue.results, queue.steps[None], routing, log
+
+
+def _advance_turns(
+    queue: Queue,
+    steps: Array | int,
+    until: Array | int,
+    turns: Turns,
+    weights: Any,
+    shared: Any,
+    draw: Callable[..., tuple[Slots, Array]],
+    chunk: int,
+) -> Queue:
+    """The queue after ``steps`` more decode steps, with every turn that ended answered.
+
+    The decode loop runs ``chunk`` steps at a time, so that a row waits no longer for its answer.
+    """
+
+    def more(carry: tuple[Array, Queue]) -> Array:
+        taken, queue = carry
+        running = jnp.sum(queue.slots.stop == StopReason.RUNNING)
+        return (taken < steps) & (running > until)
+
+    def one(carry: tuple[Array, Queue]) -> tuple[Array, Queue]:
+        taken, queue = carry
+        limited = queue.slots.replace(limits=turns.limits(queue))
+        slots, count = draw(limited, network=turns.network(queue, shared), steps=chunk)
+        queue = queue.replace(slots=slots, steps=queue.steps + count * queue.index.shape[0])
+        # A loop of one turn or none: it writes in place, where a branch would copy the cache.
+        with jax.named_scope("answers"):
+            answer = partial(turns.answer, weights)
+            queue = jax.lax.while_loop(lambda q: jnp.any(turn_ended(q)), answer, queue)
+        return taken + count, queue
+
+    with jax.named_scope("turns"):
+        return jax.lax.while_loop(more, one, (jnp.int32(0), queue))[1]
+
+
+def turn_ended(queue: Queue) -> Array:
+    """[S] bool: rows whose turn is over and not answered yet."""
+    stop = queue.slots.stop
+    return (stop == StopReason.STOP_TOKEN) | (stop == StopReason.LENGTH)
+
+
+def as_rollout(
+    results: Results,
+    prompts: Prompts,
+    version: Array,
+    group: int,
+    *,
+    drawn: Array | None = None,
+    routing: Array | None = None,
+) -> Rollout:
+    """The record of N * G rows.
+
+    Args:
+      results: of the rows.
+      prompts: N of them.
+      version: [] int32, of the policy.
+      group: sampled members; those after them are greedy.
+      drawn: [N, G, T] bool, tokens that the row itself sampled; None for all.
+      routing: of the prompts, [N, P, n, k]; None for no record.
+    """
+    n, t = prompts.tokens.shape[0], results.tokens.shape[1]
+    g = results.tokens.shape[0] // n
+    lengths, stop = results.lengths.reshape(n, g), results.stop.reshape(n, g)
+    # Past a sequence's end lies what its slot's last sequence wrote there.
+    mask = jnp.arange(t)[None, None] < lengths[:, :, None]
+    mask = mask if drawn is None else mask & drawn
+    rollout = Rollout(
+        prompt_tokens=prompts.tokens,
+        prompt_lengths=prompts.lengths,
+        tokens=results.tokens.reshape(n, g, t),
+        lengths=lengths,
+        mask=mask,
+        sampler_logprobs=jnp.where(mask, results.logprobs.reshape(n, g, t), 0.0),
+        versions=jnp.where(mask, version, -1).astype(jnp.int32),
+        stop=stop,
+        baseline=jnp.broadcast_to(jnp.arange(g) >= group, (n, g)),
+    ).check()
+    if routing is None or results.experts is None:
+        return rollout
+    return with_routing(rollout, routing, results.experts)
+
+
+def with_routing(rollout: Rollout, prompts: Array, tokens: Array) -> Rollout:
+    """The rollout with the record of its prompts [N, P, n, k] and completions [N * G, T, n, k]."""
+    n, g, t = rollout.tokens.shape  # a cache may have more columns than were asked for
+    tokens = tokens[:, :t].reshape(n, g, t, *tokens.shape[2:])
+    prompts = prompts[:, : rollout.prompt_tokens.shape[1]]
+    # Past a sequence's end is what its slot held before.
+    tokens = jnp.where(rollout.mask[..., None, None], tokens, -1)
+    return rollout.replace(routing=RoutingRecord(prompts, tokens))
+
+
+# ---------------------------------------------------------------- over devices
+
+
+def on_own_prompts(
+    run: Callable[[int], Callable[..., Any]],
+    key: Array,
+    params: Params,
+    prompts: Prompts,
+    sampling_params: SamplingParams,
+    version: Array,
+    ids: Array,
+    shared: Any = None,
+    *,
+    network: Network,
+) -> Any:
+    """A sampler's output, run by each device on its own prompts where the mesh allows that.
+
+    No device waits for another in the loop over tokens then. Devices that must talk to each other
+    go in step: backends may pair up all devices for that, and wait for those that have finished.
+
+    Args:
+      run: (parts into which the prompts are cut) -> the sampler of one part, which takes the other
+        arguments, ``params`` prepared, and returns arrays with a row for each of its own.
+      key: the same for all.
+      params: the policy's.
+      prompts: N of them.
+      sampling_params: scalars.
+      version: [] int32.
+      ids: [N] int32.
+      shared: any other arrays, the same for all.
+      network: the policy.
+    """
+    # Once: the loop over tokens would slice layers out of their stacks again for every token.
+    weights = network.prepare(params)
+    axes = lone_axes(network.extras.gathered)
+    parts = math.prod(free_axes()[axis] for axis in axes)
+    # Parts of unequal size would be programs of unequal shapes: then all devices go in step.
+    if ids.shape[0] % parts:
+        axes, parts = (), 1
+    sampler, args = run(parts), (key, weights, prompts, sampling_params, version, ids, shared)
+    if not axes:
+        return sampler(*args)
+    whole, own = PartitionSpec(), PartitionSpec(axes)
+    return jax.shard_map(
+        sampler,
+        in_specs=(whole, whole, own, whole, whole, own, whole),
+        out_specs=own,
+        check_vma=False,
+    )(*args)
+
+
+# ---------------------------------------------------------------- the first sequences
+
+
+def fill_slots(
+    sequences: Sequences, sizes: SlotSizes, *, network: Network, weights: Any, width: int
+) -> Queue:
+    """The first sequences in their slots."""
+    n, rows, s = sequences.last.shape[0], sequences.keys.shape[0], sizes.slots
+    group, index = rows // n, jnp.arange(s, dtype=jnp.int32)
+    fresh = fresh_rows(sequences, index)
+    prompts, lengths = sequences.prompts, sequences.prompt_lengths
+    # One prefix a block: its rows read the keys and values of their prompt together.
+    if (s, sizes.block) != (rows, group):
+        first = index[:: sizes.block] // group
+        prompts, lengths = rows_of(prompts, first), lengths[first]
+    # Own columns for the slots alone: waiting sequences have no cache.
+    empty = network.init_cache(s, width, weights, pieces_of(width))
+    cache = Cache(empty.own, prompts.own, (lengths - 1).astype(jnp.int32))
+    slots = start(
+        cache,
+        fresh["pending"][:, None],
+        jnp.ones_like(index),
+        fresh["keys"],
+        fresh["sampling_params"],
+        jnp.full(s, width, jnp.int32),
+        max_new_tokens=width,
+    )
+    # Where all start at once and none takes another's place, all stay at the same column.
+    slots = slots.replace(prompt_lengths=fresh["prompt_lengths"], aligned=s == rows)
+    # New arrays are divided by rows like the cache, or each would be sent to all devices.
+    arrays = slots.replace(cache=None, sampling_params=None, keys=None)
+    arrays = jax.tree.map(by_row, arrays)
+    experts = None
+    if (recorded := network.extras.recorded) is not None:
+        shape = jax.eval_shape(recorded, empty.own)
+        experts = by_row(jnp.full((rows, *shape.shape[1:]), -1, shape.dtype))
+    return Queue(
+        slots=arrays.replace(cache=cache, sampling_params=slots.sampling_params, keys=slots.keys),
+        index=index,
+        waiting=jnp.int32(s),
+        results=Results(
+            tokens=by_row(jnp.zeros((rows, width), jnp.int32)),
+            logprobs=by_row(jnp.zeros((rows, width), jnp.float32)),
+            lengths=jnp.zeros(rows, jnp.int32),
+            stop=jnp.zeros(rows, jnp.int32),
+            experts=experts,
+        ),
+        steps=jnp.int32(0),
+    )
+
+
+def by_row(x: Array) -> Array:
+    """The array, its first axis divided over devices as a batch is."""
+    return constrain(x, "batch", *(None,) * (x.ndim - 1))

@@ -1,0 +1,404 @@
+"""What of a run does not go together: one table, compared with what the run has.
+
+A feature is something that a configuration, a method, its network or the data bring: ``lora``,
+``search``, ``several players``. ``features_of`` finds those of a run, each with the words that name
+it in the configuration; a row of ``TABLE`` says what one of them needs or forbids, and why; and
+``check_features`` writes the messages. A new feature is a line that finds it, a row, and a remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import jax
+
+from jrl.config import Config
+from jrl.config.unions import DialogueData
+from jrl.data.tasks import Task
+from jrl.episodes import Env
+from jrl.episodes.host import HostEnv
+from jrl.errors import UserError
+from jrl.methods.base import HardProblems, Method, Schedule, WrittenProblems, keep_all
+from jrl.models.config import ModelConfig
+from jrl.types import NOTHING, Network, Objective
+
+Features = dict[str, str]
+"""Features that a run has, by name, and how the configuration names each."""
+
+
+class Feature(NamedTuple):
+    """What one feature needs, or does not go together with.
+
+    Attributes:
+      name: of the feature.
+      why: a clause that the message ends with.
+      needs: names of features that must be there, too.
+      forbids: names of features that must not.
+    """
+
+    name: str
+    why: str
+    needs: frozenset[str] = frozenset()
+    forbids: frozenset[str] = frozenset()
+
+
+def _needs(name: str, need: str, why: str) -> Feature:
+    return Feature(name, why, needs=frozenset({need}))
+
+
+def _forbids(name: str, others: str, why: str) -> Feature:
+    return Feature(name, why, forbids=frozenset(others.split(", ")))
+
+
+TABLE: tuple[Feature, ...] = (
+    # -- the mode of a run
+    _forbids("compiled", "host edits", "they run between the two programs"),
+    _forbids("compiled", "search", "a search takes a host"),
+    _forbids("compiled", "own reward", "it judges on the host, between the two programs"),
+    _forbids("compiled", "reward model", "it scores between the two programs"),
+    # -- the network that a method trains
+    _forbids("own layout", "lora", "all weights are trained"),
+    _forbids("own layout", "placement, sampling mesh", "the policy draws where it is trained"),
+    _forbids("own layout", "int8, router replay", "the sampler has the network as it is trained"),
+    _forbids("several policies", "packed, in flight", "a batch is divided by players"),
+    # -- copies of the policy, whose base is no part of it with adapters
+    _forbids(
+        *("renewed reference", "lora"),
+        "the reference is the policy with its adapters off, which never changes",
+    ),
+    _forbids("held copies", "lora", "the base is no part of what is copied"),
+    # -- groups that are trees
+    _forbids("tree", "given completions", "it holds the completions, and none is drawn"),
+    _forbids(
+        *("tree", "device environment"),
+        "completions and episodes on the host branch, those in an environment on the device do not",
+    ),
+    _forbids("tree", "router replay", "a branch has no record of its past's experts"),
+    _forbids("tree", "group loss", "what members share is in one of them alone"),
+    _forbids("tree", "greedy members, demonstrations, nothing drawn", "they are on no branch"),
+    _forbids("tree", "several players", "episodes of several players do not branch"),
+    _needs("host tree", "fork", "episodes branch with a copy of the environment's state"),
+    _forbids("search", "several processes", "a search runs in one process"),
+    _forbids("search", "placement", "a search draws on the mesh of training"),
+    _forbids("guided search", "sampling mesh", "its value network is on the mesh of training"),
+    _forbids("search", "reward model", "a search goes by rewards of functions"),
+    _forbids("search", "own reward of a task", "a search on a task goes by verify and partial"),
+    # -- rounds, replay, problems that are chosen or written
+    _forbids(
+        *("expert", "placement, several policies, lora, in flight"),
+        "completions are drawn by the policy as its round began",
+    ),
+    _needs("replay", "records", "no problem of a task or of an environment on the device returns"),
+    _forbids("replay", "recorded", "recorded sessions are there already"),
+    _forbids(
+        *("replay", "placement, router replay, branches"),
+        "a member that is kept joins a later group as it was drawn",
+    ),
+    _forbids("replay", "several processes", "what is kept is in one process"),
+    _needs("hard problems", "records", "those of a procedural task are never the same"),
+    _needs("hard problems", "text", "problems are tested as text"),
+    _needs("hard problems", "search", "problems are chosen for a search"),
+    _needs("written problems", "episodes", "problems are written for an environment on the host"),
+    _needs("host written problems", "writer", "nobody writes them"),
+    _forbids("written problems", "placement", "problems join the data between two rounds"),
+    # -- what is drawn, and what the data hold
+    _forbids("placement", "nothing drawn", "its devices are for a rollout"),
+    _forbids("router replay", "nothing drawn, given completions", "nothing is sampled"),
+    _forbids("entropy bonus", "nothing drawn, given completions", "the policy did not draw it"),
+    _forbids(
+        *("episodes", "greedy members, demonstrations, nothing drawn"),
+        "episodes on the host have no such members",
+    ),
+    _forbids(
+        *("device environment", "demonstrations, nothing drawn"),
+        "an environment on the device has no demonstrations",
+    ),
+    _forbids("recorded", "greedy members, demonstrations beside", "no server records such members"),
+    _forbids(
+        *("dialogues", "sampler log-probabilities, on-policy loss"),
+        "dialogues were drawn by nobody, so there are no log-probabilities of who drew",
+    ),
+    _forbids(
+        *("pairs", "sampler log-probabilities, demonstrations"),
+        "it reads what the policy drew, or demonstrations",
+    ),
+    _forbids("several groups", "dropped groups", "they belong together"),
+    _forbids("episodes", "several processes", "episodes run in one process"),
+    _needs("contexts", "shared rows", "contexts are trained as rows that share their prompt"),
+    _forbids("contexts", "attention", "it is read over whole rows, which contexts divide"),
+    # -- experts
+    _needs("router replay", "experts", "the model has no routed experts"),
+    _needs("router losses", "experts", "the model has no routed experts"),
+)
+
+WITHOUT: Mapping[str, str] = {
+    "attention": "choose another method",
+    "branches": "set tree.kind to 'none'",
+    "compiled": "set train.mode to 'host'",
+    "contexts": "set data.contexts to 1",
+    "demonstrations": "choose a method that draws its own completions",
+    "demonstrations beside": "choose another method",
+    "device environment": "use a task, data.train, or data.env = FILE.py:function",
+    "dropped groups": "choose a method that keeps every group",
+    "entropy bonus": "remove objective.entropy_coef",
+    "expert": "set objective.round_steps to 0",
+    "greedy members": "choose another method",
+    "group loss": "choose another method",
+    "held copies": "choose a method that copies no policy",
+    "host edits": "choose another method",
+    "in flight": "set train.mode to 'host'",
+    "int8": "set sampling.int8 to []",
+    "lora": "remove [lora]",
+    "nothing drawn": "choose a method that draws its own completions",
+    "on-policy loss": "choose a method that learns from any data, such as sft, filtered_bc, ilql"
+    " or dpo",
+    "packed": "set train.mode to 'host'",
+    "pairs": "give data.train instead",
+    "placement": "remove [placement]",
+    "renewed reference": "choose a method whose reference stays",
+    "reward model": "remove [rewards.model]",
+    "router losses": "remove it",
+    "router replay": "set objective.router_replay to false",
+    "sampler log-probabilities": "choose a method that learns from any data, such as sft,"
+    " filtered_bc, ilql or dpo",
+    "sampling mesh": "remove [sampling.mesh]",
+    "guided search": "set tree.kind to 'none'",
+    "search": "set tree.kind to 'none'",
+    "several players": "use an environment of one player",
+    "several policies": "set objective.policies to 1",
+    "several processes": "use one host",
+    "tree": "set tree.kind to 'none'",
+    "hard problems": "set objective.round_steps to 0",
+    "written problems": "set objective.written to 0",
+    "host written problems": "set objective.written to 0",
+}
+"""What takes a feature away; of others the key that names it is removed."""
+
+WITH: Mapping[str, tuple[str, str]] = {
+    "episodes": ("episodes", "give data.train and data.env = FILE.py:function"),
+    "experts": ("routed experts", "choose another model"),
+    "fork": ("HostEnv.fork", "use an environment whose state can be copied"),
+    "records": ("data.train", "give it, with data.env = FILE.py:function for episodes"),
+    "search": ("a search", "set tree.kind to 'search'"),
+    "shared rows": ("a network that takes such rows", "use one of jrl.models.transformer"),
+    "text": ("text", "remove data.env"),
+    "writer": ("data.writer", "set it to FILE.py:function, or to the url and model of an endpoint"),
+}
+"""How a message names what is needed, and what brings it."""
+
+
+def check_features(features: Mapping[str, str]) -> None:
+    """Raises UserError where features of a run do not go together, a line for each such pair.
+
+    Args:
+      features: by name, with the words that name each in the configuration.
+    """
+    lines = [line for row in TABLE if row.name in features for line in _broken(row, features)]
+    if lines:
+        raise UserError("\n".join(dict.fromkeys(lines)))
+
+
+def _broken(row: Feature, features: Mapping[str, str]) -> list[str]:
+    """A line for each missing need of a row, and for each feature that it forbids."""
+    own, lines = features[row.name], []
+    for need in sorted(row.needs - features.keys()):
+        label, remedy = WITH[need]
+        lines.append(f"{own} needs {label}: {row.why}; {_either(remedy, row.name)}")
+    for other in sorted(row.forbids & features.keys()):
+        remedy = _either(WITHOUT.get(other, f"remove {features[other]}"), row.name)
+        text = features[other].removesuffix(",")  # of a clause that the sentence ends with
+        lines.append(f"{own} does not go with {text}: {row.why}; {remedy}")
+    return lines
+
+
+def _either(remedy: str, name: str) -> str:
+    return f"{remedy}, or {WITHOUT[name]}" if name in WITHOUT else remedy
+
+
+# ---------------------------------------------------------------- the features of a run
+
+
+def features_of(
+    config: Config,
+    method: Method,
+    *,
+    network: Network,
+    model: ModelConfig | None,
+    task: Task | Env | None,
+) -> Features:
+    """Features of a run, all but those of an environment on the host (``host_features``).
+
+    Args:
+      config: of the run.
+      method: its method.
+      network: the policy, as the method trains it.
+      model: its shape; None for a network of one's own.
+      task: the procedural task, or the environment on the device.
+    """
+    named = f"method = {config.method!r}"
+    found = _config_features(config) | _data_features(config, task)
+    found |= method_features(method, named) | _network_features(network, named)
+    found |= schedule_features(method.schedule, method.objective, config.frozen, named)
+    if model is not None and any(model.sparse):
+        found["experts"] = "a model with routed experts"
+    return found
+
+
+def _present(items: Mapping[str, tuple[object, str]]) -> Features:
+    """The names of which the first of two is true, with the second."""
+    return {name: text for name, (there, text) in items.items() if there}
+
+
+def _config_features(config: Config) -> Features:
+    """Features that keys of the configuration ask for."""
+    sampling, objective, mode = config.sampling, config.objective, config.train.mode
+    losses = [key for key in ("router_balance", "router_z") if objective.get(key)]
+    items = {
+        "lora": (config.lora, "[lora]"),
+        "placement": (config.placement, "[placement]"),
+        "sampling mesh": (sampling.mesh and not config.placement, "[sampling.mesh]"),
+        "int8": (sampling.int8, f"sampling.int8 = {list(sampling.int8)}"),
+        "router replay": (config.replays_routing, "objective.router_replay = true"),
+        "router losses": (losses, " and ".join(f"objective.{k} = {objective[k]}" for k in losses)),
+        "entropy bonus": (
+            objective.get("entropy_coef"),
+            f"objective.entropy_coef = {objective.get('entropy_coef')}",
+        ),
+        "reward model": ("model" in config.rewards, "[rewards.model]"),
+        "several processes": (jax.process_count() > 1, f"{jax.process_count()} processes"),
+    }
+    modes = {"compiled": "compiled", "packed": "packed", "in flight": "in_flight"}
+    return _present(items) | {
+        name: f"train.mode = {mode!r}" for name, value in modes.items() if value == mode
+    }
+
+
+def _data_features(config: Config, task: Task | Env | None) -> Features:
+    """Features that the data bring, and rewards that depend on them."""
+    own = [name for name in config.rewards if ":" in name]
+    completions = config.given_completions
+    named = "" if config.task is None else f"{config.task.kind} = {config.task.name!r}"
+    players = task.players if isinstance(task, Env) else 1
+    return _present(
+        {
+            "given completions": (completions, completions or ""),
+            "recorded": (config.recorded, completions or ""),
+            "dialogues": (isinstance(config.recorded, DialogueData), completions or ""),
+            "pairs": (config.pairs, "data.pairs"),
+            "episodes": (config.episodes, "data.env with data.train"),
+            "device environment": (isinstance(task, Env), named),
+            "records": (task is None, "data.train"),
+            "text": (task is None and config.episodes is None, "data.train"),
+            "several groups": (players > 1, f"{named}, of {players} players,"),
+            "own reward": (own, f"rewards.{own[0]}" if own else ""),
+            "own reward of a task": (own and task is not None, f"rewards.{own[0]}" if own else ""),
+        }
+    )
+
+
+def method_features(method: Method, named: str = "the method") -> Features:
+    """Features that a method brings.
+
+    Args:
+      method: with the tree that the configuration asks for.
+      named: how messages name it.
+    """
+    draw, objective, rounds = method.draw, method.objective, method.curriculum
+    edits = sorted({"prompts", "rewards", "groups", "replay"} & set(method.seams))
+    tree = f"tree.by = {draw.search.by!r}" if draw.search else ""
+    tree = f"tree.at = {draw.tree.at!r}" if draw.tree else tree
+    expert = method.schedule.round_steps
+    hard = rounds.steps if isinstance(rounds, HardProblems) else 0
+    written = rounds.problems if isinstance(rounds, WrittenProblems) else 0
+    attention = any(statistic.over == "attention" for statistic in objective.statistics)
+    draws = f"{named}, which learns from what a policy drew,"
+    return _present(
+        {
+            "host edits": (edits, f"{named}, which edits {', '.join(edits)} on the host,"),
+            "tree": (draw.shares, tree),
+            "search": (draw.search, tree),
+            "guided search": (draw.search and draw.guide, tree),
+            "branches": (draw.tree, tree),
+            "greedy members": (draw.baseline_members, f"{named}, which draws greedy baselines,"),
+            "demonstrations": (draw.demonstrations, f"{named}, which reads demonstrations,"),
+            "demonstrations beside": (
+                draw.demonstrations and draw.own,
+                f"{named}, which reads demonstrations beside what the policy drew,",
+            ),
+            "nothing drawn": (not draw.own, f"{named}, which draws nothing,"),
+            "group loss": (
+                objective.surrogate.over == "group",
+                f"{named}, which compares whole completions,",
+            ),
+            "sampler log-probabilities": ("sampler_logprobs" in objective.needs, draws),
+            "on-policy loss": (objective.surrogate.on_policy, draws),
+            "attention": (attention, f"{named}, which reads attention,"),
+            "dropped groups": (
+                method.groups.keep is not keep_all,
+                f"{named}, which keeps some groups and drops others,",
+            ),
+            "replay": (method.replay, f"{named}, which keeps completions by prompt,"),
+            "expert": (expert, f"objective.round_steps = {expert}"),
+            "hard problems": (hard, f"objective.round_steps = {hard}"),
+            "written problems": (written, f"objective.written = {written}"),
+        }
+    )
+
+
+def schedule_features(
+    schedule: Schedule, objective: Objective, frozen: Collection[str], named: str = "the method"
+) -> Features:
+    """Features of what changes the training state beside its updates.
+
+    Args:
+      schedule: of a method.
+      objective: of it.
+      frozen: names of the frozen policies that are given.
+      named: how messages name the method.
+    """
+    renewed = "ref" in (schedule.frozen & objective.frozen) - set(frozen)
+    held = sorted(schedule.frozen - {"ref"})
+    return _present(
+        {
+            "renewed reference": (renewed, f"{named}, which renews the reference,"),
+            "held copies": (held, f"{named}, which holds the copies {', '.join(held)},"),
+        }
+    )
+
+
+def _network_features(network: Network, named: str) -> Features:
+    """Features of the network that is trained."""
+    extras, stack = network.extras, network.extras.stack
+    text = f"{named}, whose policy has further parameters,"
+    if stack is not None:
+        text = f"objective.policies = {stack.policies}"
+    return _present(
+        {
+            "own layout": (extras.own_layout, text),
+            "several policies": (stack, text),
+            "shared rows": (extras.hidden_shared, "rows that share a prompt"),
+        }
+    )
+
+
+def host_features(env: HostEnv, features: Mapping[str, str] = NOTHING) -> Features:
+    """Features of an environment on the host, beside those of a run.
+
+    Args:
+      env: of the run.
+      features: from ``features_of``.
+    """
+    groups, contexts = env.players * env.extras.asks, env.limits.contexts
+    written, tree = features.get("written problems"), features.get("tree")
+    return dict(features) | _present(
+        {
+            "fork": (env.fork, "HostEnv.fork"),
+            "writer": (env.extras.write, "EnvExtras.write"),
+            "host written problems": (written, written or ""),
+            "host tree": (tree, tree or ""),
+            "several players": (env.players > 1, f"data.env, of {env.players} players,"),
+            "several groups": (groups > 1, f"data.env, whose problems make {groups} groups each,"),
+            "contexts": (contexts > 1, f"data.contexts = {contexts}"),
+        }
+    )

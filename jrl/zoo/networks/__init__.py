@@ -1,0 +1,1 @@
+"""Networks that a method derives from the policy's: several policies, values of tokens."""

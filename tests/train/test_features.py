@@ -1,0 +1,84 @@
+"""The table of features: what does not go together is found, named, and has a remedy."""
+
+import pytest
+
+from jrl.config import load_config
+from jrl.episodes.host import HostEnv, Limits
+from jrl.errors import UserError
+from jrl.methods import all_methods, get_method
+from jrl.train import features
+from jrl.train.features import TABLE, WITH, WITHOUT, check_features, features_of, host_features
+from jrl.train.frozen import run_task
+
+
+def of_config(network, *lines):
+    config = load_config(None, list(lines))
+    method = get_method(config.method)
+    return features_of(config, method, network=network, model=None, task=run_task(config))
+
+
+@pytest.fixture
+def network(make_bag):
+    return make_bag(19, 8, 64)
+
+
+def found_names(network, monkeypatch):
+    """Every feature that is looked for, whether a run has it or not."""
+    monkeypatch.setattr(features, "_present", lambda items: {name: name for name in items})
+    env = HostEnv(init=None, step=None, limits=Limits(turns=1))
+    names = set(host_features(env, of_config(network, "data.task=sequence")))
+    return names | {"experts", "compiled", "packed", "in flight"}
+
+
+def test_every_name_in_the_table_is_looked_for(network, monkeypatch):
+    names = found_names(network, monkeypatch)
+    used = {row.name for row in TABLE}.union(*(row.needs | row.forbids for row in TABLE))
+    assert used <= names
+    assert set(WITHOUT) <= names
+    assert set(WITH) == set().union(*(row.needs for row in TABLE))
+    keys = {"given completions", "own reward", "own reward of a task", "recorded"}
+    assert set().union(*(row.forbids for row in TABLE)) <= set(WITHOUT) | keys
+
+
+def test_each_row_writes_its_message():
+    for row in TABLE:
+        same = (each for each in TABLE if each.name == row.name)
+        needed = dict.fromkeys(frozenset().union(*(each.needs for each in same)), "there")
+        for need in row.needs:
+            with pytest.raises(UserError) as caught:
+                check_features({row.name: "A = 1"})
+            assert f"A = 1 needs {WITH[need][0]}: {row.why}; {WITH[need][1]}" in str(caught.value)
+        for other in row.forbids:
+            with pytest.raises(UserError) as caught:
+                check_features({**needed, row.name: "A = 1", other: "B = 2"})
+            assert f"A = 1 does not go with B = 2: {row.why}; " in str(caught.value)
+        check_features({row.name: "A = 1", **needed})
+
+
+def test_all_that_does_not_go_together_is_said_at_once(network):
+    lines = ("data.task=sequence", "method=arpo", "objective.router_replay=true", "lora.rank=2")
+    with pytest.raises(UserError) as caught:
+        check_features(of_config(network, *lines))
+    assert str(caught.value).splitlines() == [
+        "tree.at = 'entropy' does not go with objective.router_replay = true: a branch has no"
+        " record of its past's experts; set objective.router_replay to false, or set tree.kind to"
+        " 'none'",
+        "objective.router_replay = true needs routed experts: the model has no routed experts;"
+        " choose another model, or set objective.router_replay to false",
+    ]
+
+
+def test_a_plain_run_of_each_kind_lacks_nothing(network):
+    check_features(of_config(network, "data.task=sequence", "train.mode=compiled"))
+    check_features(of_config(network, "data={env='nim', opponent='self'}"))
+    check_features(of_config(network, "data.train=x.jsonl", "train.mode=packed", "lora.rank=2"))
+    check_features(of_config(network, "data.train=dialogues:x.jsonl", "method=filtered_bc"))
+    check_features(of_config(network, "data.pairs=x.jsonl", "method=dpo"))
+
+
+def test_the_needs_of_methods_are_known():
+    """A need that is no size of a group says what no run has yet."""
+    for name, published in all_methods().items():
+        method = published.example()
+        others = {f"group of at least {method.least_group}", f"lacking {method.lacks}"}
+        assert method.needs <= others, name
