@@ -137,7 +137,7 @@ class Scheduler:
     def run(self) -> None:
         """Plays until the strategy has nothing left and every call is answered."""
         seconds = self.world.rules.limits.call_seconds
-        with waiting("environments", self._progress, seconds=seconds):
+        with waiting(self.world.name, self._progress, seconds=seconds):
             # Closes at the end are waited for too: the environment may end behind this play.
             while self._strategy.advance(self) or self._calls:
                 # Slots first, then a chunk, then answers: what arrives while the device decodes

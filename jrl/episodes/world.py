@@ -31,6 +31,10 @@ class World(Protocol):
     """What episodes are played with. A call returns at once; its answer arrives in the inbox."""
 
     @property
+    def name(self) -> str:
+        """What a report of a long wait says is waited for."""
+
+    @property
     def rules(self) -> Rules:
         """What follows a turn."""
 
@@ -77,6 +81,11 @@ class HostWorld(NamedTuple):
     chat: Format
     tokenizer: Tokenizer
     rules: Rules
+
+    @property
+    def name(self) -> str:
+        """See ``World``."""
+        return "environments"
 
     @property
     def verified(self) -> bool:
@@ -134,7 +143,7 @@ class TextWorld:
       step_tokens: the most of a step; 0 for what is left of the completion.
     """
 
-    verified = False
+    name, verified = "search", False
 
     def __init__(self, ends: Sequence[int], step_tokens: int = 0) -> None:
         limits = Limits(turns=_ENDLESS, turn_tokens=step_tokens, episode_seconds=0.0)
