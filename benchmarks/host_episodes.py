@@ -26,7 +26,8 @@ from benchmarks.clock import rounded
 from benchmarks.work import model_config, parser, place
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import PlainFormat
-from jrl.episodes.episode import Ending, Episode, Sampled, call_init, call_step
+from jrl.episodes.env_calls import call_init, call_step
+from jrl.episodes.episode import Ending, Episode, Sampled
 from jrl.episodes.groups import play_episodes
 from jrl.episodes.host import Feedback, HostEnv, Limits
 from jrl.episodes.play import Device

@@ -12,7 +12,7 @@ import numpy as np
 
 from jrl.episodes.branching import EpisodeBranches, tree_of
 from jrl.episodes.calls import Answer
-from jrl.episodes.episode import ABSENT, Call, Episode, shared_start
+from jrl.episodes.episode import ABSENT, Call, Episode
 from jrl.episodes.follow import Continue
 from jrl.episodes.play import Device, Scheduler, uncopied
 from jrl.episodes.transcript import Transcript
@@ -219,3 +219,10 @@ class Groups:
         for number in episode.branch.spare:
             scheduler.open(self.members(episode.problem.group)[number])
         episode.branch.spare = ()
+
+
+def shared_start(openings: Sequence[np.ndarray]) -> int:
+    """How many tokens all openings have in common from the start."""
+    length = min(map(len, openings))
+    same = [len({int(opening[i]) for opening in openings}) == 1 for i in range(length)]
+    return same.index(False) if False in same else length

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from jrl.episodes.calls import Answer, Calls
 from jrl.episodes.chat import Format
-from jrl.episodes.episode import Episode, call_init, call_step
+from jrl.episodes.env_calls import call_init, call_step
+from jrl.episodes.episode import Episode
 from jrl.episodes.follow import Rules, rules_of
 from jrl.episodes.host import Feedback, HostEnv, Limits
 from jrl.models.tokenizer import Tokenizer

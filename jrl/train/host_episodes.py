@@ -21,7 +21,8 @@ from jrl.episodes.branching import EpisodeBranches
 from jrl.episodes.calls import Calls
 from jrl.episodes.chat import Format
 from jrl.episodes.configured import configured_env
-from jrl.episodes.episode import Episode, call_init
+from jrl.episodes.env_calls import call_init
+from jrl.episodes.episode import Episode
 from jrl.episodes.follow import summary_room
 from jrl.episodes.groups import Played, play_episodes
 from jrl.episodes.host import EnvError, HostEnv, format_of, nothing_shared
