@@ -389,7 +389,7 @@ def test_what_a_source_that_failed_drew_is_trained_in_the_branch():
 
 
 def test_an_environment_without_copies_is_named():
-    with pytest.raises(UserError, match=r"HostEnv\.fork is None"):
+    with pytest.raises(UserError, match=r"needs HostEnv\.fork"):
         source(counting_env(fork=None))
     with pytest.raises(UserError, match="a tree of sampling.group = 4 members needs a slot"):
         EpisodeBranches(EVEN, 4, 3)
