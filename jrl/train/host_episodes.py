@@ -99,7 +99,7 @@ class HostEpisodes:
         _check_parts(env, weights)
         _check_group(env, group)
         if branches is not None or search is not None:
-            check_features(host_features(env, {"tree": "[tree]"}))
+            _check_fork(env, "[tree]")
         self._branches, self._estimate = branches, estimate
         self._plan = None if search is None else plan_of(search, group)
         self._env, self._chat, self._rows, self._tokenizer = env, chat, rows, tokenizer
@@ -160,9 +160,7 @@ class HostEpisodes:
         Raises:
           UserError: the environment's state cannot be copied.
         """
-        features = host_features(self._env)
-        kept = {"fork": features["fork"]} if "fork" in features else {}
-        check_features({"host tree": "--search"} | kept)
+        _check_fork(self._env, "--search")
         self._env.lifecycle.begin(step, split)
         with self._rows.loaded(key, params, step):
             device = Device(self._rows.rows, policy_of=self._rows.policy_of(step))
@@ -341,6 +339,12 @@ def _check_group(env: HostEnv, group: int) -> None:
             f" {group} members of a group, which begin together; raise its limit (such as"
             " data.processes)"
         )
+
+
+def _check_fork(env: HostEnv, named: str) -> None:
+    """Raises UserError where no episode can be copied for what ``named`` asks for."""
+    fork = {name: text for name, text in host_features(env).items() if name == "fork"}
+    check_features({"host tree": named} | fork)
 
 
 def _check_contexts(run: Run, env: HostEnv, chat: Format) -> None:
